@@ -1,8 +1,7 @@
 """Find the smallest size that is about as fast as the fastest. Pure: sizes and seconds, no torch.
 
 Samples per second rise with the batch size until the device is busy, then level off and may fall. Sizes are
-timed from the largest downwards at powers of two (the rungs), until two in a row are too slow. Then the
-interval between the smallest fast rung and the slow one below it is bisected a few times.
+timed from the largest downwards at powers of two (the rungs), until two in a row are too slow; then between.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import bisect
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 TOLERANCE = 0.05
 """A size is fast enough if its samples per second miss the best by no more than this fraction."""
@@ -27,8 +26,7 @@ def sizes_by_speed(
 ) -> tuple[list[int], dict[int, float]]:
     """Time a few candidates and select those that are fast enough.
 
-    >>> fast, seconds = sizes_by_speed(lambda n: [0.1 + n / 1000] * 5, range(1, 4097))
-    >>> min(fast)
+    >>> min(sizes_by_speed(lambda n: [0.1 + n / 1000] * 5, range(1, 4097))[0])
     1280
 
     Args:
@@ -39,26 +37,28 @@ def sizes_by_speed(
     Returns:
         The fast sizes, ascending, and the median seconds per step of every timed size.
     """
-    deadline = time.monotonic() + deadline_s
-    largest = candidates[-1]
+
+    def fast() -> list[int]:
+        return fast_sizes({size: size / median for size, median in seconds.items()})
+
+    deadline, largest = time.monotonic() + deadline_s, candidates[-1]
     seconds = {largest: statistics.median(time_steps(largest))}
     slow_in_a_row = 0
     for rung in rungs(candidates):
         if slow_in_a_row == 2 or time.monotonic() >= deadline:
             break
         seconds[rung] = statistics.median(time_steps(rung))
-        slow_in_a_row = 0 if rung in _fast(seconds) else slow_in_a_row + 1
+        slow_in_a_row = 0 if rung in fast() else slow_in_a_row + 1
     for _ in range(HALVINGS):
-        size = _between(candidates, _fast(seconds), seconds)
+        size = _between(candidates, fast(), seconds)
         if size is None or time.monotonic() >= deadline:
             break
         seconds[size] = statistics.median(time_steps(size))
-    return _fast(seconds), seconds
+    return fast(), seconds
 
 
-def _fast(seconds: dict[int, float]) -> list[int]:
-    """The sizes within the tolerance, ascending."""
-    rates = {size: size / median for size, median in seconds.items()}
+def fast_sizes(rates: Mapping[int, float]) -> list[int]:
+    """The sizes, ascending, whose samples per second are within the tolerance of the best."""
     threshold = (1 - TOLERANCE) * max(rates.values())
     return sorted(size for size, rate in rates.items() if rate >= threshold)
 

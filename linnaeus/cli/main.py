@@ -33,7 +33,7 @@ from linnaeus.signals import Interrupted
 COMMANDS = {
     "train": "train; the word may be left out, but `linnaeus` alone prints this text",
     "analyze": "memory, batch size and speed before a run",
-    "plan": "time, learning rate and warnings of a few batch sizes that fit",
+    "plan": "another name of analyze: how long a run takes with the sizes that fit",
     "sweep": "a run for each combination of values, compared",
     "compare": "runs side by side: what differs, metrics and learning curves",
     "evaluate": "a trained run on labelled data: accuracy per rank and class, calibration",

@@ -272,43 +272,7 @@ def add_run_options(parser: CommandParser) -> None:
     parser.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")
 
 
-@dataclass
-class MeasuringOptions:
-    """Options of every command that measures batch sizes.
-
-    Attributes:
-        output: file for programs; its ending says the format.
-        plot: picture; None draws none.
-    """
-
-    output: Path
-    plot: Path | None = None
-
-
-Options = TypeVar("Options", bound=MeasuringOptions)
 Filled = TypeVar("Filled")
-
-
-def add_measuring_options(parser: CommandParser, *, output: Path, suffixes: Sequence[str]) -> None:
-    """Add the options of every command that measures batch sizes.
-
-    Args:
-        parser: takes them.
-        output: default of `--output`.
-        suffixes: endings of the bounding keys: "" for training, and "_VAL" where validation counts too.
-    """
-
-    def keys(name: str) -> list[str]:
-        return [f"{AUTOBATCH}.{name}{suffix}" for suffix in suffixes]
-
-    parser.option("--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {output}")
-    parser.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")
-    parser.option("--min-bs", "N", read_count, "smallest size tried", keys("MIN_BATCH_SIZE"))
-    parser.option("--max-bs", "N", read_count, "largest size tried", keys("MAX_BATCH_SIZE"))
-    parser.option(
-        "--memory-limit-gb", "X", partial(read_positive, "number of GiB"),
-        "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
-    )  # fmt: skip
 
 
 def read_request(

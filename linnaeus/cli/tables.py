@@ -1,16 +1,20 @@
-"""What the commands have measured, as plain data for programs: JSON, JSONL and CSV."""
+"""Figures as plain data for programs (JSON, JSONL and CSV), and lengths of time as people write them."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import math
+import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from linnaeus.files import write_text_atomically
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+"""Seconds."""
 
 
 class UnixLines:
@@ -52,19 +56,18 @@ class Figures(ABC):
 
     def save(self, path: Path) -> None:
         """Write a file, atomically, in the format that its ending names: `.json`, `.jsonl` or `.csv`."""
-        text = {
-            ".json": lambda: json.dumps(self.as_dict(), indent=2) + "\n",
-            ".jsonl": lambda: "".join(json.dumps(row) + "\n" for row in self.scalars()),
-            ".csv": self._csv,
-        }[path.suffix.lower()]()
+        ending = path.suffix.lower()
+        if ending == ".json":
+            text = json.dumps(self.as_dict(), indent=2) + "\n"
+        elif ending == ".jsonl":
+            text = "".join(json.dumps(row) + "\n" for row in self.scalars())
+        else:
+            file = io.StringIO()
+            writer = csv.DictWriter(UnixLines(file), self.columns)
+            writer.writeheader()
+            writer.writerows(self.scalars())
+            text = file.getvalue()
         write_text_atomically(path, text)
-
-    def _csv(self) -> str:
-        file = io.StringIO()
-        writer = csv.DictWriter(UnixLines(file), self.columns)
-        writer.writeheader()
-        writer.writerows(self.scalars())
-        return file.getvalue()
 
 
 def cell(value: float | None, form: str) -> str:
@@ -72,14 +75,31 @@ def cell(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-@dataclass(kw_only=True)
-class Measurement(Figures):
-    """Everything measured so far; filled while it is measured, so that an interruption loses nothing.
+def read_duration(text: str) -> float:
+    """Seconds in a length of time.
 
-    Attributes:
-        environment: where the figures hold; empty until there is something to measure.
-        interrupted: whether Ctrl-C or an error ended the measuring early.
+    >>> read_duration("90s"), read_duration("1.5h"), read_duration("2h30m")
+    (90.0, 5400.0, 9000.0)
+
+    Raises:
+        ValueError: it is something else.
     """
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text)
+    seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text or not 0 < seconds < math.inf:
+        raise ValueError(f"{text!r} is not a length of time; give one such as 90s, 30m, 2h or 1d")
+    return float(seconds)
 
-    environment: dict[str, Any] = field(default_factory=dict)
-    interrupted: bool = False
+
+def show_duration(seconds: float) -> str:
+    """A length of time in its two largest units.
+
+    >>> show_duration(0.25), show_duration(72), show_duration(5400), show_duration(200_000)
+    ('0.25 s', '1 m 12 s', '1 h 30 m', '2 d 8 h')
+    """
+    for unit, below in (("d", "h"), ("h", "m"), ("m", "s")):
+        whole = round(seconds / UNITS[below])
+        per_unit = UNITS[unit] // UNITS[below]
+        if seconds >= 60 and whole >= per_unit:
+            return f"{whole // per_unit} {unit} {whole % per_unit} {below}"
+    return f"{seconds:.3g} s"

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from linnaeus.autobatch.predict.gpus import GIB, find_gpu
-from linnaeus.autobatch.predict.prediction import MARGIN
-from linnaeus.autobatch.result import Mode, Timing
+from linnaeus.autobatch.predict.gpus import find_gpu
 from linnaeus.cli import export, predict, train
-from linnaeus.cli.analyze import options as analyze
-from linnaeus.cli.analyze.breakdown import Breakdown
-from linnaeus.cli.analyze.output import show
-from linnaeus.cli.analyze.predict import target_of
-from linnaeus.cli.analyze.results import Analysis, Predicted, Remedy, Row
 from linnaeus.cli.compare import options as compare
 from linnaeus.cli.compare.runs import Row as RunRow
 from linnaeus.cli.compare.runs import compared, read_runs
 from linnaeus.cli.compare.session import print_runs, sort_rows
-from linnaeus.cli.environment import device_sentence
 from linnaeus.cli.evaluate import options as evaluate
 from linnaeus.cli.evaluate.report import compare_with_logged, logged_sentence
-from linnaeus.cli.measure import Speeds
-from linnaeus.cli.plan import options as plan
-from linnaeus.cli.plan.output import notes, results_table
-from linnaeus.cli.plan.results import Goal, Plan
-from linnaeus.cli.plan.results import Row as PlanRow
 from linnaeus.cli.sweep import options as sweep
 from linnaeus.cli.sweep.folder import lock_folder
 from linnaeus.cli.sweep.predict import check_predictions
@@ -37,27 +23,11 @@ from linnaeus.launchers.interface import Job
 from linnaeus.launchers.record import write_slurm_record
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import Golden, error_of
-from tests.helpers.predictions import GROWING, POINTS, WIDE, predicted, row_of
+from tests.helpers.predictions import GROWING
 from tests.helpers.run_files import write_run, write_validations
 from tests.helpers.sweeps import Queue, Sweep
 
-MIB = 1024**2
 LINES: dict[str, tuple[Any, list[str]]] = {
-    "values of options of analyze": (analyze, [
-        "--fractions=0,nan", "--fractions=1.5", "--fractions=0.5,nan", "--fractions=half", "--modes=tset",
-        "--output=a", "--plot=a.pdf", "--steps=0",
-        "--strategy=guide", "--memory-limit-gb=inf", "--memory-limit-gb=-1", "--max-bs=1.5",
-        "--gpu=b20,rtx409,t4,a100", "--device-memory-gb=8,24GB,9e9", "--throughput=1", "--max-bs",
-        "--foo", "DATA.BATCHSIZE=3",
-    ]),
-    "options that need --predict": (analyze, ["--gpu=t4", "--device-memory-gb=24", "--world-size=2"]),
-    "options that do not go with --predict": (analyze, [
-        "--predict", "--throughput", "--steps=3", "--strategy=guided",
-    ]),
-    "files that cannot be written": (analyze, ["--output", "missing/a.csv", "--plot", "folder.png"]),
-    "values of options of plan": (plan, [
-        "--sizes=8,0", "--noise-scale=-1", "--time-budget=2", "--world-size=1.5",
-    ]),
     "the run of evaluate": (evaluate, ["DATA.BATCH_SIZE_VAL=3"]),
     "a run that is not there": (evaluate, ["runs/tin"]),
     "keys of evaluate": (evaluate, [
@@ -105,35 +75,6 @@ LINES: dict[str, tuple[Any, list[str]]] = {
     "a URL": (train, ["--cfg", "https://example.org/a.yaml"]),
     "a dry run here": (train, ["--dry-run"]),
 }  # fmt: skip
-SETTINGS = {
-    "model": "vit", "parameters": 5000, "frozen_parameters": 0, "image_size": [32, 48], "num_classes": [2, 6],
-    "precision": "bf16 autocast over float32", "optimizer": "AdamW", "gradient_checkpointing": True,
-    "accumulation_steps": 4, "ema": True, "memory_limit_gb": 8.0,
-}  # fmt: skip
-
-
-def shown(analysis: Analysis) -> str:
-    console, output = plain_console()
-    show(analysis, console)
-    return output.getvalue()
-
-
-def measured() -> Analysis:
-    """Two fractions of each mode, of which one does not fit."""
-    speeds = Speeds({size: Timing(size, 1.0, rate) for size, rate in ((64, 96.0), (121, 100.0), (61, 97.0))})
-    speeds.covers_knee = True
-    of_mode: dict[Mode, Speeds] = {"train": speeds, "val": Speeds()}
-    rows = []
-    for mode in of_mode:
-        parts = Breakdown(parameters=MIB, activations=3 * MIB, rest=MIB)
-        row = Row(mode, 0.9, 121, True, "memory", peak_bytes=5 * MIB, budget_bytes=6 * MIB, breakdown=parts)
-        row.samples_per_s = 100.0
-        row.remedies = [
-            Remedy("bf16", {"TRAIN.AMP": "bf16"}, 121, 5 * MIB, 3 * MIB, 150.0),
-            Remedy("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2}, 60, 5 * MIB, reason="no memory"),
-        ]  # fmt: skip
-        rows += [row, Row(mode, 0.5, reason=f"AutoBatch ({mode}): no batch size fits")]
-    return Analysis(rows=rows, speeds=of_mode)
 
 
 def test_messages(
@@ -147,56 +88,21 @@ def test_messages(
     Path("runs/grid").mkdir()
     Path("runs/grid/sweep.json").touch()
     said = {title: error_of(module.read, argv) for title, (module, argv) in LINES.items()}
-    said |= reports(monkeypatch)
+    said |= evaluations()
     said |= of_runs()
     said |= of_sweeps(caplog)
     golden("cli", said, folder=tmp_path)
 
 
-def reports(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of sizes, measured and predicted, and of plans and evaluations."""
-    said = {"an analysis": shown(measured())}
-    environment = {
-        "device": "cuda",
-        "device_name": "H100",
-        "total_bytes": 80 * GIB,
-        "torch": "2.9.0",
-        **SETTINGS,
-    }
-    said["the line above an analysis"] = device_sentence(environment)
-    _, config = analyze.read(["--predict", "--gpu", "t4", *WIDE])  # type: ignore[misc]
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said["a prediction without a device"] = error_of(target_of, analyze.Options(), config)
-    peeking = ("MODEL._target_=tests.cli.tiny.Peeking", *POINTS)
-    untraceable = error_of(predicted, "train", *peeking)
-    said["a step that cannot be traced"] = re.sub(r"line \d+", "line N", untraceable)
-    said["no size on a device"] = str(row_of("train", *WIDE, gib=1, fraction=0.5).reason)
-    said["no size within a limit"] = str(row_of("train", *WIDE, fraction=0.5, limit_gb=0.01).reason)
-    said["no size with the margin"] = "\n".join(row_of("val", *WIDE, gib=0.7).notes)
-    parts = Breakdown(parameters=MIB, rest=600 * MIB)
-    row = Row("train", 0.9, 64, limited_by="memory", peak_bytes=601 * MIB, budget_bytes=GIB, breakdown=parts)
-    row.predicted = Predicted("24 GiB", 24 * GIB, MARGIN, 50, 500 * MIB, memory_limit_gb=2.0)
-    said["a predicted analysis"] = shown(Analysis(rows=[row], speeds={"train": Speeds()}))
-
-    console, output = plain_console()
-    for budget_s in (60, 59):
-        goal = Goal(
-            num_samples=1000, epochs=60, noise_scale=500 if budget_s == 60 else None, time_budget_s=budget_s
-        )
-        rows = [PlanRow(goal, size, 1, rate, 0.1) for size, rate in ((8, 500.0), (16, 970.0), (32, 1000.0))]
-        found = Plan(goal, rows=rows)
-        console.print(results_table(found), *notes(found), sep="\n")
-    said["plans"] = output.getvalue()
-
+def evaluations() -> dict[str, str]:
+    """Of figures beside those that were logged."""
     metrics = {"loss": 1.5, "top1/a": 0.5}
     same = compare_with_logged(metrics, metrics, [])
     other_settings = ["TRAIN.AMP off (bf16 in the run)"]
     other = compare_with_logged({"loss": 1.5, "consistent": 1.0}, metrics, other_settings)
     changed = compare_with_logged({"loss": 1.25, "top1/a": 0.5}, metrics, [])
-    said["figures beside those of training"] = "\n".join(
-        logged_sentence(each, metrics) for each in (same, other, changed)
-    )
-    return said
+    sentences = [logged_sentence(each, metrics) for each in (same, other, changed)]
+    return {"figures beside those of training": "\n".join(sentences)}
 
 
 def of_runs() -> dict[str, str]:

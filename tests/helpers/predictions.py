@@ -11,12 +11,10 @@ from linnaeus.autobatch.predict.gpus import GIB
 from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
-from linnaeus.cli.analyze.fitting import fill
+from linnaeus.cli.analyze.measure import Setup
 from linnaeus.cli.analyze.options import Options, read
-from linnaeus.cli.analyze.predict import world_of
+from linnaeus.cli.analyze.predict import PredictedStep, build_on_meta, fill, predicted_step, world_of
 from linnaeus.cli.analyze.results import Predicted, Row
-from linnaeus.cli.analyze.traced import PredictedStep, build_on_meta, predicted_step
-from linnaeus.cli.session import Setup
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from tests.helpers.consoles import plain_console

@@ -1,220 +1,439 @@
-"""The searches of an analysis: one finder for each mode, which all fractions use."""
+"""Measures sizes and speeds: one search for each mode and fraction, timings, and the effect of remedies."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
 
 from linnaeus.autobatch.finder import BatchSizeFinder
-from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.cli.analyze.breakdown import Breakdown, break_down, counting
+from linnaeus.autobatch.throughput import rungs
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
+from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.results import Analysis, Row
-from linnaeus.cli.measure import Speeds, find_largest
-from linnaeus.errors import AutoBatchError
+from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, timed_size
+from linnaeus.config.instantiate import is_target
+from linnaeus.config.schema import Config
+from linnaeus.data.bundle import DataBundle, dataset_length
+from linnaeus.dist import World
+from linnaeus.errors import AutoBatchError, ConfigError, LinnaeusError
+from linnaeus.sizing.report import device_environment
 from linnaeus.sizing.sizes import SizeSearch
-from linnaeus.training.state_bytes import StateBytes
+from linnaeus.training.build import Assembly, assemble, plan_facts
+from linnaeus.training.state_bytes import StateBytes, state_bytes
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
-EXTRA_TRIALS = 0.6
-"""All further fractions together may run this many times the trials of the first, and each at least one."""
-CLOSE_FRACTION = 0.9
-"""A size found is close when it reaches this fraction of the expected size; otherwise more trials are run."""
-MAX_TRIALS_WHILE_FAR = 4
-"""Bound on the trials of one further fraction while its size is not close."""
-NEXT_START_FRACTION = 0.75
-"""Position of the next trial between the largest size that fits (0) and the one that failed (1)."""
-MARGIN = 0.06
-"""Fraction of the budget, less the memory held, that the first guess leaves free, because peaks are noisy."""
+FURTHER_TRIALS = 3
+FURTHER_TOLERANCE = 0.05
+"""Of the search of each fraction but the first: many fractions are to cost little more than one."""
 
 
-def measure_mode(
-    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: RankStatus
-) -> None:
-    """Search every fraction of one mode, the largest first, and time the sizes found.
+@dataclass(frozen=True)
+class Setup:
+    """What there is to measure with: a configuration, its data, and this process.
 
-    A fraction at which nothing fits gets a row with the reason.
-
-    Args:
-        search: steps, data and bounds of the run in question.
-        mode: which step.
-        options: the fractions, and whether further sizes are timed.
-        analysis: takes the rows and the speeds as they are measured.
+    Attributes:
         status: told what is being tried.
+        console: shows the trials.
     """
-    speeds = analysis.speeds[mode] = Speeds()
-    rows: list[Row] = []
-    fractions = sorted(options.fractions, reverse=True)
+
+    config: Config
+    data: DataBundle
+    world: World
+    status: RankStatus
+    console: Console
+
+    def search(self) -> SizeSearch:
+        """Build the model and its steps, and the searches of a run with them.
+
+        Raises:
+            ConfigError: a node that cannot be built.
+        """
+        config, data, world = self.config, self.data, self.world
+        assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+        return SizeSearch(
+            config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED, console=self.console
+        )
+
+
+def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
+    """Search every mode and fraction, and time sizes."""
+    search, config = setup.search(), setup.config
+    plan = None
+    if options.throughput:
+        analysis.goal = goal = Goal(
+            dataset_length=options.dataset_length or dataset_length(setup.data.train),
+            epochs=config.TRAIN.EPOCHS,
+            world_size=options.world_size or 1,
+            noise_scale=options.noise_scale,
+            time_budget_s=options.time_budget,
+        )
+        facts = plan_facts(
+            search.assembly, config.MODEL, config.TRAIN,
+            max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE or goal.dataset_length,
+            world_size=goal.world_size, num_samples=goal.dataset_length,
+        )  # fmt: skip
+        search = replace(search, max_samples_per_rank=max_samples_per_rank(config.TRAIN, facts))
+        plan = partial(planned, config, facts, goal)
+    analysis.environment = describe(config.MODEL, search)  # from now on there is something to write
+    logger.info("%s", device_sentence(analysis.environment))
+    for mode in options.modes:
+        _measure_mode(search, mode, options, analysis, setup.status, plan if mode == "train" else None)
+
+
+def _measure_mode(
+    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: RankStatus,
+    plan: Callable[[int], dict[str, Any]] | None,
+) -> None:  # fmt: skip
+    """Search every fraction of one mode, the largest first. One at which nothing fits has the reason."""
+    rows = [Row(mode, fraction) for fraction in sorted(options.fractions, reverse=True)]
     try:
         with (
             counting(search.assembly, search.world.device) as state,
             search.finder(mode, status) as finder,
         ):
-            found: list[AutoBatchResult] = []
-            for fraction in fractions:
-                row = Row(mode, fraction)
-                rows.append(row)
+            largest = None
+            for row in rows:
                 analysis.rows.append(row)
-                result = _find(finder, rows, num_fractions=len(fractions))
-                if result is not None:
-                    found.append(result)
-                    row.breakdown = _breakdown(row, rows, state)
-                _log(row)
-            if found:
-                _time(finder, found[0], rows, speeds, options, search.config.AUTOBATCH.TIMEOUT_MINUTES)
+                found = _find(finder, row, is_first=largest is None)
+                largest = largest or found
+                if row.peak_bytes is not None:
+                    held_bytes = finder.held_bytes
+                    row.breakdown = break_down(mode, state, peak_bytes=row.peak_bytes, held_bytes=held_bytes)
+                size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
+                logger.info("%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial"))
+            if largest is not None:
+                timer = Timer(finder, plan, Speeds())
+                if options.throughput:
+                    analysis.speeds[mode] = timer.speeds
+                    timer.time_sizes(largest, options.sizes, search.config.AUTOBATCH.TIMEOUT_MINUTES)
+                for row in rows:
+                    if row.batch_size is not None:
+                        row.samples_per_s = timer.rate(row.batch_size)
     except AutoBatchError as error:  # the bounds leave no size to try
-        for fraction in fractions:
-            analysis.rows.append(Row(mode, fraction, reason=str(error)))
-            _log(analysis.rows[-1])
+        analysis.rows += [replace(row, reason=str(error)) for row in rows]
 
 
-def _log(row: Row) -> None:
-    size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
-    logger.info(
-        "%s, %s of the memory: %s, %s",
-        row.mode,
-        f"{row.memory_fraction:.0%}",
-        size,
-        counted(len(row.trials), "trial"),
-    )
+def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResult | None:
+    """Search the fraction of a row, and fill the row even when the search is interrupted.
 
-
-def _find(finder: BatchSizeFinder, rows: Sequence[Row], *, num_fractions: int) -> AutoBatchResult | None:
-    """Search the fraction of the last row, and fill the row even when the search is interrupted."""
-    row = rows[-1]
+    The first fraction is searched as training would search it, those below it with a few trials, which start
+    from what the earlier ones have shown. So their sizes may remain uncertified.
+    """
     num_before = len(finder.trials)
-    result = None
+    settings = replace(
+        finder.settings, target_memory_fraction=row.memory_fraction, objective="memory", start=None
+    )
     row.limited_by = "interrupted"
     try:
-        if rows[0].budget_bytes is None:
-            result = find_largest(finder, row.memory_fraction)
-        else:
-            result = _find_further(finder, rows, num_fractions)
-        row.batch_size, row.certified = result.batch_size, result.certified
-        row.limited_by = result.limited_by
+        result = finder.find(settings) if is_first else _find_quickly(finder, settings)
+        row.batch_size, row.certified, row.limited_by = result.batch_size, result.certified, result.limited_by
     except AutoBatchError as error:
-        row.limited_by, row.reason = None, str(error)
+        row.limited_by, row.reason, result = None, str(error), None
     except KeyboardInterrupt:
-        row.batch_size = _largest_that_fitted(finder)
+        fitting = (trial.size for trial in finder.trials if trial.fits(finder.budget_bytes))
+        row.batch_size = max(fitting, default=None)
         raise
     finally:
         row.budget_bytes = finder.budget_bytes or None
-        row.held_bytes = finder.held_bytes
         row.trials = tuple(finder.trials[num_before:])
-        row.peak_bytes = _peak(finder.trials, row.batch_size)
+        # Of the last trial of the size, which the search of an earlier fraction may have run.
+        peaks = [trial.peak_bytes for trial in finder.trials if trial.size == row.batch_size]
+        row.peak_bytes = peaks[-1] if peaks else None
     return result
 
 
-def _find_further(finder: BatchSizeFinder, rows: Sequence[Row], num_fractions: int) -> AutoBatchResult:
-    """Search a fraction below the first, starting where the peaks measured so far predict its size.
-
-    Certifying a size takes at least two trials, and many fractions should cost little more than one: so the
-    size may remain uncertified.
-    """
-    first, *others, row = rows
-    settings = replace(
-        finder.settings, target_memory_fraction=row.memory_fraction, strategy="guided", objective="memory",
-        start=None,
-    )  # fmt: skip
-    num_left = int(EXTRA_TRIALS * len(first.trials)) - sum(len(other.trials) for other in others)
-    num_trials = max(1, math.ceil(num_left / (num_fractions - len(others) - 1)))
-    expected = start = _expected(finder, rows, finder.settings.memory_limit_gb)
-    num_before = len(finder.trials)
+def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatchResult:
+    quick = replace(settings, strategy="guided", tolerance=FURTHER_TOLERANCE, max_trials=FURTHER_TRIALS)
     try:
-        result = finder.find(replace(settings, start=start, max_trials=1), confirm=False)
-        while result.limited_by == "max_trials":
-            is_close = start is None or expected is None or result.batch_size >= CLOSE_FRACTION * expected
-            if len(finder.trials) - num_before >= (num_trials if is_close else MAX_TRIALS_WHILE_FAR):
-                break
-            if is_close or start is None:
-                start = None
-            else:
-                start = result.batch_size + int(NEXT_START_FRACTION * (start - result.batch_size))
-            result = finder.find(replace(settings, start=start, max_trials=1), confirm=False)
+        result = finder.find(quick, confirm=False)
     except AutoBatchError:  # nothing has fitted yet, and a row needs a size
-        result = finder.find(replace(settings, max_trials=SearchSettings.max_trials), confirm=False)
+        result = finder.find(replace(quick, max_trials=SearchSettings.max_trials), confirm=False)
     # The bound on trials here is not DATA.AUTOBATCH.MAX_TRIALS, so it must not be reported as that.
     return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
 
 
-def _expected(finder: BatchSizeFinder, rows: Sequence[Row], limit_gb: float | None) -> int | None:
-    """The size predicted for the last row; the memory held may have changed since the earlier trials."""
-    first, row = rows[0], rows[-1]
-    total_bytes = finder.memory.total_bytes if limit_gb is None else int(limit_gb * GIB)
-    total_bytes = min(total_bytes, finder.memory.total_bytes)
-    assert first.budget_bytes is not None
-    budget_bytes = first.budget_bytes - int((first.memory_fraction - row.memory_fraction) * total_bytes)
-    held_bytes = finder.held_bytes
-    points = [
-        (trial.size, trial.peak_bytes - other.held_bytes + held_bytes)
-        for other in rows
-        for trial in other.trials
-        if trial.peak_bytes is not None
-    ]
-    return where_budget_is_met(sorted(points), budget_bytes, held_bytes)
+@dataclass(frozen=True)
+class Timer:
+    """Times sizes of one mode, each once.
+
+    Attributes:
+        finder: has run the sizes.
+        plan: arguments of `timed_size` for the run with a size; None in validation.
+        speeds: takes the sizes.
+        rates: samples per second of one process, by size; None where a size no longer fits.
+    """
+
+    finder: BatchSizeFinder
+    plan: Callable[[int], dict[str, Any]] | None
+    speeds: Speeds
+    rates: dict[int, float | None] = field(default_factory=dict)
+
+    def rate(self, size: int) -> float | None:
+        """The speed of a size; None when it no longer fits, because something else takes memory now."""
+        if size not in self.rates:
+            timing = self.finder.time(size)
+            self.rates[size] = timing.samples_per_s if math.isfinite(timing.seconds_per_step) else None
+        return self.rates[size]
+
+    def time_sizes(
+        self, largest: AutoBatchResult, sizes: Sequence[int] | None, timeout_minutes: float
+    ) -> None:
+        """Time sizes, the largest first; without any named, until smaller ones only cost.
+
+        Args:
+            largest: the largest size that fits.
+            sizes: of training, to time beside it.
+            timeout_minutes: no further timing starts later, unless sizes are named.
+        """
+        finder, top = self.finder, largest.batch_size
+        if sizes is not None and self.plan is not None:
+            for size in sizes:
+                if not finder.min_size <= size <= top:
+                    bound = f"above {top}, the largest that fits (limited by {largest.limited_by})"
+                    if size < finder.min_size:
+                        bound = f"below {finder.min_size}, the smallest that training can take"
+                    self.speeds.left_out[size] = bound
+            for size in sorted({top, *sizes} - self.speeds.left_out.keys(), reverse=True):
+                self._add(size)
+            return
+        fast = finder.prefer_throughput(largest, timeout_minutes=timeout_minutes)
+        for timing in reversed(fast.timings):
+            fits = math.isfinite(timing.seconds_per_step)
+            self.rates[timing.batch_size] = timing.samples_per_s if fits else None
+            self._add(timing.batch_size)
+        # A smaller batch needs fewer samples to the same loss, and so may be worth its lower speed.
+        if self.speeds.sizes and self.speeds.recommended.relative_seconds is not None:
+            for rung in rungs(list(Candidates(finder.min_size, top, finder.settings.multiple_of))):
+                if self.speeds.recommended.batch_size > min(self.speeds.sizes):
+                    break
+                if rung < min(self.speeds.sizes):
+                    self._add(rung)
+
+    def _add(self, size: int) -> None:
+        """Add the micro-batch size that training would choose if this is the largest that fits."""
+        plan = {"batch_size": size} if self.plan is None else self.plan(size)
+        size = plan["batch_size"]
+        rate = self.rate(size)
+        if rate is None:
+            self.speeds.left_out[size] = "does not fit any more: something else takes memory now"
+        else:
+            self.speeds.sizes[size] = timed_size(rate=rate, **plan)
 
 
-def where_budget_is_met(points: Sequence[tuple[int, int]], budget_bytes: int, held_bytes: int) -> int | None:
-    """The size between two measured ones at which the peak comes close to the budget.
+def planned(config: Config, facts: Facts, goal: Goal, size: int) -> dict[str, Any]:
+    """Arguments of `timed_size` for the run that the batch plan makes of the largest size that fits."""
+    plan: dict[str, Any] = {"batch_size": size, "accumulation_steps": config.TRAIN.ACCUMULATION_STEPS}
+    try:
+        facts = replace(facts, max_micro_batch_size=size)
+        found = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
+    except ConfigError as error:
+        return {**plan, "goal": goal, "warnings": tuple(error.problems)}
+    names = ("accumulation_steps", "learning_rate", "warmup_steps", "total_steps", "warnings")
+    plan = {name: getattr(found, name) for name in names}
+    return {**plan, "goal": goal, "batch_size": found.micro_batch_size}
 
-    >>> where_budget_is_met([(10, 200), (110, 1200)], budget_bytes=700, held_bytes=100)
-    56
+
+@contextmanager
+def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
+    """Count bytes after each optimizer step inside the context, before the gradients are cleared."""
+    state = StateBytes()
+    handle = assembly.optimizer.register_step_post_hook(
+        lambda *_: vars(state).update(vars(state_bytes(assembly, device)))
+    )
+    try:
+        yield state
+    finally:
+        handle.remove()
+
+
+def break_down(
+    mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: int, has_buckets: bool = False
+) -> Breakdown:
+    """Split a peak.
+
+    >>> parts = break_down("train", StateBytes(100, 4, 0, 100, 200), peak_bytes=1500, held_bytes=600)
+    >>> parts.activations, parts.rest
+    (600, 496)
 
     Args:
-        points: (size, peak in bytes), ascending.
-        budget_bytes: bytes that the process may hold.
-        held_bytes: bytes that it holds between trials.
-
-    Returns:
-        None when the budget does not lie between two peaks.
+        mode: a training trial allocates the optimizer state; in validation it is there from the start.
+        state: counted on the same model.
+        peak_bytes: peak of a trial.
+        held_bytes: bytes that the process held between the trials, without buckets.
+        has_buckets: whether the gradients are views of buckets, which then are held all the time.
     """
-    below = [point for point in points if point[1] <= budget_bytes]
-    above = [point for point in points if point[1] > budget_bytes]
-    if not below or not above:
-        return None
-    (low, low_bytes), (high, high_bytes) = max(below), min(above)
-    wanted_bytes = budget_bytes - MARGIN * (budget_bytes - held_bytes)
-    if low >= high or wanted_bytes <= low_bytes:
-        return None
-    return int(low + (high - low) * (wanted_bytes - low_bytes) / (high_bytes - low_bytes))
-
-
-def _largest_that_fitted(finder: BatchSizeFinder) -> int | None:
-    sizes = (trial.size for trial in finder.trials if trial.fits(finder.budget_bytes))
-    return max(sizes, default=None)
-
-
-def _peak(trials: Sequence[TrialRecord], size: int | None) -> int | None:
-    """Peak of the last trial of a size, which the search of an earlier fraction may have run."""
-    peaks = [trial.peak_bytes for trial in trials if trial.size == size and trial.peak_bytes is not None]
-    return peaks[-1] if peaks else None
-
-
-def _breakdown(row: Row, rows: Sequence[Row], state: StateBytes) -> Breakdown | None:
-    if row.peak_bytes is None:
-        return None
-    ran_in = next(
-        other for other in reversed(rows) if any(trial.size == row.batch_size for trial in other.trials)
+    resident = state.parameters + state.buffers + state.average
+    buckets = state.gradients if has_buckets else 0
+    gradients = state.gradients if mode == "train" and not has_buckets else 0
+    allocated = gradients + buckets + (state.optimizer_state if mode == "train" else 0)
+    if mode == "val":
+        resident += state.optimizer_state
+    return Breakdown(
+        **asdict(replace(state, gradients=gradients)),
+        buckets=buckets,
+        activations=peak_bytes - held_bytes - allocated,
+        rest=held_bytes - resident,
     )
-    return break_down(row.mode, state, peak_bytes=row.peak_bytes, held_bytes=ran_in.held_bytes)
 
 
-def _time(
-    finder: BatchSizeFinder, largest: AutoBatchResult, rows: Sequence[Row], speeds: Speeds, options: Options,
-    timeout_minutes: float,
-) -> None:  # fmt: skip
-    """Time the sizes found; with `--throughput` further ones up to the largest, for the knee."""
-    if options.throughput:
-        fast = speeds.find_knee(finder, largest, timeout_minutes)
-        row = next(row for row in rows if row.memory_fraction == largest.target_memory_fraction)
-        row.trials += fast.trials[len(largest.trials) :]
-    for row in rows:
-        if row.batch_size is not None and (timing := speeds.time(finder, row.batch_size)) is not None:
-            row.samples_per_s = timing.samples_per_s
+# Remedies, at the sizes to paste. Measured ones have the unchanged configuration beside them, so that before
+# and after come from a process in the same state: on the CPU it does not give back all memory that it took.
+
+
+class Change(NamedTuple):
+    """A remedy: its name in `Remedy`, keys with their new values, and what divides the micro-batch size."""
+
+    name: str
+    keys: dict[str, Any]
+    divisor: int = 1
+
+
+Run = Callable[[Setup, Sequence[Row], int], Sequence[dict[str, Any]]]
+"""Runs the sizes of rows of one mode, each divided by a number; gives attributes of `Remedy` for each row."""
+
+
+def try_remedies(
+    setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup, Mode], Iterable[Change]]
+) -> None:
+    """Find the effect of each change at each size to paste, and add it to the rows as soon as it is known.
+
+    Args:
+        setup: with the unchanged configuration.
+        analysis: its rows take the remedies.
+        run: finds peaks. What it raises is the reason why there are none.
+        changes: the changes to try.
+    """
+    for mode in analysis.modes:
+        rows = [row for row in analysis.chosen_rows() if row.mode == mode and row.batch_size is not None]
+        before = [row.peak_bytes for row in rows]
+        if rows and analysis.margin is None:  # otherwise the same would be predicted again
+            logger.info("remedies, %s: measuring the configuration as it is again", mode)
+            before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
+        for change in changes(setup, mode) if rows else ():
+            logger.info("remedies, %s: %s", mode, change.name)
+            setup.status.update(f"remedies, {mode}: {change.name}")
+            config = setup.config
+            for key, value in change.keys.items():
+                node, name = key.split(".")
+                config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
+            try:
+                found = run(replace(setup, config=config), rows, change.divisor)
+            except Exception as error:  # a user's model may not take every precision
+                logger.debug("a remedy failed", exc_info=True)
+                kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
+                found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
+            for row, peak_bytes, effect in zip(rows, before, found, strict=True):
+                size = max(1, (row.batch_size or 0) // change.divisor)
+                row.remedies.append(Remedy(change.name, change.keys, size, peak_bytes, **effect))
+
+
+def common_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
+    """The remedies that change something, in order; bf16 alone saves memory in validation."""
+    train, device = setup.config.TRAIN, setup.world.device
+    if train.AMP == "off" and (
+        device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        yield Change("bf16", {"TRAIN.AMP": "bf16"})
+    if mode == "train" and not train.GRADIENT_CHECKPOINTING:
+        yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True})
+    if mode == "train":
+        yield Change("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, 2)
+
+
+def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -> list[dict[str, Any]]:
+    """Measure the sizes of rows under a configuration."""
+    found = list[dict[str, Any]]()
+    try:
+        with setup.search().finder(rows[0].mode, setup.status) as finder:
+            for row in rows:
+                size = max(1, (row.batch_size or 0) // divisor)
+                peak_bytes = finder.measure(size).peak_bytes
+                if peak_bytes is None:
+                    found.append({"reason": f"needs more than {finder.budget_bytes / GIB:.3f} GiB"})
+                else:
+                    speed = finder.time(size).samples_per_s if timed else 0.0
+                    found.append({"peak_bytes": peak_bytes, "samples_per_s": speed or None})
+    finally:
+        gc.collect()
+    return found
+
+
+# The environment in which the figures hold.
+
+
+def describe(model_node: Any, search: SizeSearch) -> dict[str, Any]:
+    """Device, versions, and the settings that memory and speed depend on."""
+    device, autobatch = search.world.device, search.config.AUTOBATCH
+    return {
+        **device_environment(device),
+        "total_bytes": device_memory(device).total_bytes,
+        **run_settings(model_node, search),
+        "steps_per_trial": autobatch.STEPS_PER_TRIAL,
+        "strategy": autobatch.STRATEGY,
+    }
+
+
+def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
+    """The settings that memory depends on."""
+    train, taxonomy = search.train, search.data.taxonomy
+    parameters = list(search.assembly.model.parameters())
+    freezing = search.assembly.freezing
+    dtypes = ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in parameters}))
+    return {
+        "memory_limit_gb": search.config.AUTOBATCH.MEMORY_LIMIT_GB,
+        "model": str(model_node["_target_"] if is_target(model_node) else model_node.NAME),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "frozen_parameters": 0 if freezing.ends_within(train.EPOCHS) else freezing.num_elements,
+        "precision": dtypes if train.AMP == "off" else f"{train.AMP} autocast over {dtypes}",
+        "optimizer": type(search.assembly.optimizer).__name__,
+        "image_size": None if search.data.img_size is None else list(search.data.img_size),
+        "num_classes": None if taxonomy is None else list(taxonomy.num_classes.values()),
+        "gradient_checkpointing": train.GRADIENT_CHECKPOINTING,
+        "accumulation_steps": train.ACCUMULATION_STEPS,
+        "ema": train.EMA.ENABLED,
+    }
+
+
+def device_sentence(environment: Mapping[str, Any]) -> str:
+    """For people: the device, and what is measured on it."""
+    limit = environment["memory_limit_gb"]
+    return (
+        f"measured on {environment['device']} ({environment['device_name']}) with "
+        f"{environment['total_bytes'] / GIB:.1f} GiB{'' if limit is None else f', taken as {limit:g} GiB'}, "
+        f"torch {environment['torch']}; {settings_sentence(environment)}"
+    )
+
+
+def settings_sentence(environment: Mapping[str, Any]) -> str:
+    """What is run, for people: of `run_settings` all that memory depends on; what is off is left out."""
+    size, classes = environment["image_size"], environment["num_classes"]
+    num_steps = environment["accumulation_steps"]
+    parts = {
+        environment["model"]: True,
+        f"{environment['parameters']:,} parameters": True,
+        f"{environment['frozen_parameters']:,} of them frozen": environment["frozen_parameters"] > 0,
+        f"{'×'.join(map(str, size or []))} pixels": size is not None,
+        f"{' + '.join(map(str, classes or []))} classes": classes is not None,
+        environment["precision"]: True,
+        environment["optimizer"]: True,
+        "gradient checkpointing": environment["gradient_checkpointing"],
+        f"{num_steps} accumulation steps": num_steps > 1,
+        "EMA": environment["ema"],
+    }
+    return ", ".join(part for part, applies in parts.items() if applies)

@@ -1,9 +1,11 @@
-"""The command line of `linnaeus analyze`. Imports no torch."""
+"""The command line of `linnaeus analyze`, whose other name is `linnaeus plan`. Imports no torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -13,34 +15,40 @@ from linnaeus.autobatch.search import STRATEGIES
 from linnaeus.cli.parser import (
     AUTOBATCH,
     CommandParser,
-    MeasuringOptions,
-    add_measuring_options,
+    read_choice,
     read_count,
     read_fraction,
+    read_plot,
     read_positive,
     read_request,
+    read_table,
 )
+from linnaeus.cli.tables import read_duration
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import Config
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-MOST_GIB = 1e6
 
 DESCRIPTION = """\
-Measures which batch size fits in which fraction of the device's memory, how fast it is and what limits it.
-Every size is really run, with the training and validation steps of the configuration. With --predict nothing
-is run: the memory of GPUs that need not be there is predicted from these steps.
+Measures which batch size fits in which fraction of the device's memory, for training and validation, and what
+limits it. --throughput adds how fast sizes are and what a run takes with each: per epoch, in all, and, with a
+noise scale, to the same loss. With --predict nothing is run: the memory of GPUs that need not be there is
+predicted. `linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured fraction.
 """
 DETAILS = """\
-Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the
-same key, the one further right wins.
+Only the training and validation steps are timed: loading and the exchange between processes come on top. The
+recommended size is the smallest within 5 % of the best samples per second; with a noise scale, the size with
+the least predicted time to the same loss; with a time budget, one of those that end in time.
+
+Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the same key,
+the one further right wins.
 
 examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
-  linnaeus analyze --cfg my_exp.yaml --throughput --plot sizes.html
+  linnaeus analyze --cfg my_exp.yaml --epochs 90 --time-budget 12h --plot sizes.html
+  linnaeus analyze --cfg my_exp.yaml --noise-scale 2000 --world-size 8 OPTIMIZER.LR_SCALING=linear
   linnaeus analyze --cfg my_exp.yaml --modes train --remedies --output sizes.csv TRAIN.AMP bf16
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-40gb,rtx-4090,h100-80gb
-  linnaeus analyze --cfg my_exp.yaml --predict --device-memory-gb 24 --remedies
   linnaeus analyze model=vit_small --memory-limit-gb 16 DATA.IMG_SIZE=384 DATA.DATASET.NAME=synthetic
 
 exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (what was measured is written),
@@ -49,24 +57,26 @@ exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (
 
 
 @dataclass
-class Options(MeasuringOptions):
-    """What to measure, and where the figures go.
+class Options:
+    """What to measure, and where the figures go: the options of these names.
 
     Attributes:
-        fractions: of the device's memory, in (0, 1], ascending.
-        modes: which steps are measured.
-        throughput: whether further sizes are timed to find the knee.
-        remedies: whether changes that may save memory are tried.
-        predict: whether memory is predicted without running the steps.
-        gpu: the GPUs to predict for, by name.
-        device_memory_gb: those to predict for, by memory.
-        world_size: processes of the run that is predicted.
+        output: file for programs; its ending says the format.
+        plot: picture; None draws none.
+        fractions: ascending; empty for the configured one.
+        sizes: ascending; None for those around the fastest.
+        time_budget: seconds.
     """
 
     output: Path = Path("batch_sizes.json")
+    plot: Path | None = None
     fractions: list[float] = field(default_factory=lambda: [0.6, 0.7, 0.8, 0.9])
     modes: list[Mode] = field(default_factory=lambda: list(MODES))
     throughput: bool = False
+    sizes: list[int] | None = None
+    dataset_length: int | None = None
+    noise_scale: float | None = None
+    time_budget: float | None = None
     remedies: bool = False
     predict: bool = False
     gpu: list[Gpu] = field(default_factory=list)
@@ -74,93 +84,100 @@ class Options(MeasuringOptions):
     world_size: int | None = None
 
 
-WITH_PREDICT = ("--gpu", "--device-memory-gb", "--world-size")
+WITH_PREDICT = ("--gpu", "--device-memory-gb")
 """Options that need `--predict`."""
+OF_A_RUN = ("--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-budget", "--world-size")
+"""Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
 WITHOUT_PREDICT = {
-    "--throughput": "speed is not predicted",
+    **dict.fromkeys(("--throughput", *OF_A_RUN[:-1]), "speed is not predicted"),
     "--steps": "there are no trials",
     "--strategy": "there is no search",
 }
 """Options that make no sense with `--predict`, and why."""
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options, Config]:
+def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Options, Config]:
     """Read the tokens after `analyze`: a text to print, or the arguments of the session's `run`.
 
-    >>> options, config = read(["--fractions", "0.8,0.5", "--steps=3", "TRAIN.AMP", "bf16"])
-    >>> options.fractions, config.DATA.AUTOBATCH.STEPS_PER_TRIAL_VAL, config.TRAIN.AMP
-    ([0.5, 0.8], 3, 'bf16')
+    >>> options, config = read(["--fractions", "0.8,0.5", "--sizes=8,4", "--epochs", "3"])
+    >>> options.fractions, options.sizes, options.throughput, config.TRAIN.EPOCHS
+    ([0.5, 0.8], [4, 8], True, 3)
+
+    Args:
+        argv: the tokens.
+        options: the defaults.
 
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    return read_request(PARSER, argv, Options(), check=lambda options: _contradictions(options, argv))
-
-
-def _contradictions(options: Options, argv: Sequence[str]) -> list[str]:
-    """One sentence for each option that does not go with `--predict`, or not without it."""
     given = {token.partition("=")[0] for token in argv}
-    if not options.predict:
-        return [f"{name}: needs --predict" for name in WITH_PREDICT if name in given]
-    return [
-        f"{name}: not with --predict, because {reason}; leave it out"
-        for name, reason in WITHOUT_PREDICT.items()
-        if name in given
-    ]
+
+    def check(options: Options) -> list[str]:
+        if not options.predict:
+            options.throughput |= not given.isdisjoint(OF_A_RUN)
+            return [f"{name}: needs --predict" for name in WITH_PREDICT if name in given]
+        return [
+            f"{name}: not with --predict, because {reason}; leave it out"
+            for name, reason in WITHOUT_PREDICT.items()
+            if name in given
+        ]
+
+    request = read_request(PARSER, argv, options or Options(), check)
+    if not isinstance(request, str):
+        found, config = request
+        found.fractions = found.fractions or [config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION]
+    return request
+
+
+def read_plan(argv: Sequence[str]) -> str | tuple[Options, Config]:
+    """Read the tokens after `plan`: speeds of training at the configured fraction of the memory.
+
+    >>> options, _ = read_plan(["--fraction", "0.7"])
+    >>> options.fractions, options.modes, options.throughput
+    ([0.7], ['train'], True)
+
+    Raises:
+        ConfigError: as `read` does.
+    """
+    argv = [re.sub("^--fraction(?==|$)", "--fractions", token) for token in argv]
+    return read(argv, Options(fractions=[], modes=["train"], throughput="--predict" not in argv))
 
 
 def _fractions(text: str) -> list[float]:
     return sorted({read_fraction(part) for part in text.split(",")})
 
 
+def _sizes(text: str) -> list[int]:
+    return sorted({read_count(part) for part in text.split(",")})
+
+
 def read_gpus(text: str) -> list[Gpu]:
-    """GPUs by their names, with commas between them; `ValueError` for names that are not known."""
-    gpus, unknown, problems = list[Gpu](), list[str](), list[str]()
+    """GPUs by their names, with commas between them; `ValueError` for a name that is not known."""
+    gpus = []
     for name in map(str.strip, text.split(",")):
         try:
             gpus.append(find_gpu(name))
         except KeyError:
-            hint = suggest(name.lower(), GPUS).removeprefix("; ")
-            unknown.append(f"{name!r} ({hint})" if hint else repr(name))
-        except ValueError as error:
-            problems.append(str(error))
-    if unknown:
-        names = " and ".join([", ".join(unknown[:-1]), unknown[-1]] if unknown[1:] else unknown)
-        verb = "is not a GPU" if len(unknown) == 1 else "are no GPUs"
-        problems.append(
-            f"{names} {verb} of the list; known are {', '.join(GPUS)}; for others give --device-memory-gb"
-        )
-    if problems:
-        raise ValueError("; ".join(problems))
+            hint = suggest(name.lower(), GPUS)
+            raise ValueError(
+                f"{name!r} is not a GPU of the list{hint}; known are {', '.join(GPUS)}; for others give "
+                "--device-memory-gb"
+            ) from None
     return gpus
 
 
 def _memories(text: str) -> list[Gpu]:
-    sizes, problems = list[float](), list[str]()
-    for part in text.split(","):
-        try:
-            sizes.append(read_positive("number of GiB", part))
-        except ValueError as error:
-            problems.append(str(error))
-    problems += [f"{size:g} GiB is more than any device has" for size in sizes if size > MOST_GIB]
-    if problems:
-        raise ValueError("; ".join(problems))
+    sizes = [read_positive("number of GiB", part) for part in text.split(",")]
     return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
 
 
+def _both(key: str) -> list[str]:
+    return [f"{AUTOBATCH}.{key}", f"{AUTOBATCH}.{key}_VAL"]
+
+
 def _modes(text: str) -> list[Mode]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in MODES:
-            hint = suggest(name, MODES)
-            raise ValueError(f"{name!r} is not a mode{hint}; give train, val or train,val")
+    names = {read_choice(MODES, name.strip()) for name in text.split(",")}
     return [mode for mode in MODES if mode in names]
-
-
-def _strategy(text: str) -> str:
-    if text not in STRATEGIES:
-        raise ValueError(f"{text!r} is not one of {', '.join(STRATEGIES)}{suggest(text, STRATEGIES)}")
-    return text
 
 
 PARSER = CommandParser(
@@ -168,13 +185,51 @@ PARSER = CommandParser(
     print_config="print the configuration that would be measured, and exit",
 )  # fmt: skip
 PARSER.option(
+    "--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {Options.output}"
+)
+PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")
+PARSER.option("--min-bs", "N", read_count, "smallest size tried", _both("MIN_BATCH_SIZE"))
+PARSER.option("--max-bs", "N", read_count, "largest size tried", _both("MAX_BATCH_SIZE"))
+PARSER.option(
+    "--memory-limit-gb", "X", partial(read_positive, "number of GiB"),
+    "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
+)  # fmt: skip
+PARSER.option(
     "--fractions", "F,F,...", _fractions,
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
 )  # fmt: skip
 PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val")
-PARSER.switch(
-    "--throughput", "time further sizes, and find the smallest within 5 % of the best samples per second"
+PARSER.option(
+    "--steps", "N", read_count, "steps that one trial runs",
+    _both("STEPS_PER_TRIAL"),
+)  # fmt: skip
+PARSER.option(
+    "--strategy",
+    "NAME",
+    partial(read_choice, [*STRATEGIES]),
+    f"one of {', '.join(STRATEGIES)}",
+    [f"{AUTOBATCH}.STRATEGY"],
 )
+PARSER.switch(
+    "--throughput", "time sizes, and predict the time of a run; the options up to --world-size imply it"
+)
+PARSER.option("--epochs", "N", read_count, "passes of the run over its training samples", ["TRAIN.EPOCHS"])
+PARSER.option(
+    "--time-budget", "T", read_duration, "mark the sizes with which it ends in time: 90s, 30m, 2h, 1d"
+)
+PARSER.option(
+    "--noise-scale", "X", partial(read_positive, "number of samples"),
+    "gradient noise scale, in samples; gives the time to the same loss",
+)  # fmt: skip
+PARSER.option(
+    "--dataset-length", "N", read_count, "training samples; default: those of the configured dataset"
+)
+PARSER.option(
+    "--sizes", "N,N,...", _sizes,
+    "time these training sizes, and the largest that fits; default: from that downwards, until smaller sizes "
+    "are too slow",
+)  # fmt: skip
+PARSER.option("--world-size", "N", read_count, "processes that the run will have; default 1")
 PARSER.switch(
     "--remedies",
     "measure what bf16, gradient checkpointing and accumulation would save; with --predict: predict it, and "
@@ -187,11 +242,3 @@ PARSER.switch(
 )
 PARSER.option("--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}")
 PARSER.option("--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory")
-PARSER.option("--world-size", "N", read_count, "processes of the run that is predicted; default 1")
-_SUFFIXES = ("", "_VAL")
-PARSER.option(
-    "--steps", "N", read_count, "steps that one trial runs",
-    [f"{AUTOBATCH}.STEPS_PER_TRIAL{suffix}" for suffix in _SUFFIXES],
-)  # fmt: skip
-PARSER.option("--strategy", "NAME", _strategy, f"one of {', '.join(STRATEGIES)}", [f"{AUTOBATCH}.STRATEGY"])
-add_measuring_options(PARSER, output=Options.output, suffixes=_SUFFIXES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
+import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,35 +11,58 @@ from typing import Any
 
 import torch
 
+from linnaeus.autobatch.finder import smallest_size, upper_bound
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, Gpu
-from linnaeus.autobatch.predict.prediction import MARGIN, measured_base_bytes
+from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, Gpu, device_that_would_do
+from linnaeus.autobatch.predict.prediction import (
+    MARGIN,
+    Prediction,
+    largest_within,
+    measured_base_bytes,
+)
+from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.autobatch.result import Mode
-from linnaeus.cli.analyze.fitting import curve, fill, largest_size
+from linnaeus.autobatch.search import Candidates
+from linnaeus.cli.analyze.measure import (
+    Change,
+    Setup,
+    break_down,
+    common_changes,
+    counting,
+    run_settings,
+    settings_sentence,
+)
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.remedies import Change, Outcome, common_changes, show_so_far, try_remedies, why
-from linnaeus.cli.analyze.results import Analysis, Predicted, Row, limit_words
-from linnaeus.cli.analyze.traced import META, build_on_meta, predicted_step
-from linnaeus.cli.environment import run_settings, settings_sentence
-from linnaeus.cli.measure import Speeds
-from linnaeus.cli.session import Setup
+from linnaeus.cli.analyze.results import Analysis, Predicted, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
-from linnaeus.sizing.sizes import SizeSearch
+from linnaeus.sizing.bounds import max_batch_sizes
+from linnaeus.sizing.sizes import SizeSearch, keys
+from linnaeus.training.state_bytes import StateBytes
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
+
+META = torch.device("meta")
 ACCURACY = (
     "compared with training steps of timm models in float32 with SGD on a card of 40 GB: median error 1.0 %, "
     "nine of ten within 5.9 %, 98 % need less than 1.15 times the prediction; see docs/prediction.md"
 )
 """How good predictions are; the figures are those of that page."""
+CAUSES = (
+    "What commonly needs values: logging or printing of them (`.item()`, f-strings), checks such as "
+    "`torch.isnan(x).any()` in an `if`, `clip_grad_norm_(error_if_nonfinite=True)`, and boolean masks "
+    "(`x[x > 0]`)."
+)
+LARGEST = 1 << 20
+"""No batch is predicted to be larger, unless the bounds allow it."""
+CURVE_POINTS = 12
+"""Sizes of the predicted curve of a mode."""
 ALIGNED_PIXELS = 32
 """A smaller image has the next smaller multiple of this as its side."""
-_PLAIN_OPTIMIZERS = frozenset({"sgd", "nesterov", "momentum"})
 
 
 @dataclass(frozen=True)
@@ -49,12 +72,12 @@ class Target:
     Attributes:
         gpus: the devices.
         base_bytes: in use on each beside the allocator.
-        is_measured: whether the base was measured on this machine's device.
+        base: `measured` on this machine's device, or `assumed`.
     """
 
     gpus: Sequence[Gpu]
     base_bytes: int
-    is_measured: bool
+    base: str
 
 
 def target_of(options: Options, config: Config) -> Target:
@@ -64,7 +87,7 @@ def target_of(options: Options, config: Config) -> Target:
         ConfigError: the options name none, and there is none or it is not to be used.
     """
     if gpus := [*options.gpu, *options.device_memory_gb]:
-        return Target(list(dict.fromkeys(gpus)), ASSUMED_BASE_BYTES, is_measured=False)
+        return Target(list(dict.fromkeys(gpus)), ASSUMED_BASE_BYTES, "assumed")
     name = config.EXPERIMENT.DEVICE
     if not torch.cuda.is_available() or name == "cpu":
         here = "EXPERIMENT.DEVICE is cpu" if torch.cuda.is_available() else "this machine has no GPU"
@@ -76,7 +99,7 @@ def target_of(options: Options, config: Config) -> Target:
     with torch.cuda.device(device):
         base_bytes = measured_base_bytes() or 0
     gpu = Gpu(torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1])
-    return Target([gpu], base_bytes, is_measured=True)
+    return Target([gpu], base_bytes, "measured")
 
 
 def world_of(options: Options) -> World:
@@ -85,57 +108,18 @@ def world_of(options: Options) -> World:
     return World(META, world_size=num, local_world_size=num)
 
 
-def predict_sizes(setup: Setup, options: Options, target: Target, analysis: Analysis) -> None:
+def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
     """Predict the size for every device, mode and fraction.
 
     Raises:
         ConfigError: a node that cannot be built, or a step that cannot be traced.
     """
     search = build_on_meta(setup)
-    environment = _environment(setup, search, target)
-    environment["not_compared"] = _not_compared(setup.config, environment, options.modes)
-    logger.info("%s", _sentence(environment))
-    if environment["not_compared"]:
-        logger.info(
-            "not compared with a GPU: %s; see docs/prediction.md", ", ".join(environment["not_compared"])
-        )
-    for mode in options.modes:
-        analysis.speeds[mode] = Speeds()
-        rows = _rows(mode, options, target)
-        setup.status.update(f"{mode}: tracing the step")
-        try:
-            step = predicted_step(search, mode, target.base_bytes)
-        except AutoBatchError as error:  # the bounds leave no size
-            rows = [replace(row, reason=str(error)) for row in rows]
-        else:
-            for row in rows:
-                fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
-            analysis.curves[mode] = curve(step, rows)
-        analysis.environment = environment  # from now on there is something to write
-        analysis.rows += rows
-    if options.remedies:
-        show_so_far(setup, analysis)
-        del search
-        gc.collect()
-        try_remedies(setup, analysis, _run(target), _changes)
-
-
-def _rows(mode: Mode, options: Options, target: Target) -> list[Row]:
-    """Of each device, the largest fraction comes first."""
-    return [
-        Row(mode, fraction, predicted=Predicted(gpu.name, gpu.total_bytes, MARGIN))
-        for gpu in target.gpus
-        for fraction in sorted(options.fractions, reverse=True)
-    ]
-
-
-def _environment(setup: Setup, search: SizeSearch, target: Target) -> dict[str, Any]:
-    """What the figures hold for, and what they come from."""
-    return {
+    environment = {
         "predicted": True,
         "devices": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in target.gpus],
         "base_bytes": target.base_bytes,
-        "base": "measured" if target.is_measured else "assumed",
+        "base": target.base,
         "margin": MARGIN,
         "accuracy": ACCURACY,
         "torch": torch.__version__,
@@ -144,6 +128,201 @@ def _environment(setup: Setup, search: SizeSearch, target: Target) -> dict[str, 
         "world_size": setup.world.world_size,
         **run_settings(setup.config.MODEL, search),
     }
+    environment["not_compared"] = _not_compared(setup.config, environment, options.modes)
+    logger.info("%s", _sentence(environment))
+    if environment["not_compared"]:
+        logger.info(
+            "not compared with a GPU: %s; see docs/prediction.md", ", ".join(environment["not_compared"])
+        )
+    for mode in options.modes:
+        rows = [  # of each device, the largest fraction comes first
+            Row(mode, fraction, predicted=Predicted(gpu.name, gpu.total_bytes, MARGIN))
+            for gpu in target.gpus
+            for fraction in sorted(options.fractions, reverse=True)
+        ]
+        setup.status.update(f"{mode}: tracing the step")
+        try:
+            step = predicted_step(search, mode, target.base_bytes)
+        except AutoBatchError as error:  # the bounds leave no size
+            rows = [replace(row, reason=str(error)) for row in rows]
+        else:
+            for row in rows:
+                fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
+            analysis.curves[mode] = _curve(step, rows)
+        analysis.environment = environment  # from now on there is something to write
+        analysis.rows += rows
+
+
+# A step, without running it.
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """What is known of one step without running it.
+
+    Attributes:
+        mode: which step.
+        prediction: its peak at any batch size, the base of the device included.
+        state: the tensors that it keeps.
+        candidates: the batch sizes that are allowed, ascending.
+        all_sizes: those that would be allowed without bounds: from the smallest that runs to `LARGEST`.
+        bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
+        has_buckets: whether the gradients are views of buckets of DistributedDataParallel.
+    """
+
+    mode: Mode
+    prediction: Prediction
+    state: StateBytes
+    candidates: Candidates
+    all_sizes: Candidates
+    bound: str
+    has_buckets: bool
+
+
+def build_on_meta(setup: Setup) -> SizeSearch:
+    """The model and the steps of a run, without data where the model can be built so.
+
+    Weights are not loaded and nothing is compiled: neither changes the memory that is predicted.
+
+    Raises:
+        ConfigError: a node that cannot be built.
+    """
+    config = setup.config
+    if config.TRAIN.COMPILE:
+        logger.info("TRAIN.COMPILE is left out: what is predicted is the step without it")
+    model = config.MODEL if is_target(config.MODEL) else replace(config.MODEL, WEIGHTS=None, PRETRAINED=False)
+    train = replace(config.TRAIN, COMPILE=False)
+    setup = replace(setup, config=replace(config, MODEL=model, TRAIN=train))
+    try:
+        with META:
+            return setup.search()
+    except Exception:  # a model may need numbers while it is built, and a real mistake comes again
+        logger.debug("cannot be built on meta", exc_info=True)
+        return setup.search()
+
+
+def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedStep:
+    """Trace one step at two batch sizes.
+
+    Host memory bounds nothing here: that of this machine need not be that of the device's.
+
+    Args:
+        search: from `build_on_meta`.
+        mode: which step.
+        base_bytes: in use on the device beside the allocator.
+
+    Raises:
+        AutoBatchError: the bounds leave no size.
+        ConfigError: the step cannot be traced; the message names the operation.
+    """
+    config, state = search.config.AUTOBATCH, search.assembly.state
+    suffix = "" if mode == "train" else "_VAL"
+    low, high = (getattr(config, f"{bound}_BATCH_SIZE{suffix}") for bound in ("MIN", "MAX"))
+    high = LARGEST if high is None else high
+    low = smallest_size(state, mode, low, high)
+    tensor_bytes = search.spec(mode).tensor_bytes
+    of_data = max_batch_sizes(search.config, search.data, mode, search.world, tensor_bytes=tensor_bytes)
+    bound, high = upper_bound(mode, low, high, {"dataset": of_data["dataset"]}, keys(mode))
+    candidates = Candidates(low, high, config.MULTIPLE_OF)
+    if not len(candidates):
+        raise AutoBatchError(
+            f"prediction ({mode}): DATA.AUTOBATCH.MULTIPLE_OF is {config.MULTIPLE_OF}; it has no multiple "
+            f"from {low} to {high}"
+        )
+    largest = max(high, LARGEST)
+    all_sizes = Candidates(smallest_size(state, mode, 1, largest), largest, config.MULTIPLE_OF)
+    try:
+        with counting(search.assembly, META) as kept:
+            prediction = search.predict(mode, base_bytes)
+    except UntraceableError as error:
+        name = {"train": "training", "val": "validation"}[mode]
+        raise ConfigError(
+            f"--predict: the {name} step cannot be traced without a GPU: {error}. {CAUSES} "
+            "Measure it instead: leave --predict out on a machine with the GPU"
+        ) from error
+    has_buckets = search.world.is_distributed
+    return PredictedStep(mode, prediction, kept, candidates, all_sizes, bound, has_buckets)
+
+
+# The sizes that fit.
+
+
+def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
+    """Find the largest sizes within the row's fraction of its device, with the margin and without."""
+    assert row.predicted is not None
+    prediction = step.prediction
+    row.budget_bytes = of_device = int(row.memory_fraction * row.predicted.device_bytes)
+    if limit_gb is not None:
+        of_limit = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
+        row.budget_bytes = min(of_device, of_limit)
+    safe = largest_size(step, row.budget_bytes, prediction.safe_bytes)
+    row.predicted = replace(
+        row.predicted, safe_batch_size=safe,
+        safe_peak_bytes=None if safe is None else prediction.peak_bytes(safe),
+        memory_limit_gb=limit_gb if row.budget_bytes < of_device else None,
+    )  # fmt: skip
+    sizes = (largest_size(step, row.budget_bytes, prediction.peak_bytes), safe)
+    row.batch_size = max((size for size in sizes if size is not None), default=None)
+    if row.batch_size is None:
+        row.reason = _why_nothing_fits(row, step)
+        return
+    row.limited_by = step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
+    row.peak_bytes = prediction.peak_bytes(row.batch_size)
+    state = step.state
+    held_bytes = prediction.base_bytes + state.parameters + state.buffers + state.average
+    row.breakdown = break_down(
+        step.mode, state, peak_bytes=row.peak_bytes, has_buckets=step.has_buckets,
+        held_bytes=held_bytes + (state.optimizer_state if step.mode == "val" else 0),
+    )  # fmt: skip
+
+
+def largest_size(step: PredictedStep, budget_bytes: int, need: Callable[[int], int]) -> int | None:
+    """The largest allowed size that needs no more than the budget; None where none does.
+
+    Needs are a sawtooth in the size, so halving ranges of different lengths would end at different sizes. The
+    sizes that the configuration allows must not change the answer, except that they bound it: so one search
+    over all sizes gives the size that fits where the next one does not, and the bounds apply to that.
+    """
+    allowed = step.candidates
+    free = largest_within(step.all_sizes, budget_bytes, need)
+    if free is None or free < allowed[0]:  # then hardly anything that is allowed can fit
+        return largest_within(allowed, budget_bytes, need)
+    top = allowed.nearest(free)
+    sizes = (allowed[index] for index in range(top, -1, -1) if allowed[index] <= free)
+    return next((size for size in sizes if need(size) <= budget_bytes), None)
+
+
+def _why_nothing_fits(row: Row, step: PredictedStep) -> str:
+    """What the smallest size takes, and with which device or limit it fits with the margin."""
+    assert row.predicted is not None
+    assert row.budget_bytes is not None
+    prediction, size, limit_gb = step.prediction, step.candidates[0], row.predicted.memory_limit_gb
+    base_bytes, safe_bytes = prediction.base_bytes, prediction.safe_bytes(size)
+    origin, note = row.memory, f", with the margin of {100 * (prediction.margin - 1):.3g} %"
+    remedy = device_that_would_do(safe_bytes / row.memory_fraction, note)
+    if limit_gb is not None:
+        origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
+        if safe_bytes <= row.memory_fraction * row.predicted.device_bytes:
+            limit = (safe_bytes - base_bytes) / row.memory_fraction / GIB
+            remedy = f"a limit of {math.ceil(100 * limit) / 100:.2f} GiB would do{note}"
+    return (
+        f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
+        f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
+        f"{base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
+    )
+
+
+def _curve(step: PredictedStep, rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Predicted peaks at sizes up to the largest one found; where none fits, at the smallest ones."""
+    smallest = step.candidates[0]
+    largest = max((row.batch_size for row in rows if row.batch_size is not None), default=None)
+    if largest is None:
+        largest = min(8 * smallest, step.candidates[len(step.candidates) - 1])
+    sizes = {max(round(largest * part / CURVE_POINTS), smallest) for part in range(1, CURVE_POINTS + 1)}
+    return [(size, step.prediction.peak_bytes(size)) for size in sorted(sizes)]
+
+
+# What the figures hold for.
 
 
 def _not_compared(config: Config, environment: dict[str, Any], modes: Sequence[Mode]) -> list[str]:
@@ -167,63 +346,44 @@ def _sentence(environment: dict[str, Any]) -> str:
         name if name.endswith("GiB") else f"{name} ({total_bytes / GIB:.2f} GiB)"
         for name, total_bytes in (device.values() for device in environment["devices"])
     )
-    num = environment["world_size"]
-    processes = "" if num == 1 else f", {counted(num, 'process')}"
+    num, limit_gb = environment["world_size"], environment["memory_limit_gb"]
+    notes = [] if limit_gb is None else [f"each process limited to {limit_gb:g} GiB"]
+    notes += [] if num == 1 else [counted(num, "process")]
     return (
-        f"predicted, not measured, for {devices}{limit_words(environment)}; "
+        f"predicted, not measured, for {', '.join([devices, *notes])}; "
         f"{environment['base_bytes'] / GIB:.2f} GiB in use beside the allocator ({environment['base']}), "
-        f"margin {environment['margin'] - 1:.0%}{processes}, torch "
-        f"{environment['torch']}; {settings_sentence(environment)}"
+        f"margin {environment['margin'] - 1:.0%}, torch {environment['torch']}; "
+        f"{settings_sentence(environment)}"
     )
 
 
-def _run(target: Target) -> Callable[[Setup, Mode, Sequence[int]], dict[int, Outcome]]:
-    """Predicts sizes of a mode under a configuration. Where it cannot run, each size gets the reason."""
-
-    def run(setup: Setup, mode: Mode, sizes: Sequence[int]) -> dict[int, Outcome]:
-        try:
-            config = setup.config  # perhaps with images of another size
-            setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
-            step = predicted_step(build_on_meta(setup), mode, target.base_bytes)
-        except Exception as error:  # a user's model may not take every precision
-            logger.debug("a remedy failed", exc_info=True)
-            return dict.fromkeys(sizes, Outcome(reason=why(error)))
-
-        def largest(row: Row) -> int | None:
-            return largest_size(step, row.budget_bytes or 0, step.prediction.safe_bytes)
-
-        return {size: Outcome(step.prediction.peak_bytes(size), largest=largest) for size in sizes}
-
-    return run
+# Remedies.
 
 
-def _changes(setup: Setup, mode: Mode) -> Iterator[Change]:
+def trace_sizes(target: Target, setup: Setup, rows: Sequence[Row], divisor: int) -> list[dict[str, Any]]:
+    """Predict the sizes of rows under a configuration, and which size would then fit."""
+    config = setup.config  # perhaps with images of another size
+    setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
+    step = predicted_step(build_on_meta(setup), rows[0].mode, target.base_bytes)
+    return [
+        {
+            "peak_bytes": step.prediction.peak_bytes(max(1, (row.batch_size or 0) // divisor)),
+            "safe_batch_size": largest_size(step, row.budget_bytes or 0, step.prediction.safe_bytes),
+        }
+        for row in rows
+    ]
+
+
+def more_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
     """The remedies of a measured analysis, and two more."""
     yield from common_changes(setup, mode)
 
     optimizer = setup.config.OPTIMIZER
-    obstacle = None
-    if is_target(optimizer):
-        obstacle = f"OPTIMIZER is a class of your own, {optimizer['_target_']}"
-    elif optimizer.NAME.lower() in _PLAIN_OPTIMIZERS:
-        obstacle = f"OPTIMIZER.NAME is {optimizer.NAME} already"
-    # The arguments of another optimizer are not those of SGD.
-    keys = {"OPTIMIZER.NAME": "sgd", **({} if obstacle or not optimizer.KWARGS else {"OPTIMIZER.KWARGS": {}})}
-    yield Change("optimizer", keys, obstacle)
-
-    size = setup.data.img_size
-    smaller = None if size is None else [_smaller(side) for side in size]
-    if smaller is None or min(smaller) < ALIGNED_PIXELS:
-        yield Change("image_size", {"DATA.IMG_SIZE": None}, "there is no smaller image to try")
-    else:
-        side: Any = smaller[0] if smaller[0] == smaller[1] else smaller
-        yield Change("image_size", {"DATA.IMG_SIZE": side}, None)
-
-
-def _smaller(side: int) -> int:
-    """The next smaller multiple of 32 pixels.
-
-    >>> _smaller(224), _smaller(300)
-    (192, 288)
-    """
-    return (side - 1) // ALIGNED_PIXELS * ALIGNED_PIXELS
+    if not is_target(optimizer) and optimizer.NAME.lower() not in ("sgd", "nesterov", "momentum"):
+        # The arguments of another optimizer are not those of SGD.
+        more: dict[str, Any] = {"OPTIMIZER.KWARGS": {}} if optimizer.KWARGS else {}
+        yield Change("optimizer", {"OPTIMIZER.NAME": "sgd", **more})
+    # Of each side, the next smaller multiple of 32 pixels: 192 of 224, 288 of 300.
+    sides: Any = [(side - 1) // ALIGNED_PIXELS * ALIGNED_PIXELS for side in setup.data.img_size or [0]]
+    if min(sides) >= ALIGNED_PIXELS:
+        yield Change("image_size", {"DATA.IMG_SIZE": sides[0] if len({*sides}) == 1 else sides})

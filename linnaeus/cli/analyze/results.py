@@ -1,22 +1,46 @@
-"""The results of an analysis, as objects and as plain data for files."""
+"""The results of an analysis, as objects and as plain data for files.
+
+How many optimizer steps and samples it takes to reach some loss at batch size B follows from the gradient
+noise scale B_noise, in samples: McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training
+(2018), section 2. Between the least possible steps S_min (at B -> infinity) and the least possible samples
+E_min (at B -> 0) they find (S / S_min - 1)(E / E_min - 1) = 1. With E = B S and B_noise = E_min / S_min that
+is S = S_min (1 + B_noise / B) and E = S_min (B + B_noise). The figures here are multiples of S_min. It is the
+same for all sizes, so that sizes can be compared although S_min is not known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.cli.analyze.breakdown import Breakdown
-from linnaeus.cli.measure import Speeds
-from linnaeus.cli.tables import Measurement
+from linnaeus.autobatch.throughput import fast_sizes
+from linnaeus.cli.tables import Figures
+from linnaeus.training.state_bytes import StateBytes
+
+
+@dataclass
+class Breakdown(StateBytes):
+    """The parts of a peak, in bytes; they add up to it.
+
+    Attributes:
+        buckets: those of DistributedDataParallel. The gradients are views of them, and count here instead; in
+            validation they are still held.
+        activations: the peak less all other parts: activations, the batch, workspaces of kernels.
+        rest: all else that the process holds between steps: runtime and libraries on the CPU, workspaces and
+            rounding of the caching allocator on an accelerator.
+    """
+
+    buckets: int = 0
+    activations: int = 0
+    rest: int = 0
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """The measured or predicted effect of one change of the configuration on the memory of one size.
+    """The effect of one change of the configuration on the memory of one size.
 
     Attributes:
         name: `bf16`, `gradient_checkpointing` or `accumulation`; if predicted, `optimizer` and `image_size`
@@ -47,17 +71,11 @@ class Remedy:
             return None
         return self.peak_bytes_before - self.peak_bytes
 
-    @property
-    def saved_percent(self) -> float | None:
-        """`saved_bytes` in percent of the peak without the change."""
-        if self.saved_bytes is None or not self.peak_bytes_before:
-            return None
-        return 100 * self.saved_bytes / self.peak_bytes_before
-
     def as_dict(self) -> dict[str, Any]:
         """The entry of a file."""
-        percent = None if self.saved_percent is None else round(self.saved_percent, 2)
-        return {**asdict(self), "saved_bytes": self.saved_bytes, "saved_percent": percent}
+        saved, before = self.saved_bytes, self.peak_bytes_before
+        percent = None if saved is None or not before else round(100 * saved / before, 2)
+        return {**asdict(self), "saved_bytes": saved, "saved_percent": percent}
 
 
 @dataclass(frozen=True)
@@ -80,10 +98,6 @@ class Predicted:
     safe_peak_bytes: int | None = None
     memory_limit_gb: float | None = None
 
-    def figures(self) -> dict[str, Any]:
-        """The entries that all files have."""
-        return {"predicted": True, **asdict(self)}
-
 
 @dataclass
 class Row:
@@ -95,11 +109,9 @@ class Row:
         limited_by: as in `AutoBatchResult`, and `interrupted`.
         peak_bytes: peak of a trial at that size; if predicted, that of the device, with its base.
         budget_bytes: bytes that the process may hold; if predicted, bytes of the device that may be in use.
-        held_bytes: bytes that the process held between the trials.
-        samples_per_s: speed at that size.
+        samples_per_s: speed of one process at that size.
         trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
-        notes: sentences on the size for people.
         breakdown: parts of the peak.
         remedies: at that size, with `--remedies`.
         predicted: what a predicted row has beside these; None for a measured one.
@@ -112,11 +124,9 @@ class Row:
     limited_by: str | None = None
     peak_bytes: int | None = None
     budget_bytes: int | None = None
-    held_bytes: int = 0
     samples_per_s: float | None = None
     trials: tuple[TrialRecord, ...] = ()
     reason: str | None = None
-    notes: list[str] = field(default_factory=list)
     breakdown: Breakdown | None = None
     remedies: list[Remedy] = field(default_factory=list)
     predicted: Predicted | None = None
@@ -127,17 +137,9 @@ class Row:
         return "" if self.predicted is None else self.predicted.device
 
     @property
-    def share(self) -> str:
-        """The part of the memory, for people: `90%`, or `90% of 2 GiB limit` where a limit bounds it."""
-        limit_gb = None if self.predicted is None else self.predicted.memory_limit_gb
-        return f"{self.memory_fraction:.0%}" + ("" if limit_gb is None else f" of {limit_gb:g} GiB limit")
-
-    @property
     def memory(self) -> str:
-        """The part and of what: `90%`, `90% of rtx-4090` or `90% of 2 GiB limit on rtx-4090`."""
-        if self.predicted is None:
-            return self.share
-        return f"{self.share} {'of' if self.predicted.memory_limit_gb is None else 'on'} {self.device}"
+        """The fraction and of what: `90%`, or `90% of rtx-4090`."""
+        return f"{self.memory_fraction:.0%}" + (f" of {self.device}" if self.device else "")
 
     @property
     def safe_size(self) -> int | None:
@@ -147,7 +149,7 @@ class Row:
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
         return {
-            **({} if self.predicted is None else self.predicted.figures()),
+            **({} if self.predicted is None else {"predicted": True, **asdict(self.predicted)}),
             "mode": self.mode,
             "memory_fraction": self.memory_fraction,
             "batch_size": self.batch_size,
@@ -158,41 +160,169 @@ class Row:
             "samples_per_s": None if self.samples_per_s is None else round(self.samples_per_s, 3),
         }
 
-    def scalars(self) -> dict[str, Any]:
-        """The row of a table: its figures, and the parts of the breakdown in bytes."""
-        parts = self.breakdown.parts() if self.breakdown is not None else dict.fromkeys(PARTS)
-        sizes = {f"{name}_bytes": num_bytes for name, num_bytes in parts.items()}
-        return {**self.figures(), "num_trials": len(self.trials), **sizes}
-
     def as_dict(self) -> dict[str, Any]:
         """The entry of the JSON file."""
+        parts = None
+        if self.breakdown is not None and self.peak_bytes:
+            parts = {
+                name: {"bytes": num_bytes, "percent": round(100 * num_bytes / self.peak_bytes, 2)}
+                for name, num_bytes in asdict(self.breakdown).items()
+            }
         return {
             **self.figures(),
             "trials": [trial.as_dict() for trial in self.trials],
             "reason": self.reason,
-            "notes": self.notes,
-            "breakdown": self._breakdown(),
+            "breakdown": parts,
             "remedies": [remedy.as_dict() for remedy in self.remedies],
         }
 
-    def _breakdown(self) -> dict[str, dict[str, float]] | None:
-        if self.breakdown is None or not self.peak_bytes:
-            return None
+
+@dataclass(frozen=True)
+class Goal:
+    """The run whose time is predicted.
+
+    Attributes:
+        dataset_length: number of training samples.
+        epochs: passes over them.
+        world_size: number of processes.
+        noise_scale: gradient noise scale, in samples; None where it is not known.
+        time_budget_s: seconds that the run may take; None for no limit.
+    """
+
+    dataset_length: int
+    epochs: int
+    world_size: int = 1
+    noise_scale: float | None = None
+    time_budget_s: float | None = None
+
+
+@dataclass(frozen=True)
+class TimedSize:
+    """A size with its speed and, in training, the run with it. The module explains S_min.
+
+    Attributes:
+        batch_size: micro-batch size: samples per process and forward pass.
+        samples_per_s: of all processes, if they do not wait for each other.
+        effective_batch: samples per optimizer step over all processes.
+        seconds_per_step: of one optimizer step, or of one batch of validation.
+        epoch_s, run_s: seconds of an epoch and of all epochs; None in validation.
+        in_time: whether the run ends within the time budget; None without one.
+        relative_steps, relative_samples, relative_seconds: to the same loss, as multiples of S_min; None
+            without a noise scale.
+        learning_rate: its peak; None in validation and where the configuration allows no run with this size.
+        warmup_steps, total_steps: optimizer steps; None where the learning rate is.
+        warnings: those of the batch plan, or why there is none.
+    """
+
+    batch_size: int
+    samples_per_s: float
+    accumulation_steps: int
+    effective_batch: int
+    seconds_per_step: float
+    epoch_s: float | None = None
+    run_s: float | None = None
+    in_time: bool | None = None
+    relative_steps: float | None = None
+    relative_samples: float | None = None
+    relative_seconds: float | None = None
+    learning_rate: float | None = None
+    warmup_steps: int | None = None
+    total_steps: int | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def timed_size(
+    batch_size: int, rate: float, goal: Goal | None = None, accumulation_steps: int = 1, **plan: Any
+) -> TimedSize:
+    """What follows from the speed of a size.
+
+    >>> size = timed_size(100, 200.0, Goal(50_000, epochs=2, noise_scale=300))
+    >>> size.seconds_per_step, size.epoch_s, size.relative_steps, size.relative_seconds
+    (0.5, 250.0, 4.0, 2.0)
+
+    Args:
+        batch_size: micro-batch size.
+        rate: samples per second of one process.
+        goal: the run; None in validation.
+        accumulation_steps: micro-batches per optimizer step.
+        plan: the attributes that the batch plan decides.
+    """
+    if goal is None:
+        return TimedSize(batch_size, rate, 1, batch_size, batch_size / rate)
+    rate *= goal.world_size
+    batch = batch_size * accumulation_steps * goal.world_size
+    epoch_s = goal.dataset_length / rate
+    run_s = epoch_s * goal.epochs
+    scale, limit_s = goal.noise_scale, goal.time_budget_s
+    return TimedSize(
+        batch_size, rate, accumulation_steps, batch, batch / rate, epoch_s, run_s,
+        in_time=None if limit_s is None else run_s <= limit_s,
+        relative_steps=None if scale is None else 1 + scale / batch,
+        relative_samples=None if scale is None else batch + scale,
+        relative_seconds=None if scale is None else (batch + scale) / rate,
+        **plan,
+    )  # fmt: skip
+
+
+@dataclass
+class Speeds:
+    """The sizes of one mode that were timed with `--throughput`; what chooses among them needs at least one.
+
+    Attributes:
+        sizes: by batch size.
+        left_out: why a size that was asked for was not timed, by size.
+    """
+
+    sizes: dict[int, TimedSize] = field(default_factory=dict)
+    left_out: dict[int, str] = field(default_factory=dict)
+
+    def ascending(self) -> list[TimedSize]:
+        """The sizes in order."""
+        return [self.sizes[size] for size in sorted(self.sizes)]
+
+    @property
+    def largest(self) -> TimedSize:
+        """The largest size."""
+        return self.sizes[max(self.sizes)]
+
+    @property
+    def fastest(self) -> TimedSize:
+        """The size with the most samples per second; of two as fast, the smaller."""
+        return max(self.ascending(), key=lambda size: size.samples_per_s)
+
+    @property
+    def recommended(self) -> TimedSize:
+        """The size with the least time to the same loss; without a noise scale, the smallest fast one.
+
+        Sizes with which the configuration allows no run, or none in time, count where there are no others.
+        """
+        sizes = self.ascending()
+        sizes = [each for each in sizes if each.learning_rate is not None] or sizes
+        sizes = [each for each in sizes if each.in_time is not False] or sizes
+        if sizes[0].relative_seconds is not None:
+            return min(sizes, key=lambda each: each.relative_seconds or math.inf)
+        return self.sizes[fast_sizes({each.batch_size: each.samples_per_s for each in sizes})[0]]
+
+    def figures(self, size: TimedSize) -> dict[str, Any]:
+        """The entries of a size in all files."""
+        figures = asdict(size)
+        best, seconds = self.recommended.relative_seconds, figures.pop("relative_seconds")
+        marks = (mark for mark in ("largest", "fastest", "recommended") if getattr(self, mark) is size)
         return {
-            name: {"bytes": num_bytes, "percent": round(100 * num_bytes / self.peak_bytes, 2)}
-            for name, num_bytes in self.breakdown.parts().items()
+            **figures,
+            "samples_per_s": round(size.samples_per_s, 3),
+            "relative_time": None if best is None or seconds is None else seconds / best,
+            "marks": " ".join(marks),
+            "warnings": " ".join(size.warnings),
         }
 
-
-def limit_words(environment: Mapping[str, Any]) -> str:
-    """What `DATA.AUTOBATCH.MEMORY_LIMIT_GB` does in a prediction, to follow the names of the devices."""
-    limit_gb = environment["memory_limit_gb"]
-    if limit_gb is None:
-        return ""
-    needed_bytes = limit_gb * GIB + environment["base_bytes"]
-    if all(needed_bytes >= device["total_bytes"] for device in environment["devices"]):
-        return f" (the limit of {limit_gb:g} GiB is above that and bounds nothing)"
-    return f", each process limited to {limit_gb:g} GiB"
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of the JSON file."""
+        return {
+            **{mark: getattr(self, mark).batch_size for mark in ("largest", "fastest", "recommended")},
+            "timings": [{**self.figures(each), "warnings": list(each.warnings)} for each in self.ascending()],
+            "left_out": {str(size): reason for size, reason in self.left_out.items()},
+        }
 
 
 PARTS = tuple(Breakdown.__dataclass_fields__)
@@ -201,35 +331,41 @@ SETTINGS = ("model", "precision", "optimizer", "image_size", "base_bytes", "base
 
 
 @dataclass
-class Analysis(Measurement):
-    """Sizes and speeds.
+class Analysis(Figures):
+    """Sizes and speeds; filled while they are measured, so that an interruption loses nothing.
 
     Attributes:
+        environment: where the figures hold; empty until there is something to measure.
+        interrupted: whether Ctrl-C or an error ended the measuring early.
+        fraction: that of the sizes to paste, where it is among those asked for.
         rows: in the order measured.
-        speeds: of the sizes that were timed, by mode; the knee is known with `--throughput` only.
+        speeds: of the sizes that were timed with `--throughput`, by mode.
         curves: predicted peaks, as (batch size, bytes), by mode; empty where sizes were measured.
-        is_shown: whether all but the remedies has been shown.
+        goal: the run whose time is predicted, with `--throughput`.
     """
 
+    environment: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = True
+    fraction: float = 0.8
     rows: list[Row] = field(default_factory=list)
     speeds: dict[Mode, Speeds] = field(default_factory=dict)
     curves: dict[Mode, list[tuple[int, int]]] = field(default_factory=dict)
-    is_shown: bool = False
+    goal: Goal | None = None
 
     @property
-    def is_predicted(self) -> bool:
-        """Whether the figures are predicted."""
-        return any(row.predicted is not None for row in self.rows)
+    def margin(self) -> float | None:
+        """The margin of predicted sizes; None where they were measured."""
+        return next((row.predicted.margin for row in self.rows if row.predicted is not None), None)
 
     @property
-    def has_sizes(self) -> bool:
-        """Whether any size was found."""
-        return any(row.batch_size is not None for row in self.rows)
+    def modes(self) -> list[Mode]:
+        """Those with rows, in order."""
+        return list(dict.fromkeys(row.mode for row in self.rows))
 
     @property
-    def notes(self) -> list[str]:
-        """What there is to say of sizes, each once."""
-        return list(dict.fromkeys(note for row in self.sorted_rows() for note in row.notes))
+    def devices(self) -> list[str]:
+        """The devices that predictions are for, in the order asked for; one without a name if measured."""
+        return list(dict.fromkeys(row.device for row in self.rows))
 
     @property
     def reasons(self) -> list[str]:
@@ -242,47 +378,50 @@ class Analysis(Measurement):
 
     def sorted_rows(self, mode: Mode | None = None) -> list[Row]:
         """The rows of one mode, or of all in the order measured; by device and fraction within a mode."""
-        modes, devices = list(self.speeds), self.devices
         rows = [row for row in self.rows if mode in (None, row.mode)]
+        modes, devices = self.modes, self.devices
         return sorted(
             rows, key=lambda row: (modes.index(row.mode), devices.index(row.device), row.memory_fraction)
         )
 
-    @property
-    def devices(self) -> list[str]:
-        """The devices that predictions are for, in the order asked for; one without a name if measured."""
-        return list(dict.fromkeys(row.device for row in self.rows))
-
-    def one_per_device(self, rows: Sequence[Row]) -> list[Row]:
-        """For tables with a line or column per row: of several devices, each one's largest fraction."""
-        if len(self.devices) == 1:
-            return list(rows)
-        return [row for row in rows if row.memory_fraction == max(row.memory_fraction for row in rows)]
+    def chosen_rows(self) -> list[Row]:
+        """Of each mode and device, the row of the fraction to paste: `fraction`, else the largest."""
+        fractions = {row.memory_fraction for row in self.rows}
+        fraction = self.fraction if self.fraction in fractions else max(fractions, default=self.fraction)
+        return [row for row in self.sorted_rows() if row.memory_fraction == fraction]
 
     @property
     def columns(self) -> list[str]:
         """Columns of the table."""
-        rows = self.scalars()
-        return list(rows[0] if rows else self._row(Row("train", 1.0)))
+        return list(
+            dict.fromkeys(name for row in self.scalars() or [self._cells(Row("train", 1))] for name in row)
+        )
 
     def scalars(self) -> list[dict[str, Any]]:
-        """One row for each mode and fraction."""
-        return [self._row(row) for row in self.sorted_rows()]
+        """One row for each mode and fraction, and one for each other size that was timed."""
+        rows = [self._cells(row) for row in self.sorted_rows()]
+        for mode, speeds in self.speeds.items():
+            for size in speeds.ascending():
+                cells = {"mode": mode, **speeds.figures(size)}
+                same = [row for row in rows if (row["mode"], row["batch_size"]) == (mode, size.batch_size)]
+                for row in same:
+                    row.update(cells)
+                if not same:
+                    rows.append(cells)
+        return rows
 
-    def _row(self, row: Row) -> dict[str, Any]:
+    def _cells(self, row: Row) -> dict[str, Any]:
         """A row, and what it holds for; without lists."""
-        found = {name: self.environment[name] for name in SETTINGS if name in self.environment}
-        if found.get("image_size") is not None:
-            found["image_size"] = "x".join(map(str, found["image_size"]))
-        return {**row.scalars(), "reason": row.reason, **found}
+        settings = {name: self.environment[name] for name in SETTINGS if name in self.environment}
+        if settings.get("image_size") is not None:
+            settings["image_size"] = "x".join(map(str, settings["image_size"]))
+        parts = dict.fromkeys(PARTS) if row.breakdown is None else asdict(row.breakdown)
+        sizes = {f"{name}_bytes": num_bytes for name, num_bytes in parts.items()}
+        return {**row.figures(), "num_trials": len(row.trials), **sizes, "reason": row.reason, **settings}
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
-        throughput = {
-            mode: {"knee": speeds.knee, "timings": [asdict(timing) for timing in speeds.ascending()]}
-            for mode, speeds in self.speeds.items()
-            if speeds.knee is not None
-        }
+        throughput = {mode: speeds.as_dict() for mode, speeds in self.speeds.items() if speeds.sizes}
         curves = {
             mode: [{"batch_size": size, "peak_bytes": peak_bytes} for size, peak_bytes in curve]
             for mode, curve in self.curves.items()
@@ -290,6 +429,7 @@ class Analysis(Measurement):
         return {
             "environment": self.environment,
             "results": [row.as_dict() for row in self.sorted_rows()],
+            **({} if self.goal is None else {"run": asdict(self.goal)}),
             **({"throughput": throughput} if throughput else {}),
             **({"curves": curves} if curves else {}),
             "interrupted": self.interrupted,

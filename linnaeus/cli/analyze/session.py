@@ -1,53 +1,85 @@
-"""One analysis, from a configuration to its files."""
+"""One analysis, from a configuration to its files; also after Ctrl-C, with what there is."""
 
 from __future__ import annotations
 
 import gc
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
-from linnaeus.cli.analyze.measure import measure_mode
+from linnaeus.autobatch.ranks.protocol import RankStatus
+from linnaeus.cli.analyze.measure import Setup, common_changes, measure_sizes, run_sizes, try_remedies
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.output import show
-from linnaeus.cli.analyze.plot import save_plot
-from linnaeus.cli.analyze.predict import Target, predict_sizes, target_of, world_of
-from linnaeus.cli.analyze.remedies import measure_remedies, show_so_far
+from linnaeus.cli.analyze.predict import more_changes, predict_sizes, target_of, trace_sizes, world_of
 from linnaeus.cli.analyze.results import Analysis
-from linnaeus.cli.session import Setup, run_session
+from linnaeus.cli.analyze.show import save_plot, show
 from linnaeus.config.schema import Config
-from linnaeus.errors import AutoBatchError
+from linnaeus.console import StatusLine, make_console
+from linnaeus.data.datasets import build_data
+from linnaeus.dist import World, join
+from linnaeus.errors import EXIT_INTERRUPTED, AutoBatchError
+from linnaeus.log import close_logging, set_up_logging
+from linnaeus.models.normalisation import with_normalisation
+from linnaeus.rng import seed_all, set_deterministic
+from linnaeus.sizing.sizes import log_level
+
+logger = logging.getLogger("linnaeus.cli")
 
 
 def run(options: Options, config: Config) -> int:
-    """Measure, write the files and show the tables; returns the exit code: 0 done, 130 interrupted.
+    """Measure or predict, write the files and show the tables.
+
+    Returns:
+        The exit code: 0 done, 130 interrupted.
 
     Raises:
         AutoBatchError: nothing fits at any fraction.
         LinnaeusError: something else that the user can mend; the message says how.
     """
-    analysis = Analysis()
-    measure, world = _measure, None
-    if options.predict:
-        target = target_of(options, config)
-        measure, world = partial(_predict, target), world_of(options)
-    exit_code = run_session(
-        config, options, analysis, measure=measure, draw=save_plot, show=show, world=world
-    )
-    if not analysis.interrupted and not analysis.has_sizes:
+    analysis = Analysis(fraction=config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION)
+    joining: AbstractContextManager[World]
+    find: Callable[[Setup, Options, Analysis], None] = measure_sizes
+    remedies = partial(run_sizes, timed=options.throughput), common_changes
+    if not options.predict:
+        joining = join(config.EXPERIMENT.DEVICE, config.DIST)
+    else:
+        target, joining = target_of(options, config), nullcontext(world_of(options))
+        find, remedies = partial(predict_sizes, target), (partial(trace_sizes, target), more_changes)
+    console = make_console()
+    set_up_logging(None, rank=0, console=console)
+    try:
+        with (
+            joining as world,
+            log_level(config.DATA.AUTOBATCH, "train") as is_shown,
+            StatusLine(console if is_shown else None) as line,
+        ):
+            line.update("starting")
+            set_deterministic(config.TRAIN.DETERMINISTIC)
+            seed_all(config.EXPERIMENT.SEED)
+            data_node, _ = with_normalisation(config.DATA, config.MODEL)
+            config = replace(config, DATA=data_node)
+            data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+            setup = Setup(config, data, world, RankStatus(line.update), console)
+            find(setup, options, analysis)
+            if options.remedies:
+                analysis.save(options.output)  # remedies take longer, and the process may be killed meanwhile
+                gc.collect()  # the model that has been measured
+                try_remedies(setup, analysis, *remedies)
+        analysis.interrupted = False
+    except KeyboardInterrupt:
+        logger.info("interrupted; what has been measured so far is written")
+        return EXIT_INTERRUPTED
+    finally:
+        if analysis.environment:  # otherwise nothing has been measured
+            analysis.save(options.output)
+            logger.info("figures: %s", options.output.resolve())
+            if options.plot is not None:
+                save_plot(analysis, options.plot)
+                logger.info("picture: %s", options.plot.resolve())
+            show(analysis, console)
+        close_logging()
+    if not any(row.batch_size is not None for row in analysis.rows):
         raise AutoBatchError("\n".join(analysis.reasons))
-    return exit_code
-
-
-def _predict(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
-    predict_sizes(setup, options, target, analysis)
-
-
-def _measure(setup: Setup, options: Options, analysis: Analysis) -> None:
-    search = setup.search()
-    setup.note_environment(analysis, search)
-    for mode in options.modes:
-        measure_mode(search, mode, options, analysis, setup.status)
-    if options.remedies:
-        show_so_far(setup, analysis)
-        del search  # the remedies build models of their own
-        gc.collect()
-        measure_remedies(setup, analysis, timed=options.throughput)
+    return 0

@@ -25,7 +25,7 @@ from linnaeus.cli.compare.runs import (
     read_runs,
     short_names,
 )
-from linnaeus.cli.picture import INK, SERIES, decorate, drawing, size_axis
+from linnaeus.cli.plots import INK, SERIES, decorate, drawing, size_axis
 from linnaeus.cli.tables import cell
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from linnaeus.cli.picture import BLUE, INK, VERMILION, decorate, drawing
+from linnaeus.cli.plots import BLUE, INK, VERMILION, decorate, drawing
 from linnaeus.cli.tables import Figures, cell
 from linnaeus.inference.figures import Distance, LevelFigures
 from linnaeus.inference.tally import NUM_BINS

@@ -16,11 +16,10 @@ from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, Gpu
 from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
-from linnaeus.cli.analyze.fitting import fill
+from linnaeus.cli.analyze.measure import Setup
+from linnaeus.cli.analyze.predict import META, PredictedStep, build_on_meta, fill, predicted_step
 from linnaeus.cli.analyze.results import Predicted, Row
-from linnaeus.cli.analyze.traced import META, PredictedStep, build_on_meta, predicted_step
 from linnaeus.cli.compare.runs import short_names
-from linnaeus.cli.session import Setup
 from linnaeus.cli.sweep.options import PlannedRun
 from linnaeus.console import StatusLine
 from linnaeus.data.datasets import build_data

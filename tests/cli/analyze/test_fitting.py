@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from linnaeus.autobatch.predict.prediction import largest_within
 from linnaeus.autobatch.search import Candidates
-from linnaeus.cli.analyze.fitting import largest_size
-from linnaeus.cli.analyze.traced import LARGEST, PredictedStep
+from linnaeus.cli.analyze.predict import LARGEST, PredictedStep, largest_size
 from linnaeus.training.state_bytes import StateBytes
 
 Need = Callable[[int], int]
@@ -21,7 +20,7 @@ def step_of(low: int, high: int, multiple_of: int = 1) -> PredictedStep:
     """A step of which only the sizes that are allowed count."""
     return PredictedStep(
         "train", cast(Any, None), StateBytes(), Candidates(low, high, multiple_of),
-        Candidates(1, max(high, LARGEST), multiple_of), multiple_of, "max_batch_size", "", has_buckets=False,
+        Candidates(1, max(high, LARGEST), multiple_of), "max_batch_size", has_buckets=False,
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import html
 import io
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,11 @@ CHARACTERS_PER_PANEL = 76
 """Of a title, in the width of one panel."""
 LABELS_APART = 1.3
 """Least factor between two batch sizes that both have a label."""
+LINES_PER_PANEL = 18
+"""Labels beside a panel that find room below each other."""
+FONTS = ("Noto Sans CJK", "Source Han Sans", "WenQuanYi", "PingFang", "Hiragino Sans", "Microsoft YaHei",
+         "Yu Gothic", "Malgun Gothic", "Arial Unicode MS", "Droid Sans Fallback")  # fmt: skip
+"""How the names of fonts begin that have Chinese, Japanese and Korean letters."""
 _STYLE = {
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -43,7 +49,6 @@ _STYLE = {
     "axes.titleweight": "bold",
     "axes.labelsize": 11,
     "font.size": 10,
-    "font.family": "sans-serif",
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "linnaeus",
     "axes.spines.top": False,
@@ -81,14 +86,6 @@ class Picture:
         for (x, y), text in zip(points, texts, strict=True):
             self.point(axes, x, y, "o", text, color=colour)
 
-    def speeds(
-        self, axes: Axes, points: Sequence[tuple[int, float]], *, title: str, prefix: str = ""
-    ) -> None:
-        """Draw a panel of samples per second against batch size; `prefix` begins the text of each point."""
-        decorate(axes, title, "batch size", "samples per second")
-        texts = [f"{prefix}batch size {size}: {speed:.4g} samples/s" for size, speed in points]
-        self.line(axes, points, texts, PURPLE)
-
 
 @contextmanager
 def drawing(
@@ -112,8 +109,11 @@ def drawing(
     # Here and not above: matplotlib takes a second to import.
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import fontManager
 
-    with mpl.rc_context(_STYLE):
+    installed = sorted({font.name for font in fontManager.ttflist if font.name.startswith(FONTS)})
+    with mpl.rc_context({**_STYLE, "font.family": ["sans-serif", *installed]}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a reader sees the box
         figure = Figure((6.4 * num_columns, panel_height * num_rows), layout="constrained")
         lines = textwrap.fill(title, CHARACTERS_PER_PANEL * num_columns, break_on_hyphens=False)
         figure.suptitle(lines, fontsize=11)
@@ -125,7 +125,7 @@ def drawing(
                 return
             text = _svg_text(picture)
             if path.suffix.lower() == ".html":
-                text = _html_page(text, title, columns, figures.scalars())
+                text = _html_page(text, title, columns, figures)
             write_text_atomically(path, text)
         except OSError as error:
             raise not_written(path, error) from error
@@ -156,14 +156,30 @@ def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
     axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
 
 
-def mark_size(axes: Axes, size: int, text: str, *, text_on_the_right: bool) -> None:
-    """Draw a dotted line at a size, with a text on one side of it."""
+def mark_size(axes: Axes, size: int, text: str) -> None:
+    """Draw a dotted line at a size, with a text on the side with more room; the limits are set."""
     axes.axvline(size, color=GREEN, linewidth=1.6, linestyle=":", zorder=2)
+    place = axes.transAxes.inverted().transform(axes.transData.transform((size, 0)))[0]
     axes.annotate(
-        text, (size, 0.04), xycoords=("data", "axes fraction"), xytext=(5, 0),
-        textcoords="offset points", color=GREEN, fontsize=12, fontweight="bold",
-        ha="left" if text_on_the_right else "right",
+        text, (size, 0.04), xycoords=("data", "axes fraction"), xytext=(5 if place < 0.5 else -5, 0),
+        textcoords="offset points", color=GREEN, fontsize=12, fontweight="bold", in_layout=False,
+        ha="left" if place < 0.5 else "right",
     )  # fmt: skip
+
+
+def label_heights(axes: Axes, labels: Sequence[tuple[float, str]], colour: str) -> None:
+    """Write labels of heights on the right of a panel, which has its limits, so that none covers another.
+
+    Args:
+        axes: the panel.
+        labels: height in data coordinates, and text.
+        colour: of the text.
+    """
+    bottom, top = axes.get_ylim()
+    place = -1.0
+    for height, text in sorted(labels):
+        place = max((height - bottom) / (top - bottom), place + 1 / LINES_PER_PANEL)
+        axes.text(1.01, place, text, transform=axes.transAxes, color=colour, va="center", fontsize=9)
 
 
 def _svg_text(picture: Picture) -> str:
@@ -178,22 +194,20 @@ def _svg_text(picture: Picture) -> str:
     return text
 
 
-def _html_page(svg: str, title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The picture and its figures in one file that needs nothing else; values appear on hover."""
+def _html_page(svg: str, title: str, columns: Sequence[str], figures: Figures) -> str:
+    """The picture and its figures in one file that needs nothing else."""
+
+    def shown(value: Any) -> str:
+        return "" if value is None else html.escape(f"{value:,}" if type(value) is int else str(value))
+
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     body = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(_cell(row[column]))}</td>" for column in columns) + "</tr>"
-        for row in rows
+        "<tr>" + "".join(f"<td>{shown(row.get(column))}</td>" for column in columns) + "</tr>"
+        for row in figures.scalars()
     )
     page = Template(PAGE.read_text(encoding="utf-8"))
     return page.substitute(title=html.escape(title), svg=svg, head=head, body=body)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _save(figure: Figure, file: BinaryIO | io.BytesIO, kind: str) -> None:

@@ -1,1 +1,0 @@
-"""Which batch size is worth its time, before a long run: `linnaeus plan`."""
