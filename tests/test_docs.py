@@ -307,6 +307,23 @@ def test_a_script_works(page: str, line: str, desk: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "argv"),
+    [
+        (["-m", "linnaeus.train"], ["train"]),
+        (["-m", "linnaeus.main"], ["train"]),
+        ([str(ROOT / "tools/analyze_batch_sizes.py")], ["analyze"]),
+        ([str(ROOT / "tools/plan_batch_size.py")], ["plan"]),
+    ],
+)
+def test_other_spellings_are_the_same_commands(words: list[str], argv: list[str], run: Run) -> None:
+    asked = ["--cfg", "nowhere.yaml", "TRAIN.EPOCH=1", "--fractoins"]
+    done = subprocess.run([sys.executable, *words, *asked], capture_output=True, text=True, check=False)
+    outcome = run(*argv, *asked)
+    assert (done.returncode, done.stderr) == (outcome.code, outcome.err)
+    assert outcome.code == 2
+
+
 def test_what_the_pages_name_is_there() -> None:
     known = ("git clone ", "make ", "source ", "eval ", "python examples/", "torchrun ", "linnaeus ")
     assert [line for line, _ in COMMANDS if not line.startswith(known)] == []
