@@ -172,7 +172,7 @@ COMPARISONS = of_kind("linnaeus compare ")
 PREDICTIONS, EXPORTS = of_kind("linnaeus predict "), of_kind("linnaeus export ")
 OF_ONE_PROCESS = [
     command
-    for command in of_kind("python -m linnaeus.train", "linnaeus ")
+    for command in of_kind("linnaeus ")
     if command not in (*SWEEPS, *ON_SLURM, *COMPARISONS, *PREDICTIONS, *EXPORTS)
     and "--status" not in command[1]
 ]
@@ -182,7 +182,7 @@ def mark_of(page: str, line: str) -> Any:
     """The slower, the more its page holds; () for what starts no run."""
     if {"--print-config", "--help"} & set(line.split()) or "my_package.MyModel" in line:
         return ()
-    pages = ("README.md", "index.md", "workflow.md", "training.md", "finetuning.md", "compare.md")
+    pages = ("README.md", "index.md", "training.md", "resuming.md", "finetuning.md")
     return pytest.mark.e2e if page in pages else pytest.mark.slow
 
 
@@ -190,8 +190,7 @@ def mark_of(page: str, line: str) -> Any:
     ("page", "line"), [pytest.param(*command, marks=mark_of(*command)) for command in OF_ONE_PROCESS]
 )
 def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: Run) -> None:
-    tokens = tokens_of(line, desk)
-    argv = tokens[3:] if tokens[0] == "python" else tokens[1:]
+    argv = tokens_of(line, desk)[1:]
     train_what_is_evaluated(line, desk)
     outcome = run(*smaller(argv))
     assert outcome.code == 0, outcome.err
@@ -294,17 +293,13 @@ OF_FRAMEWORKS = of_kind(
 )
 """Tested in `tests/integrations`, because they need frameworks that are not installed here."""
 
-SCRIPTS = [
-    command for command in of_kind("python tools/", "python examples/") if command not in OF_FRAMEWORKS
-]
+SCRIPTS = [command for command in of_kind("python examples/") if command not in OF_FRAMEWORKS]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "line"), SCRIPTS)
 def test_a_script_works(page: str, line: str, desk: Path) -> None:
     _, script, *argv = tokens_of(line, desk)
-    if script.startswith("tools/"):
-        argv = smaller(argv)
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *argv],
         cwd=desk, capture_output=True, text=True, timeout=400, check=False,
@@ -312,10 +307,22 @@ def test_a_script_works(page: str, line: str, desk: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "command"), [("analyze_batch_sizes", "analyze"), ("plan_batch_size", "plan")]
+)
+def test_a_script_is_the_same_program_as_its_command(script: str, command: str, run: Run) -> None:
+    asked = ["--cfg", "nowhere.yaml", "TRAIN.EPOCH=1", "--fractoins"]
+    words = [sys.executable, str(ROOT / f"tools/{script}.py"), *asked]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    outcome = run(command, *asked)
+    assert (done.returncode, done.stderr) == (outcome.code, outcome.err)
+    assert outcome.code == 2
+
+
 def test_what_the_pages_name_is_there() -> None:
-    known = ("git clone ", "make ", "pip install ", "python ", "torchrun ", "linnaeus ", "srun ")
+    known = ("git clone ", "make ", "source ", "eval ", "python examples/", "torchrun ", "linnaeus ")
     assert [line for line, _ in COMMANDS if not line.startswith(known)] == []
-    assert len(of_kind("python -m linnaeus.train")) >= 5
+    assert len(of_kind("linnaeus train ")) >= 10
     files, targets = set(), {line.split()[1] for _, line in of_kind("make ")}
     for page in PAGES:
         text = page.read_text()

@@ -13,8 +13,5 @@ if TYPE_CHECKING:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the keys into the page about them, which in the repository only says where to find them."""
-    if page.file.src_uri != "configuration.md":
-        return markdown
-    introduction, heading, keys = reference().partition("\n## ")
-    return f"{introduction}{markdown[markdown.index(heading) :]}{heading}{keys}"
+    """Put the keys into the page about them, which in the repository only says how to see them."""
+    return reference() if page.file.src_uri == "keys.md" else markdown

@@ -342,7 +342,7 @@ def test_a_result_survives_its_file_and_files_of_earlier_versions_can_be_read() 
 
 
 def test_every_field_of_the_file_is_in_the_table_of_the_docs() -> None:
-    page = (ROOT / "docs/autobatch.md").read_text().partition("## The file `autobatch.json`")[2]
+    page = (ROOT / "docs/guarantees.md").read_text().partition("## The file `autobatch.json`")[2]
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| ", page.partition("\n## ")[0], re.MULTILINE)
     units = {name: unit for names, unit in rows for name in re.findall(r"`(.+?)`", names)}
     own = {field.name for field in dataclasses.fields(AutoBatchResult)} - {"mode"}
