@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Key, Path, dotted, strip_optional
 
 _INTRODUCTION = """\
-# Configuration reference
+# Every key
 
-Every key with its default. `python -m linnaeus.train --print-config` prints them as YAML. A default in
-`${...}` follows another key. The search of this site finds keys by name, also by the whole name such as
-`DATA.BATCH_SIZE`; each row can be linked to: `#DATA.BATCH_SIZE`.
+`linnaeus train --print-config` prints all keys as YAML. A default in `${...}` follows another key. The search
+of this site finds keys by name; each row can be linked to: `#DATA.BATCH_SIZE`. Keys that few need are folded.
 """
+_FEW_NEED = frozenset({
+    "CHANNELS", "DISTRIBUTE_BN", "FIND_UNUSED_PARAMETERS", "FOLDER_NAMES", "IMAGE_COLUMN", "LENGTH",
+    "LOG_LEVEL", "MAX_TRIALS", "MEMORY_LIMIT_GB", "NOISE", "NUM_SAMPLES", "NUM_SAMPLES_VAL",
+    "NUM_SPEC_SAMPLES", "OBJECTIVE", "PIN_MEMORY", "PREDICT", "PREFETCH_FACTOR", "RESUME_WITH", "START",
+    "START_MINUTES", "START_VAL", "STEPS_PER_TRIAL", "STRATEGY", "TIMEOUT_MINUTES", "UNFREEZE_EPOCH",
+    "UNKNOWN_FRACTION",
+})  # fmt: skip
+"""Last components of the keys that are folded, beside those that follow another key."""
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "True or False", Any: "see the text"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
@@ -30,11 +37,20 @@ def _section(path: Path, doc: str) -> Iterator[str]:
     yield f"{doc[0].upper()}{doc[1:]}.\n"
     if path in PLUGGABLE_PATHS:
         yield f"Or a class of your own: `{dotted(path)}._target_`, with its arguments beside it.\n"
-    if keys:
-        yield "| key | default | takes | meaning |"
-        yield "|---|---|---|---|"
-        yield from map(_row, keys)
-        yield ""
+    few = [key for key in keys if key.path[-1] in _FEW_NEED or str(key.default).startswith("${")]
+    if usual := [key for key in keys if key not in few]:
+        yield from _table(usual)
+    if few:
+        yield f"<details markdown><summary>{', '.join(key.path[-1] for key in few)}</summary>\n"
+        yield from _table(few)
+        yield "</details>\n"
+
+
+def _table(keys: Sequence[Key]) -> Iterator[str]:
+    yield "| key | default | takes | meaning |"
+    yield "|---|---|---|---|"
+    yield from map(_row, keys)
+    yield ""
 
 
 def _row(key: Key) -> str:
@@ -54,7 +70,8 @@ def _takes(key: Key) -> str:
     """The type, the choices and the bounds, in words."""
     hint, is_optional = strip_optional(key.hint)
     words = ", ".join(f"`{choice}`" for choice in key.choices) if key.choices else _type(hint)
-    bounds = " and ".join(f"{_BOUNDS[name]} {bound:g}" for name, bound in key.bounds.items())
+    shown = {name: "2^63" if bound == 2**63 else f"{bound:g}" for name, bound in key.bounds.items()}
+    bounds = " and ".join(f"{_BOUNDS[name]} {bound}" for name, bound in shown.items())
     return " ".join(part for part in (words, bounds, "*or null*" if is_optional else "") if part)
 
 
