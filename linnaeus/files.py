@@ -34,8 +34,6 @@ SWEEP, STUDY = "sweep.json", "study.journal"
 """The figures of all runs, and the study of a search, in the folder of a sweep itself."""
 LOCK = ".lock"
 """The file inside the folder of a run that the run keeps locked while it goes on."""
-BEFORE = ".before"
-"""The folder inside the folder of a resumed run with its files from before, until the run ends."""
 
 GIB = 1024**3
 
@@ -365,7 +363,7 @@ def check_no_sweep(folder: Path) -> None:
 def _runs_within(folder: Path) -> Iterator[Path]:
     """The folders below one that hold runs of other names, such as `group/one` below `group`."""
     for path in sorted(folder.iterdir()):
-        if path.name not in (LOGS, CHECKPOINTS, BEFORE) and path.is_dir() and not path.is_symlink():
+        if path.name not in (LOGS, CHECKPOINTS) and path.is_dir() and not path.is_symlink():
             if holds_run(path) or (path / LOCK).exists():
                 yield path
             yield from _runs_within(path)
@@ -424,55 +422,6 @@ def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path |
     aside, lock = take_run_folder(folder, keep=keep, suffix=suffix)
     lock.release()
     return aside
-
-
-def put_back(folder: Path, aside: Path) -> None:
-    """Undo `take_run_folder`: delete the new folder, and give the earlier run its name back.
-
-    Raises:
-        OSError: the earlier run cannot be renamed, or another run has begun below the new folder; it stays
-            aside.
-    """
-    if folder.exists():
-        if (inner := next(_runs_within(folder), None)) is not None:
-            raise OSError(errno.ENOTEMPTY, f"{inner} is the folder of another run")
-        failed = folder.with_name(f".{folder.name}.{os.getpid()}.failed")
-        folder.rename(failed)
-        shutil.rmtree(failed, ignore_errors=True)
-    aside.rename(folder)
-
-
-def keep_run_files(folder: Path) -> None:
-    """Keep the files of an earlier run beside those that the resumed one replaces; see `restore_run_files`.
-
-    Raises:
-        ConfigError: the folder cannot be written to.
-    """
-    kept = folder / BEFORE
-    try:
-        shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
-        kept.mkdir()
-        for name in RUN_FILES:
-            if (folder / name).exists():
-                link_or_copy(folder / name, kept / name)
-    except OSError as error:
-        raise _cannot_write(folder, why_not_written(error, folder)) from error
-
-
-def restore_run_files(folder: Path) -> None:
-    """Give a run the files back that `keep_run_files` has kept.
-
-    Raises:
-        OSError: a file cannot be renamed.
-    """
-    for path in sorted((folder / BEFORE).iterdir()):
-        path.replace(folder / path.name)
-    forget_run_files(folder)
-
-
-def forget_run_files(folder: Path) -> None:
-    """Delete what `keep_run_files` has kept."""
-    shutil.rmtree(folder / BEFORE, ignore_errors=True)
 
 
 def link_or_copy(source: Path, path: Path) -> None:

@@ -23,14 +23,14 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
-from linnaeus.files import AUTOBATCH, CHECKPOINTS, write_text_atomically
+from linnaeus.files import AUTOBATCH, CHECKPOINTS, METRICS, RESULT, write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import find_planned_sizes
-from linnaeus.sizing.report import device_environment, report_searches
+from linnaeus.sizing.report import device_environment, save_searches, summary
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.tracking import Tracker, start_tracking
 from linnaeus.training import fingerprint
@@ -39,7 +39,7 @@ from linnaeus.training.checkpoint import Checkpoint, CheckpointFolder, TrainingS
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import scale_values
-from linnaeus.training.report import RESULT, report_plan, report_result, report_start, save_result
+from linnaeus.training.report import report_plan, report_result, report_start, save_result
 from linnaeus.training.resume import find_checkpoint, is_finished, plain_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
@@ -99,22 +99,33 @@ def run(config: Config) -> FitResult:
         probe = build_probe(train.NOISE_SCALE, assembly.model, assembly.scaler, plan)
         spec = ModelSpec.of(config.MODEL, data).as_dict()
 
-        folder.begin()  # all that can fail because of the configuration has been done
-        tracker = stack.enter_context(_tracker(config, plan, path, world, resume=checkpoint is not None))
         if world.is_main:
-            (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
-            report_searches(sized.found, world.device, path / AUTOBATCH, tracker)
+            for found in sized.found.values():
+                logger.info(summary(found))
             report_plan(plan, train, config.OPTIMIZER)
-            _save_description(config, plan, spec, path)
-        metrics_file = stack.enter_context(_metrics_file(path, progress, world))
+
+        def begin() -> None:
+            """Give the run its name and its files. What fails before the first step leaves nothing behind."""
+            if folder.has_begun:
+                return
+            folder.begin()
+            tracker = _tracker(config, plan, path, world, resume=checkpoint is not None)
+            trainer.tracker = stack.enter_context(tracker)
+            if world.is_main:
+                (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
+                save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
+                _save_description(config, plan, spec, path)
+                metrics_file = MetricsFile(
+                    path / METRICS, last_step=progress.step, within_epoch=progress.samples > 0
+                )
+                trainer.metrics_file = stack.enter_context(metrics_file)
+
         trainer = Trainer(
             train, plan, world, assembly,
             loaders=loaders,
             train_step=dataclasses.replace(assembly.train_step, probe=probe),
             schedule=_schedule(config, assembly, plan),
             checkpoints=checkpoints,
-            metrics_file=metrics_file,
-            tracker=tracker,
             progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
             checkpoint_extras={
@@ -123,14 +134,14 @@ def run(config: Config) -> FitResult:
             },
             size_origins=sized.origins(config.DATA),
             wrap=partial(wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS),
+            begin=begin,
         )  # fmt: skip
-        folder.has_trained = lambda: trainer.progress.step > progress.step
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
             trainer.resume(checkpoint.content, seed)
         result = trainer.fit()
         plan = trainer.plan  # its micro-batches are smaller where memory ran out
-        report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, path, tracker)
+        report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, path, trainer.tracker)
         if world.is_main and not result.stop_signal:
             save_result(result, plan, path / RESULT)
         return result
@@ -140,13 +151,6 @@ def _save_description(config: Config, plan: BatchPlan, spec: dict[str, Any], pat
     """Write what the run is: its configuration with its plan, and what its checkpoints need to be used."""
     save_config(config, path / "config.yaml", plan.as_dict())
     write_text_atomically(path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n")
-
-
-def _metrics_file(path: Path, progress: TrainingProgress, world: World) -> MetricsFile:
-    return MetricsFile(
-        path / "metrics.jsonl", enabled=world.is_main,
-        last_step=progress.step, within_epoch=progress.samples > 0,
-    )  # fmt: skip
 
 
 def _tracker(config: Config, plan: BatchPlan, path: Path, world: World, *, resume: bool) -> Tracker:

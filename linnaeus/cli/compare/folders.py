@@ -10,11 +10,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from linnaeus.errors import ConfigError
-from linnaeus.files import ASKED, BEFORE, CHECKPOINTS, LOGS, METRICS, RESULT
+from linnaeus.files import ASKED, CHECKPOINTS, LOGS, METRICS, RESULT
 
 RUN_MARKERS = (METRICS, RESULT, ASKED, CHECKPOINTS)
 """A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
-_NOT_ENTERED = (LOGS, CHECKPOINTS, BEFORE, "wandb", "__pycache__", "node_modules")
+_NOT_ENTERED = (LOGS, CHECKPOINTS, "wandb", "__pycache__", "node_modules")
 MOVED_ASIDE = re.compile(r"\.earlier-\d+$")
 """Runs that a sweep has moved aside."""
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[-+]\d+)?)", re.ASCII)
