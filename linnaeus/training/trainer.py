@@ -423,7 +423,8 @@ class Trainer:
         self.progress.metrics = values
         self._write("val", self.progress.epoch, values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        logger.info("epoch %d/%d  %s  (%.1f s)", self.progress.epoch, self.plan.num_epochs, shown, seconds)
+        epoch, last = self.progress.epoch, self.plan.num_epochs
+        logger.info("epoch %d/%d  validation  %s  (%.1f s)", epoch, last, shown, seconds)
         _, value = headline(values, self.assembly.criterion)
         if math.isnan(value) or (self.progress.best is not None and value <= self.progress.best):
             return False
