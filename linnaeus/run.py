@@ -34,7 +34,7 @@ from linnaeus.sizing.report import device_environment, save_searches, summary
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.tracking import Tracker, start_tracking
 from linnaeus.training import fingerprint
-from linnaeus.training.build import Assembly, assemble, check_train_config, plan_facts
+from linnaeus.training.build import Assembly, assemble, check_before_data, plan_facts
 from linnaeus.training.checkpoint import Checkpoint, CheckpointFolder, TrainingState
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.notes import settings_sentence, settings_without_effect
@@ -66,7 +66,7 @@ def run(config: Config) -> FitResult:
         errors_told_first(world),
     ):
         world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
-        check_train_config(train, world)
+        check_before_data(config.MODEL, config.OPTIMIZER, train, world)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(_checkpoints(path, train, world))

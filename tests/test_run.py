@@ -183,7 +183,8 @@ def test_damaged_images_can_be_left_out(run: Run, tmp_path: Path) -> None:
 
 IMAGES = "DATA.DATASET.NAME=imagefolder DATA.DATASET.ROOT="
 BAD = [
-    ("MODEL.NAME resnet5O", 2, "resnet50"),
+    (IMAGES + "nowhere MODEL.NAME resnet5O", 2, "resnet50"),  # names are checked before the data
+    (IMAGES + "nowhere OPTIMIZER.NAME adam_w", 2, "adamw"),
     ("EXPERIMENT.DEVICE cuda:99", 2, "EXPERIMENT.DEVICE"),
     ("MODEL.WEIGHTS=nowhere.pt", 2, "nowhere.pt"),
     ("LOSS._target_=torch.nn.CrossEntropyLoss", 2, "LOSS"),  # there are two ranks

@@ -21,24 +21,29 @@ from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import Freezing, build_freezing
+from linnaeus.models.source import find_source
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabilities
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import check_noise_scale
-from linnaeus.training.optim import build_optimizer, peak_values
+from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 
 AUTOCAST_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number format of the forward pass by the value of `TRAIN.AMP`; None for no autocast."""
 
 
-def check_train_config(config: TrainConfig, world: World) -> None:
-    """Check that the TRAIN node suits the device and the number of ranks.
+def check_before_data(model: Any, optimizer: Any, config: TrainConfig, world: World) -> None:
+    """Check what needs no data: the nodes MODEL, OPTIMIZER and TRAIN on this device and number of ranks.
 
     Raises:
-        ConfigError: SyncBatchNorm on the CPU, or a noise scale that cannot be measured.
+        ConfigError: an unknown model or optimizer, SyncBatchNorm on the CPU, or a noise scale that cannot be
+            measured.
     """
+    if not is_target(model):
+        find_source(model.NAME)
+    check_optimizer_name(optimizer)
     if config.SYNC_BATCHNORM and world.is_distributed and world.device.type == "cpu":
         raise ConfigError(
             "TRAIN.SYNC_BATCHNORM: True, but SyncBatchNorm needs an accelerator; set it False on the CPU"
