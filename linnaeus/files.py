@@ -386,28 +386,20 @@ def take_run_folder(
     Raises:
         ConfigError: the folder cannot be made or written to, or is in use; an earlier run is where it was.
     """
-    aside = None
+    has_run = check_run_folder(folder, keep=keep)
     try:
-        if lock is None and folder.is_dir():
-            lock = FolderLock(folder)
-        if lock is not None and check_run_folder(folder, keep=keep) and not keep:
-            names = (folder.with_name(f"{folder.name}{suffix}{number}") for number in itertools.count(1))
-            free = next(path for path in names if not path.exists())
-            lock.move(free)
-            aside = free
-            lock.release()
-            lock = None
         folder.mkdir(parents=True, exist_ok=True)
-        return aside, lock or FolderLock(folder)
-    except BaseException as error:
-        if lock is not None:
-            lock.release()
-        if aside is not None:
-            with suppress(OSError):  # another run has the name already
-                aside.rename(folder)
-        if isinstance(error, OSError):
-            raise _cannot_write(folder, why_not_written(error, folder)) from error
-        raise
+        lock = lock or FolderLock(folder)
+        if keep or not has_run:
+            return None, lock
+        names = (folder.with_name(f"{folder.name}{suffix}{number}") for number in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
+        lock.move(aside)
+        lock.release()
+        folder.mkdir(exist_ok=True)
+        return aside, FolderLock(folder)
+    except OSError as error:
+        raise _cannot_write(folder, why_not_written(error, folder)) from error
 
 
 def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path | None:

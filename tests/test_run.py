@@ -204,6 +204,7 @@ def test_a_mistake_has_its_exit_code_and_names_its_key(
     assert outcome.code == code
     assert text in outcome.err
     assert "Traceback" not in outcome.err + outcome.out
+    assert (tmp_path / "runs").exists() == ("LR=1e9" in options), "only a step that is done leaves a folder"
 
 
 def test_a_model_with_too_few_outputs_is_refused(run: Run) -> None:
