@@ -23,7 +23,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
-from linnaeus.files import AUTOBATCH, CHECKPOINTS, METRICS, RESULT, write_text_atomically
+from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
@@ -33,9 +33,15 @@ from linnaeus.sizing.planning import find_planned_sizes
 from linnaeus.sizing.report import device_environment, save_searches, summary
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.tracking import Tracker, start_tracking
-from linnaeus.training import fingerprint
-from linnaeus.training.build import Assembly, assemble, check_before_data, plan_facts
-from linnaeus.training.checkpoint import Checkpoint, CheckpointFolder, TrainingState
+from linnaeus.training.build import (
+    Assembly,
+    assemble,
+    built_facts,
+    check_before_data,
+    configuration_facts,
+    plan_facts,
+)
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import scale_values
@@ -65,12 +71,15 @@ def run(config: Config) -> FitResult:
         ExitStack() as stack,
         errors_told_first(world),
     ):
-        world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
+        world.check_equal(configuration_facts(dataclasses.asdict(config)))
         check_before_data(config.MODEL, config.OPTIMIZER, train, world)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(_checkpoints(path, train, world))
-        checkpoint = _checkpoint_to_resume(config, checkpoints, world)
+        checkpoint = None
+        if train.AUTO_RESUME:
+            nodes = _resumed_nodes(config)
+            checkpoint = find_checkpoint(checkpoints, nodes, train.RESUME_WITH, experiment.NAME, world)
         progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
         saved = None if checkpoint is None else checkpoint.content.get("config", {})
         data_node, note = with_normalisation(config.DATA, config.MODEL, saved)
@@ -82,7 +91,7 @@ def run(config: Config) -> FitResult:
         assembly = assemble(
             config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world, load_weights=checkpoint is None
         )
-        world.check_equal(fingerprint.of_data_and_model(data, assembly))
+        world.check_equal(built_facts(data, assembly))
         if checkpoint is not None:
             checkpoint.restore(TrainingState.of(assembly), world)
             if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
@@ -114,7 +123,10 @@ def run(config: Config) -> FitResult:
             if world.is_main:
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
-                _save_description(config, plan, spec, path)
+                save_config(config, path / CONFIG, plan.as_dict())
+                write_text_atomically(
+                    path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n"
+                )
                 metrics_file = MetricsFile(
                     path / METRICS, last_step=progress.step, within_epoch=progress.samples > 0
                 )
@@ -147,12 +159,6 @@ def run(config: Config) -> FitResult:
         return result
 
 
-def _save_description(config: Config, plan: BatchPlan, spec: dict[str, Any], path: Path) -> None:
-    """Write what the run is: its configuration with its plan, and what its checkpoints need to be used."""
-    save_config(config, path / "config.yaml", plan.as_dict())
-    write_text_atomically(path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n")
-
-
 def _tracker(config: Config, plan: BatchPlan, path: Path, world: World, *, resume: bool) -> Tracker:
     return start_tracking(
         config.EXPERIMENT.WANDB, name=config.EXPERIMENT.NAME, folder=path / "logs", resume=resume,
@@ -170,13 +176,6 @@ def _schedule(config: Config, assembly: Assembly, plan: BatchPlan) -> Schedule:
 def _checkpoints(path: Path, train: TrainConfig, world: World) -> CheckpointFolder:
     is_background = world.device.type != "cpu"  # on the CPU the copy would take memory that AutoBatch counts
     return CheckpointFolder(path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background)
-
-
-def _checkpoint_to_resume(config: Config, checkpoints: CheckpointFolder, world: World) -> Checkpoint | None:
-    if not config.TRAIN.AUTO_RESUME:
-        return None
-    nodes = _resumed_nodes(config)
-    return find_checkpoint(checkpoints, nodes, config.TRAIN.RESUME_WITH, config.EXPERIMENT.NAME, world)
 
 
 def _resumed_nodes(config: Config) -> dict[str, Any]:

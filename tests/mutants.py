@@ -146,7 +146,7 @@ MUTANTS = (
         "tests/data",
     ),
     Mutant(
-        "the logged loss is a sum over steps", "training/loss_meter.py",
+        "the logged loss is a sum over steps", "training/metrics.py",
         "self._total / self._count", "self._total",
         "tests/training",
     ),

@@ -30,8 +30,7 @@ from linnaeus.tracking import Tracker
 from linnaeus.training.batchnorm import TOO_FEW_FOR_BATCHNORM, distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
-from linnaeus.training.loss_meter import LossMeter
-from linnaeus.training.metrics import headline
+from linnaeus.training.metrics import LossMeter, headline
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.training.recovery import Recovery, serve_request
 from linnaeus.training.resume import restore_generators

@@ -50,7 +50,7 @@ from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import size_origin
 from linnaeus.sizing.sizes import SizeSearch
-from linnaeus.training import fingerprint
+from linnaeus.training.build import configuration_facts
 
 REPORT_S = 30.0
 """Time between two lines about the progress where there is no progress bar."""
@@ -73,7 +73,7 @@ def run(options: Options, run_config: RunConfig) -> int:
             _logging(world) as console,
             errors_told_first(world),
         ):
-            world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
+            world.check_equal(configuration_facts(dataclasses.asdict(config)))
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
             trained = load_run(options.run, checkpoint=options.checkpoint, device=str(world.device))
