@@ -84,7 +84,7 @@ class RunFolder:
         self.has_begun = False
         self._path, self._world, self._keep = path, world, keep
         self._lock: FolderLock | None = None
-        self._new_folders = [folder for folder in (path, *path.parents) if not folder.exists()]
+        self._new_folders: list[Path] = []
         self._early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
 
     def start(self) -> None:
@@ -99,6 +99,7 @@ class RunFolder:
     def _lock_folder(self) -> None:
         check_no_sweep(self._path)
         check_run_folder(self._path, keep=self._keep)
+        self._new_folders = [path for path in (self._path, *self._path.parents) if not path.exists()]
         self._lock = take_run_folder(self._path, keep=True)[1]
 
     def begin(self) -> None:

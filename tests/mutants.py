@@ -151,7 +151,7 @@ MUTANTS = (
         "tests/training",
     ),
     Mutant(
-        "a search that finds nothing ends with another code", "errors.py",
+        "a search that finds nothing ends with another code", "autobatch/errors.py",
         'a rank took too long."""\n\n    exit_code = 3', 'a rank took too long."""\n\n    exit_code = 1',
         "tests/autobatch tests/test_messages.py tests/test_main.py tests/test_run.py",
     ),

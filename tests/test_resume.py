@@ -88,6 +88,7 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
     assert outcome.code == 0, outcome.err
     steps, rates, _ = curve(folder)
     assert steps == list(range(1, len(steps) + 1))
+    assert json.loads((folder / "result.json").read_text())["total_steps"] == steps[-1]
     saved, first = checkpoint(folder), progress["step"]
     per_epoch, total = saved["plan"]["STEPS_PER_EPOCH"], saved["plan"]["TOTAL_STEPS"]
     samples = [min(40 + n * effective, per_epoch * effective) for n in range(60 // effective)]

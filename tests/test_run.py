@@ -68,6 +68,8 @@ def test_files_of_a_run(searched: Path) -> None:
     assert (config["DATA"]["BATCH_SIZE"], config["DATA"]["BATCH_SIZE_VAL"]) == (24, 31)
     assert len(metrics_of(searched, "val")) == 2
     assert [record["step"] for record in metrics_of(searched, "train")] == [4, 8]
+    for split in ("train", "val"):
+        assert [record["epoch"] for record in metrics_of(searched, split)] == [1, 2]
     result = json.loads((searched / "result.json").read_text())
     last = metrics_of(searched, "val")[-1]
     assert result["metrics"] == {name: last[name] for name in result["metrics"]}
