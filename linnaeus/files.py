@@ -279,27 +279,21 @@ def _open_locked(folder: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _lock(descriptor, folder)
-            if _is_open(path, descriptor):
-                return descriptor
-        except BaseException:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             os.close(descriptor)
-            raise
+            holder = read_holder(folder)
+            raise FolderInUseError(
+                f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on "
+                f"({holder or 'it does not say which'}); choose another name"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+        if _is_open(path, descriptor):
+            return descriptor
         os.close(descriptor)  # the run that held the lock has ended, and deleted the file
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = read_holder(folder)
-        raise FolderInUseError(
-            f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on "
-            f"({holder or 'it does not say which'}); choose another name"
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 def _is_open(path: Path, descriptor: int) -> bool:

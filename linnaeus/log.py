@@ -77,6 +77,7 @@ class RunFolder:
     Attributes:
         console: rank 0's console.
         has_begun: whether `begin` was called.
+        early_lines: keeps the log until then.
     """
 
     def __init__(self, path: Path, world: World, *, keep: bool) -> None:
@@ -85,18 +86,14 @@ class RunFolder:
         self._path, self._world, self._keep = path, world, keep
         self._lock: FolderLock | None = None
         self._new_folders: list[Path] = []
-        self._early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
+        self.early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
 
-    def start(self) -> None:
-        """Lock the folder, which is made if there is none.
+    def lock(self) -> None:
+        """On rank 0, lock the folder, which is made if there is none.
 
         Raises:
-            ConfigError: the folder cannot be written to, or is in use; the same on every rank.
+            ConfigError: the folder cannot be written to, or is in use.
         """
-        self._world.on_main(self._lock_folder)
-        set_up_logging(None, rank=self._world.rank, console=self.console).addHandler(self._early_lines)
-
-    def _lock_folder(self) -> None:
         check_no_sweep(self._path)
         check_run_folder(self._path, keep=self._keep)
         self._new_folders = [path for path in (self._path, *self._path.parents) if not path.exists()]
@@ -111,10 +108,10 @@ class RunFolder:
         self.has_begun = True
         aside = self._world.on_main(self._take)
         logger, handler = logging.getLogger(LOGGER_NAME), _file_handler(self._path / LOGS, self._world.rank)
-        self._early_lines.setTarget(handler)
-        self._early_lines.flush()
-        logger.removeHandler(self._early_lines)
-        self._early_lines.close()
+        self.early_lines.setTarget(handler)
+        self.early_lines.flush()
+        logger.removeHandler(self.early_lines)
+        self.early_lines.close()
         logger.addHandler(handler)
         if aside is not None:
             logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", aside)
@@ -142,7 +139,8 @@ def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFold
     """
     folder = RunFolder(path, world, keep=keep)
     try:
-        folder.start()
+        world.on_main(folder.lock)
+        set_up_logging(None, rank=world.rank, console=folder.console).addHandler(folder.early_lines)
         yield folder
     finally:
         folder.close()

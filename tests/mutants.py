@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "the lock of a run's folder is not taken", "files.py",
-        "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n",
+        "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "            pass\n",
         "tests/test_files.py",
     ),
     Mutant(
