@@ -28,7 +28,9 @@ class ConfigError(LinnaeusError):
     """One or several problems in the configuration or on the command line.
 
     Attributes:
-        problems: one sentence for each problem, in the order in which they were found.
+        problems: one sentence for each problem, in the order in which they were found. The heading depends on
+            how they begin: with an option, a quoted word, `RUN:`, `IMAGES:` or `torchrun:`, or else with a
+            key or a file of the configuration.
     """
 
     exit_code = 2
@@ -36,7 +38,12 @@ class ConfigError(LinnaeusError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         listed = "\n".join(f"  - {problem}" for problem in self.problems)
-        super().__init__(f"{counted(len(self.problems), 'problem')} in the configuration:\n{listed}")
+        of_options = {
+            problem.startswith(("-", "'", "RUN:", "IMAGES:", "torchrun:")) for problem in self.problems
+        }
+        places = {True: " on the command line", False: " in the configuration"}
+        place = places[of_options.pop()] if len(of_options) == 1 else ""
+        super().__init__(f"{counted(len(self.problems), 'problem')}{place}:\n{listed}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         """Errors of loader processes arrive as pickles, which would repeat the heading."""

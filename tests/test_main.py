@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from linnaeus import main
+from linnaeus import main as program
+from linnaeus.cli import main
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.runs import Run, wait_until
@@ -47,7 +48,7 @@ def test_the_script_alone_prints_the_help(
     assert main.console() == 0
     assert "EPOCHS: 3" in capfd.readouterr().out
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"linnaeus": f"{main.__name__}:{main.console.__name__}"}
+    assert scripts == {"linnaeus": f"{program.__name__}:{program.console.__name__}"}
 
 
 @pytest.mark.e2e

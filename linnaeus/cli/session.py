@@ -13,7 +13,7 @@ from rich.console import Console
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.cli.environment import describe, device_sentence
-from linnaeus.cli.options import Options
+from linnaeus.cli.parser import Options
 from linnaeus.cli.tables import Measurement
 from linnaeus.config.schema import Config
 from linnaeus.console import StatusLine, make_console

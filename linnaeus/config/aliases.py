@@ -102,9 +102,16 @@ _SENTENCES = {
     ),
     "a configuration file is read with --cfg my_exp.yaml": "config cfg_file config_file yaml",
     "a trained run is evaluated with `linnaeus evaluate runs/NAME`": "evaluate eval validate do_eval",
+    "`linnaeus sweep` runs a grid of values: linnaeus sweep DATA.BATCH_SIZE=32,64": "multirun",
+    "--print-config prints every value, with --origin where each comes from": "info resolve package c p i",
+    "--config-dir DIR adds a folder of groups and files of your own": "config_path cp",
     "there are no callbacks; a `_target_` node replaces MODEL, DATA.DATASET, LOSS or OPTIMIZER": "callbacks",
 }  # fmt: skip
 
+_OF_HYDRA = (
+    "settings of Hydra itself have no counterpart here; a run's folder is "
+    "EXPERIMENT.OUTPUT_DIR/EXPERIMENT.NAME"
+)
 ALIASES: dict[str, str] = {
     name: meaning
     for table in (_SETTINGS, _SENTENCES)
@@ -125,5 +132,7 @@ def alias(word: str) -> str | None:
         The setting to write, or what there is in its place; None for an unknown word.
     """
     name = word.partition("=")[0].lstrip("-+~").lower().replace("-", "_")
+    if name.startswith(("hydra.", "hydra/")):
+        return _OF_HYDRA
     meaning = ALIASES.get(name) or ALIASES.get(name.rpartition(".")[2])
     return f"write {meaning}" if meaning in _SETTINGS else meaning

@@ -1,7 +1,4 @@
-"""Loads a `Config` from the command line, and writes one to a file.
-
-Precedence, lowest first: schema defaults, files (see `sources` for their order), keys on the command line.
-"""
+"""Loads a `Config` from the command line, and writes one to a file."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import functools
 import os
 import re
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -18,20 +14,15 @@ from typing import Any
 
 import yaml
 
-from linnaeus.config.files import EXPONENT, FLOAT_TAG
-from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, Path, dotted, strip_optional
-from linnaeus.config.merge import Entry, merge
+from linnaeus.config.keys import PLUGGABLE_PATHS, Path, dotted
 from linnaeus.config.origins import with_origins
-from linnaeus.config.overrides import CommandLine, parse_command_line
-from linnaeus.config.resolve import resolve
+from linnaeus.config.overrides import parse_command_line
+from linnaeus.config.resolve import Resolver
 from linnaeus.config.schema import Config
-from linnaeus.config.settings import Setting, flatten, from_overrides
-from linnaeus.config.sources import read_sources, sweep_hint
+from linnaeus.config.tree import PLAN, read_tree
+from linnaeus.config.values import Setting, tree_of
 from linnaeus.errors import ConfigError
 from linnaeus.files import write_atomically
-
-PLAN = "PLAN"
-"""The node of a run's `config.yaml` that holds its batch plan. Reading a file ignores the node."""
 
 
 @dataclass(frozen=True)
@@ -39,69 +30,53 @@ class LoadedConfig:
     """A configuration, and what else the command line asks for.
 
     Attributes:
-        config: the resolved configuration; the defaults where help is asked for.
+        config: the resolved configuration.
         print_config: whether to print the configuration and exit.
-        show_help: whether to print the help and exit.
-        entries: the value that won at each key with its origin, where these are to be printed too.
+        settings: what each key is set to and where, if this is to be printed too.
     """
 
     config: Config
     print_config: bool = False
-    show_help: bool = False
-    entries: Mapping[Path, Entry] | None = None
+    settings: Mapping[Path, Setting] | None = None
 
     def text(self) -> str:
         """What `--print-config` prints, with the origins where `--origin` asks for them."""
         text = to_yaml(self.config)
-        return text if self.entries is None else with_origins(text, self.entries)
+        return text if self.settings is None else with_origins(text, self.settings)
 
 
-def load_config(argv: Sequence[str], below: Sequence[Setting] = ()) -> LoadedConfig:
+def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> LoadedConfig:
     """Load the configuration that a command line describes.
 
     Args:
         argv: the tokens after the program's name.
-        below: settings that files and command line win over.
+        below: a tree of settings that files and command line win over, as `settings_of` gives.
 
     Raises:
         ConfigError: lists all problems.
     """
     line = parse_command_line(argv)
-    if line.show_help:
-        line = CommandLine(show_help=True)
     try:
-        config, entries = _compose(line, below)
+        given = read_tree(line, below or {})
+        for warning in given.warnings:
+            _warn(warning)
+        resolved = Resolver(given.tree, given.chosen)
     except RecursionError:
         raise ConfigError("values are nested too deeply to be read") from None
-    return LoadedConfig(config, line.print_config, line.show_help, entries if line.show_origins else None)
+    problems = [*line.problems, *given.problems]
+    for path, problem in resolved.wrong.items():
+        # A file that cannot be read may set a `_target_`, so the keys that these nodes take are unknown.
+        if given.is_complete or not any(path[: len(node)] == node != path for node in PLUGGABLE_PATHS):
+            problems.append(f"{dotted(path)}: {problem}")
+    if problems or resolved.config is None:
+        raise ConfigError(problems)
+    settings = resolved.settings if line.show_origins else None
+    return LoadedConfig(resolved.config, line.print_config, settings)
 
 
-def settings_of(nodes: Mapping[str, Any], origin: str) -> list[Setting]:
+def settings_of(nodes: Mapping[str, Any], origin: str) -> Mapping[Any, Any]:
     """The settings of the nodes of a resolved configuration; messages say that they come from `origin`."""
-    return list(flatten((), _escape(dict(nodes)), origin))
-
-
-def _compose(line: CommandLine, below: Sequence[Setting]) -> tuple[Config, Mapping[Path, Entry]]:
-    """Read all sources, merge them and resolve the result; the entries say where each value comes from."""
-    sources = read_sources(line)
-    from_files = [setting for setting in sources.settings if setting.path[0] != PLAN]
-    merged = merge([*below, *from_files, *from_overrides(line.overrides)])
-    if not sources.is_complete:
-        # The unreadable file may set a `_target_`, so the keys that these nodes take are unknown.
-        merged.problems = [
-            (path, text)
-            for path, text in merged.problems
-            if not any(path[: len(node)] == node != path for node in PLUGGABLE_PATHS)
-        ]
-    for warning in sources.warnings:
-        _warn(warning)
-    config, problems = resolve(merged, sources.chosen)
-    typed = {override.key: override.text or "" for override in line.overrides if not override.delete}
-    of_keys = [f"{text}{_sweep_hint(path, typed)}" for path, text in [*merged.problems, *problems]]
-    found = [*line.problems, *sources.problems, *of_keys]
-    if found or config is None:
-        raise ConfigError(found)
-    return config, merged.entries
+    return {name: tree_of(node, origin) for name, node in _escape(dict(nodes)).items()}
 
 
 @functools.cache
@@ -109,12 +84,6 @@ def _warn(sentence: str) -> None:
     """Print a warning once: a sweep loads many configurations, and torchrun starts many ranks."""
     if os.environ.get("RANK", "0") == "0":
         print(f"warning: {sentence}", file=sys.stderr)
-
-
-def _sweep_hint(path: Path, typed: Mapping[str, str]) -> str:
-    """Where one key got several values on the command line: the command that takes them."""
-    takes_list = path in KEYS and typing.get_origin(strip_optional(KEYS[path].hint)[0]) is list
-    return "" if takes_list else sweep_hint(dotted(path), typed.get(dotted(path), ""))
 
 
 def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:
@@ -127,8 +96,24 @@ def with_batch_sizes(config: Config, train: int | None = None, val: int | None =
     return dataclasses.replace(config, DATA=data)
 
 
+FLOAT_TAG = "tag:yaml.org,2002:float"
+EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?(?:[0-9][0-9_]*)?\.[0-9_]*[eE][0-9]+")
+"""Numbers such as 1e-3, which are text in YAML 1.1."""
+
+
+class FastLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads what `to_yaml` writes, where possible with PyYAML's parser in C."""
+
+
+FastLoader.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+0123456789."))
+FastLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in FastLoader.yaml_implicit_resolvers.items()
+}
+
+
 class _Dumper(yaml.SafeDumper):
-    """Writes YAML that `files.Loader` reads back as the same values."""
+    """Writes YAML that OmegaConf reads back as the same values."""
 
 
 def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:

@@ -7,34 +7,30 @@ from collections.abc import Iterator, Mapping
 
 import yaml
 
-from linnaeus.config.keys import Path
-from linnaeus.config.merge import Entry
-from linnaeus.config.values import Bare, show
+from linnaeus.config.keys import KEYS, Path
+from linnaeus.config.values import Setting, show
 
 _REFERS = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
-def with_origins(text: str, entries: Mapping[Path, Entry]) -> str:
+def with_origins(text: str, settings: Mapping[Path, Setting]) -> str:
     """The YAML text of a configuration, with a comment on the line of each value.
 
     Args:
         text: what `to_yaml` gives.
-        entries: the value that won at each key, with its origin.
+        settings: the setting of each key that is not at its default.
     """
-    origins = {tuple(map(str, path)): _origin(entry) for path, entry in entries.items()}
+    defaults = {path: Setting(key.default, "default") for path, key in KEYS.items()}
+    origins = {tuple(map(str, path)): setting for path, setting in (defaults | {**settings}).items()}
     lines = text.split("\n")
     for path, number in _values(yaml.compose(text, Loader=yaml.SafeLoader), ()):
         prefixes = (path[:size] for size in range(len(path), 0, -1))
-        origin = next((origins[prefix] for prefix in prefixes if prefix in origins), None)
-        if origin is not None:
-            lines[number] += f"  # {origin}"
+        setting = next((origins[prefix] for prefix in prefixes if prefix in origins), None)
+        if setting is not None:
+            follows = isinstance(setting.text, str) and _REFERS.search(setting.text)
+            lines[number] += f"  # {' '.join(setting.origin.split())}"
+            lines[number] += f", follows {show(setting.text)[1:-1]}" if follows else ""
     return "\n".join(lines)
-
-
-def _origin(entry: Entry) -> str:
-    given = entry.given.text if isinstance(entry.given, Bare) else entry.given
-    follows = f", follows {show(given)[1:-1]}" if isinstance(given, str) and _REFERS.search(given) else ""
-    return f"{' '.join(entry.origin.split())}{follows}"
 
 
 def _values(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:

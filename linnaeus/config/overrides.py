@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from linnaeus.config.hydra_equivalents import TAKE_VALUES, hydra_option_hint, is_hydra_key, why_no_effect
+from linnaeus.config.aliases import alias
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Place, classify, closest, suggest
 
 FLAGS = ("--cfg", "--opts", "--print-config", "--origin", "--help", "-h", "--version")
@@ -48,26 +48,27 @@ class CommandLine:
     Attributes:
         overrides: the overrides, in the order typed.
         presets: the file selected for each group, in the order typed; a group may end with `@PACKAGE`.
-        added: the groups selected with `+`, which may stand once.
         left_out: the groups that `~group` leaves out, each with the name in `~group=name`; None without one.
         sources: `--cfg`, `--config-dir` and `--config-name` with their values, in the order typed.
         print_config: `--print-config` was given, or `--origin`, which goes with it.
         show_origins: `--origin` was given.
-        show_help: `--help` or `-h` was given.
         stray: tokens that are nothing: the name of a command in a wrong place, for one.
         problems: one sentence for each unusable token.
     """
 
     overrides: list[Override] = field(default_factory=list)
     presets: dict[str, str] = field(default_factory=dict)
-    added: set[str] = field(default_factory=set)
     left_out: dict[str, str | None] = field(default_factory=dict)
     sources: list[tuple[str, str]] = field(default_factory=list)
     print_config: bool = False
     show_origins: bool = False
-    show_help: bool = False
     stray: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def groups(self) -> dict[str, str | None]:
+        """What is typed for each group: a name, or None where the group is left out."""
+        return {**self.presets, **dict.fromkeys(self.left_out)}
 
     def named(self, option: str) -> list[str]:
         """The values of one of the options that name sources."""
@@ -75,8 +76,7 @@ class CommandLine:
 
     def source_tokens(self) -> list[str]:
         """The tokens that name sources, and those that leave groups out."""
-        left_out = [f"~{group}" + (f"={name}" if name else "") for group, name in self.left_out.items()]
-        return [token for pair in self.sources for token in pair] + left_out
+        return [token for pair in self.sources for token in pair] + [f"~{group}" for group in self.left_out]
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -102,22 +102,24 @@ def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
     name = LONG_NAMES.get(name, name)
     if name in SOURCES:
         _source(line, name, value if has_value else None, tokens)
-    elif (reason := hydra_option_hint(name)) is not None:
-        line.problems.append(f"{name}: {reason}")
-        if name in TAKE_VALUES and not has_value and tokens and not _is_flag(tokens[0]):
-            tokens.popleft()
     elif name not in FLAGS:
-        key = name.lstrip("-")
-        real = closest(key) if "." in key or key.isupper() else None
-        hint = f"; keys have no dashes: {real}" if real else suggest(name, OPTIONS)
+        real = closest(name.lstrip("-")) if "." in name or name.lstrip("-").isupper() else None
+        meaning = f"keys have no dashes: {real}" if real else alias(name)
+        hint = f"; {meaning}" if meaning else suggest(name, OPTIONS)
         line.problems.append(f"{name}: no such option{hint}")
+        if (
+            meaning
+            and not has_value
+            and tokens
+            and not re.match("-|.*=", tokens[0])
+            and not _may_be_key(tokens[0])
+        ):
+            tokens.popleft()  # its value
     elif has_value:
         line.problems.append(f"{name}: takes no value")
     elif name in ("--print-config", "--origin"):
         line.print_config = True
         line.show_origins |= name == "--origin"
-    elif name in ("--help", "-h"):
-        line.show_help = True
 
 
 def _source(line: CommandLine, name: str, value: str | None, tokens: deque[str]) -> None:
@@ -131,11 +133,6 @@ def _source(line: CommandLine, name: str, value: str | None, tokens: deque[str])
 
 def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
     """Read an override or a preset; a value that follows it is taken from the other tokens."""
-    if is_hydra_key(name := token.lstrip("+~").partition("=")[0]):
-        line.problems.append(f"{name}: {why_no_effect(name, 'command line')}")
-        if "=" not in token and tokens and not _is_flag(tokens[0]) and not _begins_override(tokens[0]):
-            tokens.popleft()  # its value
-        return
     group = _GROUP.fullmatch(token)
     if group and (group[3] is not None or group[1] == "~"):
         _select(line, group[1], group[2], group[3])
@@ -157,23 +154,13 @@ def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
 
 def _select(line: CommandLine, sign: str | None, group: str, text: str | None) -> None:
     """Note a choice in a group, or that the group is left out; `group=null` leaves it out as in Hydra."""
-    name, delete = (text or "").strip("'\""), sign == "~"
-    chosen = line.presets.get(group)
-    if delete and name and chosen not in (None, name):
-        line.problems.append(f"~{group}: is not {name!r} but {chosen!r}, nothing left out (command line)")
-        return
-    if sign == "+" and chosen not in (None, name) and group in line.added:
+    name, chosen = (text or "").strip("'\""), line.presets.pop(group, None)  # the last one wins, at its place
+    line.left_out.pop(group, None)
+    if sign == "+" and chosen not in (None, name):
         both = ",".join(str(some).strip("[]") for some in (chosen, name))
         line.problems.append(f"+{group}: is given twice (command line); write +{group}=[{both}] for both")
-        return
-    if sign == "+":
-        line.added.add(group)
-    line.presets.pop(group, None)  # the last one wins, at its own place in the order
-    line.left_out.pop(group, None)
-    if delete:
-        line.left_out[group] = name or None
-    elif name == "null":
-        line.left_out[group] = None
+    elif sign == "~" or name == "null":
+        line.left_out[group] = name if sign == "~" and name else None
     else:
         line.presets[group] = name
 

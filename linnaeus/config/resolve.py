@@ -1,92 +1,205 @@
-"""Turns merged entries into a `Config`: resolves interpolations, checks values, builds the dataclasses."""
+"""Turns the tree of settings into a `Config`: OmegaConf types, resolves and builds; we find all problems."""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import functools
 import operator
 import re
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import Container, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
 
-from linnaeus.config.keys import KEYS, TARGET, Key, Path, closest, dotted, node_class, suggest
-from linnaeus.config.merge import Entry, Merged, Problem
+from linnaeus.config.aliases import alias
+from linnaeus.config.keys import (
+    KEYS,
+    NODES,
+    PLUGGABLE_PATHS,
+    TARGET,
+    Key,
+    Path,
+    closest,
+    dotted,
+    strip_optional,
+    suggest,
+)  # fmt: skip
+from linnaeus.config.presets import EXPERIMENT
 from linnaeus.config.resolvers import register
 from linnaeus.config.schema import Config
-from linnaeus.config.values import MISSING, convert, resolve_number, show
+from linnaeus.config.tree import COMMAND_LINE, leaves, sweep_hint
+from linnaeus.config.values import MISSING, WANTED, Setting, convert, resolve_number, show, untyped
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, list[Problem]]:
-    """Resolve and check everything.
+class Resolver:
+    """Resolves one tree.
 
-    Args:
-        merged: one entry for each key.
-        chosen: the name chosen in each group, for `${hydra:runtime.choices...}`.
-
-    Returns:
-        The configuration, or None when there are problems, and the problems.
+    Attributes:
+        settings: the setting of each key that is not at its default.
+        wrong: what is wrong with a key, the predicate of a sentence.
+        config: the configuration; None where something is wrong.
     """
-    register(resolve_number, chosen)
-    container = OmegaConf.create(_nest({path: entry.value for path, entry in merged.entries.items()}))
-    values: dict[Path, Any] = {}
-    found: dict[Path, str] = {}
-    for path, entry in merged.entries.items():
+
+    def __init__(self, tree: Mapping[Any, Any], chosen: Mapping[str, str]) -> None:
+        register(resolve_number, chosen)
+        self.settings: dict[Path, Setting] = {}
+        self.wrong: dict[Path, str] = {}
+        self._typed = copy.deepcopy(_defaults())
+        self._free: set[Path] = set()
+        for name, child in tree.items():
+            self._take((name,), child)
+        for path in [*KEYS, *(path for path in self.settings if path not in KEYS)]:
+            is_there = path in self.settings or not self._is_free(path)
+            if is_there and path not in self.wrong and (problem := self._problem(path)):
+                self.wrong[path] = problem
+        self._check_bounds_of_sizes()
+        for path in [path for path in self.wrong if self._follows_a_wrong_key(path)]:
+            del self.wrong[path]
+        self.config: Config | None = None if self.wrong else OmegaConf.to_object(self._typed)  # type: ignore[assignment]
+
+    def _take(self, path: Path, child: Any) -> None:
+        """Assign a setting, or all below a path."""
+        key = KEYS.get(path)
+        is_tree = isinstance(child, dict)
+        if path in PLUGGABLE_PATHS and is_tree and TARGET in child:
+            self._free.add(path)
+            built_in = child[TARGET].preset if isinstance(child[TARGET], Setting) else None
+            # Where the user's own class replaces a node, presets for the built-in node do not apply.
+            self._take_free(path, child if built_in else _without_presets(child))
+        elif key and key.is_mapping and is_tree:
+            self._take_free(path, child)
+        elif path in NODES and is_tree:
+            for name, below in child.items():
+                self._take((*path, name), below)
+        elif is_tree:
+            for leaf, setting in leaves(child, path):
+                self.wrong[leaf] = _unknown(leaf, setting)
+        elif key is None:
+            if path not in NODES:
+                self.wrong[path] = _unknown(path, child)
+            elif child.value not in (None, {}):  # an empty section of a file sets nothing
+                self.wrong[path] = _not_a_value(path, child)
+        elif not (key.is_mapping and child.value in (None, {})):
+            self.settings[path] = child
+            try:
+                _assign(self._typed, path, convert(child.value, key.hint))
+            except ValidationError:
+                hint, _ = strip_optional(key.hint)
+                wanted = WANTED.get(getattr(hint, "__origin__", hint))
+                self.wrong[path] = f"{show(child.value)} is not {wanted} ({child.origin})"
+            except ValueError as error:
+                self.wrong[path] = f"{error} ({child.origin}){_sweep_hint(path, child)}"
+
+    def _take_free(self, path: Path, tree: dict[Any, Any]) -> None:
+        """Assign a node that takes any key."""
+        is_whole = True
+        for leaf, setting in leaves(tree, path):
+            try:
+                if not all(isinstance(name, str) for name in leaf):
+                    raise ValueError("the names of arguments must be text")
+                if path in KEYS and TARGET in leaf:
+                    self.wrong[leaf] = _unknown(leaf, setting)
+                untyped(setting)
+                self.settings[leaf] = setting
+            except ValueError as error:
+                self.wrong[leaf] = f"{error} ({setting.origin})"
+                is_whole = False
+        _assign(self._typed, path, untyped(tree) if is_whole else {})
+
+    def _problem(self, path: Path) -> str | None:
+        """What is wrong with a resolved value."""
+        key = None if self._is_free(path) else KEYS.get(path)
+        setting, origin = self.settings.get(path), self._origin(path)
+        given = setting.text if setting else key.default if key else None
         try:
-            values[path] = _resolve_one(container, path, entry)
-            problem = _problem(KEYS.get(path), path, values[path], entry)
-        except ValueError as error:
-            problem = f"{error} ({entry.origin})"
-        if problem:
-            found[path] = problem
-    causes = [path for path in found if _is_cause(path, merged, found)]
-    problems = [(path, f"{dotted(path)}: {found[path]}") for path in causes]
-    problems += _crossed(values, merged.entries)
-    return (None if problems else _build(Config, (), values, merged.free)), problems
+            value = self._typed
+            for name in path:
+                value = value[name]
+            if isinstance(value, Container):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        except (OmegaConfBaseException, RecursionError) as error:
+            if given == MISSING:
+                return f"has no value yet, and needs one ({origin})"
+            return f"{show(given)} cannot be resolved: {_reason(error)} ({origin})"
+        if key is None:
+            is_dotted_path = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
+            if path[-1] == TARGET and path[:-1] in self._free and not is_dotted_path:
+                return f"{show(value)} is not the dotted path of a class or function ({origin})"
+            return None
+        if key.choices and value is not None and value not in key.choices:
+            hint = suggest(str(value), key.choices)
+            return f"{show(value)} is not one of {', '.join(key.choices)} ({origin}){hint}"
+        wrong = _out_of_bounds(key, value) or (key.check(value) if key.check else None)
+        return f"{show(value)} is not allowed: {wrong} ({origin})" if wrong else None
+
+    def _is_free(self, path: Path) -> bool:
+        return any(path[: len(node)] == node for node in self._free)
+
+    def _origin(self, path: Path) -> str:
+        return self.settings[path].origin if path in self.settings else "default"
+
+    def _check_bounds_of_sizes(self) -> None:
+        """MIN_BATCH_SIZE is at most MAX_BATCH_SIZE."""
+        for suffix in ("", "_VAL"):
+            low, high = (("DATA", "AUTOBATCH", f"{bound}_BATCH_SIZE{suffix}") for bound in ("MIN", "MAX"))
+            if low in self.wrong or high in self.wrong:
+                continue
+            least, most = (self._typed.DATA.AUTOBATCH[path[-1]] for path in (low, high))
+            if most is not None and least > most:
+                place = self._origin(low if low in self.settings else high)
+                self.wrong[low] = f"{least} is above {dotted(high)} {most} ({place})"
+
+    def _follows_a_wrong_key(self, path: Path) -> bool:
+        """Whether the problem is that of a key that this one follows, and not in a circle with it."""
+        ahead, seen = self._followed(path), set[Path]()
+        while ahead - seen:
+            seen |= ahead
+            ahead = {other for here in ahead for other in self._followed(here)}
+        return path not in seen and not seen.isdisjoint(self.wrong)
+
+    def _followed(self, path: Path) -> set[Path]:
+        """The keys in the interpolations of a value."""
+        default = KEYS[path].default if path in KEYS else None
+        text = self.settings[path].text if path in self.settings else default
+        return (
+            {tuple(name.split(".")) for name in _REFERENCE.findall(text)} if isinstance(text, str) else set()
+        )
 
 
-def _resolve_one(container: Any, path: Path, entry: Entry) -> Any:
-    """The value at one path, without interpolations, in the key's type."""
-    try:
-        value = container
-        for part in path:
-            value = value[part]
-        if isinstance(value, Container):
-            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-    except (OmegaConfBaseException, RecursionError) as error:
-        if entry.value == MISSING:
-            raise ValueError("has no value yet, and needs one") from None
-        raise ValueError(f"{show(entry.given)} cannot be resolved: {_reason(error)}") from None
-    return convert(value, KEYS[path].hint, resolved=True) if path in KEYS else value
+@functools.cache
+def _defaults() -> Any:
+    """The schema's defaults; a default with arithmetic is a call of its resolver."""
+    typed = OmegaConf.structured(Config)
+    for key in KEYS.values():
+        if isinstance(key.default, str) and "${" in key.default:
+            _assign(typed, key.path, convert(key.default, key.hint))
+    return typed
+
+
+def _assign(typed: Any, path: Path, value: Any) -> None:
+    for name in path[:-1]:
+        typed = typed[name]
+    typed[path[-1]] = value
+
+
+def _without_presets(tree: dict[Any, Any]) -> dict[Any, Any]:
+    kept = {
+        name: _without_presets(child) if isinstance(child, dict) else child for name, child in tree.items()
+    }
+    return {name: child for name, child in kept.items() if child and not getattr(child, "preset", None)}
 
 
 def _reason(error: Exception) -> str:
-    reason = str(error).splitlines()[0]
-    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", reason)
+    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
     if isinstance(error, InterpolationKeyError):
         name = reason.split("'")[1] if "'" in reason else ""
         real = closest(name)
         return f"there is no key {name}" + (f"; did you mean {real}?" if real and real != name else "")
-    return "it refers to itself" if "Recursive" in reason or "recursion" in reason else reason
-
-
-def _problem(key: Key | None, path: Path, value: Any, entry: Entry) -> str | None:
-    """What is wrong with a resolved value."""
-    if key is None:
-        is_dotted_path = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
-        if path[-1] == TARGET and not is_dotted_path:
-            return f"{show(value)} is not the dotted path of a class or function ({entry.origin})"
-        return None
-    if key.choices and value is not None and value not in key.choices:
-        allowed = ", ".join(key.choices)
-        return f"{show(value)} is not one of {allowed} ({entry.origin}){suggest(str(value), key.choices)}"
-    wrong = _out_of_bounds(key, value) or (key.check(value) if key.check else None)
-    return f"{show(value)} is not allowed: {wrong} ({entry.origin})" if wrong else None
+    return "it refers to itself" if "ecursi" in reason else reason
 
 
 def _out_of_bounds(key: Key, value: Any) -> str | None:
@@ -98,64 +211,48 @@ def _out_of_bounds(key: Key, value: Any) -> str | None:
     return f"{'each' if isinstance(value, list) else 'it'} must be {allowed}"
 
 
-def _is_cause(path: Path, merged: Merged, found: Mapping[Path, str]) -> bool:
-    """Whether a problem is this key's own, and not that of a key that it follows."""
-    followed = _followed(path, merged) - {path}
-    return not any(other in found and not _leads_to(path, other, merged) for other in followed)
+def _sweep_hint(path: Path, setting: Setting) -> str:
+    typed = setting.text if setting.origin == COMMAND_LINE else None
+    return sweep_hint(dotted(path), typed) if isinstance(typed, str) else ""
 
 
-def _leads_to(target: Path, start: Path, merged: Merged) -> bool:
-    """Whether interpolations lead from one key to another, as they do within a cycle."""
-    seen: set[Path] = set()
-    ahead = {start}
-    while ahead:
-        seen |= ahead
-        ahead = {path for here in ahead for path in _followed(here, merged)} - seen
-    return target in seen
+def _unknown(path: Path, setting: Setting) -> str:
+    name, origin = dotted(path), setting.origin
+    problem = f"no such key ({origin})"
+    if path[0] == "hydra":
+        return f"{problem}; {alias(name)}"
+    if any("." in str(part) for part in path):
+        return f"{problem}; keys in a file are nested, not joined by dots"
+    if f"{path[0]}/" in origin:
+        return f"{problem}; put `# @package _global_` at the top of the file to set keys of any group"
+    upper = next((path[:size] for size in range(1, len(path)) if path[:size] in KEYS), None)
+    if upper and TARGET not in path:
+        return f"{problem}; {dotted(upper)} takes a value and has no keys below it"
+    node = next((node for node in PLUGGABLE_PATHS if path[:-1] == node), None)
+    real = closest(name)
+    other = None if real and real.lower() == name.lower() else alias(name)
+    top = str(path[0]).upper()
+    if other:
+        return f"{problem}; {other}"
+    if real:
+        return f"{problem}; did you mean {real}?"
+    if node:
+        return f"{problem}; {dotted(node)} takes other keys when {dotted(node)}._target_ is set"
+    if top != path[0] and (top,) in NODES:
+        return f"{problem}; did you mean {dotted((top, *path[1:]))}?"
+    if ", line " in origin and top != path[0]:
+        return (
+            f"{problem}; a file has no variables of its own: refer to the key that holds the value "
+            "(${OPTIMIZER.LR}), or to the environment (${oc.env:NAME})"
+        )
+    return problem
 
 
-def _followed(path: Path, merged: Merged) -> set[Path]:
-    """The keys in the interpolations of an entry."""
-    entry = merged.entries.get(path)
-    text = entry.value if entry and isinstance(entry.value, str) else ""
-    return {tuple(name.split(".")) for name in _REFERENCE.findall(text)}
-
-
-def _crossed(values: Mapping[Path, Any], entries: Mapping[Path, Entry]) -> list[Problem]:
-    """Checks that need two keys."""
-    problems: list[Problem] = []
-    for suffix in ("", "_VAL"):
-        low = ("DATA", "AUTOBATCH", f"MIN_BATCH_SIZE{suffix}")
-        high = ("DATA", "AUTOBATCH", f"MAX_BATCH_SIZE{suffix}")
-        if low in values and values.get(high) is not None and values[low] > values[high]:
-            place = entries[high if entries[low].origin == "default" else low].origin
-            sentence = f"{values[low]} is above {dotted(high)} {values[high]} ({place})"
-            problems.append((low, f"{dotted(low)}: {sentence}"))
-    return problems
-
-
-def _nest(values: Mapping[Path, Any]) -> dict[Any, Any]:
-    tree: dict[Any, Any] = {}
-    for path, value in values.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
-        node[path[-1]] = value
-    return tree
-
-
-def _build(cls: type, path: Path, values: Mapping[Path, Any], free: set[Path]) -> Any:
-    """Make the dataclass of one node; a free node is a plain dict."""
-    hints = typing.get_type_hints(cls)
-    arguments: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        here = (*path, field.name)
-        node = node_class(field, hints[field.name])
-        if here in values:
-            arguments[field.name] = values[here]
-        elif here in free or node is None:
-            size = len(here)
-            arguments[field.name] = _nest({p[size:]: v for p, v in values.items() if p[:size] == here})
-        else:
-            arguments[field.name] = _build(node, here, values, free)
-    return cls(**arguments)
+def _not_a_value(path: Path, setting: Setting) -> str:
+    problem = f"is a group of keys, not a key that takes {show(setting.value)} ({setting.origin})"
+    group = "/".join(map(str, path)).lower()
+    is_name = isinstance(setting.text, str) and re.fullmatch(r"[A-Za-z][\w.-]*", setting.text)
+    if setting.origin == COMMAND_LINE and is_name and group != EXPERIMENT:
+        return f"{problem}; did you mean {group}={setting.text}?"
+    first = next((dotted(key) for key in KEYS if key[: len(path)] == path), "")
+    return f"{problem}; set the keys below it{f', such as {first}' if first else ''}"

@@ -1,4 +1,4 @@
-"""Converts what a user typed to the type of its key.
+"""What a user typed, in the form that OmegaConf's typed nodes take: numbers, arithmetic, lists, null.
 
 Every function raises `ValueError` with the predicate of a sentence whose subject is the key.
 """
@@ -10,7 +10,7 @@ import math
 import operator
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,6 @@ from linnaeus.config.resolvers import NUMBER, renamed
 
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
-
-_TRUE, _FALSE = ("true", "yes", "on", "y", "1"), ("false", "no", "off", "n", "0")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -46,6 +44,33 @@ class Bare:
 
     text: str
     meaning: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The value that a source gives to a key.
+
+    Attributes:
+        value: as typed; of a mapping there is one setting for each key.
+        origin: where it was typed, for messages; `default` for the schema's default.
+        preset: the group and name of the preset of the package that sets it, such as `model=resnet50`.
+    """
+
+    value: Any
+    origin: str
+    preset: str | None = None
+
+    @property
+    def text(self) -> Any:
+        """The value, of an unquoted scalar its text."""
+        return self.value.text if isinstance(self.value, Bare) else self.value
+
+
+def tree_of(value: Any, origin: str) -> Any:
+    """A mapping as a tree of settings, nested ones included; an empty mapping is a value."""
+    if isinstance(value, Mapping) and value:
+        return {name: tree_of(item, origin) for name, item in value.items()}
+    return Setting(value, origin)
 
 
 def from_command_line(text: str) -> Bare | str:
@@ -77,6 +102,8 @@ def show(value: Any) -> str:
 
 def untyped(value: Any, *, check: bool = True) -> Any:
     """The value where the key has no type; with `check`, malformed interpolations are errors."""
+    if isinstance(value, Setting):
+        value = value.value
     if isinstance(value, Bare):
         value = None if value.text in ("None", "null") else value.meaning()
     if isinstance(value, dict):
@@ -86,35 +113,43 @@ def untyped(value: Any, *, check: bool = True) -> Any:
     return _interpolation(value, None) if check and isinstance(value, str) and "${" in value else value
 
 
-def convert(value: Any, hint: Any, *, resolved: bool = False) -> Any:
-    """Give a value the type of its key.
+def convert(value: Any, hint: Any) -> Any:
+    """What a typed node takes for a value; text with an interpolation stays text, checked for its syntax.
 
     Args:
-        value: a `Bare` scalar, or a Python value; text was then quoted, or comes from an interpolation.
-        hint: the key's type hint.
-        resolved: whether interpolations have been replaced. If not, text with an interpolation stays text,
-            and for a number it becomes a call of the arithmetic resolver.
-
-    Raises:
-        ValueError: the value does not fit.
+        value: a `Bare` scalar, or a Python value; text was then quoted.
+        hint: the key's type hint. A number with an interpolation becomes a call of the arithmetic resolver.
     """
     hint, optional = strip_optional(hint)
     if hint is Any:
-        return untyped(value, check=not resolved)
-    if isinstance(value, Bare) and optional and value.text in ("null", "None", "none"):
-        return None
-    if value is None:
+        return untyped(value)
+    if value is None or (isinstance(value, Bare) and optional and value.text in ("null", "None", "none")):
         if optional:
             return None
         raise ValueError("must have a value, not null")
     given = value.text if isinstance(value, Bare) else value
+    if optional and hint is not str and isinstance(given, str) and given in ("null", "None", "none"):
+        return None  # YAML knows `null` alone
+    if hint is str and isinstance(given, bool):
+        return "on" if given else "off"  # which YAML reads as true and false
     if given == MISSING:
         return given
     if typing.get_origin(hint) is list:
-        return _list(given, typing.get_args(hint)[0], resolved)
-    if isinstance(given, str) and "${" in given and not resolved:
+        return _list(given, typing.get_args(hint)[0])
+    if isinstance(given, str) and "${" in given:
         return _interpolation(given, hint)
-    return _CONVERTERS[hint](given) if hint in _CONVERTERS else _mapping(value)
+    if hint in (int, float):
+        return number(given, hint)
+    if isinstance(given, (list, dict)) and hint in (str, bool):
+        raise ValueError(f"{show(given)} is not {WANTED[hint]}")
+    return untyped(value) if typing.get_origin(hint) is dict else given
+
+
+WANTED: Mapping[Any, str] = {
+    bool: "true or false", str: "text", int: "a whole number", float: "a number",
+    list: "a list such as [a, b]", dict: "a mapping such as {name: value}",
+}  # fmt: skip
+"""What a key of each type takes."""
 
 
 def _interpolation(given: str, hint: Any) -> str:
@@ -130,39 +165,13 @@ def _interpolation(given: str, hint: Any) -> str:
     return wrapped
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        raise ValueError(f"{show(value)} is not text")
-    return str(value)
-
-
-def _bool(value: Any) -> bool:
-    text = str(value).strip().lower()
-    if text not in _TRUE + _FALSE:
-        raise ValueError(f"{show(value)} is not true or false")
-    return text in _TRUE
-
-
-def _int(value: Any) -> int:
-    number = _number(value, "a whole number")
-    if number != int(number):
-        is_arithmetic = isinstance(value, str) and not re.fullmatch(r"[\d.eE+-]+", value)
-        result = f" = {number}" if is_arithmetic else ""
-        raise ValueError(f"{show(value)}{result} is not a whole number")
-    return int(number)
-
-
-def _float(value: Any) -> float:
-    return float(_number(value, "a number"))
-
-
-def _number(value: Any, wanted: str) -> int | float:
-    """A finite number, from a number, its text or arithmetic."""
+def number(value: Any, kind: type) -> int | float:
+    """A finite number of a kind, `int` or `float`, from a number, its text or arithmetic."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"{show(value)} is not {wanted}")
+        raise ValueError(f"{show(value)} is not {WANTED[kind]}")
     try:
-        number = _parse_number(value.strip()) if isinstance(value, str) else value
-        finite = math.isfinite(float(number))
+        found = _parse_number(value.strip()) if isinstance(value, str) else value
+        finite = math.isfinite(float(found))
     except ZeroDivisionError:
         raise ValueError(f"{show(value)} divides by zero") from None
     except OverflowError:
@@ -170,10 +179,18 @@ def _number(value: Any, wanted: str) -> int | float:
     except (ValueError, SyntaxError):
         is_arithmetic = re.search(r"[-+*/%^()]|\$\{", str(value))
         hint = ": arithmetic takes only + - * / //, numbers and parentheses" if is_arithmetic else ""
-        raise ValueError(f"{show(value)} is not {wanted}{hint}") from None
+        raise ValueError(f"{show(value)} is not {WANTED[kind]}{hint}") from None
     if not finite:
         raise ValueError(f"{show(value)} is not a finite number")
-    return number
+    if kind is int and found != int(found):
+        result = "" if re.fullmatch(r"[\d.eE+-]+", str(value)) else f" = {found}"
+        raise ValueError(f"{show(value)}{result} is not a whole number")
+    return kind(found)  # type: ignore[no-any-return]
+
+
+def resolve_number(text: str, kind: str) -> int | float | None:
+    """The result of arithmetic without interpolations, as `int` or `float`; None where a term is null."""
+    return None if re.search(r"\b(None|null)\b", text) else number(text, {"int": int, "float": float}[kind])
 
 
 def _parse_number(text: str) -> int | float:
@@ -212,16 +229,15 @@ def _evaluate(node: ast.expr) -> int | float:
     raise ValueError("not arithmetic")
 
 
-def _list(value: Any, element: Any, resolved: bool) -> Any:
+def _list(value: Any, element: Any) -> Any:
     if isinstance(value, str):
         items = split_list(value)
-        if items == [value.strip()] and "${" in value and not resolved:
+        if items == [value.strip()] and "${" in value:
             return _interpolation(value, list)
         value = [from_command_line(item) for item in items]
     if isinstance(value, dict):
-        raise ValueError(f"{show(value)} is not a list such as [a, b]")
-    items = value if isinstance(value, list) else [value]
-    return [convert(item, element, resolved=resolved) for item in items]
+        raise ValueError(f"{show(value)} is not {WANTED[list]}")
+    return [convert(item, element) for item in (value if isinstance(value, list) else [value])]
 
 
 def split_list(text: str) -> list[str]:
@@ -248,21 +264,3 @@ def split_list(text: str) -> list[str]:
             continue
         parts[-1] += character
     return [part.strip() for part in parts] if text else []
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    value = untyped(value)
-    if not isinstance(value, dict):
-        raise ValueError(f"{show(value)} is not a mapping such as {{name: value}}")
-    return value
-
-
-_CONVERTERS: dict[Any, Callable[[Any], Any]] = {str: _text, bool: _bool, int: _int, float: _float}
-
-
-def resolve_number(text: str, kind: str) -> int | float | None:
-    """The result of arithmetic without interpolations, as `int` or `float`; None where a term is null."""
-    if re.search(r"\b(None|null)\b", text):  # what depends on a key without a value has none
-        return None
-    number: int | float = convert(text, {"int": int, "float": float}[kind], resolved=True)
-    return number

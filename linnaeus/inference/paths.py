@@ -53,6 +53,8 @@ def problem_of(word: str) -> str | None:
     """Why a word names no image, or None. It looks no further than the first image, and reads none."""
     is_pattern = glob.has_magic(word) and not os.path.lexists(word)
     if not is_pattern and word != STDIN and not os.path.lexists(word):
+        if "://" in word:
+            return "is a URL; download it first, and name the file"
         return "there is no such file or folder"
     if word == STDIN or next(walk([word]), None) is not None:
         return None

@@ -1,14 +1,33 @@
-"""What a sweep needs to know of a launcher."""
+"""Where runs run, and what a sweep needs to know of a launcher."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
 JobKind = Literal["pending", "running", "unknown"]
+
+
+@dataclass
+class LaunchOptions:
+    """Where a command runs.
+
+    Attributes:
+        launcher: `local`, this machine, or `slurm`.
+        jobs: how many runs of a sweep may go on at once; None for one on this machine, and for all on SLURM.
+        slurm: options of sbatch by their long names; None for those without a value.
+        dry_run: only say what would be started.
+        argv: the tokens after the command, without these options.
+    """
+
+    launcher: str = "local"
+    jobs: int | None = None
+    slurm: dict[str, str | None] = field(default_factory=dict)
+    dry_run: bool = False
+    argv: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

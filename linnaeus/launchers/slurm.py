@@ -23,8 +23,7 @@ from typing import Any
 
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.launchers import slurm_job
-from linnaeus.launchers.interface import Job, Launcher, Task
-from linnaeus.launchers.options import LaunchOptions
+from linnaeus.launchers.interface import Job, Launcher, LaunchOptions, Task
 from linnaeus.launchers.record import read_record, write_record, write_slurm_record
 from linnaeus.launchers.sbatch import (
     GRACE_S,

@@ -12,28 +12,24 @@ import pytest
 from linnaeus.autobatch.predict.gpus import GIB, find_gpu
 from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.result import Mode, Timing
+from linnaeus.cli import export, predict, train
 from linnaeus.cli.analyze import options as analyze
 from linnaeus.cli.analyze.breakdown import Breakdown
 from linnaeus.cli.analyze.output import show
 from linnaeus.cli.analyze.predict import target_of
 from linnaeus.cli.analyze.results import Analysis, Predicted, Remedy, Row
 from linnaeus.cli.compare import options as compare
-from linnaeus.cli.compare.output import print_runs
-from linnaeus.cli.compare.results import Row as RunRow
-from linnaeus.cli.compare.results import compared
-from linnaeus.cli.compare.runs import read_runs
-from linnaeus.cli.compare.session import sort_rows
-from linnaeus.cli.completion import options as completion
+from linnaeus.cli.compare.runs import Row as RunRow
+from linnaeus.cli.compare.runs import compared, read_runs
+from linnaeus.cli.compare.session import print_runs, sort_rows
 from linnaeus.cli.environment import device_sentence
 from linnaeus.cli.evaluate import options as evaluate
-from linnaeus.cli.evaluate.results import Logged
-from linnaeus.cli.export import options as export
+from linnaeus.cli.evaluate.report import compare_with_logged, logged_sentence
 from linnaeus.cli.measure import Speeds
 from linnaeus.cli.plan import options as plan
 from linnaeus.cli.plan.output import notes, results_table
 from linnaeus.cli.plan.results import Goal, Plan
 from linnaeus.cli.plan.results import Row as PlanRow
-from linnaeus.cli.predict import options as predict
 from linnaeus.cli.sweep import options as sweep
 from linnaeus.cli.sweep.folder import lock_folder
 from linnaeus.cli.sweep.predict import check_predictions
@@ -69,12 +65,12 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         "--unknown=drop", "--plot=a.pdf",
     ]),
     "words of predict": (predict, [
-        "runs/bird", "photo", "x*.jpg", "-", "-", "--pat", "-x.png", "--top=0", "--workers=x",
-        "--output=a.txt",
+        "runs/othr", "photo", "https://example.org/a.jpg", "x*.jpg", "-", "-", "--pat", "-x.png",
+        "--top=0", "--workers=x", "--output=a.txt",
     ]),
     "predict alone": (predict, []),
     "predict without images": (predict, ["runs/one"]),
-    "words of export": (export, ["runs/bird", "--format=onyx", "--outputs=p", "--images", "x.jpg", "-"]),
+    "words of export": (export, ["run/other", "--format=onyx", "--outputs=p", "--images", "x.jpg", "-"]),
     "export without a format": (export, ["runs/one", "runs/other"]),
     "names of compare": (compare, [
         "runs/onee", "x*", "folder.png", "runs/one/config.yaml", "--metrik", "--plot=a.gif",
@@ -105,10 +101,9 @@ LINES: dict[str, tuple[Any, list[str]]] = {
     "the status of a folder that is not there": (sweep, ["--status", "runs/nope"]),
     "the status of a folder of no sweep": (sweep, ["--status", "runs/one"]),
     "keys beside the folder of a status": (sweep, ["EXPERIMENT.NAME=s", "--status", "runs/nope"]),
-    "a shell that is not known": (completion, ["--install-completion", "tcsh"]),
-    "no shell": (completion, ["--install-completion"]),
-    "two shells": (completion, ["--install-completion", "bash", "zsh"]),
-    "completion by hand": (completion, ["--complete"]),
+    "completion": (train, ["--install-completion", "bash"]),
+    "a URL": (train, ["--cfg", "https://example.org/a.yaml"]),
+    "a dry run here": (train, ["--dry-run"]),
 }  # fmt: skip
 SETTINGS = {
     "model": "vit", "parameters": 5000, "frozen_parameters": 0, "image_size": [32, 48], "num_classes": [2, 6],
@@ -145,7 +140,6 @@ def test_messages(
     golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SHELL", raising=False)
     monkeypatch.setenv("PATH", "")
     Path("folder.png").mkdir()
     write_run(Path("runs/one"), "OPTIMIZER.LR=0.1")
@@ -195,11 +189,12 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     said["plans"] = output.getvalue()
 
     metrics = {"loss": 1.5, "top1/a": 0.5}
-    same = Logged.of(metrics, metrics, [])
-    other = Logged.of({"loss": 1.5, "consistent": 1.0}, metrics, ["TRAIN.AMP off (bf16 in the run)"])
-    changed = Logged.of({"loss": 1.25, "top1/a": 0.5}, metrics, [])
+    same = compare_with_logged(metrics, metrics, [])
+    other_settings = ["TRAIN.AMP off (bf16 in the run)"]
+    other = compare_with_logged({"loss": 1.5, "consistent": 1.0}, metrics, other_settings)
+    changed = compare_with_logged({"loss": 1.25, "top1/a": 0.5}, metrics, [])
     said["figures beside those of training"] = "\n".join(
-        each.sentence(metrics) for each in (same, other, changed)
+        logged_sentence(each, metrics) for each in (same, other, changed)
     )
     return said
 

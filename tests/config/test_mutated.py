@@ -13,7 +13,7 @@ from linnaeus.config.load import load_config
 from linnaeus.errors import ConfigError
 
 TEXTS = {
-    "my": "defaults: [base, {model: mine}, optional /data/augment@MODEL.x: strong, override schedule: null]\n"
+    "my": "defaults: [base, {model: mine}, {optional /data/augment@MODEL.x: strong}]\n"
     "TRAIN: {EPOCHS: 3, LOG_EVERY: '${TRAIN.EPOCHS} * 2'}\nMODEL: {_target_: my.Model, a: [1, {b: x}]}",
     "base": "# @package _global_\nTRAIN: {LOG_EVERY: 7}\nDATA:\n  DATASET:\n    ROOT: ${oc.env:HOME}",
     "model/mine": "# @package MODEL\nNAME: resnet34\nKWARGS: &k {x: 1e-3}",

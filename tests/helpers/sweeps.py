@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from linnaeus.cli.compare.results import Comparison
+from linnaeus.cli.compare.runs import Comparison
 from linnaeus.cli.sweep.folder import prepare
 from linnaeus.cli.sweep.options import PlannedRun, read
 from linnaeus.cli.sweep.source import Source

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from linnaeus.launchers import jobs, slurm
-from linnaeus.launchers.interface import Task
+from linnaeus.launchers.interface import LaunchOptions, Task
 from linnaeus.launchers.jobs import cancel, lost_outcome
 from linnaeus.launchers.local import Local, Share
-from linnaeus.launchers.options import LaunchOptions, split_launch_options
 from linnaeus.launchers.outcome import OUTPUT, Outcome, outcome_of, read_outcome, save_outcome
 from linnaeus.launchers.record import RECORD, open_locked
 from linnaeus.launchers.slurm import Slurm, submit_command
 from linnaeus.launchers.slurm_job import SlurmJob
 from tests.helpers.messages import Golden, error_of
 from tests.launchers.conftest import JOB, TIMED_OUT, UNCONFIGURED, Commands, Started, Submission, fails
+from tests.launchers.test_options import launched
 
 MISTAKES = (
-    "--launcher slrum --slurm nodes=2", "--launcher=", "--jobs 0", "--slurm nodes=2", "--dry-run=yes",
+    "--launcher slrum", "--launcher=", "--slurm nodes=2", "--dry-run", "--launcher slurm --dry-run=yes",
     "--launcher slurm --slurm", "--launcher slurm --slurm photos", "--launcher slurm --slurm ntasks=8",
     "--launcher slurm --slurm chd=/", "--launcher slurm --slurm gpus=2",
     "--launcher slurm --slurm no-requeue", "--launcher slurm --slurm clusters=a",
@@ -112,7 +112,7 @@ def test_messages(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(slurm, "SUBMIT_S", 12)
-    mistakes = {line: "\n".join(split_launch_options(line.split())[2]) for line in MISTAKES}
+    mistakes = {line: "\n".join(launched(line)[2]) for line in MISTAKES}
     found = {**mistakes, **ends(), **a_job(folder, started)}
     capfd.readouterr()
     save_outcome(folder, Outcome(0, 1.0, None, {}))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from linnaeus.cli.parser import CommandParser
 from linnaeus.launchers import sbatch
-from linnaeus.launchers.options import split_launch_options
+from linnaeus.launchers.interface import LaunchOptions
 from tests.helpers.runs import SMALL, Run
 
 SLURM = ("--launcher", "slurm", "--dry-run")
@@ -18,26 +20,27 @@ SLURM = ("--launcher", "slurm", "--dry-run")
 LINES = [
     ("A.B=1 --slurm nodes=2 TRAIN.EPOCHS 2", {"nodes": "2"}, "A.B=1 TRAIN.EPOCHS 2"),
     ("--slurm=nodes=2 model=resnet18", {"nodes": "2"}, "model=resnet18"),
-    ("--slurm exclusive gres=gpu:a:4 --cfg x", {"exclusive": None, "gres": "gpu:a:4"}, "--cfg x"),
+    ("--slurm exclusive gres=gpu:a:4 --cfg x", {"exclusive": None, "gres": "gpu:a:4"}, "--cfg=x"),
     ("--slurm nodes=2 --slurm mem=0 nodes=4 ~LOSS", {"nodes": "4", "mem": "0"}, "~LOSS"),
     ("runs/birds --slurm comment=a=b hold photos", {"comment": "a=b", "hold": None}, "runs/birds photos"),
-    ("--slurm nodes=2 -- exclusive --jobs", {"nodes": "2"}, "-- exclusive --jobs"),
+    ("--slurm nodes=2 -- exclusive --jobs", {"nodes": "2"}, "exclusive --jobs"),
+    ("--slurm time=0 signal=B:USR1@59", {"time": "0", "signal": "B:USR1@59"}, ""),  # 0 is no limit
+    ("--slurm partitoin=low", {"partitoin": "low"}, ""),  # sbatch judges it
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "found", "rest"), LINES)
-def test_options_of_sbatch_end_where_others_begin(line: str, found: dict[str, str | None], rest: str) -> None:
-    taken, others, problems = split_launch_options(["--launcher", "slurm", *line.split()])
-    assert (taken.slurm, others, problems) == (found, rest.split(), [])
+def launched(line: str) -> tuple[LaunchOptions, list[str], list[str]]:
+    """Where a command runs, the other words, and what is wrong."""
+    options = Namespace()
+    found = CommandParser("train", description="", details="").words(line.split(), options)
+    assert found is not None
+    return options.launch, *found
 
 
-@pytest.mark.parametrize(
-    "slurm",
-    ["time=0", "time=UNLIMITED", "time=6:01", "time=2 signal=B:USR1@59", "partitoin=low"],
-)  # fmt: skip
-def test_options_that_are_left_to_sbatch(slurm: str) -> None:
-    """For sbatch a time of 0 is no limit."""
-    assert split_launch_options(["--launcher=slurm", "--slurm", *slurm.split()])[2] == []
+@pytest.mark.parametrize(("line", "slurm", "rest"), LINES)
+def test_options_of_sbatch_end_where_others_begin(line: str, slurm: dict[str, str | None], rest: str) -> None:
+    launch, words, problems = launched(f"--launcher slurm {line}")
+    assert (launch.slurm, words, problems) == (slurm, rest.split(), [])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import get_args
 from linnaeus.autobatch.predict.gpus import GIB, GPUS, Gpu, find_gpu
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import STRATEGIES
-from linnaeus.cli.options import (
+from linnaeus.cli.parser import (
     AUTOBATCH,
     CommandParser,
     MeasuringOptions,
@@ -32,7 +32,7 @@ Every size is really run, with the training and validation steps of the configur
 is run: the memory of GPUs that need not be there is predicted from these steps.
 """
 DETAILS = """\
-Overrides are those of training (`python -m linnaeus.train --help`). Of an option and an override that set the
+Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the
 same key, the one further right wins.
 
 examples:
@@ -164,7 +164,7 @@ def _strategy(text: str) -> str:
 
 
 PARSER = CommandParser(
-    "analyze", description=DESCRIPTION, details=DETAILS, tool="tools/analyze_batch_sizes.py",
+    "analyze", description=DESCRIPTION, details=DETAILS,
     print_config="print the configuration that would be measured, and exit",
 )  # fmt: skip
 PARSER.option(

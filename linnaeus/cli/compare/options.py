@@ -1,14 +1,17 @@
-"""The command line of `linnaeus compare`. Imports no torch."""
+"""The command line of `linnaeus compare`, and the runs that it names. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import glob
+import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from linnaeus.cli.options import check_files, read_plot, read_table
-from linnaeus.cli.run_options import RunCommandParser
+from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table, suggest_path
 from linnaeus.errors import ConfigError
+from linnaeus.files import ASKED, CHECKPOINTS, LOGS, METRICS, RESULT
 
 DESCRIPTION = """\
 Puts trained runs side by side: what differs in their configurations, their metrics and learning curves.
@@ -25,18 +28,15 @@ examples:
 
 exit codes: 0 done, 1 a file cannot be written, 2 a folder or an option, 130 interrupted
 """
+RUN_MARKERS = {METRICS, RESULT, ASKED, CHECKPOINTS}
+"""A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
+_NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$|.*\.earlier-\d+$")
+"""Folders that hold no runs, or only those that a sweep has moved aside."""
 
 
 @dataclass
 class Options:
-    """What is compared, and where the figures go.
-
-    Attributes:
-        metric: name of a validation metric; None for the one that decides which checkpoint is best.
-        sort: what the rows are sorted by; None keeps the order of the folders.
-        output: file for programs; its ending says the format.
-        plot: picture.
-    """
+    """What is compared, and where the figures go, as the help says."""
 
     metric: str | None = None
     sort: str | None = None
@@ -57,21 +57,62 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[Path]]:
     names, problems = taken
     if not names and not problems:
         problems.append("there is nothing to compare: name the folders of runs, such as runs, or 'runs/lr*'")
-    # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
-    from linnaeus.cli.compare.folders import find_runs
-
-    folders: list[Path] = []
-    try:
-        folders = find_runs(names)
-    except ConfigError as error:
-        problems += error.problems
+    folders = find_runs(names, problems)
     if problems:
         raise ConfigError(problems)
     check_files({"--output": options.output, "--plot": options.plot})
     return options, folders
 
 
-PARSER = RunCommandParser("compare", words="RUN...", description=DESCRIPTION, details=DETAILS)
+def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
+    """The folders of runs, each once, in the order in which they were named; those inside one folder by name.
+
+    Args:
+        names: folders of runs, folders with runs below them, and patterns such as `runs/lr*`.
+        problems: gets a sentence for each name that gives no run.
+    """
+    found: dict[Path, Path] = {}
+    for name in names:
+        path = Path(name).expanduser()
+        is_pattern = not path.exists() and glob.has_magic(name)
+        # Not `Path.glob`, which has no absolute patterns.
+        folders = sorted(glob.glob(str(path), recursive=True)) if is_pattern else [path]  # noqa: PTH207
+        runs = [run for folder in folders for run in _runs_in(Path(folder))]
+        for run in runs:
+            found.setdefault(run.resolve(), run)
+        if runs:
+            continue
+        if is_pattern:
+            problems.append(f"{name}: no folder of this pattern holds a run")
+        elif path.is_dir():
+            problems.append(f"{name}: holds no run (a folder with metrics.jsonl, result.json or checkpoints)")
+        elif path.exists():
+            problems.append(f"{name}: is a file; name the folder of the run, {path.parent}")
+        else:
+            problems.append(f"{name}: no such folder{suggest_path(path)}")
+    return list(found.values())
+
+
+def _runs_in(folder: Path) -> Iterator[Path]:
+    """The folder itself where it is that of a run, else all runs below it, by name."""
+    for name, inner, files in os.walk(folder):
+        if not RUN_MARKERS.isdisjoint([*inner, *files]):
+            yield Path(name)
+            if Path(name) == folder:
+                return
+        inner[:] = sorted(each for each in inner if not _NOT_ENTERED.match(each))
+
+
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """Names that tell runs apart: their paths below the folder that all have in common."""
+    paths = [folder.resolve() for folder in folders]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]
+
+
+PARSER = CommandParser(
+    "compare", words="RUN... [options]", description=DESCRIPTION, details=DETAILS, takes_overrides=False
+)
 PARSER.option(
     "--metric", "NAME", str,
     "validation metric that is compared; default: top-1 of the finest taxonomic rank, or the loss",

@@ -1,47 +1,459 @@
-"""Runs as their folders tell them: configuration, progress, result and how they ended. Imports no torch."""
+"""Runs as their folders tell them, and what differs between them. Imports no torch."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from linnaeus.cli.compare.differences import flattened
-from linnaeus.cli.compare.history import numbers_in
-from linnaeus.cli.compare.results import PLANNED, Row
-from linnaeus.config.files import FastLoader
-from linnaeus.config.load import PLAN, unescape
-from linnaeus.files import ASKED, CHECKPOINTS, CONFIG, LOCK, OUTCOME, SWEEP, read_holder
-from linnaeus.launchers.interface import Job
+from linnaeus.cli.tables import Figures
+from linnaeus.config.keys import KEYS, dotted
+from linnaeus.config.load import FastLoader, unescape
+from linnaeus.config.tree import PLAN
+from linnaeus.files import ASKED, CHECKPOINTS, CONFIG, LOCK, METRICS, OUTCOME, SWEEP, read_holder
+from linnaeus.launchers.interface import Job, JobKind
 from linnaeus.launchers.jobs import active_jobs, lost_outcome
-from linnaeus.launchers.outcome import is_newer, read_json, read_outcome
+from linnaeus.launchers.outcome import Outcome, is_newer, read_json, read_outcome
+
+Flat = Mapping[str, Any]
+"""A configuration as values by dotted key."""
+RunStatus = JobKind | Literal["finished", "failed", "interrupted", "pruned", "not run"]
+
+SEED = "EXPERIMENT.SEED"
+"""Runs that differ in it alone are repetitions of one measurement."""
+_NOT_COMPARED = (
+    "EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR", "TRAIN.AUTO_RESUME", "DATA.AUTOBATCH.START",
+    "DATA.AUTOBATCH.START_VAL",
+)  # fmt: skip
+"""Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
+_SEARCHED_BY = {
+    "DATA.BATCH_SIZE": "DATA.AUTOBATCH.ENABLED",
+    "DATA.BATCH_SIZE_VAL": "DATA.AUTOBATCH.ENABLED_VAL",
+}
+"""Batch-size keys, each with the switch that makes AutoBatch write it: then a result, not a setting."""
+_DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
+_PLANNED = {
+    "MICRO_BATCH": "batch_size", "ACCUMULATION_STEPS": "accumulation_steps", "WORLD_SIZE": "world_size",
+    "EFFECTIVE_BATCH": "effective_batch", "LEARNING_RATE": "learning_rate", "WARMUP_STEPS": "warmup_steps",
+    "TOTAL_STEPS": "total_steps",
+}  # fmt: skip
+"""Entries of the plan in `config.yaml`, and what `result.json` calls them."""
+_SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
+_MOST_NAMED = 5
+"""Names that an error proposes."""
+
+
+# What differs.
+
+
+def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a nested configuration by dotted key; an empty group has none.
+
+    >>> flattened({"A": {"B": 1, "C": {}}, "D": [2]})
+    {'A.B': 1, 'D': [2]}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": inner for key, inner in flattened(value).items()}
+        else:
+            flat[str(name)] = value
+    return flat
+
+
+def differing_keys(configs: Sequence[Flat]) -> list[str]:
+    """The keys that were set to different values, in the order of the schema.
+
+    Sizes that AutoBatch found were not set. A key that an older version did not write counts as its default.
+    A key that follows another one, as validation's batch size does, is left out where it does so in all runs.
+
+    >>> differing_keys([{"OPTIMIZER.LR": 0.1, "TRAIN.AMP": "off"}, {"OPTIMIZER.LR": 0.2}])
+    ['OPTIMIZER.LR']
+    """
+    return [
+        key
+        for key in dict.fromkeys([*_DEFAULTS, *(key for config in configs for key in config)])
+        if key not in _NOT_COMPARED
+        and len({_comparable(config, key) for config in configs} - {None}) > 1
+        and not all(_follows(config, key) for config in configs)
+    ]
+
+
+def _is_searched(config: Flat, key: str) -> bool:
+    return key in _SEARCHED_BY and config.get(_SEARCHED_BY[key]) is True
+
+
+def _comparable(config: Flat, key: str) -> str | None:
+    """Equal texts for equal values; None for a value that was not set."""
+    value = config.get(key, _DEFAULTS.get(key, "(absent)"))
+    if _is_searched(config, key) or str(value).startswith("${"):
+        return None
+    value = float(value) if type(value) is int else value  # 1 is 1.0
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _follows(config: Flat, key: str) -> bool:
+    """Whether validation has the setting of training, or twice its size."""
+    of_training = config.get(key.removesuffix("_VAL"))
+    twice = of_training * 2 if isinstance(of_training, int) else of_training
+    return key.endswith("_VAL") and config.get(key, of_training) in (of_training, twice)
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The last part of each key; the whole key where another one ends so too.
+
+    >>> short_names(["OPTIMIZER.LR", "MODEL.NAME", "OPTIMIZER.NAME"])
+    {'OPTIMIZER.LR': 'LR', 'MODEL.NAME': 'MODEL.NAME', 'OPTIMIZER.NAME': 'OPTIMIZER.NAME'}
+    """
+    counts = Counter(key.rpartition(".")[2] for key in keys)
+    return {key: last if counts[last := key.rpartition(".")[2]] == 1 else key for key in keys}
+
+
+def closest_of(wanted: str, known: Sequence[str]) -> str:
+    """The few names that are most like a wanted one, for an error."""
+    if len(known) <= _MOST_NAMED:
+        return f"there are {', '.join(known)}"
+    names = {name.lower(): name for name in known}
+    close = [names[found] for found in get_close_matches(wanted.lower(), names, _MOST_NAMED, cutoff=0)]
+    return f"closest are {', '.join(close)}; linnaeus compare RUN... --output all.csv has a column for each"
+
+
+# Validations.
+
+
+def is_smaller_better(metric: str) -> bool:
+    """Whether a lower value of a metric is a better one.
+
+    >>> is_smaller_better("loss"), is_smaller_better("top1/digit"), is_smaller_better("calibration_error")
+    (True, False, True)
+    """
+    return any(part.endswith(_SMALLER_IS_BETTER) for part in metric.split("/"))
+
+
+class Best(NamedTuple):
+    """The best validation of a run: the value and the number of epochs after which it was measured."""
+
+    value: float
+    epoch: int
+
+
+@dataclass
+class History:
+    """Validation metrics by name, each as (epochs trained, value) in order; None for a value not finite."""
+
+    points: dict[str, list[tuple[int, float | None]]] = field(default_factory=dict)
+
+    def finite(self, metric: str) -> list[tuple[int, float]]:
+        """The points that can be drawn."""
+        return [(epoch, value) for epoch, value in self.points.get(metric, []) if value is not None]
+
+    def best(self, metric: str) -> Best | None:
+        """The best value, and the first epoch that has it; None where no value is finite."""
+        sign = 1 if is_smaller_better(metric) else -1
+        found = min(((sign * value, epoch) for epoch, value in self.finite(metric)), default=None)
+        return None if found is None else Best(sign * found[0], found[1])
+
+    @property
+    def epoch(self) -> int:
+        """Epochs trained before the last validation; 0 before the first."""
+        return max((points[-1][0] for points in self.points.values()), default=0)
+
+
+def _read_history(file: Path) -> History:
+    """The validations in `metrics.jsonl`."""
+    by_epoch: dict[int, dict[str, Any]] = {}
+    with file.open("rb") as lines:
+        for line in lines:
+            with suppress(ValueError):  # a line that was cut off
+                if b'"val"' in line and (record := json.loads(line))["split"] == "val":
+                    by_epoch[record["epoch"]] = record
+    history = History()
+    for epoch, record in sorted(by_epoch.items()):
+        for name in record:
+            if name not in ("step", "epoch", "split", "time"):
+                history.points.setdefault(name, []).append((epoch, record[name]))
+    return history
+
+
+# Runs.
+
+
+@dataclass
+class Row:
+    """One run.
+
+    Attributes:
+        values: the text of each key in which the runs differ.
+        folder: where its files are.
+        outcome: how its process ended; None for a run that goes on, or whose end nobody saw.
+        job: who runs it, if a launcher has started it and it goes on.
+        pruned: whether a search has ended it before its end.
+        name: what the table calls it; empty where the values do.
+        file_status: its status while there is neither a job nor an outcome.
+        plan: figures of its batch plan with the names of `result.json`, for a run without a result.
+        failure: why it failed, where there is no outcome to say so.
+        config: its configuration by dotted key; None where that is not known.
+        problem: why the configuration is not known; empty where it is.
+    """
+
+    values: dict[str, str]
+    folder: Path
+    outcome: Outcome | None = None
+    job: Job | None = None
+    pruned: bool = False
+    name: str = ""
+    file_status: RunStatus = "not run"
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    failure: str | None = None
+    config: dict[str, Any] | None = None
+    problem: str = ""
+    _read: tuple[object, History] = field(default=(None, History()), init=False, repr=False, compare=False)
+
+    @property
+    def title(self) -> str:
+        """Its name, or the values as they are typed on a command line."""
+        return self.name or " ".join(f"{key}={value}" for key, value in self.values.items())
+
+    @property
+    def status(self) -> RunStatus:
+        """How far the run has come: as its job, its outcome or else its files say.
+
+        A run that somebody stopped, or whose process was ended, is the same to a sweep, which resumes both.
+        """
+        if self.job is not None:
+            return self.job.kind
+        if self.outcome is None:
+            return self.file_status
+        if self.outcome.finished:
+            return "finished"
+        if self.pruned:
+            return "pruned"
+        return "interrupted" if self.outcome.was_interrupted else "failed"
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run has not ended well, or waits; None for one that does not say."""
+        if self.job is not None:
+            return self.job.reason or None
+        return self.failure if self.outcome is None else self.outcome.reason
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """Content of the run's `result.json`; empty where it has not ended well."""
+        return (self.outcome and self.outcome.result) or {}
+
+    @property
+    def history(self) -> History:
+        """The validations so far, the same object until there are more; none of a run that has not begun."""
+        if self.status == "not run":
+            return History()
+        with suppress(OSError):  # not validated yet
+            found = (self.folder / METRICS).stat()
+            version = found.st_mtime_ns, found.st_size
+            if self._read[0] != version:
+                self._read = version, _read_history(self.folder / METRICS)
+        return self._read[1]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of its validation metrics."""
+        return list(dict.fromkeys([*self.result.get("metrics", {}), *self.history.points]))
+
+    @property
+    def headline(self) -> str | None:
+        """The metric that decides which checkpoint is best: top-1 of the finest rank, or the loss."""
+        ranks = [name for name in self.metrics if name.startswith("top1/")] or self.metrics[:1]
+        headline: str | None = self.result.get("headline", ranks[-1] if ranks else None)
+        return headline
+
+    def planned(self, name: str) -> Any:
+        """A figure of its batch plan; None where it is not known."""
+        return self.result.get(name, self.plan.get(name))
+
+    def value(self, name: str) -> float | None:
+        """A metric of the last validation, or `training_s`; None for a run without it."""
+        if name == "training_s":
+            return self.result.get(name)
+        points = self.history.points.get(name, [(0, None)])
+        value: float | None = self.result.get("metrics", {}).get(name, points[-1][1])
+        return value
+
+    def scalars(self, metrics: Sequence[str]) -> dict[str, Any]:
+        """The row of the table, with these metrics."""
+        best = {name: self.history.best(name) for name in metrics}
+        return {
+            **({"run": self.name} if self.name else {}),
+            **self.values,
+            "status": self.status,
+            "exit_code": self.outcome and self.outcome.exit_code,
+            **{name: self.planned(name) for name in _PLANNED.values()},
+            "epoch": self.history.epoch or None,
+            **{name: self.value(name) for name in metrics},
+            **{f"best {name}": found and found.value for name, found in best.items()},
+            **{f"best {name} epoch": found and found.epoch for name, found in best.items()},
+            "training_s": self.result.get("training_s"),
+            "images_per_s": self.result.get("images_per_s"),
+            "seconds": self.outcome and self.outcome.seconds,
+            "folder": str(self.folder),
+            "reason": self.reason,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of the JSON file."""
+        fields = self.scalars([])
+        values = {key: fields.pop(key) for key in self.values}
+        best = {name: found for name in self.metrics if (found := self.history.best(name)) is not None}
+        return {
+            "values": values,
+            **fields,
+            "metrics": {name: self.value(name) for name in self.metrics},
+            "best": {name: found._asdict() for name, found in best.items()},
+        }
+
+
+@dataclass
+class Comparison(Figures):
+    """Runs side by side, finished or not.
+
+    Attributes:
+        rows: in the order in which they are shown.
+        wanted_metric: from `--metric`.
+        notes: sentences about what the figures do not say.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    wanted_metric: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys in which the runs differ."""
+        return list(self.rows[0].values)
+
+    @property
+    def metric(self) -> str:
+        """The metric that is compared: the wanted one if a run has it, else the headline of most runs."""
+        if self.wanted_metric is not None and self.wanted_metric in self.metrics:
+            return self.wanted_metric
+        headlines = Counter(row.headline for row in self.rows if row.headline is not None)
+        return headlines.most_common(1)[0][0] if headlines else "loss"
+
+    @property
+    def metrics(self) -> list[str]:
+        """All metrics of the runs, in their order."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
+
+    @property
+    def unknown_metric(self) -> str | None:
+        """A sentence for a wanted metric that no run has; None where one has it, or none is wanted."""
+        wanted, known = self.wanted_metric, self.metrics
+        if wanted is None or wanted in known:
+            return None
+        found = closest_of(wanted, known) if known else "no run has been validated yet"
+        return f"no run has {wanted!r}; {found}"
+
+    def with_status(self, *wanted: RunStatus) -> list[Row]:
+        """The rows with one of these statuses."""
+        return [row for row in self.rows if row.status in wanted]
+
+    def scalars(self) -> list[dict[str, Any]]:
+        """Rows of the table."""
+        metrics = self.metrics
+        return [row.scalars(metrics) for row in self.rows]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Content of the JSON file."""
+        metric = self.metric
+        return {
+            "metric": metric,
+            "differences": self.keys,
+            "notes": self.notes,
+            "runs": [row.as_dict() | {"curve": row.history.points.get(metric, [])} for row in self.rows],
+        }
+
+
+def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = None) -> Comparison:
+    """Put runs side by side, in their order.
+
+    Args:
+        runs: as they were read; their names and values are filled.
+        names: what to call each.
+        metric: the metric that is compared; None for the one of most runs.
+    """
+    keys = differing_keys([run.config for run in runs if run.config is not None])
+    for run, name in zip(runs, names, strict=True):
+        run.name, run.values = name, {key: _shown(run, key) for key in keys}
+    comparison = Comparison(list(runs), metric)
+    comparison.notes = [
+        *(f"{run.name}: {run.problem}; what differs is not known of it" for run in runs if run.problem),
+        *_metric_notes(comparison),
+    ]
+    return comparison
+
+
+def _shown(run: Row, key: str) -> str:
+    """The value of a key as it is typed on a command line; empty where it is not known.
+
+    That of a size that AutoBatch searches is the size found, which `config.yaml` has with the batch plan.
+    """
+    config = run.config or {}
+    if key not in config or (_is_searched(config, key) and not run.plan):
+        return ""
+    value = config[key]
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _metric_notes(comparison: Comparison) -> list[str]:
+    """Why the metrics of the runs cannot be compared, or not all of them."""
+    rows, metric, keys = comparison.rows, comparison.metric, comparison.keys
+    notes = []
+    of_data = [key for key in keys if key.startswith("DATA.DATASET.") and not key.endswith(".NUM_SAMPLES")]
+    if of_data:
+        notes.append(
+            f"the runs have different data ({', '.join(of_data)}): a metric of one cannot be compared with "
+            "that of another"
+        )
+    of_loss = [key for key in keys if key.startswith("LOSS.")]
+    if of_loss and is_smaller_better(metric):
+        notes.append(
+            f"the runs have different losses ({', '.join(of_loss)}): their {metric} is not the same figure"
+        )
+    without = [row.name for row in rows if row.metrics and metric not in row.metrics]
+    if without:
+        most = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
+        notes.append(f"{metric}: not measured by {most}; --metric compares another one")
+    return notes
+
+
+# Reading.
 
 
 def read_runs(folders: Sequence[Path]) -> list[Row]:
     """Read everything but the metrics. A file that is missing or damaged leaves its part unknown."""
     jobs, pruned = active_jobs(folders), _pruned(folders)
-    return [_read_run(folder, jobs.get(folder), pruned=folder.resolve() in pruned) for folder in folders]
+    rows = [Row({}, f, job=jobs.get(f), pruned=f.resolve() in pruned) for f in folders]
+    for row in rows:
+        _read_config(row)
+        if row.job is None:
+            _find_end(row)
+    return rows
 
 
 def _pruned(folders: Iterable[Path]) -> set[Path]:
     """The runs that their sweep says a search has ended."""
     found = set()
     for sweep in {folder.resolve().parent for folder in folders}:
-        entries = (read_json(sweep / SWEEP) or {}).get("runs")
-        for entry in entries if isinstance(entries, list) else []:
-            if isinstance(entry, dict) and entry.get("status") == "pruned":
-                found.add(sweep / Path(str(entry.get("folder"))).name)
+        for entry in (read_json(sweep / SWEEP) or {}).get("runs", []):
+            if entry.get("status") == "pruned":
+                found.add(sweep / Path(entry["folder"]).name)
     return found
-
-
-def _read_run(folder: Path, job: Job | None, *, pruned: bool) -> Row:
-    run = Row({}, folder, job=job, pruned=pruned)
-    _read_config(run)
-    if job is None:
-        _find_end(run)
-    return run
 
 
 def _read_config(run: Row) -> None:
@@ -54,13 +466,13 @@ def _read_config(run: Row) -> None:
             raise ValueError("it holds no keys")
     except FileNotFoundError:
         run.problem = f"there is no {CONFIG}"
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         run.problem = f"{path.name} cannot be read: {' '.join(str(error).split())}"
     else:
         plan = content.pop(PLAN, None)
         run.config = {key: unescape(value) for key, value in flattened(content).items()}
         if isinstance(plan, Mapping):
-            run.plan = numbers_in({name: plan[key] for key, name in PLANNED.items() if key in plan})
+            run.plan = {name: plan[key] for key, name in _PLANNED.items() if key in plan}
 
 
 def _find_end(run: Row) -> None:
@@ -70,7 +482,7 @@ def _find_end(run: Row) -> None:
 
     | the outcome says that it ended well | `finished` |
     | the process of the lock lives here | `running` |
-    | the lock is of another machine, and newer than the outcome, if any | `running?` |
+    | the lock is of another machine, and newer than the outcome, if any | `unknown` |
     | there is an outcome | as that says |
     | there is a checkpoint | `interrupted` |
     | there is nothing but what a sweep asks for | `not run` |
@@ -80,28 +492,18 @@ def _find_end(run: Row) -> None:
     run.outcome = read_outcome(folder) or lost_outcome(folder)
     if run.outcome is not None and run.outcome.finished:
         return
-    running = _running(folder)
-    if running == "running?" and run.outcome is not None and not is_newer(folder / LOCK, folder / OUTCOME):
-        running = None  # a process that was killed has left the lock
-    if running is not None:
-        run.file_status, run.outcome = running, None
-    elif run.outcome is not None:
-        return
-    elif any((folder / CHECKPOINTS).glob("*.pt")):
+    # The lock itself is not tried: a run that starts at this moment would find it taken.
+    holder = read_holder(folder)
+    if holder is not None and holder.is_here and holder.lives():
+        run.job, run.outcome = Job("running", str(holder)), None
+    elif (
+        holder is not None
+        and not holder.is_here
+        and (run.outcome is None or is_newer(folder / LOCK, folder / OUTCOME))
+    ):
+        run.job, run.outcome = Job("unknown", str(holder), "another machine, which cannot be asked"), None
+    elif run.outcome is None and any((folder / CHECKPOINTS).glob("*.pt")):
         run.file_status = "interrupted"
-    elif (folder / CONFIG).exists() or not (folder / ASKED).exists():
+    elif run.outcome is None and ((folder / CONFIG).exists() or not (folder / ASKED).exists()):
         run.file_status = "failed"
         run.failure = "ended without a result and without a checkpoint"
-
-
-def _running(folder: Path) -> Literal["running", "running?"] | None:
-    """`running` where the lock's process lives here, `running?` where it is on another machine, else None.
-
-    The lock itself is not tried: a run that starts at this moment would find it taken.
-    """
-    holder = read_holder(folder)
-    if holder is None:
-        return None
-    if not holder.is_here:
-        return "running?"
-    return "running" if holder.lives() else None

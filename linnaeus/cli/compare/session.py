@@ -1,28 +1,52 @@
-"""One comparison, from the folders of runs to its table and files."""
+"""One comparison: the table, the files and the picture of runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from linnaeus.cli.compare.differences import short_names
-from linnaeus.cli.compare.folders import natural, run_names
-from linnaeus.cli.compare.history import is_smaller_better
-from linnaeus.cli.compare.options import Options
-from linnaeus.cli.compare.output import print_runs
-from linnaeus.cli.compare.plot import save_plot
-from linnaeus.cli.compare.results import Comparison, Row, compared
-from linnaeus.cli.compare.runs import read_runs
-from linnaeus.config.keys import suggest
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from linnaeus.cli.compare.options import Options, run_names
+from linnaeus.cli.compare.runs import (
+    SEED,
+    Comparison,
+    Row,
+    closest_of,
+    compared,
+    is_smaller_better,
+    read_runs,
+    short_names,
+)
+from linnaeus.cli.picture import INK, SERIES, decorate, drawing, size_axis
+from linnaeus.cli.tables import cell
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError
+from linnaeus.launchers.outcome import OUTPUT, last_line
+from linnaeus.words import counted
 
-METRIC = "metric"
-"""Stands for the metric that is compared."""
-_COLUMNS = (
-    "run", "status", "epoch", "batch_size", "effective_batch", "learning_rate", "training_s", "images_per_s",
-)  # fmt: skip
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+EXPENDABLE = ("warm-up", "images/s", "training s", "rate", "size", "batch")
+"""Columns that a narrow terminal does without, in this order; the metric and the status are never cut."""
+_MOST_KEYS = 8
+"""Differing keys that have a column; a preset may change dozens."""
+_NAME_LETTERS = 24
+"""Letters of a run's name that are not folded to keep a column."""
+_LABEL_LETTERS = 48
+_MARKERS = "osD^vP"
+_MOST_LINES = 10
+"""Lines of a panel that have a colour and an entry of the legend."""
+_LOG_FACTOR = 8
+"""Numbers that spread over more than this factor have a logarithmic axis."""
 
 
 def run(options: Options, folders: Sequence[Path]) -> int:
@@ -53,35 +77,250 @@ def sort_rows(runs: Comparison, key: str) -> None:
     Rows without a value come last. A `-` before the key reverses the others.
 
     Raises:
-        ConfigError: there is no such key; the message names those that there are.
+        ConfigError: there is no such key; the message names some that there are.
     """
-    name, is_reversed = key.removeprefix("-"), key.startswith("-")
-    name = runs.metric if name == METRIC else name
-    short = {short: full for full, short in short_names(runs.keys).items()}
-    known = [*runs.metrics, *_COLUMNS, *runs.keys]
-    if name not in known and name not in short:
+    wanted = key.removeprefix("-")
+    full = {short: full for full, short in short_names(runs.keys).items()}
+    name = runs.metric if wanted == "metric" else full.get(wanted, wanted)
+    known = [*runs.metrics, *runs.rows[0].scalars([])]
+    if name not in known:
         raise ConfigError(
-            f"--sort: {name!r} is neither a metric, nor a column, nor a key in which the runs differ"
-            f"{suggest(name, [*known, *short])}; there are {', '.join([METRIC, *known])}"
+            f"--sort: {name!r} is neither a metric, nor a column, nor a key in which the runs differ; "
+            f"{closest_of(wanted, [*known, *full])}"
         )
-    name = name if name in known else short[name]
-    sign = -1 if name in runs.metrics and not is_smaller_better(name) else 1
 
-    def value(row: Row) -> Any:
-        if name in runs.metrics:
-            best = row.history.best(name)
-            return row.value(name) if best is None else best.value
-        return row.scalars([]).get(name)
-
-    with_value = [row for row in runs.rows if value(row) not in (None, "")]
-    without = [row for row in runs.rows if value(row) in (None, "")]
-    with_value.sort(key=lambda row: _sort_key(value(row), sign), reverse=is_reversed)
-    runs.rows = [*with_value, *without]
+    is_metric = name in runs.metrics
+    column = f"best {name}" if is_metric else name
+    values = {row.folder: row.scalars([name] if is_metric else [])[column] for row in runs.rows}
+    with_value = [row for row in runs.rows if values[row.folder] not in (None, "")]
+    without = [row for row in runs.rows if row not in with_value]
+    is_reversed = key.startswith("-") != (is_metric and not is_smaller_better(name))
+    with_value.sort(key=lambda row: _order(values[row.folder]), reverse=is_reversed)
+    runs.rows = with_value + without
 
 
-def _sort_key(value: Any, sign: int) -> Any:
-    """Numbers before texts; a text that is a number counts as one."""
-    try:
-        return 0, sign * float(value), ()
-    except (TypeError, ValueError):
-        return 1, 0.0, natural(value)
+def _order(value: Any) -> tuple[float, str]:
+    """Sorts numbers by their value, also those in texts, and other texts after them."""
+    with suppress(ValueError):
+        if math.isfinite(number := float(value)):
+            return number, ""
+    return math.inf, str(value)
+
+
+# The table.
+
+
+def print_runs(runs: Comparison, console: Console) -> None:
+    """Show the table, what limits the comparison, who runs what, and why runs have not ended well."""
+    unlimited = console.options.update(max_width=10**6)
+    for num_left_out in range(len(EXPENDABLE) + 1):
+        left_out = EXPENDABLE[:num_left_out]
+        folded = _table(runs, left_out, _NAME_LETTERS)
+        if Measurement.get(console, unlimited, folded).maximum <= console.width:
+            break
+    console.print(_table(runs, left_out))
+    sentences = [f"note: {note}" for note in runs.notes]
+    sentences += [f"{row.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))]
+    for sentence in sentences:
+        console.print(sentence, markup=False, soft_wrap=True)
+
+
+def _said_of(row: Row) -> str:
+    """Who runs a run and its last line of output, or why it has not ended well; empty for the others."""
+    if row.job is not None:
+        last = last_line(row.folder) if row.status == "running" else ""
+        return ": ".join(filter(None, (row.job.name, " ".join(row.job.reason.split()), last)))
+    if row.reason is None or row.status == "pruned":
+        return ""
+    output = row.folder / OUTPUT
+    return f"{row.reason} ({output})" if output.exists() else row.reason
+
+
+def _table(runs: Comparison, left_out: Sequence[str], name_width: int | None = None) -> Table:
+    """One line per run: what differs, the batch plan, the metric at the end and at its best."""
+    most = sorted(runs.keys, key=lambda key: -len({row.values[key] for row in runs.rows}))[:_MOST_KEYS]
+    keys = [key for key in runs.keys if key in most]
+    names = short_names(runs.keys)
+    # The names of a sweep's runs are their values.
+    has_names = len(most) < max(len(runs.keys), 1) or any("=" not in (row.name or "=") for row in runs.rows)
+    table = Table(title="Runs", title_justify="left")
+    if has_names:
+        table.add_column("run", overflow="fold", max_width=name_width)
+    for key in keys:
+        table.add_column(names[key], overflow="fold")
+    figures = {
+        heading: text
+        for heading, text in _figures(runs).items()
+        if heading not in left_out and (heading not in EXPENDABLE or any(map(text, runs.rows)))
+    }
+    for heading in (*figures, "status"):
+        table.add_column(heading, justify="left" if heading == "status" else "right", no_wrap=True)
+    for row in runs.rows:
+        # Without the nodes before the last part of each key.
+        name = [re.sub(r"(?:\w+\.)+(?=\w+=)", "", row.title)] if has_names else []
+        why = f" ({row.reason})" if row.status == "pending" and row.reason else ""
+        table.add_row(
+            *name, *(row.values[key] for key in keys), *(text(row) for text in figures.values()),
+            row.status + why,
+        )  # fmt: skip
+    if others := [key for key in runs.keys if key not in keys]:
+        table.caption = f"more keys that differ: {', '.join(others)}"
+    return table
+
+
+def _figures(runs: Comparison) -> dict[str, Callable[[Row], str]]:
+    """The columns of numbers. The size of a micro-batch has one where it is not the whole batch."""
+    metric = runs.metric
+    is_split = any(row.planned("batch_size") != row.planned("effective_batch") for row in runs.rows)
+
+    def best_of(row: Row) -> str:
+        best = row.history.best(metric)
+        return "" if best is None else f"{best.value:.4f} @{best.epoch}"
+
+    return {
+        "size": lambda row: cell(row.planned("batch_size"), ".0f") if is_split else "",
+        "batch": lambda row: cell(row.planned("effective_batch"), ".0f"),
+        "rate": lambda row: cell(row.planned("learning_rate"), ".3g"),
+        "warm-up": lambda row: cell(row.planned("warmup_steps"), ".0f"),
+        metric: lambda row: cell(row.value(metric), ".4f"),
+        "best": best_of,
+        "training s": lambda row: cell(row.result.get("training_s"), ".1f"),
+        "images/s": lambda row: cell(row.result.get("images_per_s"), ".0f"),
+    }
+
+
+# The picture.
+
+
+def save_plot(runs: Comparison, path: Path) -> None:
+    """Draw learning curves, and metric and training time against what differs, and write the picture.
+
+    Runs without the metric are left out. Those that differ in the seed alone are one line, their mean.
+    """
+    metric = runs.metric
+    measured = [metric, f"best {metric}"] if metric in runs.metrics else []
+    columns = [*(["run"] if runs.rows[0].name else []), *runs.keys, *measured, "training_s", "status"]
+    title = f"{len(runs.with_status('finished'))} of {counted(len(runs.rows), 'run')} finished"
+    with drawing(path, title, runs, columns, num_columns=3, panel_height=5.6) as picture:
+        [[left, middle, right]] = picture.panels
+        _curves(left, [row for row in runs.rows if row.history.finite(metric)], metric)
+        rows = [row for row in runs.rows if row.value(metric) is not None]
+        for panel, name, panel_title, unit in (
+            (middle, metric, f"validation {metric}", metric),
+            (right, "training_s", "training time", "seconds"),
+        ):
+            label = _against_what_differs(panel, rows, name) if rows else ""
+            decorate(panel, panel_title, label, unit)
+        _legend(middle)
+        if any(row.value("training_s") is not None for row in rows):
+            right.set_ylim(bottom=0)
+
+
+def _curves(axes: Axes, rows: Sequence[Row], metric: str) -> None:
+    """The lines, the best first; the range of each over its seeds is a band."""
+    from matplotlib.ticker import MaxNLocator
+
+    decorate(axes, "learning curves", "epoch", metric)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    choose = min if is_smaller_better(metric) else max
+    curves = [
+        (
+            label if len(group) == 1 else f"{label} ({counted(len(group), 'seed')})",
+            _at_places(point for row in group for point in row.history.finite(metric)),
+        )
+        for label, group in _lines(rows, {SEED})
+    ]
+    curves.sort(key=lambda curve: choose(map(fmean, curve[1].values())), reverse=choose is max)
+    for number, (label, values) in enumerate(curves):
+        if number >= _MOST_LINES:
+            _draw(axes, values, color=INK, alpha=0.3, linewidth=0.8, zorder=1)
+            continue
+        colour, style = SERIES[number % len(SERIES)], "-" if number < len(SERIES) else "--"
+        _draw(axes, values, linestyle=style, color=colour, label=label, marker="o", markersize=3)
+        ends = [*map(min, values.values())], [*map(max, values.values())]
+        axes.fill_between([*values], *ends, color=colour, alpha=0.18, linewidth=0)
+    if not curves:
+        axes.text(0.5, 0.5, "no validation yet", ha="center", transform=axes.transAxes)
+    _legend(axes, f"the best {_MOST_LINES}; others are grey" if len(curves) > _MOST_LINES else None)
+
+
+def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
+    """A point for each run, hollow if it has not finished, and a line through the means at each place.
+
+    Places are the values of the key that has the most, in order: numbers on an axis, texts side by side.
+    Where the runs do not differ, each has a place.
+
+    Returns:
+        The label of the axis of places.
+    """
+    counts = {key: len({row.values[key] for row in rows} - {""}) for key in rows[0].values}
+    differing = [key for key, count in counts.items() if count > 1]
+    # The seed only where nothing else differs.
+    key = max(differing, key=lambda key: (key != SEED, counts[key]), default="")
+    texts = {row.folder: row.values[key] if key else row.title for row in rows}
+    rows = [row for row in rows if texts[row.folder]]
+    order = sorted({texts[row.folder] for row in rows}, key=_order)
+    numbers = [_order(text)[0] for text in order]
+    is_numeric = all(map(math.isfinite, numbers))
+    places = dict(zip(order, numbers if is_numeric else range(len(order)), strict=True))
+
+    def points(group: Iterable[Row]) -> list[tuple[float, float]]:
+        return [(places[texts[row.folder]], value) for row in group if (value := row.value(name)) is not None]
+
+    hidden = {key, SEED}
+    if key == "DATA.BATCH_SIZE":  # a size that AutoBatch has found trains as one that was set
+        hidden |= {each for each in counts if each.startswith("DATA.AUTOBATCH.")}
+    lines = _lines(rows, hidden)
+    for number, (label, group) in enumerate(lines):
+        colour = SERIES[number % len(SERIES)] if number < _MOST_LINES else INK
+        marker = _MARKERS[number % len(_MARKERS)]
+        _draw(axes, {}, color=colour, marker=marker, label=label if number < _MOST_LINES else None)
+        if is_numeric:
+            _draw(axes, _at_places(points(group)), color=colour, alpha=0.7)
+        for is_finished, face in ((True, colour), (False, "none")):
+            some = points(row for row in group if (row.status == "finished") == is_finished)
+            axes.plot(
+                *zip(*some, strict=True), linestyle="", color=colour, marker=marker, markerfacecolor=face
+            )
+    if not is_numeric:
+        axes.set_xticks(range(len(order)), [text[:24] for text in order], rotation=30, ha="right")
+        axes.set_xlim(-0.5, len(order) - 0.5)
+    elif key.endswith("BATCH_SIZE"):
+        size_axis(axes, [int(place) for place in numbers])
+    elif 0 < _LOG_FACTOR * numbers[0] < numbers[-1]:
+        axes.set_xscale("log")
+    return key.rpartition(".")[2] if key else "run"
+
+
+def _lines(rows: Sequence[Row], hidden: set[str]) -> list[tuple[str, list[Row]]]:
+    """Runs that differ in hidden keys alone form a line, which the other keys name, or its first run."""
+    keys = [key for key in (rows[0].values if rows else ()) if len({row.values[key] for row in rows}) > 1]
+    names = {key: name for key, name in short_names(keys).items() if key not in hidden}
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        label = ", ".join(f"{name}={row.values[key]}" for key, name in names.items() if row.values[key])
+        groups.setdefault(label or (row.title if names else ""), []).append(row)
+    return [
+        (label if len(label) <= _LABEL_LETTERS else f"…{group[0].title[-_LABEL_LETTERS:]}", group)
+        for label, group in groups.items()
+    ]
+
+
+def _at_places(points: Iterable[tuple[float, float]]) -> dict[float, list[float]]:
+    """The values at each place, by ascending place."""
+    found: dict[float, list[float]] = {}
+    for place, value in points:
+        found.setdefault(place, []).append(value)
+    return dict(sorted(found.items()))
+
+
+def _draw(axes: Axes, values: dict[float, list[float]], **style: Any) -> None:
+    """A line through the mean at each place; without places, only an entry of the legend."""
+    axes.plot([*values], [*map(fmean, values.values())], **{"linewidth": 1.6, "zorder": 3, **style})
+
+
+def _legend(axes: Axes, title: str | None = None) -> None:
+    """A legend where there are lines to tell apart, below the panel, where it covers no curve."""
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 2}
+        axes.legend(**place, frameon=False, fontsize=8, title=title, title_fontsize=8)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from linnaeus.cli.options import CommandParser, check_files, read_plot
-from linnaeus.cli.run_options import CHECKPOINT_OPTION, read_choice
+from linnaeus.cli.parser import CHECKPOINT_OPTION, CommandParser, check_files, read_choice, read_plot
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.files import CHECKPOINTS
-
-if TYPE_CHECKING:
-    from linnaeus.config.settings import Setting
 
 DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
@@ -55,14 +50,11 @@ exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of m
 
 @dataclass
 class Options:
-    """What to evaluate, and where the files go.
+    """What to evaluate, and where the files go, as the help says.
 
     Attributes:
         run: the run's folder, or a checkpoint.
-        checkpoint: `best`, `last` or a file of the run.
         output: path of the files without their endings; None for a name in the run's folder.
-        plot: picture; None for `<output>.png`.
-        unknown: `error` or `skip`, for samples of classes that the run does not know.
     """
 
     run: Path = Path()
@@ -74,12 +66,7 @@ class Options:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of a run, and what an evaluation makes of it.
-
-    Attributes:
-        own: the run's.
-        config: with the overrides of the command line.
-    """
+    """The configuration of a run, and that with the overrides of the command line."""
 
     own: Config
     config: Config
@@ -95,10 +82,10 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     from linnaeus.config.load import load_config
 
     options = Options()
-    rest, problems = PARSER.take(argv, options)
-    if {"-h", "--help"}.intersection(rest):
+    found = PARSER.words(argv, options)
+    if found is None:
         return PARSER.format_help()
-    tokens = _take_run(rest, options)
+    tokens, problems = found
     line = parse_command_line(tokens)
     problems += _not_taken(line)
     if problems:
@@ -108,35 +95,24 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     loaded = load_config([*base, *_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
     if loaded.print_config:
         return loaded.text()
-    _check_files(options)
+    check_files({"--plot": options.plot})
     return options, RunConfig(own, loaded.config)
-
-
-def _take_run(tokens: Sequence[str], options: Options) -> list[str]:
-    """Take the run, which is the first word, out of a command line."""
-    if not tokens or tokens[0].startswith("-") or ("=" in tokens[0] and not Path(tokens[0]).exists()):
-        found = f", not {tokens[0]!r}" if tokens else ""
-        raise ConfigError(
-            f"RUN: name the folder of a run first{found}, such as: linnaeus evaluate runs/birds"
-        )
-    options.run = Path(tokens[0]).expanduser()
-    return list(tokens[1:])
 
 
 def _not_taken(line: CommandLine) -> list[str]:
     """What the command line has that an evaluation does not take, as one sentence each."""
-    from linnaeus.config.settings import from_overrides
+    from linnaeus.config.tree import leaves, overridden
 
-    named = [*dict.fromkeys(name for name, _ in line.sources), *line.presets, *line.left_out]
+    named = [*dict.fromkeys(name for name, _ in line.sources), *line.groups]
     problems = [
         f"{name}: files and presets have no effect, as the configuration is the run's; set keys instead"
         for name in named
     ]
-    for setting in from_overrides(line.overrides):
-        key = dotted(setting.path)
-        if (*setting.path[:-1], f"{setting.path[-1]}_VAL") in KEYS:
+    for path in [leaf for start, tree in overridden(line.overrides) for leaf, _ in leaves(tree, start)]:
+        key = dotted(path)
+        if (*path[:-1], f"{path[-1]}_VAL") in KEYS:
             problems.append(f"{key}: is for training; an evaluation takes {key}_VAL")
-        elif not _is_settable(key) and any(path[: len(setting.path)] == setting.path for path in KEYS):
+        elif not _is_settable(key) and any(known[: len(path)] == path for known in KEYS):
             problems.append(
                 f"{key}: belongs to the trained run and cannot be changed for an evaluation; leave it out"
             )
@@ -147,13 +123,13 @@ def _is_settable(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in _SETTABLE)
 
 
-def _base(options: Options) -> tuple[list[str], list[Setting]]:
+def _base(options: Options) -> tuple[list[str], Mapping[Any, Any]]:
     """The run's configuration, as tokens that name its file or as the settings in its checkpoint."""
     path = options.run
     folder = path.parent.parent if path.is_file() and path.parent.name == CHECKPOINTS else path
     file = folder / "config.yaml"
     if file.is_file():
-        return ["--cfg", str(file)], []
+        return ["--cfg", str(file)], {}
     content, name = _content(options)
     from linnaeus.config.load import settings_of
 
@@ -179,33 +155,18 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
 
     The run's paths, columns and arguments do not belong to such data.
     """
-    from linnaeus.config.settings import from_overrides
-    from linnaeus.config.values import Bare
+    from linnaeus.config.tree import leaves, overridden
 
     dataset = own.DATA.DATASET
     own_kind = dict(dataset) if isinstance(dataset, Mapping) else {"NAME": dataset.NAME}
     named = {
-        setting.path[2]: setting.value.text if isinstance(setting.value, Bare) else setting.value
-        for setting in from_overrides(line.overrides)
-        if setting.path[:2] == ("DATA", "DATASET") and setting.path[2:] in (("NAME",), ("_target_",))
+        leaf[2]: setting.text
+        for path, tree in overridden(line.overrides)
+        for leaf, setting in leaves(tree, path)
+        if leaf in (("DATA", "DATASET", "NAME"), ("DATA", "DATASET", "_target_"))
     }
     is_other = any(value is not None and value != own_kind.get(name) for name, value in named.items())
     return ["~DATA.DATASET"] if is_other else []
-
-
-def _check_files(options: Options) -> None:
-    """Make the folder of the files, and make sure that they can be written.
-
-    Raises:
-        ConfigError: names each file that cannot be written.
-    """
-    output = options.output
-    if output is not None and not output.is_dir():
-        with suppress(OSError):  # the check says why
-            output.parent.mkdir(parents=True, exist_ok=True)
-        check_files({"--output": output.with_name(f"{output.name}.json"), "--plot": options.plot})
-    else:
-        check_files({"--plot": options.plot})
 
 
 def _read_output(text: str) -> Path:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import platform
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+import re
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -17,25 +20,18 @@ from rich.console import Console
 
 from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.cli.evaluate.context import Session
-from linnaeus.cli.evaluate.describe import (
-    compare_with_training,
-    describe_checkpoint,
-    describe_data,
-    describe_settings,
-)
-from linnaeus.cli.evaluate.names import choose_output
 from linnaeus.cli.evaluate.options import Options, RunConfig
-from linnaeus.cli.evaluate.output import show
-from linnaeus.cli.evaluate.plot import save_plot
-from linnaeus.cli.evaluate.results import Evaluation, files_of
+from linnaeus.cli.evaluate.report import Evaluation, compare_with_logged, save_plot, show
+from linnaeus.cli.parser import check_files
 from linnaeus.config.load import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar, make_console
 from linnaeus.data.bundle import as_size, dataset_length
 from linnaeus.data.evaluation import EvaluationData, Request, build_evaluation_data
 from linnaeus.data.loader import build_val_loader
+from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import RankEnded, World, errors_told_first, join
+from linnaeus.errors import ConfigError
 from linnaeus.inference.evaluate import (
     Outcome,
     assemble_evaluation,
@@ -44,18 +40,36 @@ from linnaeus.inference.evaluate import (
     evaluated_preprocessing,
 )
 from linnaeus.inference.figures import distance_of_mistakes, figures_of
-from linnaeus.inference.trained import load_run
+from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.log import close_logging, set_up_logging
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import size_origin
+from linnaeus.sizing.report import device_environment
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training.build import configuration_facts
+from linnaeus.words import counted
 
-REPORT_S = 30.0
-"""Time between two lines about the progress where there is no progress bar."""
+_PARTS = ("val", "valid", "validation", "test", "train")
+"""Names of folders that say too little without the one above."""
 
 logger = logging.getLogger("linnaeus.evaluate")
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all steps of an evaluation need; the console is rank 0's."""
+
+    options: Options
+    run: RunConfig
+    trained: TrainedRun
+    world: World
+    console: Console
+
+    @property
+    def is_own_dataset(self) -> bool:
+        """Whether the dataset is that of the run."""
+        return bool(self.run.config.DATA.DATASET == self.run.own.DATA.DATASET)
 
 
 def run(options: Options, run_config: RunConfig) -> int:
@@ -64,15 +78,15 @@ def run(options: Options, run_config: RunConfig) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    config = run_config.config
+    config, console = run_config.config, make_console()
     set_deterministic(config.TRAIN.DETERMINISTIC)
     try:
         with (
             StopRequest().listening(),
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
-            _logging(world) as console,
             errors_told_first(world),
         ):
+            set_up_logging(None, rank=world.rank, console=console)
             world.check_equal(configuration_facts(dataclasses.asdict(config)))
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
@@ -80,46 +94,53 @@ def run(options: Options, run_config: RunConfig) -> int:
             _evaluate(Session(options, run_config, trained, world, console))
     except RankEnded as ended:
         ended.leave()
-    return 0
-
-
-@contextmanager
-def _logging(world: World) -> Iterator[Console]:
-    console = make_console()
-    set_up_logging(None, rank=world.rank, console=console)
-    try:
-        yield console
     finally:
         close_logging()
+    return 0
 
 
 def _evaluate(session: Session) -> None:
     world, trained = session.world, session.trained
     data = _data(session)
-    output = world.on_main(lambda: choose_output(session, data))
+    about_data = _describe_data(session, data)
+    output = world.on_main(lambda: _output(session, data, about_data))
     if world.is_main:
         for sentence in data.bundle.report:
             logger.info("%s", sentence)
     config, outcome = _measure(session, data)
-    if outcome.levels is None:
+    if outcome.levels is None:  # not rank 0
         return
-    taxonomy = trained.spec.taxonomy
+    taxonomy, progress, folder = trained.spec.taxonomy, trained.content["progress"], trained.folder
+    file = trained.checkpoint
+    environment = device_environment(world.device)
+    versions = {"linnaeus": __version__, "timm": timm.__version__, "python": platform.python_version()}
     evaluation = Evaluation(
-        checkpoint=describe_checkpoint(trained),
-        data=describe_data(session, data) | {"samples": dataset_length(data.bundle.val)}
-        | {"left_out": data.num_left_out},
-        settings=describe_settings(config, world),
-        versions={
-            "linnaeus": __version__, "torch": torch.__version__, "timm": timm.__version__,
-            "python": platform.python_version(),
+        checkpoint={
+            "name": file.name if folder is None else f"{folder.name}/{file.name}",
+            "file": str(file.resolve()),
+            "run": None if folder is None else str(folder.resolve()),
+            "epoch": progress["epoch"],
+            "step": progress["step"],
+            "model": trained.spec.node.get("NAME", trained.spec.node.get("_target_")),
+            "ema": bool(trained.content.get("config", {}).get("TRAIN", {}).get("EMA", {}).get("ENABLED")),
         },
+        data=about_data | {"samples": dataset_length(data.bundle.val), "left_out": data.num_left_out},
+        settings={
+            "batch_size_val": config.DATA.BATCH_SIZE_VAL,
+            "processes": world.world_size,
+            **{name: value for name, value in environment.items() if name != "python"},
+            "amp": config.TRAIN.AMP,
+            "channels_last": config.TRAIN.CHANNELS_LAST,
+            "compile": config.TRAIN.COMPILE,
+        },
+        versions=versions | {"torch": torch.__version__},
         metrics=outcome.metrics,
         levels=figures_of(taxonomy, outcome.levels),
-        distance=None if taxonomy is None else distance_of_mistakes(taxonomy, outcome.levels[-1]),
-        logged=compare_with_training(session, config, outcome, data),
-        duration_s=outcome.duration_s,
+        distance_of_mistakes=None if taxonomy is None else distance_of_mistakes(taxonomy, outcome.levels[-1]),
+        logged=_compare_with_training(session, config, outcome, data),
         notes=data.bundle.report,
-    )  # fmt: skip
+        duration_s=outcome.duration_s,
+    )
     _write(evaluation, output, session)
 
 
@@ -166,40 +187,141 @@ def _measure(session: Session, data: EvaluationData) -> tuple[Config, Outcome]:
     )  # fmt: skip
     num_samples = len(range(world.rank, dataset_length(data.bundle.val), world.world_size))
     world.update("evaluating")
+    logger.info("evaluating %s, %d at a time", counted(num_samples, "sample"), size)
     with closing(loader), ProgressBar(session.console if world.is_main else None) as bar:
         bar.start("evaluating", math.ceil(num_samples / size))
-        outcome = evaluate(
-            assembly.validation_step, metrics, loader, world,
-            size_origin("val", config.DATA, found), _progress(bar),
-        )  # fmt: skip
+        origin = size_origin("val", config.DATA, found)
+        outcome = evaluate(assembly.validation_step, metrics, loader, world, origin, lambda: bar.advance(1))
     return config, outcome
 
 
-def _progress(bar: ProgressBar) -> Callable[[], None]:
-    """Advances the bar by a batch; where no bar is shown, a line is logged from time to time."""
-    last = time.monotonic()
-
-    def advance() -> None:
-        nonlocal last
-        bar.advance(1)
-        if time.monotonic() - last >= REPORT_S:
-            last = time.monotonic()
-            bar.describe({})
-
-    return advance
-
-
 def _write(evaluation: Evaluation, output: Path, session: Session) -> None:
-    figures, classes, picture = files_of(output)
-    evaluation.save(figures)
-    written = [figures]
+    written = [_file(output, ".json")]
     if evaluation.levels:
-        evaluation.save(classes)
-        written.append(classes)
+        written.append(_file(output, "_classes.csv"))
+    for path in written:
+        evaluation.save(path)
     if any(level.num_samples for level in evaluation.levels):
-        picture = session.options.plot or picture
-        save_plot(evaluation, picture)
-        written.append(picture)
+        written.append(session.options.plot or _file(output, ".png"))
+        save_plot(evaluation, written[-1])
     show(evaluation, session.console)
     logger.info("%.1f samples/s", evaluation.data["samples"] / max(evaluation.duration_s, 1e-9))
     logger.info("written: %s", ", ".join(map(str, written)))
+
+
+def _file(output: Path, ending: str) -> Path:
+    return output.with_name(output.name + ending)
+
+
+# What was evaluated.
+
+
+def _describe_data(session: Session, data: EvaluationData) -> dict[str, Any]:
+    """What tells this data, as the model sees it, from other data."""
+    dataset, preprocessing = session.run.config.DATA.DATASET, data.bundle.preprocessing
+    return {
+        "source": data.source,
+        "part": data.part,
+        "dataset": dict(dataset) if isinstance(dataset, Mapping) else dataclasses.asdict(dataset),
+        "image_size": None if preprocessing is None else list(preprocessing.size),
+        "crop_fraction": None if preprocessing is None else preprocessing.crop_fraction,
+    }
+
+
+def _compare_with_training(
+    session: Session, config: Config, outcome: Outcome, data: EvaluationData
+) -> dict[str, Any] | None:
+    """The comparison with the figures in the checkpoint; None where they are not of this data and state."""
+    content, own, world = session.trained.content, session.run.own, session.world
+    progress = content["progress"]
+    was_validated = progress["epoch"] % own.TRAIN.VALIDATE_EVERY == 0 or progress["epoch"] == own.TRAIN.EPOCHS
+    is_comparable = session.is_own_dataset and not data.num_left_out and not progress["samples"]
+    if not (is_comparable and was_validated and progress["metrics"]):
+        return None
+    before = _conditions(
+        own, session.trained.spec.preprocessing, content.get("plan", {}).get("WORLD_SIZE"),
+        content.get("environment", {}),
+    )  # fmt: skip
+    if session.trained.folder is None:  # a checkpoint that stands alone does not know the size found
+        before["DATA.BATCH_SIZE_VAL"] = None
+    environment = device_environment(world.device)
+    now = _conditions(config, data.bundle.preprocessing, world.world_size, environment)
+    other_settings = [
+        f"{name} {now[name]} ({'not known' if value is None else value} in the run)"
+        for name, value in before.items()
+        if value != now[name]
+    ]
+    return compare_with_logged(progress["metrics"], outcome.metrics, other_settings)
+
+
+def _conditions(
+    config: Config, preprocessing: Preprocessing | None, processes: int | None, environment: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All that the last digits of the figures depend on."""
+    data, train = config.DATA, config.TRAIN
+    return {
+        "DATA.BATCH_SIZE_VAL": data.BATCH_SIZE_VAL,
+        "TRAIN.AMP": train.AMP,
+        "TRAIN.CHANNELS_LAST": train.CHANNELS_LAST,
+        "TRAIN.COMPILE": train.COMPILE,
+        "DATA.ON_BAD_IMAGE": data.ON_BAD_IMAGE,
+        "processes": processes,
+        "image size": preprocessing and preprocessing.size,
+        "crop fraction": preprocessing and preprocessing.crop_fraction,
+        **{name: environment.get(name) for name in ("device_name", "torch")},
+    }
+
+
+# Names of the files.
+
+
+def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any]) -> Path:
+    """The beginning of the files' names; never that of an evaluation of other data.
+
+    Raises:
+        ConfigError: `--output` names the files of such an evaluation, or they cannot be written.
+    """
+    wanted, trained = session.options.output, session.trained
+    is_file = wanted is not None and not wanted.is_dir()
+    folder = wanted or (trained.folder or trained.checkpoint.parent) / "evaluations"
+    stem = wanted if wanted is not None and is_file else folder / _name(session, data)
+    with suppress(OSError):  # the check says why
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    path, number = stem, 1
+    while (other := _other_data(path, about_data)) is not None:
+        if is_file:
+            raise ConfigError(
+                f"--output: {_file(path, '.json')} holds an evaluation of other data ({other}); choose "
+                "another name, or remove the file"
+            )
+        number += 1
+        path = stem.with_name(f"{stem.name}_{number}")
+    check_files({"--output": _file(path, ".json")})
+    return path
+
+
+def _name(session: Session, data: EvaluationData) -> str:
+    """That of the checkpoint, and of the data and the image size where they are not the run's."""
+    options = session.options
+    names = [options.run.stem if options.run.is_file() else Path(options.checkpoint).stem]
+    if not session.is_own_dataset:
+        source = Path(data.source)
+        is_part = source.name in _PARTS and source.parent.name
+        names.append(f"{source.parent.name}_{source.name}" if is_part else source.stem or data.source)
+    trained_with, preprocessing = session.trained.spec.preprocessing, data.bundle.preprocessing
+    if trained_with is not None and preprocessing is not None and trained_with.size != preprocessing.size:
+        names.append("x".join(map(str, preprocessing.size)))
+    return re.sub(r"[^\w.-]+", "_", "_".join(names))
+
+
+def _other_data(path: Path, about_data: Mapping[str, Any]) -> str | None:
+    """What the evaluation in these files was made on, if that is other data; None where there is none."""
+    file = _file(path, ".json")
+    if not file.exists():
+        return None
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))["data"]
+        is_same = data | json.loads(json.dumps(about_data)) == data
+        return None if is_same else str(data["source"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return "not an evaluation"

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from linnaeus.cli.duration import read_duration
-from linnaeus.cli.options import (
+from linnaeus.cli.parser import (
     AUTOBATCH,
     CommandParser,
     MeasuringOptions,
@@ -79,7 +79,7 @@ def _sizes(text: str) -> list[int]:
 
 
 PARSER = CommandParser(
-    "plan", description=DESCRIPTION, details=DETAILS, tool="tools/plan_batch_size.py",
+    "plan", description=DESCRIPTION, details=DETAILS,
     print_config="print the configuration that would be timed, and exit",
 )  # fmt: skip
 PARSER.option(

@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from linnaeus.cli.sweep.values import sweep_values
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line
-from linnaeus.config.sweep_values import sweep_values
 
 NOT_SWEPT = ("EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR")
 """Keys that say where the sweep's files are."""
@@ -117,6 +117,8 @@ def _values(override: Override) -> list[str | None]:
     """The values of an override, one for each run; raises `ValueError` where they cannot be used."""
     if override.text is None or override.delete:
         return [override.text]
+    if "interval(" in override.text:
+        raise ValueError(f"{override.text!r} is for a search: add --search optuna --trials N")
     values = sweep_values(override.text)
     if len(values) > 1:
         check_may_be_swept(override.key)

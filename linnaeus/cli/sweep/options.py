@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linnaeus.autobatch.predict.gpus import Gpu
 from linnaeus.cli.analyze.options import read_gpus
-from linnaeus.cli.options import CommandParser, check_files, read_count, read_plot
+from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_count, read_plot
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, RUN_FILES
-from linnaeus.launchers.options import LaunchOptions, read_jobs, split_launch_options
+from linnaeus.launchers.interface import LaunchOptions
 
 if TYPE_CHECKING:
     from linnaeus.cli.sweep.grid import Combination, Grid
@@ -127,10 +128,11 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     from linnaeus.cli.sweep.space import Space, read_space
     from linnaeus.config.load import to_yaml
 
-    launch, others, problems = split_launch_options(argv)
-    options = Options(launch=launch)
-    rest, more = PARSER.take(others, options)
-    problems += more
+    options = Options()
+    taken = PARSER.words(argv, options)
+    if taken is None:
+        return PARSER.format_help()
+    rest, problems = taken
     if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
         return _status_of(options, Path(rest[0]), problems), []
     if options.status and not rest and not problems:
@@ -145,8 +147,6 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
         points = list(space.corners()) if space.axes else []
         if options.trials is None:
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
-    if found.line.show_help:
-        return PARSER.format_help()
     if options.status and found.line.stray:
         raise ConfigError("--status: is followed by the folder of a sweep alone, or by keys without a folder")
     problems += found.line.problems + found.problems
@@ -227,12 +227,6 @@ def _search_plan(options: Options, space: Space, config: Config) -> SearchPlan:
     )
 
 
-def _read_search(text: str) -> str:
-    if text != "optuna":
-        raise ValueError(f"{text!r} is none; there is optuna")
-    return text
-
-
 def _status_of(options: Options, folder: Path, problems: list[str]) -> Options:
     """The options with the folder of `--status FOLDER`.
 
@@ -273,11 +267,12 @@ PARSER.option(
     "picture: .png, .svg or .html by its ending; default sweep.png beside the runs",
 )  # fmt: skip
 PARSER.option(
-    "--jobs", "N", read_jobs, "how many runs go on at once; default: one on this machine, all on SLURM",
+    "--jobs", "N", read_count, "how many runs go on at once; default: one on this machine, all on SLURM",
+    launches=True,
 )  # fmt: skip
 PARSER.option(
-    "--search", "NAME", _read_search,
-    "optuna: choose the values of each run by the results of those before, in place of all combinations",
+    "--search", "optuna", partial(read_choice, ["optuna"]),
+    "choose the values of each run by the results of those before, in place of all combinations",
 )  # fmt: skip
 PARSER.option("--trials", "N", read_count, "runs of a search in all, repeated points included")
 PARSER.switch(

@@ -19,7 +19,7 @@ from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.fitting import fill
 from linnaeus.cli.analyze.results import Predicted, Row
 from linnaeus.cli.analyze.traced import META, PredictedStep, build_on_meta, predicted_step
-from linnaeus.cli.compare.differences import short_names
+from linnaeus.cli.compare.runs import short_names
 from linnaeus.cli.session import Setup
 from linnaeus.cli.sweep.options import PlannedRun
 from linnaeus.console import StatusLine

@@ -15,8 +15,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from linnaeus.cli.compare.history import History, is_smaller_better
-from linnaeus.cli.compare.results import Comparison, Row
+from linnaeus.cli.compare.runs import Comparison, History, Row, is_smaller_better
 from linnaeus.cli.sweep.folder import is_asked
 from linnaeus.cli.sweep.grid import Combination
 from linnaeus.cli.sweep.options import PlannedRun

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnaeus.cli.compare.results import Comparison, Row
+from linnaeus.cli.compare.runs import Comparison, Row
 from linnaeus.cli.picture import BLUE, VERMILION, decorate, drawing
 from linnaeus.cli.sweep.space import Axis
 from linnaeus.words import counted

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from linnaeus.cli.compare.history import is_smaller_better
-from linnaeus.cli.compare.output import print_runs
-from linnaeus.cli.compare.plot import save_plot
-from linnaeus.cli.compare.results import Comparison, Row
-from linnaeus.cli.compare.runs import read_runs
+from linnaeus.cli.compare.runs import Comparison, Row, is_smaller_better, read_runs
+from linnaeus.cli.compare.session import print_runs, save_plot
 from linnaeus.cli.sweep.folder import is_asked, lock_folder
 from linnaeus.cli.sweep.options import Options, PlannedRun
 from linnaeus.cli.sweep.search import JOBS_ON_SLURM, Search
@@ -185,7 +182,7 @@ def _show_status(options: Options, runs: Sequence[PlannedRun], console: Console)
         values = _saved_values(options.folder)
         begun = [folder for folder in values if folder.exists()]
     known = dict(zip(begun, read_runs(begun), strict=True))
-    rows = [Row.of(known.get(folder, Row({}, folder)), values[folder]) for folder in values]
+    rows = [replace(known.get(folder, Row({}, folder)), values=values[folder]) for folder in values]
     print_runs(Comparison(rows, options.metric), console)
     return 0
 
@@ -222,7 +219,7 @@ class _Files:
         if not self.sweep.rows:
             return True
         others = [] if self._lock.is_held else self._rows_of_others()
-        whole = dataclasses.replace(self.sweep, rows=[*self.sweep.rows, *others])
+        whole = replace(self.sweep, rows=[*self.sweep.rows, *others])
         try:
             for name in (SWEEP, "sweep.csv"):
                 whole.save(self.folder / name)
@@ -241,7 +238,7 @@ class _Files:
             values = _saved_values(self.folder)
         own = {row.folder for row in self.sweep.rows}
         wanted = [f for f in values if f not in own and [*values[f]] == self.sweep.keys and f.exists()]
-        return [Row.of(run, values[run.folder]) for run in read_runs(wanted)]
+        return [replace(run, values=values[run.folder]) for run in read_runs(wanted)]
 
 
 def _report(options: Options, sweep: Comparison, files: _Files, console: Console) -> None:

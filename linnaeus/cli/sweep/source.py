@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from linnaeus.errors import ConfigError
 
 if TYPE_CHECKING:
-    from linnaeus.cli.compare.results import Row
+    from linnaeus.cli.compare.runs import Row
     from linnaeus.cli.sweep.options import PlannedRun
 
 

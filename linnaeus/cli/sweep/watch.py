@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from linnaeus.cli.compare.results import Comparison, Row
+from linnaeus.cli.compare.runs import Comparison, Row
 from linnaeus.cli.sweep.folder import is_asked, prepare
 from linnaeus.cli.sweep.options import PlannedRun
 from linnaeus.cli.sweep.source import Source, UnknownMetricError

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from linnaeus.config.load import load_config, settings_of
 from linnaeus.config.schema import Config
-from linnaeus.config.settings import Setting
 from linnaeus.data.bundle import dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.imagefolder import example_folder
@@ -105,7 +104,7 @@ def _of_dataset(run: TrainedRun) -> tuple[list[Tensor], str]:
 
 def _config(run: TrainedRun) -> Config:
     """The configuration of the run: in its folder, else what the checkpoint holds of it."""
-    tokens, below = ["DATA.ON_BAD_IMAGE=raise"], list[Setting]()
+    tokens, below = ["DATA.ON_BAD_IMAGE=raise"], None
     if run.folder is not None:
         tokens = ["--cfg", str(run.folder / "config.yaml"), *tokens]
     elif "DATA" in run.content.get("config", {}):

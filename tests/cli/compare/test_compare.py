@@ -13,16 +13,14 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from linnaeus.cli.compare.folders import find_runs, run_names
-from linnaeus.cli.compare.output import EXPENDABLE, print_runs
-from linnaeus.cli.compare.results import Comparison, Row, compared
-from linnaeus.cli.compare.runs import read_runs
-from linnaeus.cli.compare.session import sort_rows
+from linnaeus.cli.compare.options import find_runs, run_names
+from linnaeus.cli.compare.runs import Comparison, compared, read_runs
+from linnaeus.cli.compare.session import EXPENDABLE, print_runs, save_plot, sort_rows
 from linnaeus.errors import ConfigError
 from linnaeus.files import FolderLock, process_start
 from linnaeus.launchers.record import open_locked
 from tests.helpers.consoles import plain_console
-from tests.helpers.run_files import config_text, write_run
+from tests.helpers.run_files import config_text, write_run, write_validations
 from tests.helpers.runs import Run, wait_until
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,9 +63,8 @@ def test_runs_started_by_hand_side_by_side(run: Run, tmp_path: Path) -> None:
     assert entry["best"]["top1/kind"] == {"value": 0.75, "epoch": 2}
     assert entry["curve"] == [[1, 0.25], [2, 0.75], [3, 0.5]]
     assert (entry["run"], entry["status"], entry["epoch"]) == ("slow", "finished", 3)
-    root = ElementTree.parse(tmp_path / "a.svg").getroot()
-    titles = " ".join(title.text or "" for title in root.iter(f"{SVG}title"))
-    assert all(word in titles for word in ("LR=0.1", "fast", "0.875", "slow", "12.5"))
+    texts = {text.text for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter(f"{SVG}text")}
+    assert {"LR=0.1", "LR=0.2", "learning curves", "validation top1/kind", "training time"} <= texts
 
 
 def test_runs_are_found_below_folders_by_patterns_and_once(
@@ -80,11 +77,11 @@ def test_runs_are_found_below_folders_by_patterns_and_once(
     Path("runs/conf/config.yaml").write_text("TRAIN.EPOCHS: 3")  # somebody's, not a run's
 
     def named(*names: str) -> list[str]:
-        return run_names(find_runs(names))
+        return run_names(find_runs(names, []))
 
-    assert named("runs") == ["lr/LR=2", "lr/LR=10", "other"]
-    assert named("runs/other", "runs/*", "runs/lr/LR=2") == ["other", "lr/LR=2", "lr/LR=10"]
-    assert named("runs/lr/LR=2.earlier-1", "runs/lr") == ["LR=2.earlier-1", "LR=2", "LR=10"]
+    assert named("runs") == ["lr/LR=10", "lr/LR=2", "other"]
+    assert named("runs/other", "runs/*", "runs/lr/LR=2") == ["other", "lr/LR=10", "lr/LR=2"]
+    assert named("runs/lr/LR=2.earlier-1", "runs/lr") == ["LR=2.earlier-1", "LR=10", "LR=2"]
     assert named("runs/other") == ["other"]
 
 
@@ -133,8 +130,7 @@ def test_a_narrow_terminal_does_without_columns_but_not_without_the_metric(tmp_p
 
 
 def status_of(folder: Path) -> str:
-    [run] = read_runs([folder])
-    return Row.of(run, {}).status
+    return read_runs([folder])[0].status
 
 
 def test_how_far_a_run_has_come(tmp_path: Path) -> None:
@@ -154,7 +150,7 @@ def test_how_far_a_run_has_come(tmp_path: Path) -> None:
     for holder, expected in (
         (f"process {os.getpid()} on {here}", "running"),
         (f"process {ended.pid} on {here}", "interrupted"),
-        (f"process {os.getpid()} on elsewhere", "running?"),
+        (f"process {os.getpid()} on elsewhere", "unknown"),
         ("", "interrupted"),
     ):
         (stopped / ".lock").write_text(holder)
@@ -186,9 +182,6 @@ def test_how_a_run_of_a_sweep_ended(tmp_path: Path) -> None:
     os.close(descriptor)
     assert status_of(begun) == "interrupted"
     shutil.copytree(begun, tmp_path / "other")
-    for runs in (3, None, ["x"], [{"status": "pruned"}], [{"status": "pruned", "folder": 3}]):
-        (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
-        assert status_of(begun) == "interrupted", "the file is damaged"
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": [{"folder": "begun", "status": "pruned"}]}))
     assert [status_of(begun), status_of(tmp_path / "other")] == ["pruned", "interrupted"]
 
@@ -215,3 +208,32 @@ def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run: Run, tmp_path:
         assert text in lines_with(status.out, f"│ {rate} ")[0]
     assert lines_with(status.out, "0.2", "SIGINT")
     assert lines_with(status.out, "0.4", "12", "node7")
+
+
+def picture_of(tmp_path: Path, *names: str) -> set[str]:
+    save_plot(comparison(tmp_path, *names), tmp_path / "a.svg")
+    return {text.text or "" for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter(f"{SVG}text")}
+
+
+def test_the_axis_of_a_picture_is_the_key_with_the_most_values_in_their_order(tmp_path: Path) -> None:
+    for number, size in enumerate((64, 96, 48)):
+        is_on = size == 96
+        write_run(
+            tmp_path / str(size), f"DATA.BATCH_SIZE={size}", f"DATA.AUTOBATCH.ENABLED={is_on}",
+            f"TRAIN.AMP={'bf16' if number else 'off'}",
+        )  # fmt: skip
+    write_validations(tmp_path / "other", [0.5], metric="top1/species")
+    (tmp_path / "other/config.yaml").write_text(config_text("MODEL.NAME=vit"))
+    texts = picture_of(tmp_path, "64", "96", "48", "other")
+    assert {"BATCH_SIZE", "48", "64", "96", "AMP=off", "AMP=bf16"} <= texts
+    assert not [text for text in texts if "ENABLED" in text and "BATCH_SIZE" not in text]
+    assert not [text for text in texts if "vit" in text], "it does not have the metric"
+
+
+def test_the_picture_of_runs_that_do_not_differ_or_have_measured_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", "EXPERIMENT.SEED=1")
+    write_run(tmp_path / "c", values=(), finished=False)
+    assert "run" in picture_of(tmp_path, "a")
+    assert "SEED" in picture_of(tmp_path, "a", "b")
+    assert "no validation yet" in picture_of(tmp_path, "c")

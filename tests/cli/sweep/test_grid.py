@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from linnaeus.cli.sweep.grid import Combination, read_grid
 from linnaeus.cli.sweep.options import read
+from linnaeus.cli.sweep.values import sweep_values
 from linnaeus.config.load import load_config
-from linnaeus.config.sweep_values import sweep_values
 from linnaeus.errors import ConfigError
 
 VALUES = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from linnaeus.cli.compare.results import Row
+from linnaeus.cli.compare.runs import Row
 from linnaeus.cli.sweep.folder import prepare
 from linnaeus.cli.sweep.grid import Combination
 from linnaeus.cli.sweep.options import Options, PlannedRun, read

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.cli.compare.results import Row
+from linnaeus.cli.compare.runs import Row
 from linnaeus.cli.sweep import watch as module
 from linnaeus.cli.sweep.folder import lock_folder, prepare
 from linnaeus.cli.sweep.session import _watch_to_the_end

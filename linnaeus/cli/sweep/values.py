@@ -7,13 +7,13 @@ https://hydra.cc/docs/advanced/override_grammar/extended/
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.core.override_parser.types import QuotedString, RangeSweep, Transformer
 from hydra.errors import HydraException
+
+from linnaeus.config.values import split_list
 
 
 def sweep_values(text: str) -> list[str]:
@@ -30,36 +30,28 @@ def sweep_values(text: str) -> list[str]:
     try:
         override = OverridesParser.create().parse_override(f"value={text}")
     except (HydraException, RecursionError):
-        if _has_bare_comma(text):
+        if not text.startswith("[") and len(split_list(text)) > 1:
             raise ValueError(
                 f"{text!r} cannot be read as a list of values; quotes make it one text: \"'{text}'\""
             ) from None
         return [text]
     if not override.is_sweep_override():
         return [text]
-    return list(dict.fromkeys(_typed(value) for value in _elements(override, text)))
-
-
-def _elements(override: HydraOverride, text: str) -> list[Any]:
-    """The elements of a list; raises `ValueError` where there are none."""
     value = override.value()
-    if isinstance(value, RangeSweep):
-        found = _range(float(value.start or 0), float(value.stop or 0), float(value.step))
-        if not found:
-            raise ValueError(f"{text!r} has no values: no step leads from its start to its stop")
-        return found
     try:
-        return list(override.sweep_iterator(transformer=Transformer.identity))
+        if isinstance(value, RangeSweep):  # Hydra adds the step up, so that 0.1 four times is less than 0.4
+            start, stop, step = (float(number or 0) for number in (value.start, value.stop, value.step))
+            count = math.ceil((stop - start) / step - 1e-9) if step else 0
+            found = [_typed(start + number * step) for number in range(count)]
+        else:
+            found = [_typed(value) for value in override.sweep_iterator(transformer=Transformer.identity)]
     except HydraException:
+        found = []
+    if not found:
         raise ValueError(
             f"{text!r} has no values of its own; give them one by one (a,b,c) or as range(start,stop,step)"
-        ) from None
-
-
-def _range(start: float, stop: float, step: float) -> list[float]:
-    """Hydra adds the step up, so that 0.1 three times is more than 0.3; here each value is a multiple."""
-    count = math.ceil((stop - start) / step - 1e-9) if step else 0
-    return [start + number * step for number in range(count)]
+        )
+    return list(dict.fromkeys(found))
 
 
 def _typed(value: Any) -> str:
@@ -71,11 +63,3 @@ def _typed(value: Any) -> str:
     if isinstance(value, list | dict):
         return str(Transformer.encode(value))
     return "null" if value is None else str(value)
-
-
-def _has_bare_comma(text: str) -> bool:
-    """Whether there is a comma outside brackets and quotes."""
-    inner = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^\[\]]*\]|\{[^{}]*\}|\([^()]*\)"""
-    while (shorter := re.sub(inner, "", text)) != text:
-        text = shorter
-    return "," in text

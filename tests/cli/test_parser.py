@@ -8,16 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from linnaeus.cli.options import check_files
+from linnaeus.cli.main import ALONE, COMMANDS, cli, part_of
+from linnaeus.cli.parser import check_files
 from linnaeus.errors import ConfigError
-from linnaeus.launchers.options import split_launch_options
-from linnaeus.main import COMMANDS, cli
 from tests.helpers.forks import ROOT
 from tests.helpers.runs import Run
 
@@ -26,13 +24,15 @@ MEASURING = ("analyze", "plan")
 OTHERS = ("compare", "evaluate", "export", "predict", "sweep")
 
 
-def module(command: str) -> Any:
-    return import_module(f"linnaeus.cli.{command}.options")
+def read(command: str, *argv: str) -> Any:
+    return part_of(command, "read")(argv)
 
 
 def problems(command: str, *argv: str) -> list[str]:
     """What is wrong with options alone."""
-    return list(module(command).PARSER.take(argv, module(command).Options())[1])
+    with pytest.raises(ConfigError) as caught:
+        read(command, *argv)
+    return [each for each in caught.value.problems if each.startswith("-") and "missing" not in each]
 
 
 def test_a_value_stands_behind_its_option_or_an_equals_sign() -> None:
@@ -54,7 +54,7 @@ def test_an_option_without_a_value_or_unknown_is_a_problem(command: str) -> None
 def test_mistakes_of_options_and_of_keys_are_listed_at_once(command: str) -> None:
     argv = ["--plot", "a.b", "--foo", "DATA.BATCHSIZE=3", "TRAIN.EPOCHS=0", "EXPERIMENT.SEED=1,2"]
     with pytest.raises(ConfigError) as caught:
-        module(command).read(argv if command == "sweep" else argv[:-1])
+        read(command, *(argv if command == "sweep" else argv[:-1]))
     named = [problem.partition(":")[0] for problem in caught.value.problems]
     assert sorted(named) == ["--foo", "--plot", "DATA.BATCHSIZE", "TRAIN.EPOCHS"]
 
@@ -73,9 +73,9 @@ def test_files_are_looked_at_before_the_work(
     }.get(command, [])  # fmt: skip
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=rf"{option}: missing/a\.{ending}"):
-        module(command).read([*argv, option, f"missing/a.{ending}"])
+        read(command, *argv, option, f"missing/a.{ending}")
     assert sorted(tmp_path.rglob("*")) == before
-    assert module(command).read([*argv, option, f"a.{ending}"])
+    assert read(command, *argv, option, f"a.{ending}")
 
 
 def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +91,17 @@ def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "mine.csv"]
 
 
-def test_a_value_may_begin_with_a_dash() -> None:
-    options = module("analyze").Options()
-    assert module("analyze").PARSER.take(["--output", "-x.json"], options) == ([], [])
-    assert options.output == Path("-x.json")
+def test_a_value_may_be_a_negative_number_or_follow_an_equals_sign() -> None:
+    options, config = read("analyze", "MODEL.KWARGS.x", "-1e-3", "--output=-x.json")
+    assert (options.output, config.MODEL.KWARGS) == (Path("-x.json"), {"x": -1e-3})
+    assert read("analyze", "--output", "-x.json")[0].output == Path("-x.json")
+    [problem] = problems("analyze", "--output", "--plot", "-x.png")
+    assert problem.startswith("--output: ")
 
 
 def test_the_later_of_an_option_and_an_override_wins() -> None:
     def max_size(*argv: str) -> int:
-        return int(module("analyze").read(argv)[1].DATA.AUTOBATCH.MAX_BATCH_SIZE)
+        return int(read("analyze", *argv)[1].DATA.AUTOBATCH.MAX_BATCH_SIZE)
 
     assert max_size("--max-bs", "8", "DATA.AUTOBATCH.MAX_BATCH_SIZE", "9") == 9
     assert max_size("DATA.AUTOBATCH.MAX_BATCH_SIZE=9", "--max-bs", "8") == 8
@@ -125,7 +127,7 @@ def words_of(example: str) -> list[str]:
     """What stands behind the program in an example."""
     words = shlex.split(example.rpartition("|")[2])
     start = next(number for number, word in enumerate(words) if word.startswith("linnaeus"))
-    return words[start + 1 :] if words[start] != "linnaeus.train" else ["train", *words[start + 1 :]]
+    return words[start + 1 :]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -135,46 +137,41 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
     desk(tmp_path, monkeypatch)
     outcome = run(command, "--help", "--cfg", "nowhere.yaml")
     assert outcome.code == 0
-    if command != "train":
-        assert all(name in outcome.out for name in module(command).PARSER.names())
+    assert all(name in outcome.out for name in part_of(command, "PARSER")._option_string_actions)
     found = re.search(r"^examples:\n((?:  .+\n)+)", outcome.out, re.MULTILINE)
     assert found is not None
     lines = found[1].splitlines()
     assert len(lines) >= 3
     for line in lines:
         first, *rest = words_of(line)
-        if command != "train":
-            assert first == command
-        elif first != "train":
-            rest = [first, *rest]
-        if command != "sweep":
-            _, rest, wrong = split_launch_options(rest)
-            assert wrong == [], line
-        assert module(command).read(rest), line
-    if COMMANDS[command]:
+        assert first == command
+        assert read(command, *rest), line
+    if command in ALONE:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")
         words = words_of(lines[0])
         outcome = run(*words)
         assert outcome.code == 2
-        assert f"linnaeus.main {shlex.join(words)}" in outcome.err, "the command without torchrun"
+        assert f"linnaeus {shlex.join(words)}" in outcome.err, "the command without torchrun"
 
 
-ALONE = (
+LIGHT = (
     "linnaeus.config.load", "linnaeus.batching.plan", "linnaeus.batching.summary", "linnaeus.main",
     "linnaeus.autobatch.search",
 )  # fmt: skip
 WITHOUT_TORCH = """
 import importlib, json, sys
 from linnaeus.main import cli
+from linnaeus.cli.completion import candidates
 
 def loaded(*argvs):
     codes = [cli(argv) for argv in argvs]
     return codes, sorted(sys.modules)
 
 commands = json.loads(sys.argv[1])
-lines = ["linnaeus ", "linnaeus DATA.AUTOB", "linnaeus model=", *(f"linnaeus {name} --" for name in commands)]
-completing = loaded(*(["--complete", "bash", line, "="] for line in lines))
+for words, word in [([], ""), ([], "DATA.AUTOB"), ([], "model="), *(([name], "--") for name in commands)]:
+    assert candidates(words, word)
+completing = sorted(sys.modules)
 reading = loaded(*([name, "--help"] for name in commands), *([name, "--foo"] for name in commands))
 comparing = loaded(["compare", "one"])
 importing = [
@@ -187,13 +184,12 @@ print(json.dumps([completing, reading, comparing, importing]))
 def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_path: Path) -> None:
     (tmp_path / "one/checkpoints").mkdir(parents=True)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*COMMANDS]), json.dumps(ALONE)],
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*COMMANDS]), json.dumps(LIGHT)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     completing, reading, comparing, importing = json.loads(done.stdout.splitlines()[-1])
-    assert {*completing[0]} == {0}
     heavy = {"torch", "matplotlib", "timm", "sklearn"}
-    assert not {*completing[1]} & {*heavy, "hydra", "omegaconf", "numpy", "yaml", "rich", "wandb"}
+    assert not {*completing} & {*heavy, "hydra", "omegaconf", "numpy", "yaml", "rich", "wandb"}
     assert reading[0] == [0] * len(COMMANDS) + [2] * len(COMMANDS)
     assert comparing[0] == [0]
     assert not {*comparing[1]} & heavy

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.cli.predict import session
+from linnaeus.cli import predict
 from linnaeus.inference.trained import load_run
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
@@ -90,8 +90,7 @@ def test_not_one_image_is_an_error_and_an_empty_list_is_not(
     desk: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     outcome = run("predict", "runs/birds", "photos/002.png", "--output", "out.json", *CPU)
-    assert outcome.code == 1
-    assert json.loads((desk / "out.json").read_text()) == []
+    assert (outcome.code, (desk / "out.json").exists()) == (1, False)
     (desk / "out.json").write_text("of an earlier call")
     outcome = run("predict", "runs/birds", "photos/002.png", "--output", "out.json", *CPU)
     assert outcome.code == 1
@@ -104,12 +103,12 @@ def test_not_one_image_is_an_error_and_an_empty_list_is_not(
 
 def test_many_unreadable_images_do_not_fill_the_terminal(desk: Path, run: Run) -> None:
     (desk / "bad").mkdir()
-    for number in range(session.NUM_NAMED + 30):
+    for number in range(predict.NUM_NAMED + 30):
         (desk / "bad" / f"{number}.jpg").touch()
     outcome = run("predict", "runs/birds", "bad", "photos/000.png", "--output", "out.csv", *CPU)
     assert outcome.code == 0
-    assert outcome.err.count(" bad/") == session.NUM_NAMED
-    assert len((desk / "out.csv.skipped.csv").read_text().splitlines()) == session.NUM_NAMED + 31
+    assert outcome.err.count(" bad/") == predict.NUM_NAMED
+    assert len((desk / "out.csv.skipped.csv").read_text().splitlines()) == predict.NUM_NAMED + 31
 
 
 @pytest.mark.e2e
@@ -148,5 +147,5 @@ def test_a_reader_that_has_gone_is_no_traceback(desk: Path) -> None:
         "raise SystemExit(cli(['predict', 'runs/birds', 'photos', '--device', 'cpu']))"
     )
     outcome = forks.python("-c", command, cwd=desk, env={"PYTHONPATH": str(ROOT)})
-    assert outcome.code == session.PIPE_CLOSED
+    assert outcome.code == predict.PIPE_CLOSED
     assert "Broken" not in outcome.err

@@ -1,15 +1,18 @@
-"""The command line of `linnaeus export`. Imports no torch."""
+"""`linnaeus export`: trained runs as files for other programs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from linnaeus.cli.run_options import RunCommandParser, check_run, read_choice, refuse
+from linnaeus.cli.parser import CommandParser, add_run_options, read_choice
+from linnaeus.errors import ConfigError
 from linnaeus.inference.export import FORMATS, OUTPUTS
 from linnaeus.inference.paths import STDIN, problem_of
+from linnaeus.signals import StopRequest
 
 DESCRIPTION = """\
 Writes a trained run's model as a file that other programs read, with its classes, taxonomy, normalisation and
@@ -50,7 +53,7 @@ class Options:
         device: torch device of the check, and of a torch.export file.
     """
 
-    run: str = ""
+    run: Path = Path()
     format: str = ""
     checkpoint: str = "best"
     output: Path | None = None
@@ -61,57 +64,67 @@ class Options:
 
 
 def read(argv: Sequence[str]) -> str | tuple[Options]:
-    """Read the tokens after `export`: the help, or the argument of the session's `run`.
+    """Read the tokens after `export`: the help, or the argument of `run`.
 
     >>> (options,) = read([".", "--format", "onnx", "--device", "cuda"])
-    >>> options.run, options.format, options.device
+    >>> str(options.run), options.format, options.device
     ('.', 'onnx', 'cuda')
 
     Raises:
         ConfigError: lists everything that is wrong.
     """
     options = Options()
-    rest, images = _take_images(argv)
-    found = PARSER.words(rest, options)
+    found = PARSER.words(argv, options)
     if found is None:
         return PARSER.format_help()
     words, problems = found
-    options.images = images
-    if len(words) != 1:
-        also = f"not {len(words)} words: {' '.join(words)}" if words else "it is missing"
-        problems.append(f"RUN: name the folder of one run, such as runs/birds; {also}")
-    else:
-        options.run = words[0]
-        problems += check_run(options.run)
+    problems += [f"RUN: name one run, and not {word} too" for word in words]
     if not options.format and not any(problem.startswith("--format") for problem in problems):
         problems.append(f"--format: is missing; give one of {', '.join(FORMATS)}")
-    problems += [
-        f"--images: {word}: {problem}" for word in options.images if (problem := problem_of(word)) is not None
-    ]
-    if STDIN in images:
+    problems += [f"--images: {word}: {problem}" for word in options.images if (problem := problem_of(word))]
+    if STDIN in options.images:
         problems.append("--images: takes no list from standard input")
-    refuse(problems)
+    if problems:
+        raise ConfigError(problems)
     return (options,)
 
 
-def _take_images(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The other tokens, and the words after `--images` up to the next option."""
-    rest, images = list[str](), list[str]()
-    is_image = False
-    for token in argv:
-        name, has_value, value = token.partition("=")
-        if name == "--images":
-            is_image = not has_value
-            images += [value] if has_value else []
-        elif token.startswith("--") or not is_image:
-            is_image = False
-            rest.append(token)
-        else:
-            images.append(token)
-    return rest, images
+def run(options: Options) -> int:
+    """Export the run and say how the result was checked; returns the exit code: 0.
+
+    Raises:
+        LinnaeusError: something that the user can mend; the message says how.
+    """
+    from linnaeus.inference.export.check import ABSOLUTE_TOLERANCE, RELATIVE_TOLERANCE
+    from linnaeus.inference.export.run import export_run
+    from linnaeus.inference.trained import load_run
+
+    with StopRequest().listening():
+        trained = load_run(options.run, checkpoint=options.checkpoint, device=options.device)
+        print(trained.description, file=sys.stderr)
+        exported = export_run(
+            trained, options.format, options.output, outputs=options.outputs, level=options.level,
+            images=options.images,
+        )  # fmt: skip
+    num_bytes = exported.num_bytes
+    size = f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
+    print(f"{exported.path}  {size}")
+    verdict = "equal"
+    if exported.difference is not None:
+        allowed = (
+            f"{RELATIVE_TOLERANCE:g} of a probability and {ABSOLUTE_TOLERANCE:g} are allowed"
+            if exported.kind == "probabilities"
+            else f"{RELATIVE_TOLERANCE:g} of the largest logit, or of 1, is allowed"
+        )
+        verdict = f"{exported.kind} differ by at most {exported.difference:.2g} ({allowed})"
+    print(f"read back and compared with the run on {exported.origin}: {verdict}")
+    return 0
 
 
-PARSER = RunCommandParser("export", words="RUN --format FORMAT", description=DESCRIPTION, details=DETAILS)
+PARSER = CommandParser(
+    "export", words="RUN --format FORMAT [options]", description=DESCRIPTION, details=DETAILS, takes_run=True,
+    takes_overrides=False,
+)  # fmt: skip
 PARSER.option("--format", "|".join(FORMATS), partial(read_choice, FORMATS), "kind of file")
 PARSER.option(
     "--output", "FILE", Path, "file, or folder for timm; one that is there is replaced; default: "
@@ -122,5 +135,8 @@ PARSER.option(
     "what ONNX and torch.export files give; default probabilities",
 )  # fmt: skip
 PARSER.option("--level", "NAME", str, "rank whose head timm gets; default: the finest")
-PARSER.option("--images", "FILE", str, "files, folders and patterns for the check, up to the next option")
-PARSER.add_run_options()
+PARSER.option(
+    "--images", "FILE ...", list, "files, folders and patterns for the check, up to the next option",
+    takes=lambda _: True,
+)  # fmt: skip
+add_run_options(PARSER)

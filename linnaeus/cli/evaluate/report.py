@@ -1,0 +1,332 @@
+"""What an evaluation has found: files for programs, and tables and a picture for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from linnaeus.cli.picture import BLUE, INK, VERMILION, decorate, drawing
+from linnaeus.cli.tables import Figures, cell
+from linnaeus.inference.figures import Distance, LevelFigures
+from linnaeus.inference.tally import NUM_BINS
+from linnaeus.words import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NUM_CONFUSIONS = 100
+"""Confusions of each level in the JSON file."""
+NUM_SHOWN = 5
+"""Classes and confusions in a table."""
+MAX_LEVELS = 4
+"""Levels that are drawn: the finest ones."""
+MAX_MATRIX_CLASSES = 30
+"""Up to this many classes, the confusion matrix of a level is drawn; for more, their recall."""
+MAX_CELL_NUMBERS = 12
+"""Up to this many classes, the cells of a matrix show their numbers."""
+MAX_LABEL_CHARACTERS = 60
+"""Up to this many characters in all, the labels of an axis are horizontal; more are slanted."""
+
+
+@dataclass
+class Evaluation(Figures):
+    """All that an evaluation has found.
+
+    Attributes:
+        checkpoint: file, run, epoch and step.
+        data: what was evaluated.
+        settings: batch size, processes, device, precision.
+        versions: of what ran it.
+        metrics: those that training logs.
+        levels: the figures of each level, coarse to fine.
+        distance_of_mistakes: in the taxonomy; None without one.
+        logged: see `compare_with_logged`; None where the checkpoint has no figures for this data.
+        notes: what the log said of the data.
+        duration_s: of the pass over the data.
+    """
+
+    checkpoint: dict[str, Any]
+    data: dict[str, Any]
+    settings: dict[str, Any]
+    versions: dict[str, Any]
+    metrics: dict[str, float]
+    levels: list[LevelFigures]
+    distance_of_mistakes: Distance | None
+    logged: dict[str, Any] | None
+    notes: list[str]
+    duration_s: float
+
+    def scalars(self) -> list[dict[str, Any]]:
+        """One row per level and class."""
+        names = ("label", "class", "samples", "predicted", "correct", "recall", "precision", "f1")
+        rows = []
+        for each in self.levels:
+            found = each.classes
+            counts = found.num_samples, found.num_predicted, found.num_correct
+            tensors = *counts, found.recall, found.precision, found.f1
+            columns = range(len(each.level.classes)), each.level.classes, *(t.tolist() for t in tensors)
+            rows += [
+                _finite({"level": each.level.name, **dict(zip(names, row, strict=True))})
+                for row in zip(*columns, strict=True)
+            ]
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Content of the JSON file."""
+        distance = self.distance_of_mistakes
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "metrics": _finite(self.metrics),
+            "distance_of_mistakes": None if distance is None else asdict(distance),
+            "levels": {level.level.name: self._level(level) for level in self.levels},
+            "classes": self.scalars(),
+        }
+
+    def level_row(self, level: LevelFigures) -> dict[str, Any]:
+        """The figures of a level that are single numbers."""
+        return _finite({
+            "samples": level.num_samples,
+            "unlabelled": level.num_unlabelled,
+            "classes": len(level.level.classes),
+            "classes_with_samples": level.num_classes_with_samples,
+            "top1": level.top1,
+            "top5": self.metrics.get(f"top5/{level.level.name}") if level.num_samples else None,
+            "macro_recall": level.macro_recall,
+            "macro_precision": level.macro_precision,
+            "macro_f1": level.macro_f1,
+            "calibration_error": level.calibration_error,
+            "cross_entropy": level.cross_entropy,
+        })  # fmt: skip
+
+    def _level(self, level: LevelFigures) -> dict[str, Any]:
+        bins = [
+            {"from": n / NUM_BINS, "to": (n + 1) / NUM_BINS, "samples": int(samples)}
+            | _finite({"confidence": confidence, "accuracy": accuracy})
+            for n, (samples, confidence, accuracy) in enumerate(level.bins.T.tolist())
+        ]
+        confusions = [asdict(confusion) for confusion in level.confusions(NUM_CONFUSIONS)]
+        return {**self.level_row(level), "calibration_bins": bins, "confusions": confusions}
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with None in place of numbers that are not finite, which JSON does not have."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def compare_with_logged(
+    logged: Mapping[str, float], metrics: Mapping[str, float], other_settings: Sequence[str]
+) -> dict[str, Any]:
+    """The figures that training has logged for the checkpoint, beside those of an evaluation.
+
+    Returns:
+        `metrics` (the logged ones), `unequal` (names of those that differ in the last digit, or that only one
+        of both has), `same`, and `other_settings`: what the evaluation does otherwise than the run did.
+    """
+    before, now = _finite(logged), _finite(metrics)
+    missing = object()
+    unequal = [name for name in {**before, **now} if before.get(name, missing) != now.get(name, missing)]
+    return {
+        "metrics": before, "same": not unequal, "unequal": unequal, "other_settings": list(other_settings),
+    }  # fmt: skip
+
+
+# Tables.
+
+
+def _data_title(evaluation: Evaluation) -> str:
+    data = evaluation.data
+    return f"{counted(data['samples'], 'sample')} of {data['source']} ({data['part']})"
+
+
+def show(evaluation: Evaluation, console: Console) -> None:
+    """Print the tables and the notes."""
+    if evaluation.levels:
+        console.print(_levels_table(evaluation))
+    finest = next((level for level in reversed(evaluation.levels) if level.num_samples), None)
+    if finest is not None and (worst := finest.worst(NUM_SHOWN)):
+        name, classes, found = finest.level.name, finest.level.classes, finest.classes
+        rows = [
+            (
+                classes[n],
+                str(int(found.num_samples[n])),
+                f"{found.recall[n]:.4f}",
+                f"{found.precision[n]:.4f}".replace("nan", ""),
+            )
+            for n in worst
+        ]
+        headings = ["class", "samples", "recall", "precision"]
+        console.print(_table(f"Lowest recall: {name}", headings, rows))
+        rows = [
+            (each.true, each.predicted, str(each.samples), f"{each.share:.1%}")
+            for each in finest.confusions(NUM_SHOWN)
+        ]
+        headings = ["class", "taken for", "samples", "of the class"]
+        console.print(_table(f"Largest confusions: {name}", headings, rows, num_texts=2))
+    for note in notes(evaluation):
+        console.print(note, markup=False, soft_wrap=True)
+
+
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> Table:
+    table = Table(*headings[:num_texts], title=title, title_justify="left")
+    for heading in headings[num_texts:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _levels_table(evaluation: Evaluation) -> Table:
+    headings = {
+        "samples": ("samples", "d"), "unlabelled": ("unlabelled", "d"), "top1": ("top-1", ".4f"),
+        "top5": ("top-5", ".4f"), "macro_recall": ("macro recall", ".4f"),
+        "macro_precision": ("precision", ".4f"), "macro_f1": ("F1", ".4f"),
+        "calibration_error": ("calib. error", ".4f"), "cross_entropy": ("cross-entropy", ".4f"),
+    }  # fmt: skip
+    if not any(level.num_unlabelled for level in evaluation.levels):
+        del headings["unlabelled"]
+    rows = []
+    for level in evaluation.levels:
+        row = evaluation.level_row(level)
+        rows.append((level.level.name, *(cell(row[name], form) for name, (_, form) in headings.items())))
+    return _table(_data_title(evaluation), ["rank", *(heading for heading, _ in headings.values())], rows)
+
+
+def notes(evaluation: Evaluation) -> list[str]:
+    """Notes below the tables: loss, consistency, distance of mistakes, the comparison with training."""
+    metrics, distance = evaluation.metrics, evaluation.distance_of_mistakes
+    found = [f"loss {metrics['loss']:.4f}"]
+    if "consistent" in metrics:
+        found[0] += (
+            f"; of the samples whose predicted classes have known parents, {metrics['consistent']:.2%} agree "
+            "with the taxonomy"
+        )
+    if distance is not None and distance.mean_over_mistakes is not None:
+        found.append(
+            f"mean distance of {counted(distance.num_mistakes, 'mistake')} to the lowest common ancestor: "
+            f"{distance.mean_over_mistakes:.3f} ranks ({distance.mean_over_samples:.3f} over all samples, "
+            "correct ones as 0)"
+        )
+        if distance.num_left_out:
+            found[-1] += f"; {counted(distance.num_left_out, 'mistake')} with an unknown ancestor left out"
+    if evaluation.logged is not None:
+        found.append(logged_sentence(evaluation.logged, metrics))
+    return found
+
+
+def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+    """The comparison with training, as `compare_with_logged` gives it."""
+    settings = f" with {', '.join(logged['other_settings'])}" if logged["other_settings"] else ""
+    if logged["same"]:
+        return f"same figures as in training, to the last digit{settings}"
+    reason = settings or (
+        ", although data, sizes and device are the run's: the files may have changed since training, or the "
+        "device does not repeat its sums"
+    )
+
+    def shown(values: Mapping[str, float | None], name: str) -> str:
+        value = values.get(name)
+        return "absent" if value is None else f"{value:.6g}"
+
+    unequal = [
+        f"{name} {shown(metrics, name)} ({shown(logged['metrics'], name)} in training)"
+        for name in logged["unequal"]
+    ]
+    return f"figures differ from training{reason}: {', '.join(unequal)}"
+
+
+# The picture.
+
+
+def save_plot(evaluation: Evaluation, path: Path) -> None:
+    """Draw calibration and classes of each level, and write the picture in the format of its ending."""
+    levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
+    title = f"{evaluation.checkpoint['name']} on {_data_title(evaluation)}"
+    columns = evaluation.columns
+    with drawing(path, title, evaluation, columns, num_rows=len(levels), panel_height=5.4) as picture:
+        for level, (left, right) in zip(levels, picture.panels, strict=True):
+            _reliability(left, level)
+            _matrix(right, level) if len(level.level.classes) <= MAX_MATRIX_CLASSES else _recall(right, level)
+
+
+def _reliability(axes: Axes, level: LevelFigures) -> None:
+    """Accuracy against confidence, and how many samples have that confidence."""
+    title = f"{level.level.name}: calibration error {level.calibration_error:.3f}"
+    decorate(axes, title, "confidence", "accuracy")
+    samples, confidence, accuracy = level.bins.numpy()
+    axes.plot([0, 1], [0, 1], color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
+    axes.bar(
+        [number / NUM_BINS for number in range(NUM_BINS)], samples / level.num_samples, 1 / NUM_BINS,
+        align="edge", color=INK, alpha=0.25, linewidth=0, label="share of the samples",
+    )  # fmt: skip
+    filled = samples > 0
+    axes.plot(confidence[filled], accuracy[filled], "o-", color=BLUE, linewidth=1.6, label="accuracy")
+    axes.set_xlim(0, 1)
+    _finish(axes)
+
+
+def _matrix(axes: Axes, level: LevelFigures) -> None:
+    """The confusion matrix: numbers of samples, coloured by their share of the true class.
+
+    Classes without a sample have no row, and without a prediction either no column.
+    """
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap
+
+    classes, count = level.level.classes, len(level.level.classes)
+    matrix = np.zeros((count, count))
+    matrix.flat[level.counts.pairs.numpy()] = level.counts.counts.numpy()
+    rows = np.flatnonzero(matrix.any(axis=1))
+    columns = np.flatnonzero(matrix.any(axis=1) | matrix.any(axis=0))
+    matrix = matrix[rows][:, columns]
+    shares = matrix / matrix.sum(axis=1, keepdims=True)
+    decorate(axes, f"{level.level.name}: top-1 {level.top1:.4f}", "predicted class", "true class")
+    axes.grid(visible=False)
+    colours = LinearSegmentedColormap.from_list("share", [(0, 0.447, 0.698, 0), (0, 0.447, 0.698, 1)])
+    # The root of a share, so that rare confusions can be seen.
+    axes.imshow(shares**0.5, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    size = 10 if len(columns) <= MAX_CELL_NUMBERS else 7
+    names = [_short(classes[column], 18) for column in columns]
+    is_long = len(columns) * max(map(len, names)) > MAX_LABEL_CHARACTERS
+    slant: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
+    axes.set_xticks(range(len(columns)), names, fontsize=size, **slant)
+    axes.set_yticks(range(len(rows)), [_short(classes[row], 30) for row in rows], fontsize=size)
+    if len(columns) > MAX_CELL_NUMBERS:
+        return
+    for row, column in zip(*matrix.nonzero(), strict=True):
+        colour = "white" if shares[row, column] > 0.25 else INK
+        number = f"{int(matrix[row, column]):,}"
+        axes.text(column, row, number, ha="center", va="center", fontsize=9, color=colour)
+
+
+def _recall(axes: Axes, level: LevelFigures) -> None:
+    """The recall of all classes with samples, ascending."""
+    recall = level.classes.recall[level.classes.num_samples > 0].sort().values.numpy()
+    x_label = f"{len(recall):,} classes with samples, by recall"
+    decorate(axes, f"{level.level.name}: top-1 {level.top1:.4f}", x_label, "recall")
+    axes.fill_between(range(len(recall)), recall, color=BLUE, alpha=0.15, linewidth=0, step="mid")
+    axes.plot(recall, color=BLUE, linewidth=1.6, drawstyle="steps-mid", label="recall")
+    axes.axhline(
+        recall.mean(), color=VERMILION, linestyle=(0, (5, 3)), linewidth=1.4,
+        label=f"mean {recall.mean():.3f}",
+    )  # fmt: skip
+    axes.set_xlim(0, max(1, len(recall) - 1))
+    _finish(axes)
+
+
+def _finish(axes: Axes) -> None:
+    axes.set_ylim(0, 1.02)
+    # Outside of the axes, where it covers nothing.
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
+
+
+def _short(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"

@@ -1,1 +1,0 @@
-"""Trained runs for other programs: `linnaeus export`."""

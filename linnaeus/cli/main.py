@@ -1,0 +1,158 @@
+"""From the words of a command line to an exit code.
+
+The first word may be one of `COMMANDS`; without such a word Linnaeus trains. A command is a module of
+`linnaeus.cli`, or a folder with `options` and `session`, that has
+
+* `PARSER`: its options.
+* `read(argv)`: checks the words after the command, without torch, so that mistakes are reported at once. It
+  returns a text to print, such as the help, or the arguments of `run`, of which the first are the options.
+* `run(*arguments)`: does the work and returns the exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+if find_spec("omegaconf") is None:
+    raise SystemExit("linnaeus: training needs more than the search: pip install 'linnaeus[train]'")
+
+from linnaeus import __version__
+from linnaeus.config.keys import suggest
+from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
+from linnaeus.signals import Interrupted
+
+COMMANDS = {
+    "train": "train; the word may be left out, but `linnaeus` alone prints this text",
+    "analyze": "memory, batch size and speed before a run",
+    "plan": "time, learning rate and warnings of a few batch sizes that fit",
+    "sweep": "a run for each combination of values, compared",
+    "compare": "runs side by side: what differs, metrics and learning curves",
+    "evaluate": "a trained run on labelled data: accuracy per rank and class, calibration",
+    "predict": "classes of images, by a trained run",
+    "export": "a trained run as safetensors, ONNX, torch.export or timm files",
+}
+"""The commands, each with what it does."""
+ALONE = {
+    "analyze": "the analysis measures one device in one process",
+    "plan": "sizes are timed on one device in one process (see --world-size)",
+    "sweep": "a sweep starts a process for each run by itself",
+    "compare": "a comparison reads files in one process",
+    "predict": "prediction runs on one device in one process",
+    "export": "an export is written by one process",
+}
+"""Why torchrun cannot run a command; the others it can."""
+MULTIRUN = ("-m", "--multirun")
+"""Hydra's names for a sweep."""
+LEAVE_AFTER_S = 3.0
+"""How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
+
+
+def cli(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.
+
+    Args:
+        argv: tokens after the program's name; the process's own by default.
+
+    Returns:
+        The exit code: 0 done, 2 configuration or option, 3 no batch size fits, or training ran out of
+        memory, 130 interrupted (128 and the number of another signal), 1 anything else.
+    """
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None  # torchrun sets both
+    is_main = rank in (None, "0")
+    try:
+        command, rest = _split(tokens)
+        request = f"linnaeus {__version__}\n" if "--version" in tokens else part_of(command, "read")(rest)
+        if isinstance(request, str):
+            if is_main:
+                print(request, end="")
+            return 0
+        launch = request[0].launch
+        submits = launch.launcher == "slurm" and command != "sweep"  # which submits its runs
+        alone = "a job of SLURM starts torchrun by itself" if submits else ALONE.get(command)
+        if alone and rank is not None:
+            raise ConfigError(f"torchrun: {alone}; run it alone: linnaeus {shlex.join(tokens)}")
+    except ConfigError as error:  # every rank has read the same command line
+        if is_main:
+            print(error, file=sys.stderr, flush=True)
+        else:  # torchrun ends all ranks with the first one that leaves
+            time.sleep(LEAVE_AFTER_S)
+        return error.exit_code
+    try:
+        if submits:
+            from linnaeus.launchers.slurm import submit_command
+
+            folder = None  # a run of `train` goes on in its folder when the job is queued again
+            if command == "train":
+                experiment = request[1].EXPERIMENT
+                folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
+            print(submit_command(launch, command, launch.argv, command not in ALONE, folder), end="")
+            return 0
+        exit_code: int = part_of(command, "run")(*request)
+        return exit_code
+    except LinnaeusError as error:
+        print(error if rank is None else f"[rank {rank}] {error}", file=sys.stderr)
+        return error.exit_code
+    except Interrupted as interruption:
+        print(interruption, file=sys.stderr)
+        return interruption.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def console() -> int:
+    """The script `linnaeus`: what `cli` does, but it prints the help without any argument, and completes."""
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks what may stand at the cursor
+        from linnaeus.cli.completion import complete
+
+        return complete()
+    return cli(sys.argv[1:] or ["--help"])
+
+
+def part_of(command: str, name: str) -> Any:
+    """`PARSER`, `read` or `run` of a command."""
+    module = import_module(f"linnaeus.cli.{command}")
+    if not hasattr(module, name):
+        module = import_module(f"{module.__name__}.{'session' if name == 'run' else 'options'}")
+    return getattr(module, name)
+
+
+def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The command and its own tokens.
+
+    Raises:
+        ConfigError: the first word is like a command's, and a mistake; or the command comes later.
+    """
+    command, rest = (tokens[0], tokens[1:]) if tokens and tokens[0] in COMMANDS else ("train", tokens)
+    if command in ("train", "sweep") and any(token in MULTIRUN for token in rest):
+        return "sweep", [token for token in rest if token not in MULTIRUN]
+    if command != "train" or {"-h", "--help", "--version"}.intersection(tokens):
+        return command, rest
+    from linnaeus.config.aliases import alias
+    from linnaeus.config.overrides import parse_command_line
+    from linnaeus.config.presets import available
+
+    late = [word for word in parse_command_line(rest).stray if word in COMMANDS]
+    if late:
+        others = [token for token in tokens if token != late[0]]
+        raise ConfigError(f"{late[0]!r}: the command comes first: linnaeus {late[0]} {shlex.join(others)}")
+    word = tokens[0] if tokens else ""
+    is_name = re.fullmatch(r"[A-Za-z][A-Za-z_-]*", word) and not word.isupper()
+    if is_name and word not in ("train", *available()):
+        meaning = alias(word)
+        raise ConfigError(
+            f"{word!r}: {meaning}"
+            if meaning
+            else f"{word!r}: no such command{suggest(word.lower(), COMMANDS)}; commands are "
+            f"{', '.join(COMMANDS)}; settings are KEY VALUE, KEY=VALUE and group=preset"
+        )
+    return command, rest

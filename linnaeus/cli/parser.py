@@ -1,0 +1,430 @@
+"""Command lines: the options of every command, the words beside them, values of options. Without torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from linnaeus.config.keys import suggest
+from linnaeus.config.presets import available
+from linnaeus.config.schema import Config
+from linnaeus.errors import ConfigError
+from linnaeus.files import temporary_name
+from linnaeus.launchers.interface import LaunchOptions
+from linnaeus.launchers.sbatch import KNOWN, problems_with
+
+AUTOBATCH = "DATA.AUTOBATCH"
+COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
+"""What a shell's start-up file needs for completion with TAB."""
+CHECKPOINT_OPTION = (
+    "--checkpoint", "best|last|FILE", str,
+    "checkpoint of the run: best (the default), last, or a file; RUN itself where that is a checkpoint",
+)  # fmt: skip
+"""Arguments of `CommandParser.option`."""
+_NUMBER = re.compile(r"-[.\d]")
+
+
+@dataclass(frozen=True)
+class _Option:
+    """What becomes of an option.
+
+    Attributes:
+        read: the value from its text, or from all its texts where `takes` is set; raises `ValueError` with
+            what is wrong. None for an option without a value.
+        keys: the configuration keys that get the value, in place of an attribute.
+        takes: whether a word is one of its values; None where there is one value.
+        for_config: whether the configuration reads the option.
+        launches: whether it is an attribute of `LaunchOptions`.
+    """
+
+    read: Callable[[Any], Any] | None = None
+    keys: Sequence[str] = ()
+    takes: Callable[[str], bool] | None = None
+    for_config: bool = False
+    launches: bool = False
+
+    def apply(self, name: str, texts: list[str], options: object) -> list[str]:
+        """Fill the attribute of an option; returns the words in its place. `ValueError` for a wrong value."""
+        if self.read is not None and not all(texts or [""]):
+            raise ValueError("needs a value; --help shows examples")
+        value = True if self.read is None else self.read(texts if self.takes else texts[0])
+        if self.for_config:
+            return [name if self.read is None else f"{name}={value}"]
+        if not self.keys:
+            setattr(options, name.removeprefix("--").replace("-", "_"), value)
+        return [f"{key}={value}" for key in self.keys]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The options of a command, and its help.
+
+    argparse writes the help. `words` reads the command line, because argparse stops at the first mistake and
+    loses the order of options and keys.
+
+    Args:
+        command: the word after `linnaeus`.
+        description: what the command does.
+        details: the end of the help: what else to know, examples, exit codes.
+        print_config: help of `--print-config`.
+        takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`.
+        takes_overrides: whether keys of the configuration may be set.
+        words: what stands beside the options, for the usage; None derives it from the above.
+    """
+
+    def __init__(
+        self, command: str, *, description: str, details: str, print_config: str = "",
+        takes_run: bool = False, takes_overrides: bool = True, words: str | None = None,
+    ) -> None:  # fmt: skip
+        if words is None:
+            words = "RUN [options]" if takes_run else "[--cfg FILE] [options] [group=preset ...]"
+            words += " [KEY VALUE | KEY=VALUE ...]"
+        super().__init__(
+            usage=f"linnaeus {command} {words}",
+            description=description,
+            epilog=details,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=24, width=110),
+            add_help=False,
+            allow_abbrev=False,
+        )
+        self.command = command
+        self.takes_run = takes_run
+        self.takes_overrides = takes_overrides
+        self._options: dict[str, _Option] = {}
+        self._launching = self.add_argument_group("where to run")
+        self.switch("--help", "print this text and exit", short="-h")
+        flag, source = _Option(for_config=True), _Option(_read_local, for_config=True)
+        if takes_overrides:
+            self._add(flag, "--print-config", text=print_config)
+            self._add(flag, "--origin", text="with --print-config: where each value comes from")
+        if takes_overrides and not takes_run:
+            self._add(
+                source, "--cfg", metavar="FILE",
+                text="read a YAML file with the keys that differ from the defaults; a later file wins",
+            )  # fmt: skip
+            self._add(
+                source, "--config-dir", "-cd", metavar="DIR", text="a folder of groups and files of your own"
+            )
+            self._add(source, "--config-name", "-cn", metavar="NAME", text="a file of it, as with --cfg")
+            self._add(flag, "--opts", text="may come before the keys; changes nothing")
+        self.option(
+            "--launcher", "local|slurm", partial(read_choice, ("local", "slurm")),
+            "where to run: this machine (default), or a job of SLURM", launches=True,
+        )  # fmt: skip
+        self.option(
+            "--slurm", "KEY=VALUE ...", _read_sbatch, "options of sbatch, such as partition=gpu time=4:00:00",
+            takes=_is_sbatch, launches=True,
+        )  # fmt: skip
+        self._add(_Option(launches=True), "--dry-run", text="print what would be started, and start nothing")
+
+    def _add(self, option: _Option, *names: str, text: str, metavar: str | None = None) -> None:
+        kind: dict[str, Any] = {"action": "store_true"} if option.read is None else {"metavar": metavar}
+        group = self._launching if option.launches else self
+        group.add_argument(*names, help=text.replace("%", "%%"), **kind)
+        self._options |= dict.fromkeys(names, option)
+
+    def option(
+        self, name: str, metavar: str, read: Callable[[Any], Any], text: str, keys: Sequence[str] = (),
+        takes: Callable[[str], bool] | None = None, launches: bool = False,
+    ) -> None:  # fmt: skip
+        """Add an option with a value.
+
+        Args:
+            name: with its dashes; `--some-name` fills the attribute `some_name`.
+            metavar: names the value in the help.
+            read: the value from its text; raises `ValueError` with what is wrong.
+            text: explains the option in the help.
+            keys: the configuration keys that the option sets; it fills no attribute then.
+            takes: whether a word is one of several values; `read` then gets the list of all.
+            launches: fills an attribute of `LaunchOptions`.
+        """
+        if keys:
+            text += f" ({', and '.join([keys[0], *('_VAL' for _ in keys[1:])])})"
+        self._add(_Option(read, keys, takes, launches=launches), name, text=text, metavar=metavar)
+
+    def switch(self, name: str, text: str, short: str | None = None) -> None:
+        """Add an option without a value."""
+        self._add(_Option(), *filter(None, (short, name)), text=text)
+
+    def words(self, argv: Sequence[str], options: object) -> tuple[list[str], list[str]] | None:
+        """Take the options, and RUN where the command uses one, out of a command line.
+
+        Args:
+            argv: the tokens after the command. After `--` all are words.
+            options: its attributes are filled; `launch` with `LaunchOptions`, and `run` with the path of RUN.
+
+        Returns:
+            The other words, with options that set keys as overrides in their place, and one sentence for each
+            problem; None where the help is asked for.
+        """
+        words, problems, launch = list[str](), list[str](), LaunchOptions()
+        gathered: dict[str, list[str]] = {}
+        at, end = 0, argv.index("--") if "--" in argv else len(argv)
+        while at < end:
+            begin, (name, has_value, value) = at, argv[at].partition("=")
+            option = self._options.get(name)
+            at += 1
+            if not _is_option(name):
+                words.append(argv[begin])
+            elif name in ("--install-completion", "--show-completion"):
+                return [], [f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"]
+            elif option is None:
+                unknown = self._unknown(argv[begin])
+                problems += unknown
+                words += [] if unknown else [argv[begin]]
+            elif option.read is None and has_value:
+                problems.append(f"{name}: takes no value")
+            elif name in ("-h", "--help"):
+                return None
+            else:
+                texts = [value] if has_value else []
+                most = 0 if option.read is None else 1 if option.takes is None else end
+                for word in argv[at:end]:
+                    if len(texts) >= most or word.startswith("--") or word in self._options:
+                        break
+                    if option.takes is not None and not option.takes(word):
+                        break
+                    texts.append(word)
+                at += len(texts) - bool(has_value)
+                if option.takes is not None:  # the option may stand twice
+                    texts = gathered[name] = gathered.get(name, []) + texts
+                try:
+                    words += option.apply(name, texts, launch if option.launches else options)
+                except ValueError as error:
+                    problems.append(f"{name}: {error}")
+            if option is None or not option.launches:
+                launch.argv += argv[begin:at]
+        words += argv[end + 1 :]
+        launch.argv += argv[end:]
+        if self.takes_run:
+            problems += self._take_run(words, options)
+        if launch.launcher == "slurm":
+            problems += problems_with(launch.slurm)
+        elif launch.slurm:
+            problems.append("--slurm: is for --launcher slurm, which is not given")
+        elif launch.dry_run and self.command != "sweep":
+            problems.append("--dry-run: shows the script of a job: give --launcher slurm too")
+        vars(options)["launch"] = launch
+        return words, problems
+
+    def _unknown(self, token: str) -> list[str]:
+        """What is wrong with an unknown option; empty where the configuration says it."""
+        name = token.partition("=")[0]
+        close = [known for known in self._options if known.startswith(name) and len(name) > 3]
+        close += get_close_matches(name, self._options, n=1, cutoff=0.86)
+        if close:
+            return [f"{name}: no such option; did you mean {close[0]}?"]
+        if self.takes_overrides:
+            return []
+        if Path(token).exists() or not token.startswith("--"):
+            return [f"{token}: no such option; give a file of this name as ./{token}"]
+        return [f"{token}: no such option{suggest(name, self._options)}"]
+
+    def _take_run(self, words: list[str], options: object) -> list[str]:
+        """Move the first word to `options.run`; returns the problem with it as a list of at most one."""
+        if not words or ((words[0].startswith("-") or "=" in words[0]) and not Path(words[0]).exists()):
+            found = f", not {words[0]!r}" if words else ""
+            return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
+        path = Path(words.pop(0)).expanduser()
+        vars(options)["run"] = path
+        remedy = suggest_path(path) or "; name the folder of a run, such as runs/birds"
+        return [] if path.exists() else [f"RUN: there is no run or checkpoint {path}{remedy}"]
+
+
+def _is_option(token: str) -> bool:
+    return token[:1] == "-" and token != "-" and not _NUMBER.match(token)
+
+
+def _is_sbatch(word: str) -> bool:
+    """Whether a word is an option of sbatch: a known one, or KEY=VALUE that chooses no preset."""
+    name, has_value, _ = word.partition("=")
+    is_own = has_value and re.fullmatch(r"[a-z][a-z0-9_-]*", name) and name not in available()
+    return name in KNOWN or bool(is_own)
+
+
+def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
+    parts = [word.partition("=") for word in words]
+    return {name: value if has_value else None for name, has_value, value in parts}
+
+
+def _read_local(text: str) -> str:
+    if "://" in text:
+        raise ValueError(f"{text} is a URL; download it first, and name the file")
+    return text
+
+
+def suggest_path(path: Path) -> str:
+    """`; did you mean X?` for what stands beside a missing path and is most like it; empty for nothing."""
+    close = get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], 1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def add_run_options(parser: CommandParser) -> None:
+    """Add the options that say which weights to use, and where."""
+    parser.option(*CHECKPOINT_OPTION)
+    parser.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")
+
+
+@dataclass
+class MeasuringOptions:
+    """Options of every command that measures batch sizes.
+
+    Attributes:
+        output: file for programs; its ending says the format.
+        plot: picture; None draws none.
+    """
+
+    output: Path
+    plot: Path | None = None
+
+
+Options = TypeVar("Options", bound=MeasuringOptions)
+Filled = TypeVar("Filled")
+
+
+def add_measuring_options(parser: CommandParser, *, output: Path, suffixes: Sequence[str]) -> None:
+    """Add the options of every command that measures batch sizes.
+
+    Args:
+        parser: takes them.
+        output: default of `--output`.
+        suffixes: endings of the bounding keys: "" for training, and "_VAL" where validation counts too.
+    """
+
+    def keys(name: str) -> list[str]:
+        return [f"{AUTOBATCH}.{name}{suffix}" for suffix in suffixes]
+
+    parser.option("--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {output}")
+    parser.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")
+    parser.option("--min-bs", "N", read_count, "smallest size tried", keys("MIN_BATCH_SIZE"))
+    parser.option("--max-bs", "N", read_count, "largest size tried", keys("MAX_BATCH_SIZE"))
+    parser.option(
+        "--memory-limit-gb", "X", partial(read_positive, "number of GiB"),
+        "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
+    )  # fmt: skip
+
+
+def read_request(
+    parser: CommandParser,
+    argv: Sequence[str],
+    options: Filled,
+    check: Callable[[Filled], list[str]] = lambda _: [],
+) -> str | tuple[Filled, Config]:
+    """Read the command line of a command with a configuration, and make sure that its files can be written.
+
+    Args:
+        parser: knows the command's options.
+        argv: the tokens after the command.
+        options: filled.
+        check: one sentence for each problem of options with each other.
+
+    Returns:
+        The help or the configuration where these are asked for, else the arguments of the command's `run`.
+
+    Raises:
+        ConfigError: lists everything that is wrong, with the options and in the configuration.
+    """
+    found = parser.words(argv, options)
+    if found is None:
+        return parser.format_help()
+    from linnaeus.config.load import load_config  # here: help does not wait for OmegaConf
+
+    words, problems = found
+    problems += check(options)
+    try:
+        loaded = load_config(words)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    if loaded.print_config:
+        return loaded.text()
+    check_files({f"--{name}": vars(options).get(name) for name in ("output", "plot")})
+    return options, loaded.config
+
+
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """Make sure that files, by the option that names them, can be written: before hours of work.
+
+    Raises:
+        ConfigError: names each file that cannot be written.
+    """
+    problems = [
+        f"{name}: {path} cannot be written: {reason}; choose another file"
+        for name, path in files.items()
+        if path is not None and (reason := _why_not_writable(path)) is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _why_not_writable(path: Path) -> str | None:
+    try:
+        if path.is_dir():
+            return "it is a folder"
+        if path.exists() and not os.access(path, os.W_OK):
+            return "it is write-protected"
+        temporary = temporary_name(path)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def read_path(endings: Sequence[str], text: str) -> Path:
+    """A file whose ending says the format; `ValueError` for another ending."""
+    path = Path(text)
+    if path.suffix.lower() not in endings:
+        ending = f"the ending {path.suffix}" if path.suffix else "no ending"
+        raise ValueError(f"{text!r} has {ending}; the ending says the format: {', '.join(endings)}")
+    return path
+
+
+read_table = partial(read_path, (".json", ".jsonl", ".csv"))
+read_plot = partial(read_path, (".png", ".svg", ".html"))
+
+
+def read_count(text: str) -> int:
+    """A whole number of at least 1; `ValueError` for anything else."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def read_choice(choices: Sequence[str], text: str) -> str:
+    """One of some words; `ValueError` for another."""
+    if text not in choices:
+        raise ValueError(f"{text!r} is none of {', '.join(choices)}{suggest(text, choices)}")
+    return text
+
+
+def read_positive(what: str, text: str) -> float:
+    """A positive number, which messages call `what`, such as "number of GiB"; `ValueError` for others."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text!r} is not a positive {what}")
+    return value
+
+
+def read_fraction(text: str) -> float:
+    """A fraction of the device's memory, in (0, 1]; `ValueError` for anything else."""
+    fraction = _number(text)
+    if not 0 < fraction <= 1:
+        problem = f"{text!r} is not a number" if math.isnan(fraction) else f"{text} is outside (0, 1]"
+        raise ValueError(f"{problem}; give fractions of the device's memory in (0, 1], such as 0.6,0.8")
+    return fraction
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,328 @@
+"""`linnaeus predict`: classes of images, by a trained run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from linnaeus.cli.parser import CommandParser, add_run_options, check_files, read_count, read_table
+from linnaeus.cli.tables import UnixLines
+from linnaeus.errors import ConfigError
+from linnaeus.files import not_written, temporary_name
+from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
+from linnaeus.signals import StopRequest
+from linnaeus.words import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from linnaeus.inference.prediction import Prediction
+    from linnaeus.inference.trained import TrainedRun
+
+DESCRIPTION = """\
+Names the most probable classes of images, for each taxonomic rank, with a trained run. RUN is the folder of a
+run or one of its checkpoints. IMAGES are files, folders (with all below), patterns such as '*.jpg' and
+'photos/**/*.png', and - for a list of paths on standard input, one per line.
+"""
+DETAILS = """\
+Any number of images can be predicted: they are read, predicted and written one after another, in the order in
+which they are named (the files of a folder by name). Without --output they are printed for people; progress
+and notes go to standard error. Images that cannot be read are left out, and listed in FILE.skipped.csv.
+
+examples:
+  linnaeus predict runs/birds photos/ --output birds.csv
+  linnaeus predict runs/birds a.jpg b.jpg --top 3 --path
+  find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
+
+exit codes: 0 done, 1 not one image could be read (no file is written), or anything else, 2 option, 3 not even
+one image fits into memory, 130 Ctrl-C, 143 SIGTERM (what was predicted is kept in FILE.partial), 141 the
+reader of standard output, such as head, has gone
+"""
+NUM_NAMED = 20
+"""Unreadable images named on the terminal; of more, only FILE.skipped.csv lists all."""
+PIPE_CLOSED = 141
+"""The shell's exit code for a program whose reader, such as `head`, has gone."""
+
+logger = logging.getLogger("linnaeus.predict")
+
+
+@dataclass
+class Options:
+    """What to predict, with what, and where to.
+
+    Attributes:
+        run: folder of a run, or a checkpoint.
+        images: words for `inference.paths.walk`.
+        checkpoint: `best`, `last`, or a file.
+        output: .csv, .json or .jsonl; None prints.
+        top: classes for each level.
+        path: whether to add the most probable consistent path.
+        device: torch device, or `auto`.
+        batch_size: images in a batch; None finds it.
+        workers: threads that load images; None is one for each CPU core, at most 8.
+    """
+
+    run: Path = Path()
+    images: list[str] = field(default_factory=list)
+    checkpoint: str = "best"
+    output: Path | None = None
+    top: int = 5
+    path: bool = False
+    device: str = "auto"
+    batch_size: int | None = None
+    workers: int | None = None
+
+
+def read(argv: Sequence[str]) -> str | tuple[Options]:
+    """Read the tokens after `predict`: the help, or the argument of `run`.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    options = Options()
+    found = PARSER.words(argv, options)
+    if found is None:
+        return PARSER.format_help()
+    options.images, problems = found
+    if not options.images:
+        problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
+    problems += [f"IMAGES: {word}: {problem}" for word in options.images if (problem := problem_of(word))]
+    if options.images.count(STDIN) > 1:
+        problems.append("IMAGES: - stands there twice, but standard input can be read once")
+    if problems:
+        raise ConfigError(problems)
+    check_files({"--output": options.output})
+    return (options,)
+
+
+def run(options: Options) -> int:
+    """Predict the images; returns the exit code: 0 done, 1 not one image could be read.
+
+    Raises:
+        LinnaeusError: something that the user can mend; the message says how.
+    """
+    from PIL import Image
+
+    from linnaeus.console import make_console
+    from linnaeus.inference.trained import load_run
+    from linnaeus.log import close_logging, set_up_logging
+
+    console = make_console(stderr=True)
+    set_up_logging(None, rank=0, console=console)
+    # Pillow reports the size of such an image with a line of source code; too large a one is unreadable.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    try:
+        with StopRequest().listening():
+            trained = load_run(options.run, checkpoint=options.checkpoint, device=options.device)
+            logger.info("%s", trained.description)
+            return _predict(trained, options, console)
+    except BrokenPipeError:
+        # Python would complain again when it flushes standard output at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    finally:
+        close_logging()
+
+
+def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from linnaeus.console import is_interactive
+
+    predictor = trained.predictor(
+        top=options.top, path=options.path, batch_size=options.batch_size, num_workers=options.workers
+    )
+    unreadable = list[Unreadable]()
+    with ExitStack() as stack:
+        stack.callback(_list_unreadable, options.output, unreadable)
+        writer = stack.enter_context(open_writer(options.output, unreadable))
+        # Between printed lines a bar would only get in the way.
+        progress = stack.enter_context(
+            Progress(
+                SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:.0f} images"),
+                TimeElapsedColumn(), console=console, transient=True,
+                disable=options.output is None or not is_interactive(console),
+            )
+        )  # fmt: skip
+        task = progress.add_task("predicting", total=None)
+        if STDIN in options.images:  # names of files may be no valid UTF-8
+            sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        for found in stack.enter_context(closing(predictor.run(walk(options.images, sys.stdin)))):
+            if not isinstance(found, Unreadable):
+                writer.write(found)
+            else:
+                unreadable.append(found)
+                if len(unreadable) <= NUM_NAMED:
+                    logger.warning("left out: %s: %s", printable(found.source), printable(found.reason))
+                elif len(unreadable) == NUM_NAMED + 1:
+                    logger.warning("more images are left out; from here on they are only counted")
+            progress.advance(task)
+    total = f"{counted(writer.number, 'image')} predicted"
+    if unreadable:
+        total += f", {counted(len(unreadable), 'unreadable one')} left out"
+    is_written = writer.number > 0 or not unreadable
+    logger.info("%s%s", total, f": {options.output.resolve()}" if options.output and is_written else "")
+    return 0 if is_written else 1
+
+
+def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:
+    """Write FILE.skipped.csv, or remove that of an earlier call."""
+    if output is None:
+        return
+    table = output.with_name(f"{output.name}.skipped.csv")
+    table.unlink(missing_ok=True)
+    if not images:
+        return
+    rows = [["path", "reason"], *([image.source, image.reason] for image in images)]
+    try:
+        with table.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            csv.writer(UnixLines(file)).writerows(rows)
+    except OSError as error:
+        raise not_written(table, error) from error
+    logger.info("what is left out is listed in %s", table)
+
+
+class Writer:
+    """Writes predictions to an open file, one after another.
+
+    Args:
+        file: opened with `newline=""`.
+        ending: .csv, .json (a list with an object per line) or .jsonl; empty for text for people.
+
+    Attributes:
+        number: predictions so far.
+    """
+
+    def __init__(self, file: TextIO, ending: str) -> None:
+        self.file = file
+        self.number = 0
+        self._ending = ending
+
+    def write(self, prediction: Prediction) -> None:
+        """Write one prediction."""
+        if self._ending == ".csv":
+            cells = _cells(prediction)
+            csv.writer(UnixLines(self.file)).writerows(
+                [cells.values()] if self.number else [cells, cells.values()]
+            )
+        elif self._ending:
+            content = prediction.as_dict()
+            name = str(prediction.source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            text = json.dumps({**content, "path": name}, ensure_ascii=False)
+            begin = ",\n" if self.number else "[\n"
+            self.file.write(f"{begin}{text}" if self._ending == ".json" else f"{text}\n")
+        else:
+            self.file.write(_text(prediction))
+        self.number += 1
+
+    def end(self) -> None:
+        """Finish the file, however many predictions there are."""
+        if self._ending == ".json":
+            self.file.write("\n]\n" if self.number else "[]\n")
+        self.file.flush()
+
+
+def _cells(prediction: Prediction) -> dict[str, str]:
+    """The row of a CSV file, by column; the best class of a level is number 1."""
+    cells = {"path": str(prediction.source)}
+    for level, classes in prediction.levels.items():
+        for number, (name, probability) in enumerate(classes, start=1):
+            cells |= {f"{level}_{number}": name, f"{level}_{number}_probability": f"{probability:.6g}"}
+    if (path := prediction.path) is not None:
+        cells |= {f"consistent_{level}": name for level, name in path.classes.items()}
+        cells["consistent_probability"] = f"{path.probability:.6g}"
+        cells["consistent_differs"] = str(path.differs).lower()
+    return cells
+
+
+def _text(prediction: Prediction) -> str:
+    """The path, and below it a line for each level."""
+    from linnaeus.inference.prediction import percent
+
+    rows = {
+        printable(name): "   ".join(f"{printable(label)} {percent(p)}" for label, p in classes)
+        for name, classes in prediction.levels.items()
+    }
+    if prediction.path is not None:
+        rows["path"] = printable(str(prediction.path))
+    width = max(map(len, [*rows, "path"]))
+    lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
+    return "\n".join([printable(str(prediction.source)), *lines, ""])
+
+
+@contextmanager
+def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterator[Writer]:
+    """A writer to a file, which appears once it is whole; or to standard output where `output` is None.
+
+    Where all images were unreadable, no file is written. Where the context ends with an exception, the
+    predictions so far are kept in a file with `.partial` added to the name.
+
+    Raises:
+        LinnaeusError: the file cannot be written.
+    """
+    if output is None:
+        writer = Writer(sys.stdout, "")
+        yield writer
+        writer.end()
+        return
+    temporary = temporary_name(output)
+    try:
+        with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            writer = Writer(file, output.suffix.lower())
+            try:
+                yield writer
+            finally:
+                writer.end()
+            os.fsync(file.fileno())
+        if writer.number or not unreadable:
+            temporary.replace(output)
+    except BaseException as error:
+        if temporary.exists() and temporary.stat().st_size:
+            kept = temporary.replace(output.with_name(f"{output.name}.partial"))
+            print(f"what was predicted so far is kept in {kept}", file=sys.stderr)
+        if isinstance(error, OSError):
+            raise not_written(output, error) from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def printable(text: str) -> str:
+    """A name for a terminal: control characters and broken bytes are escaped.
+
+    >>> printable("a\\nb\\x1b[31m"), printable("Ä")
+    ('a\\\\nb\\\\x1b[31m', 'Ä')
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+PARSER = CommandParser(
+    "predict", words="RUN IMAGES... [options]", description=DESCRIPTION, details=DETAILS, takes_run=True,
+    takes_overrides=False,
+)  # fmt: skip
+PARSER.option(
+    "--output", "FILE", read_table,
+    "write .csv, .json or .jsonl by its ending, instead of printing; the file appears when all is done",
+)  # fmt: skip
+PARSER.option("--top", "K", read_count, "classes for each taxonomic rank; default 5")
+PARSER.switch(
+    "--path", "add the most probable path through the taxonomy, on which each class is the parent of the next"
+)
+add_run_options(PARSER)
+PARSER.option(
+    "--batch-size", "N", read_count,
+    "images in a batch; default: the largest that fits, at most 512 (64 on the CPU)",
+)  # fmt: skip
+PARSER.option(
+    "--workers", "N", lambda text: 0 if text == "0" else read_count(text),
+    "threads that load images; 0 for none; default: one for each CPU core, at most 8",
+)  # fmt: skip

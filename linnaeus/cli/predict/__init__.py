@@ -1,1 +1,0 @@
-"""Classes of images by a trained run: `linnaeus predict`."""

@@ -1,0 +1,84 @@
+"""`linnaeus train`, the default command, and the help that `linnaeus` alone prints."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+
+from linnaeus.cli.main import COMMANDS
+from linnaeus.cli.parser import CommandParser, read_request
+from linnaeus.config.keys import NODES
+from linnaeus.config.presets import available
+from linnaeus.config.schema import Config
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+DESCRIPTION = f"""\
+Trains image classifiers from a configuration, with the largest batch size that is safe in memory.
+
+commands (linnaeus COMMAND --help):
+{_table(COMMANDS)}
+"""
+DETAILS = f"""\
+Keys can be set in four ways. A later one in this list wins, and of two overrides the last one:
+  group=name      a preset that ships with the package, or a file of yours in --config-dir
+  --cfg FILE      a file
+  KEY VALUE       an override, such as DATA.BATCH_SIZE 64
+  KEY=VALUE       the same in Hydra's spelling; ~KEY goes back to the default
+
+nodes (--print-config shows every key):
+{_table({path[0]: doc for path, doc in NODES.items() if len(path) == 1})}
+
+presets (group=name):
+{_table({group: ", ".join(names) for group, names in available().items()})}
+
+MODEL, DATA.DATASET, LOSS and OPTIMIZER also take a class of your own:
+  MODEL._target_=my_package.MyModel MODEL.width=64
+
+examples:
+  linnaeus train DATA.AUTOBATCH.ENABLED True DATA.AUTOBATCH.TARGET_MEMORY_FRACTION 0.85
+  linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=5 TRAIN.AMP bf16
+  linnaeus train model=resnet50 data=imagefolder DATA.DATASET.ROOT /data/birds
+  linnaeus train --cfg my_exp.yaml --print-config
+  torchrun --nproc_per_node=4 -m linnaeus.main train --cfg my_exp.yaml
+  linnaeus train --cfg my_exp.yaml --launcher slurm --slurm gpus-per-node=4 time=4:00:00
+
+exit codes: 0 done, 2 configuration, 3 no batch size fits, or out of memory, 130 interrupted, 1 anything else
+"""
+
+
+def read(argv: Sequence[str]) -> str | tuple[Namespace, Config]:
+    """Read the tokens after `train`: a text to print, or the arguments of `run`.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    return read_request(PARSER, argv, Namespace())
+
+
+def run(_: Namespace, config: Config) -> int:
+    """Train; returns the exit code: 0 done, 128 and the signal's number (130 for Ctrl-C) if stopped.
+
+    Raises:
+        LinnaeusError: something that the user can mend; the message says how.
+    """
+    from linnaeus.dist import RankEnded
+    from linnaeus.run import run as train
+
+    try:
+        stop_signal = train(config).stop_signal
+    except RankEnded as ended:
+        ended.leave()
+    return 128 + stop_signal if stop_signal else 0
+
+
+PARSER = CommandParser(
+    "[train]", description=DESCRIPTION, details=DETAILS,
+    print_config="print the whole configuration, resolved, and exit",
+)  # fmt: skip
+PARSER.switch("--multirun", "the command sweep: -m KEY=a,b is sweep KEY=a,b", short="-m")
+PARSER.switch("--version", "print the version of Linnaeus and exit")

@@ -1,1 +1,0 @@
-"""Training, the default command."""

@@ -1,0 +1,127 @@
+"""What counts as a difference between runs, and what a run has measured."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from linnaeus.cli.compare.runs import Comparison, Row, compared, differing_keys, flattened, read_runs
+from linnaeus.config.load import FastLoader, load_config, to_yaml
+from linnaeus.launchers.outcome import Outcome
+from tests.helpers.run_files import result, write_run, write_validations
+
+
+def config(*argv: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The configuration of a run with these arguments; a version without some keys has written it."""
+    return {key: value for key, value in _flat(*argv).items() if key not in without}
+
+
+@functools.cache
+def _flat(*argv: str) -> dict[str, Any]:
+    return flattened(yaml.load(to_yaml(load_config(argv).config), Loader=FastLoader))
+
+
+def differing(*runs: tuple[str, ...]) -> list[str]:
+    return differing_keys([config(*argv) for argv in runs])
+
+
+def test_equal_runs_do_not_differ_whatever_they_are_called() -> None:
+    assert differing(("EXPERIMENT.NAME=a",), ("EXPERIMENT.NAME=b", "TRAIN.AUTO_RESUME=True")) == []
+    found = differing(("TRAIN.EPOCHS=3", "EXPERIMENT.SEED=4"), ("OPTIMIZER.LR=1",))
+    assert found == ["EXPERIMENT.SEED", "OPTIMIZER.LR", "TRAIN.EPOCHS"], "in the order of the configuration"
+
+
+def test_a_key_that_follows_another_one_is_left_out_only_where_it_does() -> None:
+    assert differing(("DATA.BATCH_SIZE=8",), ("DATA.BATCH_SIZE=9",)) == ["DATA.BATCH_SIZE"]
+    both = differing(("DATA.BATCH_SIZE=8",), ("DATA.BATCH_SIZE=9", "DATA.BATCH_SIZE_VAL=7"))
+    assert both == ["DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL"]
+    node = "DATA.AUTOBATCH"
+    assert differing((f"{node}.MAX_BATCH_SIZE=8",), ()) == [f"{node}.MAX_BATCH_SIZE"]
+    both = differing((f"{node}.MAX_BATCH_SIZE=8",), (f"{node}.MAX_BATCH_SIZE_VAL=7",))
+    assert both == [f"{node}.MAX_BATCH_SIZE", f"{node}.MAX_BATCH_SIZE_VAL"]
+
+
+@pytest.mark.parametrize("is_on", ["True", "False"])
+def test_a_size_that_autobatch_has_found_is_no_setting(is_on: str) -> None:
+    runs = [(f"DATA.AUTOBATCH.ENABLED={is_on}", f"DATA.BATCH_SIZE={size}") for size in (8, 9)]
+    assert differing(*runs) == ([] if is_on == "True" else ["DATA.BATCH_SIZE"])
+    mixed = differing(runs[0], ("DATA.BATCH_SIZE=9",))
+    assert mixed == (["DATA.AUTOBATCH.ENABLED"] if is_on == "True" else ["DATA.BATCH_SIZE"])
+
+
+def test_a_size_that_autobatch_has_found_is_shown_beside_those_that_were_set(tmp_path: Path) -> None:
+    for size in (64, 48):
+        write_run(tmp_path / str(size), f"DATA.BATCH_SIZE={size}")
+    write_run(tmp_path / "found", "DATA.AUTOBATCH.ENABLED=True", "DATA.BATCH_SIZE=96")
+    before = write_run(tmp_path / "before", "DATA.AUTOBATCH.ENABLED=True", "DATA.BATCH_SIZE=96")
+    text = (before / "config.yaml").read_text()
+    (before / "config.yaml").write_text(text[: text.index("PLAN:")])
+    names = ["64", "48", "found", "before"]
+    found = compared(read_runs([tmp_path / name for name in names]), names)
+    assert [row.values["DATA.BATCH_SIZE"] for row in found.rows] == ["64", "48", "96", ""]
+
+
+@pytest.mark.parametrize(("value", "expected"), [("raise", []), ("split", ["TRAIN.ON_OUT_OF_MEMORY"])])
+def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(
+    value: str, expected: list[str]
+) -> None:
+    older = config(without=("TRAIN.ON_OUT_OF_MEMORY", "DATA.AUTOBATCH.LOG_LEVEL_VAL"))
+    newer = config(f"TRAIN.ON_OUT_OF_MEMORY={value}")
+    assert differing_keys([older, newer]) == expected
+
+
+def test_free_keys_and_classes_of_ones_own_differ_by_what_they_have() -> None:
+    assert differing(("MODEL.KWARGS={a: 1}",), ("MODEL.KWARGS={a: 1.0}",)) == []
+    assert differing(("MODEL.KWARGS={a: 1}",), ()) == ["MODEL.KWARGS.a"]
+    assert "MODEL._target_" in differing(("MODEL._target_=my.Model", "MODEL.width=4"), ())
+
+
+def row(found: dict[str, Any] | None, exit_code: int = 0) -> Row:
+    return Row({}, Path("runs"), Outcome(exit_code, 9.0, None, found))
+
+
+def test_the_metric_that_is_compared() -> None:
+    rows = [row(None, exit_code=3), row(result(8))]
+    assert Comparison(rows).metric == "top1/kind"
+    assert Comparison(rows, "loss").metric == "loss"
+    assert Comparison(rows, "top5/kind").metric == "top1/kind"
+    assert Comparison(rows[:1]).metric == "loss"
+
+
+def test_an_unknown_metric_names_a_few_that_are_like_it() -> None:
+    many = result(8) | {"metrics": {f"top1/rank{number}": 0.5 for number in range(45)}}
+    text = Comparison([row(many)], "top1/rnk7").unknown_metric or ""
+    assert "top1/rank7" in text
+    assert text.count("top1/rank") == 5
+    assert Comparison([row(many)], "top1/rank7").unknown_metric is None
+
+
+def test_status() -> None:
+    assert Row({}, Path()).status == "not run"
+    assert row(result(8)).status == "finished"
+    assert row(None, exit_code=1).status == "failed"
+    assert row(None, exit_code=0).status == "failed"
+    assert row(None, exit_code=130).status == "interrupted"
+    assert row(None, exit_code=-9).status == "interrupted", "a sweep resumes it"
+
+
+def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_more(tmp_path: Path) -> None:
+    write_validations(tmp_path, [0.25, 0.75, None])
+    running = Row({}, tmp_path, file_status="interrupted")
+    assert running.value("top1/kind") is None, "the last one is not finite"
+    assert running.history.best("top1/kind") == (0.75, 2)
+    assert (running.history.epoch, running.headline) == (3, "top1/kind")
+    write_validations(tmp_path, [0.25, 0.75, None, 0.5])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"split": "val", "epo')
+    assert (running.value("top1/kind"), running.history.epoch) == (0.5, 4)
+    assert Row({}, tmp_path).metrics == [], "of a run that has not begun, nothing counts"
+
+
+def test_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
+    write_validations(tmp_path, [0.5, 0.25, 0.25], metric="aux/loss")
+    assert Row({}, tmp_path, file_status="interrupted").history.best("aux/loss") == (0.25, 2)
