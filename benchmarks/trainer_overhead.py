@@ -29,10 +29,8 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, resolve_device
-from linnaeus.log import MetricsFile
 from linnaeus.rng import seed_all
 from linnaeus.signals import StopRequest
-from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.schedule import Schedule
@@ -107,8 +105,6 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
         train_step=assembly.train_step,
         schedule=schedule,
         checkpoints=CheckpointFolder(Path("unused")),
-        metrics_file=MetricsFile(Path("unused"), enabled=False),
-        tracker=Tracker(),
         progress_bar=ProgressBar(None),
         stop=StopAgreement(World(device), StopRequest()),
     )

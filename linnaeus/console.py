@@ -81,7 +81,7 @@ class ProgressBar:
         self._bar.update(task.id, metrics=text)
         logging.getLogger("linnaeus").log(
             logging.DEBUG if self._shown else logging.INFO,
-            "%s  %d/%d  %s", task.description, task.completed, task.total, text,
+            "%s  step %d/%d  %s", task.description, task.completed, task.total, text,
         )  # fmt: skip
 
 

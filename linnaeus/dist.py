@@ -32,7 +32,7 @@ from linnaeus.autobatch.ranks.control import (
     group_of_this_rank,
 )
 from linnaeus.config.schema import DistConfig
-from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.signals import Interrupted, ignore_signals
 
 T = TypeVar("T")
@@ -466,7 +466,7 @@ def _store(rank: int, timeout: timedelta) -> torch_dist.Store:
         except torch_dist.DistError as error:
             if rank == 0 and not is_torchruns:
                 raise LinnaeusError(
-                    f"rank 0 cannot serve port {port} (MASTER_PORT): {_first_line(error)}"
+                    f"rank 0 cannot serve port {port} (MASTER_PORT): {first_line(error)}"
                 ) from None
             if time.monotonic() > deadline:
                 raise LinnaeusError(
@@ -474,10 +474,6 @@ def _store(rank: int, timeout: timedelta) -> torch_dist.Store:
                     f"{timeout.total_seconds() / 60:.3g} minutes: see whether rank 0 runs, or raise "
                     "DIST.START_MINUTES"
                 ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -34,8 +34,6 @@ SWEEP, STUDY = "sweep.json", "study.journal"
 """The figures of all runs, and the study of a search, in the folder of a sweep itself."""
 LOCK = ".lock"
 """The file inside the folder of a run that the run keeps locked while it goes on."""
-BEFORE = ".before"
-"""The folder inside the folder of a resumed run with its files from before, until the run ends."""
 
 GIB = 1024**3
 
@@ -281,27 +279,21 @@ def _open_locked(folder: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _lock(descriptor, folder)
-            if _is_open(path, descriptor):
-                return descriptor
-        except BaseException:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             os.close(descriptor)
-            raise
+            holder = read_holder(folder)
+            raise FolderInUseError(
+                f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on "
+                f"({holder or 'it does not say which'}); choose another name"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+        if _is_open(path, descriptor):
+            return descriptor
         os.close(descriptor)  # the run that held the lock has ended, and deleted the file
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = read_holder(folder)
-        raise FolderInUseError(
-            f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on "
-            f"({holder or 'it does not say which'}); choose another name"
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 def _is_open(path: Path, descriptor: int) -> bool:
@@ -365,7 +357,7 @@ def check_no_sweep(folder: Path) -> None:
 def _runs_within(folder: Path) -> Iterator[Path]:
     """The folders below one that hold runs of other names, such as `group/one` below `group`."""
     for path in sorted(folder.iterdir()):
-        if path.name not in (LOGS, CHECKPOINTS, BEFORE) and path.is_dir() and not path.is_symlink():
+        if path.name not in (LOGS, CHECKPOINTS) and path.is_dir() and not path.is_symlink():
             if holds_run(path) or (path / LOCK).exists():
                 yield path
             yield from _runs_within(path)
@@ -388,28 +380,20 @@ def take_run_folder(
     Raises:
         ConfigError: the folder cannot be made or written to, or is in use; an earlier run is where it was.
     """
-    aside = None
+    has_run = check_run_folder(folder, keep=keep)
     try:
-        if lock is None and folder.is_dir():
-            lock = FolderLock(folder)
-        if lock is not None and check_run_folder(folder, keep=keep) and not keep:
-            names = (folder.with_name(f"{folder.name}{suffix}{number}") for number in itertools.count(1))
-            free = next(path for path in names if not path.exists())
-            lock.move(free)
-            aside = free
-            lock.release()
-            lock = None
         folder.mkdir(parents=True, exist_ok=True)
-        return aside, lock or FolderLock(folder)
-    except BaseException as error:
-        if lock is not None:
-            lock.release()
-        if aside is not None:
-            with suppress(OSError):  # another run has the name already
-                aside.rename(folder)
-        if isinstance(error, OSError):
-            raise _cannot_write(folder, why_not_written(error, folder)) from error
-        raise
+        lock = lock or FolderLock(folder)
+        if keep or not has_run:
+            return None, lock
+        names = (folder.with_name(f"{folder.name}{suffix}{number}") for number in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
+        lock.move(aside)
+        lock.release()
+        folder.mkdir(exist_ok=True)
+        return aside, FolderLock(folder)
+    except OSError as error:
+        raise _cannot_write(folder, why_not_written(error, folder)) from error
 
 
 def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path | None:
@@ -424,55 +408,6 @@ def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path |
     aside, lock = take_run_folder(folder, keep=keep, suffix=suffix)
     lock.release()
     return aside
-
-
-def put_back(folder: Path, aside: Path) -> None:
-    """Undo `take_run_folder`: delete the new folder, and give the earlier run its name back.
-
-    Raises:
-        OSError: the earlier run cannot be renamed, or another run has begun below the new folder; it stays
-            aside.
-    """
-    if folder.exists():
-        if (inner := next(_runs_within(folder), None)) is not None:
-            raise OSError(errno.ENOTEMPTY, f"{inner} is the folder of another run")
-        failed = folder.with_name(f".{folder.name}.{os.getpid()}.failed")
-        folder.rename(failed)
-        shutil.rmtree(failed, ignore_errors=True)
-    aside.rename(folder)
-
-
-def keep_run_files(folder: Path) -> None:
-    """Keep the files of an earlier run beside those that the resumed one replaces; see `restore_run_files`.
-
-    Raises:
-        ConfigError: the folder cannot be written to.
-    """
-    kept = folder / BEFORE
-    try:
-        shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
-        kept.mkdir()
-        for name in RUN_FILES:
-            if (folder / name).exists():
-                link_or_copy(folder / name, kept / name)
-    except OSError as error:
-        raise _cannot_write(folder, why_not_written(error, folder)) from error
-
-
-def restore_run_files(folder: Path) -> None:
-    """Give a run the files back that `keep_run_files` has kept.
-
-    Raises:
-        OSError: a file cannot be renamed.
-    """
-    for path in sorted((folder / BEFORE).iterdir()):
-        path.replace(folder / path.name)
-    forget_run_files(folder)
-
-
-def forget_run_files(folder: Path) -> None:
-    """Delete what `keep_run_files` has kept."""
-    shutil.rmtree(folder / BEFORE, ignore_errors=True)
 
 
 def link_or_copy(source: Path, path: Path) -> None:

@@ -7,8 +7,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,12 +22,7 @@ from linnaeus.files import (
     FolderLock,
     check_no_sweep,
     check_run_folder,
-    forget_run_files,
-    holds_run,
-    keep_run_files,
     not_written,
-    put_back,
-    restore_run_files,
     take_run_folder,
     why_not_written,
     write_atomically,
@@ -71,9 +66,8 @@ def close_logging() -> None:
 class RunFolder:
     """The folder of a run, and the log of this process. Every rank must call the same methods.
 
-    Where an earlier run is in the folder, nothing of it is touched before `begin`: until then the log goes to
-    the console and is kept in memory for the file. Rank 0 holds the lock of the folder from `start` to
-    `close`.
+    Until `begin`, the run owns the folder by its lock only, which rank 0 holds: nothing of an earlier run is
+    touched, and the log goes to the console and is kept in memory for the file.
 
     Args:
         path: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
@@ -82,110 +76,72 @@ class RunFolder:
 
     Attributes:
         console: rank 0's console.
-        has_trained: whether training has changed anything yet; until then a failed start is undone.
+        has_begun: whether `begin` was called.
+        early_lines: keeps the log until then.
     """
 
     def __init__(self, path: Path, world: World, *, keep: bool) -> None:
         self.console = make_console()
-        self.has_trained: Callable[[], bool] = lambda: False
+        self.has_begun = False
         self._path, self._world, self._keep = path, world, keep
         self._lock: FolderLock | None = None
-        self._aside: Path | None = None
-        self._keeps_files = False
-        self._early_lines: MemoryHandler | None = None
+        self._new_folders: list[Path] = []
+        self.early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
 
-    def start(self) -> None:
-        """Lock the folder of an earlier run; begin at once where there is none.
+    def lock(self) -> None:
+        """On rank 0, lock the folder, which is made if there is none.
 
         Raises:
-            ConfigError: the folder cannot be written to, or is in use; the same on every rank.
+            ConfigError: the folder cannot be written to, or is in use.
         """
-        holds_run = self._world.on_main(self._lock_earlier_run)
-        early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
-        set_up_logging(None, rank=self._world.rank, console=self.console).addHandler(early_lines)
-        self._early_lines = early_lines
-        if not holds_run:
-            self.begin()
-
-    def _lock_earlier_run(self) -> bool:
         check_no_sweep(self._path)
-        holds_run = check_run_folder(self._path, keep=self._keep)
-        if holds_run:
-            self._lock = FolderLock(self._path)
-        return holds_run
+        check_run_folder(self._path, keep=self._keep)
+        self._new_folders = [path for path in (self._path, *self._path.parents) if not path.exists()]
+        self._lock = take_run_folder(self._path, keep=True)[1]
 
     def begin(self) -> None:
-        """Make the folder, move an earlier run aside, and write the log to its file from now on.
+        """Move an earlier run aside, and write the log to its file from now on.
 
         Raises:
             ConfigError: see `take_run_folder`; the same on every rank.
         """
-        if self._early_lines is None:
-            return
+        self.has_begun = True
         aside = self._world.on_main(self._take)
-        logger, early_lines = logging.getLogger(LOGGER_NAME), self._early_lines
-        handler = _file_handler(self._path / LOGS, self._world.rank)
-        early_lines.setTarget(handler)
-        early_lines.flush()
-        logger.removeHandler(early_lines)
-        early_lines.close()
+        logger, handler = logging.getLogger(LOGGER_NAME), _file_handler(self._path / LOGS, self._world.rank)
+        self.early_lines.setTarget(handler)
+        self.early_lines.flush()
+        logger.removeHandler(self.early_lines)
+        self.early_lines.close()
         logger.addHandler(handler)
-        self._early_lines = None
         if aside is not None:
             logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", aside)
 
     def _take(self) -> Path | None:
-        lock, self._lock = self._lock, None
-        self._aside, self._lock = take_run_folder(self._path, keep=self._keep, lock=lock)
-        if self._keep and holds_run(self._path):
-            keep_run_files(self._path)
-            self._keeps_files = True
-        return self._aside
-
-    def undo(self) -> None:
-        """Give an earlier run its name or its files back, unless training has begun.
-
-        The log of this start is lost with the name. A folder that is no longer this run's is left alone.
-        """
-        if self._lock is None or not self._lock.is_held or self.has_trained():
-            return
-        log = logging.getLogger("linnaeus.run")
-        try:
-            if self._aside is not None:
-                log.info("nothing was trained: the earlier run gets its name back")
-                close_logging()
-                put_back(self._path, self._aside)
-            elif self._keeps_files:
-                restore_run_files(self._path)
-        except OSError as error:  # the exception under way is the one to report
-            log.error("what this start has changed in %s cannot be undone: %s", self._path, error)
+        aside, self._lock = take_run_folder(self._path, keep=self._keep, lock=self._lock)
+        return aside
 
     def close(self) -> None:
-        """Close the log and give the folder free for other runs."""
+        """Close the log and release the folder; delete it if it is new and the run has written nothing."""
         close_logging()
         if self._lock is not None:
-            if self._keeps_files and self._lock.is_held:
-                forget_run_files(self._path)
             self._lock.release()
+            with suppress(OSError):  # not empty
+                for folder in self._new_folders:
+                    folder.rmdir()
 
 
 @contextmanager
 def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFolder]:
     """The folder of a run, with its lock and its log until the context ends; arguments as for `RunFolder`.
 
-    An exception before the first optimizer step undoes what `RunFolder.begin` and the run have done to an
-    earlier run.
-
     Raises:
         ConfigError: the folder cannot be written to, or is in use; the same on every rank.
     """
     folder = RunFolder(path, world, keep=keep)
     try:
-        folder.start()
+        world.on_main(folder.lock)
+        set_up_logging(None, rank=world.rank, console=folder.console).addHandler(folder.early_lines)
         yield folder
-    except BaseException:
-        folder.undo()
-        raise
     finally:
         folder.close()
 
@@ -244,11 +200,10 @@ def _console_handler(console: Console) -> logging.Handler:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, each with `step`, `epoch`, `split` and `time`.
+    """`metrics.jsonl`: one JSON object per line, each with `step`, `epoch` (from 1), `split` and `time`.
 
     Args:
-        path: the file; lines are appended.
-        enabled: whether this rank writes it.
+        path: the file; lines are appended. None writes nothing.
         last_step: optimizer steps done so far. Lines of later steps are removed: a run that was killed after
             its last checkpoint repeats these steps.
         within_epoch: whether the validation after the last step is still to come; its line is removed too.
@@ -259,17 +214,15 @@ class MetricsFile:
         LinnaeusError: the file cannot be written, such as on a full disk.
     """
 
-    def __init__(
-        self, path: Path, *, enabled: bool = True, last_step: int = 0, within_epoch: bool = False
-    ) -> None:
+    def __init__(self, path: Path | None, *, last_step: int = 0, within_epoch: bool = False) -> None:
         def is_kept(line: bytes) -> bool:
             step, split = _place(line)
             return step < last_step or (step == last_step and not (within_epoch and split == "val"))
 
-        self._path = path
         self._file: TextIO | None = None
-        if not enabled:
+        if path is None:
             return
+        self._path = path
         try:
             if path.exists():
                 kept = b"".join(line + b"\n" for line in path.read_bytes().splitlines() if is_kept(line))

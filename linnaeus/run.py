@@ -23,23 +23,29 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
-from linnaeus.files import AUTOBATCH, CHECKPOINTS, write_text_atomically
+from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import find_planned_sizes
-from linnaeus.sizing.report import device_environment, report_searches
+from linnaeus.sizing.report import device_environment, save_searches, summary
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.tracking import Tracker, start_tracking
-from linnaeus.training import fingerprint
-from linnaeus.training.build import Assembly, assemble, check_train_config, plan_facts
-from linnaeus.training.checkpoint import Checkpoint, CheckpointFolder, TrainingState
+from linnaeus.training.build import (
+    Assembly,
+    assemble,
+    built_facts,
+    check_before_data,
+    configuration_facts,
+    plan_facts,
+)
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import scale_values
-from linnaeus.training.report import RESULT, report_plan, report_result, report_start, save_result
+from linnaeus.training.report import report_plan, report_result, report_start, save_result
 from linnaeus.training.resume import find_checkpoint, is_finished, plain_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
@@ -65,12 +71,15 @@ def run(config: Config) -> FitResult:
         ExitStack() as stack,
         errors_told_first(world),
     ):
-        world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
-        check_train_config(train, world)
+        world.check_equal(configuration_facts(dataclasses.asdict(config)))
+        check_before_data(config.MODEL, config.OPTIMIZER, train, world)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(_checkpoints(path, train, world))
-        checkpoint = _checkpoint_to_resume(config, checkpoints, world)
+        checkpoint = None
+        if train.AUTO_RESUME:
+            nodes = _resumed_nodes(config)
+            checkpoint = find_checkpoint(checkpoints, nodes, train.RESUME_WITH, experiment.NAME, world)
         progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
         saved = None if checkpoint is None else checkpoint.content.get("config", {})
         data_node, note = with_normalisation(config.DATA, config.MODEL, saved)
@@ -82,7 +91,7 @@ def run(config: Config) -> FitResult:
         assembly = assemble(
             config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world, load_weights=checkpoint is None
         )
-        world.check_equal(fingerprint.of_data_and_model(data, assembly))
+        world.check_equal(built_facts(data, assembly))
         if checkpoint is not None:
             checkpoint.restore(TrainingState.of(assembly), world)
             if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
@@ -99,22 +108,36 @@ def run(config: Config) -> FitResult:
         probe = build_probe(train.NOISE_SCALE, assembly.model, assembly.scaler, plan)
         spec = ModelSpec.of(config.MODEL, data).as_dict()
 
-        folder.begin()  # all that can fail because of the configuration has been done
-        tracker = stack.enter_context(_tracker(config, plan, path, world, resume=checkpoint is not None))
         if world.is_main:
-            (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
-            report_searches(sized.found, world.device, path / AUTOBATCH, tracker)
+            for found in sized.found.values():
+                logger.info(summary(found))
             report_plan(plan, train, config.OPTIMIZER)
-            _save_description(config, plan, spec, path)
-        metrics_file = stack.enter_context(_metrics_file(path, progress, world))
+
+        def begin() -> None:
+            """Give the run its name and its files. What fails before the first step leaves nothing behind."""
+            if folder.has_begun:
+                return
+            folder.begin()
+            tracker = _tracker(config, plan, path, world, resume=checkpoint is not None)
+            trainer.tracker = stack.enter_context(tracker)
+            if world.is_main:
+                (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
+                save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
+                save_config(config, path / CONFIG, plan.as_dict())
+                write_text_atomically(
+                    path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n"
+                )
+                metrics_file = MetricsFile(
+                    path / METRICS, last_step=progress.step, within_epoch=progress.samples > 0
+                )
+                trainer.metrics_file = stack.enter_context(metrics_file)
+
         trainer = Trainer(
             train, plan, world, assembly,
             loaders=loaders,
             train_step=dataclasses.replace(assembly.train_step, probe=probe),
             schedule=_schedule(config, assembly, plan),
             checkpoints=checkpoints,
-            metrics_file=metrics_file,
-            tracker=tracker,
             progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
             checkpoint_extras={
@@ -123,30 +146,17 @@ def run(config: Config) -> FitResult:
             },
             size_origins=sized.origins(config.DATA),
             wrap=partial(wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS),
+            begin=begin,
         )  # fmt: skip
-        folder.has_trained = lambda: trainer.progress.step > progress.step
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
             trainer.resume(checkpoint.content, seed)
         result = trainer.fit()
         plan = trainer.plan  # its micro-batches are smaller where memory ran out
-        report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, path, tracker)
+        report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, path, trainer.tracker)
         if world.is_main and not result.stop_signal:
             save_result(result, plan, path / RESULT)
         return result
-
-
-def _save_description(config: Config, plan: BatchPlan, spec: dict[str, Any], path: Path) -> None:
-    """Write what the run is: its configuration with its plan, and what its checkpoints need to be used."""
-    save_config(config, path / "config.yaml", plan.as_dict())
-    write_text_atomically(path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n")
-
-
-def _metrics_file(path: Path, progress: TrainingProgress, world: World) -> MetricsFile:
-    return MetricsFile(
-        path / "metrics.jsonl", enabled=world.is_main,
-        last_step=progress.step, within_epoch=progress.samples > 0,
-    )  # fmt: skip
 
 
 def _tracker(config: Config, plan: BatchPlan, path: Path, world: World, *, resume: bool) -> Tracker:
@@ -166,13 +176,6 @@ def _schedule(config: Config, assembly: Assembly, plan: BatchPlan) -> Schedule:
 def _checkpoints(path: Path, train: TrainConfig, world: World) -> CheckpointFolder:
     is_background = world.device.type != "cpu"  # on the CPU the copy would take memory that AutoBatch counts
     return CheckpointFolder(path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background)
-
-
-def _checkpoint_to_resume(config: Config, checkpoints: CheckpointFolder, world: World) -> Checkpoint | None:
-    if not config.TRAIN.AUTO_RESUME:
-        return None
-    nodes = _resumed_nodes(config)
-    return find_checkpoint(checkpoints, nodes, config.TRAIN.RESUME_WITH, config.EXPERIMENT.NAME, world)
 
 
 def _resumed_nodes(config: Config) -> dict[str, Any]:

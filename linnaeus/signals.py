@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SILENCE_S = 0.3
+"""After so long without the handler having run, Ctrl-C is answered by one line."""
 
 logger = logging.getLogger("linnaeus.signals")
 
@@ -78,6 +82,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.stop_signal = 0
         self._deferred = False
+        self._is_handled = threading.Event()
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -85,8 +90,26 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        with handled(SIGNALS, self._handle):
-            yield self
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        thread = threading.Thread(target=self._answer, args=(reader,), name="Ctrl-C", daemon=True)
+        thread.start()
+        try:
+            with handled(SIGNALS, self._handle):
+                yield self
+        finally:
+            signal.set_wakeup_fd(before)
+            os.write(writer, b"\0")  # ends the thread; a forked process may still hold the pipe
+            thread.join()
+            os.close(writer)
+            os.close(reader)
+
+    def _answer(self, reader: int) -> None:
+        """Answer Ctrl-C while a call into torch runs: Python's handler waits until the call returns."""
+        while (number := os.read(reader, 1)[0]) != 0:
+            if number == signal.SIGINT and not self._is_handled.wait(_SILENCE_S):
+                print("Ctrl-C: stopping as soon as the call under way returns", file=sys.stderr, flush=True)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -98,6 +121,7 @@ class StopRequest:
             self._deferred = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._is_handled.set()
         if not self._deferred or (number == self.stop_signal == signal.SIGINT):
             raise Interrupted(number)
         if self.stop_signal:

@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "the lock of a run's folder is not taken", "files.py",
-        "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n",
+        "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "            pass\n",
         "tests/test_files.py",
     ),
     Mutant(
@@ -146,12 +146,12 @@ MUTANTS = (
         "tests/data",
     ),
     Mutant(
-        "the logged loss is a sum over steps", "training/loss_meter.py",
+        "the logged loss is a sum over steps", "training/metrics.py",
         "self._total / self._count", "self._total",
         "tests/training",
     ),
     Mutant(
-        "a search that finds nothing ends with another code", "errors.py",
+        "a search that finds nothing ends with another code", "autobatch/errors.py",
         'a rank took too long."""\n\n    exit_code = 3', 'a rank took too long."""\n\n    exit_code = 1',
         "tests/autobatch tests/test_messages.py tests/test_main.py tests/test_run.py",
     ),

@@ -52,7 +52,7 @@ def test_a_terminal_shows_a_bar_and_no_lines(tmp_path: Path, monkeypatch: pytest
     show_an_epoch(console)
     assert "3/5" in output.getvalue()
     assert "\x1b[" in output.getvalue()
-    assert (tmp_path / "rank0.log").read_text().count("epoch 1/2  3/5  loss 0.1235  lr 0.002") == 1
+    assert (tmp_path / "rank0.log").read_text().count("epoch 1/2  step 3/5  loss 0.1235  lr 0.002") == 1
     close_logging()
     before = output.getvalue()
     show_an_epoch(None)  # on other ranks
@@ -66,7 +66,7 @@ def test_elsewhere_there_is_a_plain_line_and_no_bar(monkeypatch: pytest.MonkeyPa
     set_up_logging(None, rank=0, console=console)
     show_an_epoch(console)
     [line] = output.getvalue().splitlines()
-    assert line.endswith(" epoch 1/2  3/5  loss 0.1235  lr 0.002")
+    assert line.endswith(" epoch 1/2  step 3/5  loss 0.1235  lr 0.002")
     assert "\x1b" not in line
 
 

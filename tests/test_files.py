@@ -24,7 +24,6 @@ from linnaeus.files import (
     FolderLock,
     check_run_folder,
     prepare_run_folder,
-    put_back,
     read_holder,
     take_run_folder,
     why_not_written,
@@ -151,9 +150,7 @@ def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path) -> None:
         assert prepare_run_folder(folder, keep=True) is None
         aside = prepare_run_folder(folder, keep=False)
         assert aside == tmp_path / f"{number}.1"
-        (folder / "logs").mkdir()
-        put_back(folder, aside)
-        assert names(folder) == {"one", "notes.txt", own}
+        assert names(aside) == {"one", "notes.txt", own}
 
 
 def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.files import FolderLock, write_text_atomically
+from linnaeus.files import FolderLock
 from linnaeus.log import SHOWN_ELSEWHERE, MetricsFile, close_logging, open_run_folder, set_up_logging
 from tests.helpers.consoles import plain_console
 
@@ -71,47 +71,30 @@ def earlier(tmp_path: Path) -> Path:
     return folder
 
 
-def fail_after(change: Callable[[], object], folder: Path, *, keep: bool, has_trained: bool = False) -> None:
-    """A start that has begun and fails after a change."""
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_run_that_has_not_begun_leaves_nothing_behind(earlier: Path, begins: bool, keep: bool) -> None:
+    new = earlier.parent / "group/new"
+    for folder in (earlier, new):
 
-    def start() -> None:
-        with open_run_folder(folder, ALONE, keep=keep) as run_folder:
-            run_folder.has_trained = lambda: has_trained
-            run_folder.begin()
-            change()
-            raise LinnaeusError("failed")
+        def fail(folder: Path) -> None:
+            with open_run_folder(folder, ALONE, keep=keep) as run_folder:
+                logging.getLogger("linnaeus.run").info("early")
+                with pytest.raises(ConfigError):  # another start of this name
+                    FolderLock(folder)
+                if begins:
+                    run_folder.begin()
+                raise LinnaeusError("failed")
 
-    with pytest.raises(LinnaeusError, match="failed"):
-        start()
-
-
-def test_a_failed_start_leaves_a_folder_alone_that_another_run_has_taken(earlier: Path) -> None:
-    def replace() -> None:
-        earlier.rename(earlier.with_name("moved"))
-        earlier.mkdir()
-        (earlier / "config.yaml").write_text("other")
-
-    fail_after(replace, earlier, keep=False)
-    assert (earlier / "config.yaml").read_text() == "other"
-    assert names(earlier.parent) == {"r1", "r1.1", "moved"}
-
-
-def test_a_failed_start_gives_the_earlier_run_its_name_back(earlier: Path) -> None:
-    """The negative control."""
-    fail_after(lambda: (earlier / "config.yaml").touch(), earlier, keep=False)
-    assert (earlier / "config.yaml").read_text() == "earlier"
-    assert names(earlier.parent) == {"r1"}
-
-
-@pytest.mark.parametrize("has_trained", [False, True])
-def test_a_resumed_run_gets_its_files_back_unless_it_has_trained(earlier: Path, has_trained: bool) -> None:
-    def change() -> None:
-        (earlier / "result.json").unlink()
-        write_text_atomically(earlier / "config.yaml", "now")
-
-    fail_after(change, earlier, keep=True, has_trained=has_trained)
-    assert names(earlier) == {"config.yaml", "logs"} | (set() if has_trained else {"result.json"})
-    assert (earlier / "config.yaml").read_text() == ("now" if has_trained else "earlier")
+        with pytest.raises(LinnaeusError, match="failed"):
+            fail(folder)
+    if not begins:
+        assert names(earlier.parent) == {"r1"}
+        assert names(earlier) == {"config.yaml", "result.json"}
+        return
+    assert names(earlier.parent) == {"r1", "group"} | (set() if keep else {"r1.1"})
+    assert names(earlier) == {"logs"} | ({"config.yaml", "result.json"} if keep else set())
+    assert "early" in (new / "logs/rank0.log").read_text()
 
 
 # --- metrics.jsonl ---
@@ -254,14 +237,15 @@ def test_a_full_disk_does_not_take_the_place_of_the_error_under_way(small_disk: 
     folder = small_disk / "r1"
 
     def fail() -> None:
-        with open_run_folder(folder, ALONE, keep=False), MetricsFile(folder / "metrics.jsonl"):
+        with open_run_folder(folder, ALONE, keep=False) as run_folder:
+            run_folder.begin()
             fill(small_disk)
             logging.getLogger("linnaeus.run").debug("x" * 10_000)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert names(folder) == {"logs", "metrics.jsonl"}
+    assert names(folder) == {"logs"}
     fill(small_disk)
     with pytest.raises(ConfigError, match="r1"):
         FolderLock(folder)

@@ -68,6 +68,8 @@ def test_files_of_a_run(searched: Path) -> None:
     assert (config["DATA"]["BATCH_SIZE"], config["DATA"]["BATCH_SIZE_VAL"]) == (24, 31)
     assert len(metrics_of(searched, "val")) == 2
     assert [record["step"] for record in metrics_of(searched, "train")] == [4, 8]
+    for split in ("train", "val"):
+        assert [record["epoch"] for record in metrics_of(searched, split)] == [1, 2]
     result = json.loads((searched / "result.json").read_text())
     last = metrics_of(searched, "val")[-1]
     assert result["metrics"] == {name: last[name] for name in result["metrics"]}
@@ -183,7 +185,8 @@ def test_damaged_images_can_be_left_out(run: Run, tmp_path: Path) -> None:
 
 IMAGES = "DATA.DATASET.NAME=imagefolder DATA.DATASET.ROOT="
 BAD = [
-    ("MODEL.NAME resnet5O", 2, "resnet50"),
+    (IMAGES + "nowhere MODEL.NAME resnet5O", 2, "resnet50"),  # names are checked before the data
+    (IMAGES + "nowhere OPTIMIZER.NAME adam_w", 2, "adamw"),
     ("EXPERIMENT.DEVICE cuda:99", 2, "EXPERIMENT.DEVICE"),
     ("MODEL.WEIGHTS=nowhere.pt", 2, "nowhere.pt"),
     ("LOSS._target_=torch.nn.CrossEntropyLoss", 2, "LOSS"),  # there are two ranks
@@ -203,6 +206,7 @@ def test_a_mistake_has_its_exit_code_and_names_its_key(
     assert outcome.code == code
     assert text in outcome.err
     assert "Traceback" not in outcome.err + outcome.out
+    assert (tmp_path / "runs").exists() == ("LR=1e9" in options), "only a step that is done leaves a folder"
 
 
 def test_a_model_with_too_few_outputs_is_refused(run: Run) -> None:

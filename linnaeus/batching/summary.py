@@ -9,7 +9,7 @@ from linnaeus.words import counted
 
 
 def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> list[str]:
-    """One line for each figure of the plan, without notes and warnings.
+    """One line for each figure of the plan, without notes and warnings, and without what is switched off.
 
     Args:
         plan: the plan.
@@ -21,9 +21,13 @@ def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode)
         *([("schedule", _schedule(plan, train))] if plan.changes else []),
         ("steps", _steps(plan)),
         ("rate", _learning_rate(plan, optimizer)),
-        ("weight decay", _weight_decay(plan, optimizer)),
-        ("warm-up", counted(plan.warmup_steps, "step") if plan.warmup_steps else "none"),
     ]
+    if isinstance(optimizer, OptimizerConfig) and optimizer.WEIGHT_DECAY_SCALING != "none":
+        ratio = f"{plan.effective_batch_size}/{optimizer.BASE_BATCH_SIZE}"
+        before = f"OPTIMIZER.WEIGHT_DECAY {optimizer.WEIGHT_DECAY:.6g}"
+        rows.append(("weight decay", f"{plan.weight_decay:.6g} = {before} x sqrt({ratio})"))
+    if plan.warmup_steps:
+        rows.append(("warm-up", counted(plan.warmup_steps, "step")))
     width = max(len(label) for label, _ in rows)
     return [f"{label:<{width}}  {text}" for label, text in rows]
 
@@ -67,15 +71,7 @@ def _learning_rate(plan: BatchPlan, optimizer: OptimizerNode) -> str:
     if not isinstance(optimizer, OptimizerConfig):
         return f"{peak} at the peak (the optimizer's own)"
     if optimizer.LR_SCALING == "none":
-        return f"{peak} at the peak (OPTIMIZER.LR, not scaled)"
+        return f"{peak} at the peak (OPTIMIZER.LR)"
     ratio = f"{plan.effective_batch_size}/{optimizer.BASE_BATCH_SIZE}"
     factor = ratio if optimizer.LR_SCALING == "linear" else f"sqrt({ratio})"
     return f"{peak} at the peak = OPTIMIZER.LR {optimizer.LR:.6g} x {factor} ({optimizer.LR_SCALING})"
-
-
-def _weight_decay(plan: BatchPlan, optimizer: OptimizerNode) -> str:
-    decay = f"{plan.weight_decay:.6g}"
-    if not isinstance(optimizer, OptimizerConfig) or optimizer.WEIGHT_DECAY_SCALING == "none":
-        return f"{decay} (not scaled)"
-    ratio = f"{plan.effective_batch_size}/{optimizer.BASE_BATCH_SIZE}"
-    return f"{decay} = OPTIMIZER.WEIGHT_DECAY {optimizer.WEIGHT_DECAY:.6g} x sqrt({ratio})"

@@ -119,10 +119,10 @@ def device_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def report_searches(
+def save_searches(
     results: Mapping[str, AutoBatchResult], device: torch.device, path: Path, tracker: Tracker
 ) -> None:
-    """Log the results, send them to the tracker and write `autobatch.json`.
+    """Send the results to the tracker and write `autobatch.json`.
 
     Args:
         results: by mode; nothing is written where there are none.
@@ -131,7 +131,6 @@ def report_searches(
         tracker: takes the tables and the sizes.
     """
     for mode, result in results.items():
-        logger.info(summary(result))
         columns = ("batch_size", "status", "peak_bytes", "seconds")
         rows = [[trial[name] for name in columns] for trial in result.as_dict()["trials"]]
         tracker.table(f"autobatch/{mode}_trials", columns, rows)
@@ -180,7 +179,7 @@ def _proof(result: AutoBatchResult) -> str:
     if result.certified:
         return "certified"
     if all(trial.size <= result.batch_size for trial in result.trials):
-        return "not certified (no larger size was tried)"
+        return "no larger size was tried"
     if result.within > 1:
-        return f"not certified (the largest is at most {1 + result.within:.3g} times as large)"
-    return f"not certified (the largest is at most {result.within:.1%} larger)"
+        return f"the largest is at most {1 + result.within:.3g} times as large"
+    return f"within {100 * result.within:.1f} % of the largest"

@@ -5,6 +5,9 @@ Runs, commands and benchmarks all call `assemble`, so that they run the same ste
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,33 +15,39 @@ import timm.layers
 import torch
 from torch import nn
 
+from linnaeus import __version__
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import TrainConfig
-from linnaeus.data.bundle import DataBundle, training_targets
+from linnaeus.data.bundle import DataBundle, dataset_length, training_targets
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import Freezing, build_freezing
+from linnaeus.models.source import find_source
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabilities
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import check_noise_scale
-from linnaeus.training.optim import build_optimizer, peak_values
+from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 
 AUTOCAST_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number format of the forward pass by the value of `TRAIN.AMP`; None for no autocast."""
 
 
-def check_train_config(config: TrainConfig, world: World) -> None:
-    """Check that the TRAIN node suits the device and the number of ranks.
+def check_before_data(model: Any, optimizer: Any, config: TrainConfig, world: World) -> None:
+    """Check what needs no data: the nodes MODEL, OPTIMIZER and TRAIN on this device and number of ranks.
 
     Raises:
-        ConfigError: SyncBatchNorm on the CPU, or a noise scale that cannot be measured.
+        ConfigError: an unknown model or optimizer, SyncBatchNorm on the CPU, or a noise scale that cannot be
+            measured.
     """
+    if not is_target(model):
+        find_source(model.NAME)
+    check_optimizer_name(optimizer)
     if config.SYNC_BATCHNORM and world.is_distributed and world.device.type == "cpu":
         raise ConfigError(
             "TRAIN.SYNC_BATCHNORM: True, but SyncBatchNorm needs an accelerator; set it False on the CPU"
@@ -214,3 +223,36 @@ def plan_facts(
         pretrained=bool(names_weights) and not is_kept,
         pretrained_key="MODEL.WEIGHTS" if is_own or model_node.WEIGHTS else "MODEL.PRETRAINED",
     )
+
+
+def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
+    """What all ranks must have in common from the start: the configuration by key, and the versions."""
+    return {
+        "version of Linnaeus": __version__,
+        "version of torch": torch.__version__,
+        **_leaves(config),
+    }
+
+
+def built_facts(data: DataBundle, assembly: Assembly) -> dict[str, str]:
+    """What all ranks must have built alike before the first collective, short enough for an error."""
+    parameters = [(name, list(p.shape)) for name, p in assembly.model.named_parameters()]
+    classes = {} if data.taxonomy is None else {level.name: level.classes for level in data.taxonomy.levels}
+    return {
+        "training samples": str(dataset_length(data.train)),
+        "validation samples": str(dataset_length(data.val)),
+        "classes": f"{[len(names) for names in classes.values()]} {_digest(classes)}",
+        "parameters": f"{len(parameters)} {_digest(parameters)}",
+    }
+
+
+def _leaves(node: Any, key: str = "") -> dict[str, str]:
+    if isinstance(node, Mapping) and node:
+        return {
+            k: v for name, part in node.items() for k, v in _leaves(part, f"{key}.{name}".lstrip(".")).items()
+        }
+    return {key: json.dumps(node, default=str)}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:8]

@@ -7,13 +7,14 @@ import pickle
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from linnaeus.autobatch import nest
@@ -22,7 +23,6 @@ from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, first_line
 from linnaeus.files import link_or_copy, why_not_written, write_atomically
 from linnaeus.training.ema import Ema
-from linnaeus.training.transfer import broadcast_state
 
 if TYPE_CHECKING:
     from linnaeus.training.build import Assembly
@@ -370,92 +370,54 @@ def _why_not_loaded(path: Path, error: Exception) -> str:
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the entries of a checkpoint, beside the tensors of the state."""
-    for name, (is_valid, expected) in ENTRIES.items():
-        if name not in content:
-            if name in _REQUIRED:
-                yield f"it has no {name}"
-        elif not is_valid(content[name]):
-            yield f"{name} is not {expected}"
+    """What a run cannot use in a checkpoint, beside the tensors of the state."""
     progress = content["progress"]
-    if not isinstance(progress, dict):
-        return
-    for name in progress:
-        if name not in PROGRESS_ENTRIES:
-            yield f"progress.{name} is unknown; it may be of another version of Linnaeus"
-    for name, (is_valid, expected) in PROGRESS_ENTRIES.items():
-        if name not in progress:
-            if name in _REQUIRED_PROGRESS:
-                yield f"progress has no {name}"
-        elif not is_valid(progress[name]):
-            yield f"progress.{name} is {progress[name]!r:.50}, which is not {expected}"
+    for name, (kinds, is_required) in _ENTRIES.items():
+        place, _, entry = name.rpartition(".")
+        values = progress if place else content
+        if entry not in values:
+            if is_required:
+                yield f"it has no {name}"
+        elif not isinstance(values[entry], kinds) or (kinds is int and values[entry] < 0):
+            yield f"{name} is {values[entry]!r:.50}"
+        if name == "progress" and not isinstance(progress, dict):
+            return
+    for entry in progress:
+        if f"progress.{entry}" not in _ENTRIES:
+            yield f"progress.{entry} is unknown; it may be of another version of Linnaeus"
 
 
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
+_ENTRIES: dict[str, tuple[Any, bool]] = {
+    "progress": (dict, True), "rng": (list, True), "autobatch": (dict, True), "state": (dict, False),
+    "progress.epoch": (int, True), "progress.samples": (int, True), "progress.step": (int, True),
+    "progress.best": (float | int | None, False), "progress.metrics": (dict, False),
+    "progress.seconds": (float | int, False),
+}  # fmt: skip
+"""Kind of an entry, and whether every version has it. A missing state is reported when it is restored."""
 
 
-def _is_dict_of_dicts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
+def broadcast_state(state: Any, world: World) -> Any:
+    """Rank 0's nest on every rank, bit for bit and laid out alike in memory. Every rank must call this.
+
+    Args:
+        state: nest of dense tensors on the host and of values that can be pickled; used on rank 0 alone.
+        world: the processes.
+
+    Returns:
+        The nest: on rank 0 `state` itself, on the other ranks a copy of it.
+    """
+    if not world.is_distributed:
+        return state
+    shapes = world.broadcast(nest.map_leaves(partial(_empty, device="meta"), state))
+    if not world.is_main:
+        state = nest.map_leaves(partial(_empty, device="cpu"), shapes)
+    for shape, tensor in zip(nest.tensors(shapes), nest.tensors(state), strict=True):
+        whole = tensor if tensor.stride() == shape.stride() else tensor.clone()  # of a view or an expansion
+        content = whole.detach().as_strided((whole.numel(),), (1,)).view(torch.uint8)
+        if len(content):
+            torch_dist.broadcast(content, src=0, group=world.host_group)
+    return state
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_dict_of_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_number(number) for number in value.values())
-
-
-def _are_generators(value: Any) -> bool:
-    """Whether this is a list of what `rng_state` returns."""
-    return isinstance(value, list) and all(
-        isinstance(state, dict)
-        and isinstance(state.get("python"), tuple) and len(state["python"]) == 3
-        and isinstance(state.get("numpy"), tuple) and len(state["numpy"]) == 5
-        and isinstance(state["numpy"][1], Tensor) and isinstance(state.get("torch"), Tensor)
-        for state in value
-    )  # fmt: skip
-
-
-def _is_noise_scale(value: Any) -> bool:
-    return value is None or (
-        _is_dict_of_numbers(value) and value.keys() >= {"num", "gradient_sq", "trace"}
-    )  # fmt: skip
-
-
-Check = tuple[Callable[[Any], bool], str]
-"""Whether a value can be used, and what it has to be."""
-
-ENTRIES: dict[str, Check] = {
-    "progress": (_is_dict, "a dictionary"),
-    "state": (_is_dict_of_dicts, "a dictionary of dictionaries"),
-    "rng": (_are_generators, "a list of the states of generators"),
-    "autobatch": (_is_dict_of_dicts, "a dictionary of dictionaries"),
-    "config": (_is_dict_of_dicts, "a dictionary of nodes"),
-    "model_spec": (_is_dict, "the description of a model"),
-    "plan": (_is_dict, "a dictionary"),
-    "environment": (_is_dict, "a dictionary"),
-    "noise_scale": (_is_noise_scale, "the state of a noise scale"),
-    "micro_batch_limit": (
-        lambda value: value is None or (_is_count(value) and value > 0),
-        "a number of samples",
-    ),
-}
-"""Entries of a checkpoint. A missing state is reported when it is restored."""
-_REQUIRED = ("progress", "rng", "autobatch")
-
-PROGRESS_ENTRIES: dict[str, Check] = {
-    "epoch": (_is_count, "a number of finished epochs"),
-    "samples": (_is_count, "a number of samples"),
-    "step": (_is_count, "a number of optimizer steps"),
-    "best": (lambda value: value is None or _is_number(value), "a metric"),
-    "metrics": (_is_dict_of_numbers, "a dictionary of metrics"),
-    "seconds": (_is_number, "a time in seconds"),
-}
-"""The attributes of `TrainingProgress`."""
-_REQUIRED_PROGRESS = ("epoch", "samples", "step")
+def _empty(leaf: Any, device: str) -> Any:
+    return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -146,8 +145,8 @@ def _read(path: Path) -> list[_Entry]:
         raise ConfigError(f"{_KEY}: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{_KEY}: {path}: not UTF-8 text") from error
-    readers = {".csv": _read_csv, ".json": _read_json}
-    entries = readers.get(path.suffix.lower(), _read_yaml)(str(path), text)
+    # JSON is YAML, but for tabs, which stand between its tokens only.
+    entries = (_read_csv if path.suffix.lower() == ".csv" else _read_yaml)(str(path), text)
     if not entries:
         raise ConfigError(f"{_KEY}: {path}: no weight in it")
     return entries
@@ -169,27 +168,13 @@ def _read_csv(path: str, text: str) -> list[_Entry]:
     return [_Entry(f"{path}, line {line}", *(cells[i] for i in order)) for line, cells in rows[1:]]
 
 
-def _read_json(path: str, text: str) -> list[_Entry]:
-    try:
-        ranks = json.loads(text, object_pairs_hook=_Pairs)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{_KEY}: {path}, line {error.lineno}: broken JSON: {error.msg}") from error
-    if not isinstance(ranks, _Pairs) or not all(isinstance(classes, _Pairs) for _, classes in ranks):
-        raise _wrong_form(path)
-    return [_Entry(path, rank, name, value) for rank, classes in ranks for name, value in classes]
-
-
-class _Pairs(list[tuple[str, Any]]):
-    """A JSON object with all its pairs, repeated names too."""
-
-
 def _read_yaml(path: str, text: str) -> list[_Entry]:
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
+        root = yaml.compose(text.expandtabs() if path.lower().endswith(".json") else text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = path if mark is None else f"{path}, line {mark.line + 1}"
-        raise ConfigError(f"{_KEY}: {place}: broken YAML: {getattr(error, 'problem', error)}") from error
+        raise ConfigError(f"{_KEY}: {place}: broken: {getattr(error, 'problem', error)}") from error
     if not isinstance(root, yaml.MappingNode):
         raise _wrong_form(path)
     entries = []

@@ -43,12 +43,17 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _from_timm(node: Any, model: nn.Module) -> torch.optim.Optimizer:
+def check_optimizer_name(node: Any) -> None:
+    """Raise `ConfigError` if an `OptimizerConfig` names no optimizer of timm."""
     names = timm.optim.list_optimizers()
-    if node.NAME.lower() not in names:
+    if not is_target(node) and node.NAME.lower() not in names:
         close = difflib.get_close_matches(node.NAME.lower(), names, n=3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         raise ConfigError(f"OPTIMIZER.NAME: {node.NAME!r} is not an optimizer of timm{hint}")
+
+
+def _from_timm(node: Any, model: nn.Module) -> torch.optim.Optimizer:
+    check_optimizer_name(node)
     arguments = dict(node.KWARGS)
     if node.LAYER_DECAY is not None:
         _check_layers(node.LAYER_DECAY, model)

@@ -17,9 +17,6 @@ from linnaeus.tracking import Tracker
 from linnaeus.training.noise_scale import MEANING
 from linnaeus.training.trainer import FitResult
 
-RESULT = "result.json"
-"""Name of the file with the result of a run; a run that failed or was interrupted has none."""
-
 logger = logging.getLogger("linnaeus.run")
 
 
@@ -82,6 +79,6 @@ def save_result(result: FitResult, plan: BatchPlan, path: Path) -> None:
         "effective_batch": plan.effective_batch_size,
         "learning_rate": plan.learning_rate,
         "warmup_steps": plan.warmup_steps,
-        "total_steps": plan.total_steps,
+        "total_steps": result.num_steps,
     }
     write_text_atomically(path, json.dumps(content, indent=2) + "\n")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -14,8 +14,9 @@ from linnaeus.autobatch.rng import set_rng_state
 from linnaeus.config.schema import Config
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
+from linnaeus.files import checkpoint_file
 from linnaeus.rng import derive_seed, seed_all
-from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder, load_checkpoint
+from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -189,41 +190,15 @@ def is_finished(content: Mapping[str, Any], num_epochs: int, result: Path, world
 
 
 def _say_starting_fresh(folder: Path, name: str) -> None:
-    """Say that there is no checkpoint to resume, and which runs beside this one have one.
-
-    Args:
-        folder: the run's folder.
-        name: EXPERIMENT.NAME.
-    """
-    found = []
-    for path in _beside(folder):
-        stem, _, number = path.name.rpartition(".")
-        is_earlier = stem == folder.name and number.isdecimal()
-        epoch = _epoch_of(path / "checkpoints") if is_earlier else None
-        if epoch is not None:
-            other = PurePath(name).with_name(path.name)
-            found.append(
-                f"{other} has a checkpoint of epoch {epoch}: EXPERIMENT.NAME {other} goes on with it"
-            )
+    """Say that there is no checkpoint to resume, and which earlier runs, moved aside, have one."""
+    aside = sorted(folder.parent.glob(f"{glob.escape(folder.name)}.*"))
+    others = [
+        PurePath(name).with_name(path.name)
+        for path in aside
+        if path.suffix[1:].isdecimal() and checkpoint_file(path, "last") is not None
+    ]
+    found = [f"{other} has a checkpoint: EXPERIMENT.NAME {other} goes on with it" for other in others]
     logger.info("; ".join([f"no checkpoint in {folder}: starting fresh", *found]))
-
-
-def _beside(folder: Path) -> list[Path]:
-    """What is beside a folder; nothing where that cannot be listed."""
-    try:
-        return sorted(folder.parent.iterdir())
-    except OSError:
-        return []
-
-
-def _epoch_of(folder: Path) -> int | None:
-    """Finished epochs of the newest checkpoint of a folder; None without one that can be read."""
-    checkpoints = CheckpointFolder(folder)
-    for path in (checkpoints.pending, checkpoints.last, checkpoints.previous):
-        with suppress(CheckpointError, OSError):
-            if path.exists():
-                return int(load_checkpoint(path, mmap=True)["progress"]["epoch"])
-    return None
 
 
 def restore_generators(content: Mapping[str, Any], world: World, seed: int) -> None:

@@ -30,8 +30,7 @@ from linnaeus.tracking import Tracker
 from linnaeus.training.batchnorm import TOO_FEW_FOR_BATCHNORM, distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
-from linnaeus.training.loss_meter import LossMeter
-from linnaeus.training.metrics import headline
+from linnaeus.training.metrics import LossMeter, headline
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.training.recovery import Recovery, serve_request
 from linnaeus.training.resume import restore_generators
@@ -75,6 +74,7 @@ class FitResult:
         noise_scale: the gradient noise scale in samples; None where it is not known.
         stop_signal: the signal that has stopped the run, with a checkpoint; 0 where it is complete.
         headline: name of the metric that decides which checkpoint is best.
+        num_steps: optimizer steps of the run so far.
     """
 
     metrics: dict[str, float]
@@ -83,6 +83,7 @@ class FitResult:
     noise_scale: float | None = None
     stop_signal: int = 0
     headline: str = "loss"
+    num_steps: int = 0
 
 
 @dataclass
@@ -104,6 +105,8 @@ class Trainer:
         size_origins: where the batch sizes of `train` and `val` come from, for errors.
         progress: how far training has come.
         wrap: wraps the model for several ranks, at first and again when what is frozen begins to train.
+        begin: opens the run's files, and may replace `metrics_file` and `tracker`. Every rank calls it, more
+            than once: first after the first optimizer step, or where there is none to take.
     """
 
     config: TrainConfig
@@ -114,14 +117,15 @@ class Trainer:
     train_step: TrainStep
     schedule: Schedule
     checkpoints: CheckpointFolder
-    metrics_file: MetricsFile
-    tracker: Tracker
     progress_bar: ProgressBar
     stop: StopAgreement
+    metrics_file: MetricsFile = field(default_factory=lambda: MetricsFile(None))
+    tracker: Tracker = field(default_factory=Tracker)
     checkpoint_extras: dict[str, Any] = field(default_factory=dict)
     size_origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    begin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._state = TrainingState.of(self.assembly)
@@ -151,9 +155,10 @@ class Trainer:
             self.train_step.probe.scale.load_state_dict(content["noise_scale"])
         restore_generators(content, self.world, seed)
         self._set_lr()
-        logger.info(
-            "resumed after %d optimizer steps, in epoch %d", self.progress.step, self.progress.epoch + 1
-        )
+        epoch = self.progress.epoch + 1
+        is_over = epoch > self.plan.num_epochs
+        place = f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on" if is_over else f"in epoch {epoch}"
+        logger.info("resumed after %d optimizer steps, %s", self.progress.step, place)
         if changes := self.plan.differences(content.get("plan", {})):
             logger.warning(
                 "warning: the checkpoint was written with another batch plan (%s); training goes on with "
@@ -185,6 +190,7 @@ class Trainer:
 
     def _fit(self) -> FitResult:
         if self.config.ON_OUT_OF_MEMORY == "split" and self.world.control is not None:
+            self.begin()  # the first step may end with a checkpoint
             serve_request(self.world.control, self._recovery.save_before_step)
         with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
@@ -194,6 +200,7 @@ class Trainer:
                 if self.stop.stop_signal:
                     self._save()
                     break
+            self.begin()
             is_untold = not self.progress.metrics or self.progress.samples > 0
             if is_untold and not self.stop.stop_signal:
                 self._validate()  # resumed with fewer epochs, before a validation
@@ -206,6 +213,7 @@ class Trainer:
             noise_scale=self._noise_scale,
             stop_signal=self.stop.stop_signal,
             headline=self._headline,
+            num_steps=self.progress.step,
         )
 
     @property
@@ -271,6 +279,9 @@ class Trainer:
             loss = self._take_step(batches, stage)
             if loss is None:
                 return False
+            self._count_seconds()
+            self.begin()  # does nothing after the first step
+            self._clock = time.monotonic()
             meter.add(loss)
             remaining -= 1
             self.progress_bar.advance(1)
@@ -359,12 +370,12 @@ class Trainer:
         if self._noise_scale is not None:
             values["noise_scale"] = self._noise_scale
         self.progress_bar.describe(values)
-        self._write("train", values)
+        self._write("train", self.progress.epoch + 1, values)
 
-    def _write(self, split: str, values: dict[str, float]) -> None:
-        progress = self.progress
-        self.metrics_file.write(step=progress.step, epoch=progress.epoch, split=split, values=values)
-        self.tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=progress.step)
+    def _write(self, split: str, epoch: int, values: dict[str, float]) -> None:
+        step = self.progress.step
+        self.metrics_file.write(step=step, epoch=epoch, split=split, values=values)
+        self.tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
 
     def _end_epoch(self) -> None:
         """Validate and save if it is time to; always after the last epoch.
@@ -372,6 +383,7 @@ class Trainer:
         If the validation is broken off, the epoch does not count as finished: a resumed run has no step left
         in it, and validates.
         """
+        self.begin()
         config, samples = self.config, self.progress.samples
         self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
         self._set_lr()
@@ -408,9 +420,10 @@ class Trainer:
             return False
         seconds = time.perf_counter() - started
         self.progress.metrics = values
-        self._write("val", values)
+        self._write("val", self.progress.epoch, values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        logger.info("epoch %d/%d  %s  (%.1f s)", self.progress.epoch, self.plan.num_epochs, shown, seconds)
+        epoch, last = self.progress.epoch, self.plan.num_epochs
+        logger.info("epoch %d/%d  validation  %s  (%.1f s)", epoch, last, shown, seconds)
         _, value = headline(values, self.assembly.criterion)
         if math.isnan(value) or (self.progress.best is not None and value <= self.progress.best):
             return False

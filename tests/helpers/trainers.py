@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from linnaeus.batching.facts import Facts
@@ -16,9 +15,7 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World, wrap
-from linnaeus.log import MetricsFile
 from linnaeus.signals import StopRequest
-from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.noise_scale import build_probe
@@ -61,8 +58,6 @@ def building(
                 warmup_steps=plan.warmup_steps,
             ),
             checkpoints=checkpoints,
-            metrics_file=MetricsFile(Path("unused"), enabled=False),
-            tracker=Tracker(),
             progress_bar=ProgressBar(None),
             stop=StopAgreement(world, StopRequest()),
             checkpoint_extras={"autobatch": {}},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import resource
@@ -23,8 +22,6 @@ from linnaeus.errors import CheckpointError
 from linnaeus.rng import seed_all
 from linnaeus.signals import Interrupted, StopRequest
 from linnaeus.training.checkpoint import (
-    ENTRIES,
-    PROGRESS_ENTRIES,
     CheckpointFolder,
     TrainingState,
     load_checkpoint,
@@ -126,11 +123,8 @@ UNUSABLE = {
     "progress.epoch": with_progress(epoch=-1),
     "progress.best": with_progress(best="high"),
     "progress.loss_scale": with_progress(loss_scale=1.0),
-    "rng": whole(rng=[{"torch": torch.get_rng_state()}]),
     "autobatch": {name: value for name, value in whole().items() if name != "autobatch"},
-    "state": whole(state={"model": [1, 2]}),
-    "noise_scale": whole(noise_scale={"num": 1}),
-    "micro_batch_limit": whole(micro_batch_limit=0),
+    "state": whole(state=[1, 2]),
 }
 """What is wrong with a checkpoint, and the checkpoint."""
 
@@ -155,8 +149,6 @@ def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_us
         micro_batch_limit=8, noise_scale={"num": 1, "gradient_sq": 0.5, "trace": 2.0},
         progress=vars(TrainingProgress(2, 8, 5, 0.5, {"top1": 0.5}, 3.5)),
     )  # fmt: skip
-    assert newest.keys() == ENTRIES.keys()
-    assert [*PROGRESS_ENTRIES] == [field.name for field in dataclasses.fields(TrainingProgress)]
     for content in (newest, whole(), whole(noise_scale=None)):
         torch.save(content, path)
         assert load_checkpoint(path).keys() == content.keys()

@@ -13,7 +13,7 @@ from torch import Tensor
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World
 from linnaeus.training.losses import TaxonomicCrossEntropy
-from linnaeus.training.metrics import ClassificationMetrics, headline
+from linnaeus.training.metrics import ClassificationMetrics, LossMeter, headline
 
 CPU = torch.device("cpu")
 NUM_CLASSES = (3, 8)
@@ -155,3 +155,12 @@ def test_the_headline_is_the_finest_rank_that_counts_or_the_loss(
 ) -> None:
     loss = torch.nn.Module() if rank_weights is None else TaxonomicCrossEntropy(["f", "s"], rank_weights)
     assert headline(values, loss) == expected
+
+
+def test_the_mean_is_over_the_steps_since_the_last_line() -> None:
+    meter = LossMeter(World(torch.device("cpu")))
+    for loss in (1.0, 2.0, 6.0):
+        meter.add(torch.tensor(loss))
+    assert meter.drain() == 3.0
+    meter.add(torch.tensor(5.0))
+    assert meter.mean() == 5.0

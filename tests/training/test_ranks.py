@@ -17,8 +17,8 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World, wrap
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.training import transfer
 from linnaeus.training.batchnorm import distribute_batchnorm
+from linnaeus.training.checkpoint import broadcast_state
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.metrics import ClassificationMetrics
@@ -264,7 +264,7 @@ def test_sums_over_the_processes_are_exact(ranks: list[Results]) -> None:
 
 
 def make_state() -> dict[str, Any]:
-    """Tensors of several types, shapes and layouts, among plain values; more than 1000 bytes together."""
+    """Tensors of several types, shapes and layouts, among plain values."""
     generator = torch.Generator().manual_seed(7)
     noise = torch.randn(1500, generator=generator)
     noise[3], noise[4], noise[5] = torch.nan, torch.inf, -0.0
@@ -285,8 +285,7 @@ def make_state() -> dict[str, Any]:
 
 
 def transferred(world: World) -> Any:
-    transfer.CHUNK_BYTES = 1000
-    return transfer.broadcast_state(make_state() if world.is_main else None, world)
+    return broadcast_state(make_state() if world.is_main else None, world)
 
 
 def test_every_rank_gets_every_bit_and_the_layout(ranks: list[Results]) -> None:
@@ -297,7 +296,7 @@ def test_every_rank_gets_every_bit_and_the_layout(ranks: list[Results]) -> None:
         assert received["model"]["image"].is_contiguous(memory_format=torch.channels_last)
     received["model"]["flags"][0] ^= True
     assert bits(received) != bits(state)  # the comparison sees a single bit
-    assert transfer.broadcast_state(state, World(CPU)) is state
+    assert broadcast_state(state, World(CPU)) is state
 
 
 # --- the gradient noise scale ---

@@ -130,7 +130,6 @@ def test_starting_fresh_names_the_run_beside_it(tmp_path: Path, caplog: pytest.L
     for name in ("r1.best", "r2.1"):
         CheckpointFolder(tmp_path / name / "checkpoints").save(whole(9))
     (tmp_path / "r1.2/checkpoints").mkdir(parents=True)
-    torch.save(whole() | {"rng": 3}, tmp_path / "r1.2/checkpoints/last.pt")
     (tmp_path / "r1.90").write_text("no folder")
     CheckpointFolder(tmp_path / "r1.93/checkpoints").save(whole(4))
     with caplog.at_level("INFO"):
@@ -138,7 +137,6 @@ def test_starting_fresh_names_the_run_beside_it(tmp_path: Path, caplog: pytest.L
         assert find_checkpoint(folder, {}, None, "group/r1", ALONE) is None
     [message] = [record.getMessage() for record in caplog.records]
     assert set(re.findall(r"r[12][.]\w+", message)) == {"r1.93"}
-    assert "epoch 4" in message
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table, suggest_path
 from linnaeus.errors import ConfigError
-from linnaeus.files import ASKED, BEFORE, CHECKPOINTS, LOGS, METRICS, RESULT
+from linnaeus.files import ASKED, CHECKPOINTS, LOGS, METRICS, RESULT
 
 DESCRIPTION = """\
 Puts trained runs side by side: what differs in their configurations, their metrics and learning curves.
@@ -30,7 +30,7 @@ exit codes: 0 done, 1 a file cannot be written, 2 a folder or an option, 130 int
 """
 RUN_MARKERS = {METRICS, RESULT, ASKED, CHECKPOINTS}
 """A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
-_NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|{BEFORE}$|wandb$|__pycache__$|.*\.earlier-\d+$")
+_NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$|.*\.earlier-\d+$")
 """Folders that hold no runs, or only those that a sweep has moved aside."""
 
 

@@ -47,7 +47,7 @@ from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import size_origin
 from linnaeus.sizing.report import device_environment
 from linnaeus.sizing.sizes import SizeSearch
-from linnaeus.training import fingerprint
+from linnaeus.training.build import configuration_facts
 from linnaeus.words import counted
 
 _PARTS = ("val", "valid", "validation", "test", "train")
@@ -87,7 +87,7 @@ def run(options: Options, run_config: RunConfig) -> int:
             errors_told_first(world),
         ):
             set_up_logging(None, rank=world.rank, console=console)
-            world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
+            world.check_equal(configuration_facts(dataclasses.asdict(config)))
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
             trained = load_run(options.run, checkpoint=options.checkpoint, device=str(world.device))

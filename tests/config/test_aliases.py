@@ -1,0 +1,40 @@
+"""Names of other frameworks: each leads to a key of the schema, with a value that it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from linnaeus.config.aliases import ALIASES, alias
+from linnaeus.config.keys import KEYS
+from tests.helpers.configs import load, problems
+
+SETTINGS = sorted({meaning for meaning in ALIASES.values() if " " not in meaning})
+
+
+def test_every_setting_is_one_that_the_configuration_accepts() -> None:
+    assert load(*SETTINGS)
+    assert problems("OPTIMIZER.MOMENTUM=0.9")
+
+
+def test_a_name_that_a_key_has_too_means_that_key() -> None:
+    for name, meaning in ALIASES.items():
+        keys = [".".join(path) for path in KEYS if path[-1].lower() == name]
+        assert not keys or meaning.partition("=")[0] in keys or " " in meaning
+
+
+@pytest.mark.parametrize(
+    ("word", "setting"),
+    [
+        ("--lr", "OPTIMIZER.LR="), ("lr=0.1", "OPTIMIZER.LR="), ("TRAIN.LR", "OPTIMIZER.LR="),
+        ("-b", "DATA.BATCH_SIZE="), ("--batch-size=8", "DATA.BATCH_SIZE="),
+        ("MODEL.DROP_PATH", "MODEL.DROP_PATH_RATE="), ("OPTIMIZER.MOMENTUM", "OPTIMIZER.KWARGS.momentum="),
+        ("+AUGMENT.RANDAUGMENT=1", "DATA.AUGMENT.POLICY=randaugment"),
+    ],
+)  # fmt: skip
+def test_a_name_is_found_as_it_is_typed(word: str, setting: str) -> None:
+    assert setting in (alias(word) or "")
+
+
+def test_what_does_not_exist_is_said_and_an_unknown_word_has_no_hint() -> None:
+    assert "WANDB" in (alias("EXPERIMENT.TENSORBOARD") or "")
+    assert alias("--no-such-thing") is alias("MODEL.NAMES") is alias("") is None
