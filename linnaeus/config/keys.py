@@ -7,7 +7,6 @@ file may be numbers or contain dots, so paths are compared, not dotted text.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -39,14 +38,6 @@ class Key:
     def is_mapping(self) -> bool:
         """Whether any key may stand below this one."""
         return typing.get_origin(self.hint) is dict
-
-
-class Place(enum.Enum):
-    """The kinds of path that are not a typed key."""
-
-    NODE = "a group of keys"
-    FREE = "below a `_target_` node or a mapping, where any key may stand"
-    NO_KEY = "no such key"
 
 
 def dotted(path: Path) -> str:
@@ -91,25 +82,10 @@ NODES: dict[Path, str] = {found[0]: found[1] for found in _found if not isinstan
 PLUGGABLE_PATHS: frozenset[Path] = frozenset(tuple(name.split(".")) for name in PLUGGABLE)
 
 
-def classify(path: Path, free: Collection[Path] = ()) -> Key | Place:
-    """The key at a path, or what else the path is.
-
-    Args:
-        path: the path to classify.
-        free: the nodes that a `_target_` has replaced.
-    """
-    for length in range(1, len(path) + 1):
-        prefix = path[:length]
-        if prefix in free:
-            return Place.NODE if length == len(path) else Place.FREE
-        if prefix in KEYS:
-            key = KEYS[prefix]
-            if length == len(path):
-                return key
-            return Place.FREE if key.is_mapping and TARGET not in path else Place.NO_KEY
-        if prefix not in NODES:
-            return Place.NO_KEY
-    return Place.NODE
+def is_open(path: Path) -> bool:
+    """Whether any key may stand at a path: below a node that a `_target_` may replace, or below a mapping."""
+    above = [path[:size] for size in range(1, len(path))]
+    return any(node in PLUGGABLE_PATHS or (node in KEYS and KEYS[node].is_mapping) for node in above)
 
 
 def closest(name: str) -> str | None:

@@ -7,22 +7,23 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 import yaml
 
-from linnaeus.config.keys import PLUGGABLE_PATHS, Path, dotted
-from linnaeus.config.origins import with_origins
+from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, Path, dotted
 from linnaeus.config.overrides import parse_command_line
 from linnaeus.config.resolve import Resolver
 from linnaeus.config.schema import Config
 from linnaeus.config.tree import PLAN, read_tree
-from linnaeus.config.values import Setting, tree_of
+from linnaeus.config.values import Setting, show, tree_of
 from linnaeus.errors import ConfigError
 from linnaeus.files import write_atomically
+
+_REFERS = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class LoadedConfig:
     def text(self) -> str:
         """What `--print-config` prints, with the origins where `--origin` asks for them."""
         text = to_yaml(self.config)
-        return text if self.settings is None else with_origins(text, self.settings)
+        return text if self.settings is None else _with_origins(text, self.settings)
 
 
 def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> LoadedConfig:
@@ -181,3 +182,35 @@ def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str,
         write_atomically(target, lambda file: file.write(text.encode()))
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error.strerror} (EXPERIMENT.OUTPUT_DIR)") from error
+
+
+def _with_origins(text: str, settings: Mapping[Path, Setting]) -> str:
+    """The YAML text of a configuration, with a comment on the line of each value.
+
+    Args:
+        text: what `to_yaml` gives.
+        settings: the setting of each key that is not at its default.
+    """
+    defaults = {path: Setting(key.default, "default") for path, key in KEYS.items()}
+    origins = {tuple(map(str, path)): setting for path, setting in (defaults | {**settings}).items()}
+    lines = text.split("\n")
+    for path, number in _lines_of_values(yaml.compose(text, Loader=yaml.SafeLoader), ()):
+        prefixes = (path[:size] for size in range(len(path), 0, -1))
+        setting = next((origins[prefix] for prefix in prefixes if prefix in origins), None)
+        if setting is not None:
+            follows = isinstance(setting.text, str) and _REFERS.search(setting.text)
+            lines[number] += f"  # {' '.join(setting.origin.split())}"
+            lines[number] += f", follows {show(setting.text)[1:-1]}" if follows else ""
+    return "\n".join(lines)
+
+
+def _lines_of_values(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The path of each value, and the number of the line on which its key stands, from 0."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for name, child in node.value:
+        here = (*path, str(name.value))
+        if isinstance(child, yaml.MappingNode) and child.value:
+            yield from _lines_of_values(child, here)
+        else:
+            yield here, name.start_mark.line

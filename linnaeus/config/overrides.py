@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from linnaeus.config.aliases import alias
-from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Place, classify, closest, suggest
+from linnaeus.config.keys import KEYS, NODES, closest, is_open, suggest
 
 FLAGS = ("--cfg", "--opts", "--print-config", "--origin", "--help", "-h", "--version")
 SOURCES = {"--cfg": "a file", "--config-dir": "a folder", "--config-name": "the name of a file"}
@@ -182,7 +182,7 @@ def _begins_override(token: str) -> bool:
         return False
     _, key, text = match.groups()
     path = tuple(key.split("."))
-    return path in KEYS or (text is not None and classify(path, PLUGGABLE_PATHS) is Place.FREE)
+    return path in KEYS or (text is not None and is_open(path))
 
 
 def _stray(line: CommandLine, token: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.files import File, read_file
-from linnaeus.config.keys import KEYS, Path, Place, classify, dotted, suggest
+from linnaeus.config.keys import KEYS, NODES, Path, dotted, is_open, suggest
 from linnaeus.config.overrides import CommandLine, Override
 from linnaeus.config.presets import (
     EXPERIMENT,
@@ -274,5 +274,4 @@ def _apply(tree: dict[Any, Any], override: Override) -> str | None:
                 del node[last]
                 return None
             return f"is {show(untyped(node[last], check=False))}, not {show(setting)}: nothing deleted"
-    place = classify(path)
-    return "is not set" if place is Place.FREE else "no such key" if place is Place.NO_KEY else None
+    return None if path in KEYS or path in NODES else "is not set" if is_open(path) else "no such key"
