@@ -14,6 +14,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -40,6 +41,12 @@ GIB = 1024**3
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """How a file system says that it has no locks."""
+
+
+def suggest_path(path: Path) -> str:
+    """`; did you mean X?` for what stands beside a missing path and is most like it; empty for nothing."""
+    close = get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], 1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def checkpoint_file(run: Path, name: str) -> Path | None:

@@ -17,7 +17,7 @@ from linnaeus.config.keys import suggest
 from linnaeus.config.presets import available
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
-from linnaeus.files import temporary_name
+from linnaeus.files import suggest_path, temporary_name
 from linnaeus.launchers.interface import LaunchOptions
 from linnaeus.launchers.sbatch import KNOWN, problems_with
 
@@ -258,12 +258,6 @@ def _read_local(text: str) -> str:
     if "://" in text:
         raise ValueError(f"{text} is a URL; download it first, and name the file")
     return text
-
-
-def suggest_path(path: Path) -> str:
-    """`; did you mean X?` for what stands beside a missing path and is most like it; empty for nothing."""
-    close = get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], 1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def add_run_options(parser: CommandParser) -> None:

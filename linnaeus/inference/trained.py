@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import resolve_device
 from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail, first_line
-from linnaeus.files import CHECKPOINTS, checkpoint_file
+from linnaeus.files import CHECKPOINTS, checkpoint_file, suggest_path
 from linnaeus.inference.images import ImageLike, Reader, as_iterable
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
@@ -301,7 +300,7 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
             raise CheckpointError(f"{path} is a checkpoint itself; leave out the checkpoint {checkpoint}")
         return path
     if not path.is_dir():
-        raise CheckpointError(f"there is no run {path}{_runs_like(path)}")
+        raise CheckpointError(f"there is no run {path}{suggest_path(path)}")
     if str(checkpoint) in ("best", "last"):
         named = [checkpoint_file(path, str(checkpoint))]
     else:
@@ -313,15 +312,6 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
     if not found:
         raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)")
     raise CheckpointError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")
-
-
-def _runs_like(path: Path) -> str:
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if (entry / CHECKPOINTS).is_dir()]
-    except OSError:
-        return ""
-    close = get_close_matches(path.name, names, 1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def _spec(content: Mapping[str, Any], file: Path) -> ModelSpec:

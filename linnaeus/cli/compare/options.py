@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table, suggest_path
+from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table
 from linnaeus.errors import ConfigError
-from linnaeus.files import ASKED, CHECKPOINTS, LOGS, METRICS, RESULT
+from linnaeus.files import ASKED, CHECKPOINTS, LOGS, METRICS, RESULT, suggest_path
 
 DESCRIPTION = """\
 Puts trained runs side by side: what differs in their configurations, their metrics and learning curves.
