@@ -387,11 +387,12 @@ def take_run_folder(
     Raises:
         ConfigError: the folder cannot be made or written to, or is in use; an earlier run is where it was.
     """
-    has_run = check_run_folder(folder, keep=keep)
+    check_run_folder(folder, keep=keep)
+    own = lock
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock or FolderLock(folder)
-        if keep or not has_run:
+        if keep or not check_run_folder(folder, keep=keep):  # a run may have ended in between
             return None, lock
         names = (folder.with_name(f"{folder.name}{suffix}{number}") for number in itertools.count(1))
         aside = next(path for path in names if not path.exists())
@@ -400,6 +401,8 @@ def take_run_folder(
         folder.mkdir(exist_ok=True)
         return aside, FolderLock(folder)
     except OSError as error:
+        if own is None and lock is not None:
+            lock.release()
         raise _cannot_write(folder, why_not_written(error, folder)) from error
 
 

@@ -108,8 +108,9 @@ class StopRequest:
     def _answer(self, reader: int) -> None:
         """Answer Ctrl-C while a call into torch runs: Python's handler waits until the call returns."""
         while (number := os.read(reader, 1)[0]) != 0:
-            if number == signal.SIGINT and not self._is_handled.wait(_SILENCE_S):
+            if not self._is_handled.wait(_SILENCE_S) and number == signal.SIGINT:
                 print("Ctrl-C: stopping as soon as the call under way returns", file=sys.stderr, flush=True)
+            self._is_handled.clear()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

@@ -87,6 +87,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
         else:  # torchrun ends all ranks with the first one that leaves
             time.sleep(LEAVE_AFTER_S)
         return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     try:
         if submits:
             from linnaeus.launchers.slurm import submit_command

@@ -11,7 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from linnaeus.config.values import Setting
+from linnaeus.config.aliases import alias
+from linnaeus.config.values import Bare, Setting
 
 DEFAULTS = "defaults"
 """The key of a file's defaults list."""
@@ -66,6 +67,9 @@ def read_file(name: str, asked_by: str) -> File:
         file.package = next((match[1] for line in text.splitlines() if (match := _PACKAGE.match(line))), None)
         if isinstance(root, yaml.MappingNode):
             assert isinstance(content, dict)
+            if "hydra" in content:
+                file.problem = f"hydra: no such key ({name}); {alias('hydra.run')}"
+                return file
             file.defaults = content.pop(DEFAULTS, None)
             nodes = {key.value: child for key, child in root.value}
             file.tree = {key: _tree(child, nodes.get(str(key)), name) for key, child in content.items()}
@@ -78,6 +82,16 @@ def read_file(name: str, asked_by: str) -> File:
 def _tree(content: Any, node: yaml.Node | None, name: str) -> Any:
     """The values with the lines on which their keys stand; a value that `<<` merges in has none."""
     if not isinstance(content, dict) or not content:
-        return Setting(content, name if node is None else f"{name}, line {node.start_mark.line + 1}")
+        line = "" if node is None else f", line {node.start_mark.line + 1}"
+        return Setting(_as_typed(content, node), f"{name}{line}")
     nodes = {key.value: child for key, child in node.value} if isinstance(node, yaml.MappingNode) else {}
     return {key: _tree(child, nodes.get(str(key)), name) for key, child in content.items()}
+
+
+def _as_typed(content: Any, node: yaml.Node | None) -> Any:
+    """A value that keeps the text of scalars without quotes, for keys that take text."""
+    if isinstance(content, list) and isinstance(node, yaml.SequenceNode):
+        return [_as_typed(item, child) for item, child in zip(content, node.value, strict=True)]
+    if isinstance(node, yaml.ScalarNode) and node.style is None and content is not None:
+        return Bare(node.value, lambda: content)
+    return content

@@ -6,6 +6,7 @@ import copy
 import functools
 import operator
 import re
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,9 +66,9 @@ class Resolver:
         """Assign a setting, or all below a path."""
         key = KEYS.get(path)
         is_tree = isinstance(child, dict)
-        if path in PLUGGABLE_PATHS and is_tree and TARGET in child:
+        if path in PLUGGABLE_PATHS and is_tree and isinstance(child.get(TARGET), Setting):
             self._free.add(path)
-            built_in = child[TARGET].preset if isinstance(child[TARGET], Setting) else None
+            built_in = child[TARGET].preset
             # Where the user's own class replaces a node, presets for the built-in node do not apply.
             self._take_free(path, child if built_in else _without_presets(child))
         elif key and key.is_mapping and is_tree:
@@ -130,6 +131,14 @@ class Resolver:
             if path[-1] == TARGET and path[:-1] in self._free and not is_dotted_path:
                 return f"{show(value)} is not the dotted path of a class or function ({origin})"
             return None
+        hint, _ = strip_optional(key.hint)
+        if (kind := typing.get_origin(hint)) is not None and value is not None:  # it may follow another key
+            if not isinstance(value, kind):
+                return f"{show(value)} is not {WANTED[kind]} ({origin})"
+            try:
+                convert(value, hint)
+            except ValueError as error:
+                return f"{error} ({origin})"
         if key.choices and value is not None and value not in key.choices:
             hint = suggest(str(value), key.choices)
             return f"{show(value)} is not one of {', '.join(key.choices)} ({origin}){hint}"

@@ -97,7 +97,7 @@ def read_tree(line: CommandLine, below: Mapping[Any, Any]) -> Given:
         if option != "--config-dir" and (path := _root(files, option, name, given)) is not None:
             names.pop(path, None)  # of a file named twice, the later one counts
             names[path] = None
-    groups = {group: name for group, name in line.groups.items() if _exists(group, name, files, given)}
+    groups = {group: name for group, name in line.groups.items() if _exists(group, name, files, own, given)}
     tree = _composed(files, [*names], groups, given)
     merge(given.tree, tree)
     if given.is_complete:
@@ -136,7 +136,7 @@ def _root(files: Files, option: str, name: str, given: Given) -> str | None:
     """The path in the search path of what `--cfg` or `--config-name` names; None where there is none."""
     if option == "--cfg":
         known = {str(expanded(file.name)): path for path, file in files.read.items()}
-        path = known.get(str(expanded(name)), f"cfg{len(known)}")
+        path = known.get(str(expanded(name)), f"__cfg{len(known)}")
         files.read[path] = read_file(name, option)
         return None if files.read[path].problem else path
     if files.get(name) is not None:
@@ -147,12 +147,12 @@ def _root(files: Files, option: str, name: str, given: Given) -> str | None:
     return None
 
 
-def _exists(key: str, typed: str | None, files: Files, given: Given) -> bool:
+def _exists(key: str, typed: str | None, files: Files, own: Sequence[FilePath], given: Given) -> bool:
     """Whether there are the files that the command line chooses in a group; adds a problem where not."""
     group = key.partition("@")[0]
     there = names_in(group, files.folders)
     if not there:
-        groups = [*available(*files.folders)] if len(files.folders) > 1 else [*available()]
+        groups = [*available(*own, FOLDER)]  # a `--cfg` file may lie beside anything
         hint = (
             group != EXPERIMENT and alias(group)
         ) or f"groups are {', '.join(groups)}{suggest(group, groups)}"

@@ -22,6 +22,7 @@ from linnaeus.config.resolvers import NUMBER, renamed
 
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
+_BOOLS = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -128,10 +129,6 @@ def convert(value: Any, hint: Any) -> Any:
             return None
         raise ValueError("must have a value, not null")
     given = value.text if isinstance(value, Bare) else value
-    if optional and hint is not str and isinstance(given, str) and given in ("null", "None", "none"):
-        return None  # YAML knows `null` alone
-    if hint is str and isinstance(given, bool):
-        return "on" if given else "off"  # which YAML reads as true and false
     if given == MISSING:
         return given
     if typing.get_origin(hint) is list:
@@ -140,7 +137,9 @@ def convert(value: Any, hint: Any) -> Any:
         return _interpolation(given, hint)
     if hint in (int, float):
         return number(given, hint)
-    if isinstance(given, (list, dict)) and hint in (str, bool):
+    if hint is bool and str(given).lower() not in _BOOLS:
+        raise ValueError(f"{show(given)} is not {WANTED[bool]}")
+    if isinstance(given, (list, dict)) and hint is str:
         raise ValueError(f"{show(given)} is not {WANTED[hint]}")
     return untyped(value) if typing.get_origin(hint) is dict else given
 

@@ -189,9 +189,9 @@ def test_files_that_set_nothing(text: str) -> None:
 
 
 def test_values_of_a_file() -> None:
-    """As OmegaConf reads them, then in the key's type."""
+    """Scalars without quotes keep their text where the key takes text, else they get the key's type."""
     write({"my": """
-    EXPERIMENT: {NAME: '1e3', OUTPUT_DIR: 7, WANDB: {PROJECT: on, GROUP: '=', TAGS: [1.0, yes, 2024-01-01]}}
+    EXPERIMENT: {NAME: 1e3, OUTPUT_DIR: 007, WANDB: {PROJECT: on, GROUP: '=', TAGS: [1.0, yes, 2024-01-01]}}
     OPTIMIZER: {LR: 1e-3, WEIGHT_DECAY: 0, KWARGS: {<<: &shared {a: 1, b: 2}, b: 3}}
     TRAIN: {AMP: off, COMPILE: yes, CLIP_GRAD_NORM: None, EPOCHS: "3"}
     DATA: {DATASET: {ROOT: null, TRAIN: none}, BATCH_SIZE: "${TRAIN.EPOCHS} * 2"}
@@ -199,15 +199,15 @@ def test_values_of_a_file() -> None:
     """})  # fmt: skip
     config = load("--cfg=my.yaml")
     experiment, dataset = config.EXPERIMENT, config.DATA.DATASET
-    assert (experiment.NAME, experiment.OUTPUT_DIR) == ("1e3", "7")
+    assert (experiment.NAME, experiment.OUTPUT_DIR) == ("1e3", "007")
     assert (experiment.WANDB.PROJECT, experiment.WANDB.GROUP) == ("on", "=")
-    assert experiment.WANDB.TAGS == ["1.0", "on", "2024-01-01"]
+    assert experiment.WANDB.TAGS == ["1.0", "yes", "2024-01-01"]
     assert (config.OPTIMIZER.LR, config.OPTIMIZER.WEIGHT_DECAY) == (0.001, 0.0)
     assert (config.TRAIN.AMP, config.TRAIN.COMPILE, config.TRAIN.CLIP_GRAD_NORM) == ("off", True, None)
-    assert (dataset.ROOT, dataset.TRAIN, config.DATA.BATCH_SIZE) == (None, "none", 6)
+    assert (dataset.ROOT, dataset.TRAIN, config.DATA.BATCH_SIZE) == (None, None, 6)
     assert config.OPTIMIZER.KWARGS == {"a": 1, "b": 3}
     assert config.MODEL.KWARGS == {
-        "a": 1, "b": 2, "c": 0.001, "d": "2024-01-01", "e": "None", "g": [True, {"h": 16}], "i": 1500.0,
+        "a": 1, "b": 2, "c": 0.001, "d": "2024-01-01", "e": None, "g": [True, {"h": 16}], "i": 1500.0,
         "j": 0.5,
     }  # fmt: skip
 

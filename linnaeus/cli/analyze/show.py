@@ -237,6 +237,8 @@ def save_plot(analysis: Analysis, path: Path) -> None:
     panels += [partial(_speed_panel, mode, found) for mode, found in speeds.items()]
     if analysis.goal is not None and analysis.goal.noise_scale is not None and "train" in speeds:
         panels.append(partial(_loss_panel, speeds["train"]))
+    if not panels:  # nothing has been measured
+        return
     num_columns = min(len(panels), 2)
     columns = [name for name in COLUMNS if name in analysis.columns]
     with drawing(
