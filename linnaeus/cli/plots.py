@@ -77,15 +77,6 @@ class Picture:
         self.tips[name] = text
         axes.plot([x], [y], marker, **{"markersize": 6, "gid": name, "zorder": 4, **style})
 
-    def line(
-        self, axes: Axes, points: Sequence[tuple[int, float]], texts: Sequence[str], colour: str
-    ) -> None:
-        """Draw a line through points, each with its text."""
-        if points:
-            axes.plot(*zip(*points, strict=True), "-", color=colour, alpha=0.7, linewidth=1.6, zorder=3)
-        for (x, y), text in zip(points, texts, strict=True):
-            self.point(axes, x, y, "o", text, color=colour)
-
 
 @contextmanager
 def drawing(
@@ -154,17 +145,6 @@ def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
     axes.set_xticks(shown, [str(size) for size in shown])
     axes.minorticks_off()
     axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
-
-
-def mark_size(axes: Axes, size: int, text: str) -> None:
-    """Draw a dotted line at a size, with a text on the side with more room; the limits are set."""
-    axes.axvline(size, color=GREEN, linewidth=1.6, linestyle=":", zorder=2)
-    place = axes.transAxes.inverted().transform(axes.transData.transform((size, 0)))[0]
-    axes.annotate(
-        text, (size, 0.04), xycoords=("data", "axes fraction"), xytext=(5 if place < 0.5 else -5, 0),
-        textcoords="offset points", color=GREEN, fontsize=12, fontweight="bold", in_layout=False,
-        ha="left" if place < 0.5 else "right",
-    )  # fmt: skip
 
 
 def label_heights(axes: Axes, labels: Sequence[tuple[float, str]], colour: str) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,13 +118,13 @@ def _measure_mode(
                 size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
                 logger.info("%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial"))
             if largest is not None:
-                timer = Timer(finder, plan, Speeds())
-                if options.throughput:
-                    analysis.speeds[mode] = timer.speeds
-                    timer.time_sizes(largest, options.sizes, search.config.AUTOBATCH.TIMEOUT_MINUTES)
+                rates: dict[int, float | None] = {}
+                if plan is not None:
+                    minutes = search.config.AUTOBATCH.TIMEOUT_MINUTES
+                    _time_sizes(finder, rates, largest, options.sizes, minutes, plan, analysis.speeds)
                 for row in rows:
                     if row.batch_size is not None:
-                        row.samples_per_s = timer.rate(row.batch_size)
+                        row.samples_per_s = _rate(finder, rates, row.batch_size)
     except AutoBatchError as error:  # the bounds leave no size to try
         analysis.rows += [replace(row, reason=str(error)) for row in rows]
 
@@ -168,72 +168,61 @@ def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatc
     return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
 
 
-@dataclass(frozen=True)
-class Timer:
-    """Times sizes of one mode, each once.
+def _rate(finder: BatchSizeFinder, rates: dict[int, float | None], size: int) -> float | None:
+    """Samples per second of a size, timed once; None when something else takes its memory now."""
+    if size not in rates:
+        timing = finder.time(size)
+        rates[size] = timing.samples_per_s if math.isfinite(timing.seconds_per_step) else None
+    return rates[size]
 
-    Attributes:
+
+def _time_sizes(
+    finder: BatchSizeFinder, rates: dict[int, float | None], largest: AutoBatchResult,
+    sizes: list[int] | None, timeout_minutes: float, plan: Callable[[int], dict[str, Any]], speeds: Speeds,
+) -> None:  # fmt: skip
+    """Time training sizes, the largest first; without any named, until smaller ones only cost.
+
+    Args:
         finder: has run the sizes.
-        plan: arguments of `timed_size` for the run with a size; None in validation.
+        rates: samples per second of one process, by size; is filled.
+        largest: the largest size that fits.
+        sizes: to time beside it.
+        timeout_minutes: no further timing starts later, unless sizes are named.
+        plan: from `planned`, arguments of `timed_size` for the largest size that fits.
         speeds: takes the sizes.
-        rates: samples per second of one process, by size; None where a size no longer fits.
     """
+    top = largest.batch_size
 
-    finder: BatchSizeFinder
-    plan: Callable[[int], dict[str, Any]] | None
-    speeds: Speeds
-    rates: dict[int, float | None] = field(default_factory=dict)
-
-    def rate(self, size: int) -> float | None:
-        """The speed of a size; None when it no longer fits, because something else takes memory now."""
-        if size not in self.rates:
-            timing = self.finder.time(size)
-            self.rates[size] = timing.samples_per_s if math.isfinite(timing.seconds_per_step) else None
-        return self.rates[size]
-
-    def time_sizes(
-        self, largest: AutoBatchResult, sizes: Sequence[int] | None, timeout_minutes: float
-    ) -> None:
-        """Time sizes, the largest first; without any named, until smaller ones only cost.
-
-        Args:
-            largest: the largest size that fits.
-            sizes: of training, to time beside it.
-            timeout_minutes: no further timing starts later, unless sizes are named.
-        """
-        finder, top = self.finder, largest.batch_size
-        if sizes is not None and self.plan is not None:
-            for size in sizes:
-                if not finder.min_size <= size <= top:
-                    bound = f"above {top}, the largest that fits (limited by {largest.limited_by})"
-                    if size < finder.min_size:
-                        bound = f"below {finder.min_size}, the smallest that training can take"
-                    self.speeds.left_out[size] = bound
-            for size in sorted({top, *sizes} - self.speeds.left_out.keys(), reverse=True):
-                self._add(size)
-            return
-        fast = finder.prefer_throughput(largest, timeout_minutes=timeout_minutes)
-        for timing in reversed(fast.timings):
-            fits = math.isfinite(timing.seconds_per_step)
-            self.rates[timing.batch_size] = timing.samples_per_s if fits else None
-            self._add(timing.batch_size)
-        # A smaller batch needs fewer samples to the same loss, and so may be worth its lower speed.
-        if self.speeds.sizes and self.speeds.recommended.relative_seconds is not None:
-            for rung in rungs(list(Candidates(finder.min_size, top, finder.settings.multiple_of))):
-                if self.speeds.recommended.batch_size > min(self.speeds.sizes):
-                    break
-                if rung < min(self.speeds.sizes):
-                    self._add(rung)
-
-    def _add(self, size: int) -> None:
-        """Add the micro-batch size that training would choose if this is the largest that fits."""
-        plan = {"batch_size": size} if self.plan is None else self.plan(size)
-        size = plan["batch_size"]
-        rate = self.rate(size)
+    def add(size: int) -> None:
+        run = plan(size)
+        size = run["batch_size"]  # the micro-batch size of training
+        rate = _rate(finder, rates, size)
         if rate is None:
-            self.speeds.left_out[size] = "does not fit any more: something else takes memory now"
+            speeds.left_out[size] = "does not fit any more: something else takes memory now"
         else:
-            self.speeds.sizes[size] = timed_size(rate=rate, **plan)
+            speeds.sizes[size] = timed_size(rate=rate, **run)
+
+    if sizes is not None:
+        for size in sizes:
+            if size < finder.min_size:
+                speeds.left_out[size] = f"below {finder.min_size}, the smallest that training can take"
+            elif size > top:
+                bound = f"above {top}, the largest that fits (limited by {largest.limited_by})"
+                speeds.left_out[size] = bound
+        for size in sorted({top, *sizes} - speeds.left_out.keys(), reverse=True):
+            add(size)
+        return
+    for timing in reversed(finder.prefer_throughput(largest, timeout_minutes=timeout_minutes).timings):
+        fits = math.isfinite(timing.seconds_per_step)
+        rates[timing.batch_size] = timing.samples_per_s if fits else None
+        add(timing.batch_size)
+    # A smaller batch needs fewer samples to the same loss, and so may be worth its lower speed.
+    if speeds.sizes and speeds.recommended.relative_seconds is not None:
+        for rung in rungs(list(Candidates(finder.min_size, top, finder.settings.multiple_of))):
+            if speeds.recommended.batch_size > min(speeds.sizes):
+                break
+            if rung < min(speeds.sizes):
+                add(rung)
 
 
 def planned(config: Config, facts: Facts, goal: Goal, size: int) -> dict[str, Any]:

@@ -31,9 +31,10 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 DESCRIPTION = """\
 Measures which batch size fits in which fraction of the device's memory, for training and validation, and what
-limits it. --throughput adds how fast sizes are and what a run takes with each: per epoch, in all, and, with a
-noise scale, to the same loss. With --predict nothing is run: the memory of GPUs that need not be there is
-predicted. `linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured fraction.
+limits it. --throughput adds how fast training sizes are and what a run takes with each: per epoch, in all,
+and, with a noise scale, to the same loss. With --predict nothing is run: the memory of GPUs that need not be
+there is predicted. `linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured
+fraction.
 """
 DETAILS = """\
 Only the training and validation steps are timed: loading and the exchange between processes come on top. The

@@ -198,18 +198,17 @@ class Goal:
 
 @dataclass(frozen=True)
 class TimedSize:
-    """A size with its speed and, in training, the run with it. The module explains S_min.
+    """A training size with its speed and the run with it. The module explains S_min.
 
     Attributes:
         batch_size: micro-batch size: samples per process and forward pass.
         samples_per_s: of all processes, if they do not wait for each other.
         effective_batch: samples per optimizer step over all processes.
-        seconds_per_step: of one optimizer step, or of one batch of validation.
-        epoch_s, run_s: seconds of an epoch and of all epochs; None in validation.
+        seconds_per_step: of one optimizer step.
+        epoch_s, run_s: seconds of an epoch and of all epochs.
         in_time: whether the run ends within the time budget; None without one.
-        relative_steps, relative_samples, relative_seconds: to the same loss, as multiples of S_min; None
-            without a noise scale.
-        learning_rate: its peak; None in validation and where the configuration allows no run with this size.
+        relative_steps, relative_seconds: to the same loss, as multiples of S_min; None without a noise scale.
+        learning_rate: its peak; None where the configuration allows no run with this size.
         warmup_steps, total_steps: optimizer steps; None where the learning rate is.
         warnings: those of the batch plan, or why there is none.
     """
@@ -219,11 +218,10 @@ class TimedSize:
     accumulation_steps: int
     effective_batch: int
     seconds_per_step: float
-    epoch_s: float | None = None
-    run_s: float | None = None
+    epoch_s: float
+    run_s: float
     in_time: bool | None = None
     relative_steps: float | None = None
-    relative_samples: float | None = None
     relative_seconds: float | None = None
     learning_rate: float | None = None
     warmup_steps: int | None = None
@@ -232,9 +230,9 @@ class TimedSize:
 
 
 def timed_size(
-    batch_size: int, rate: float, goal: Goal | None = None, accumulation_steps: int = 1, **plan: Any
+    batch_size: int, rate: float, goal: Goal, accumulation_steps: int = 1, **plan: Any
 ) -> TimedSize:
-    """What follows from the speed of a size.
+    """What follows from the speed of a training size.
 
     >>> size = timed_size(100, 200.0, Goal(50_000, epochs=2, noise_scale=300))
     >>> size.seconds_per_step, size.epoch_s, size.relative_steps, size.relative_seconds
@@ -243,12 +241,10 @@ def timed_size(
     Args:
         batch_size: micro-batch size.
         rate: samples per second of one process.
-        goal: the run; None in validation.
+        goal: the run.
         accumulation_steps: micro-batches per optimizer step.
         plan: the attributes that the batch plan decides.
     """
-    if goal is None:
-        return TimedSize(batch_size, rate, 1, batch_size, batch_size / rate)
     rate *= goal.world_size
     batch = batch_size * accumulation_steps * goal.world_size
     epoch_s = goal.dataset_length / rate
@@ -258,7 +254,6 @@ def timed_size(
         batch_size, rate, accumulation_steps, batch, batch / rate, epoch_s, run_s,
         in_time=None if limit_s is None else run_s <= limit_s,
         relative_steps=None if scale is None else 1 + scale / batch,
-        relative_samples=None if scale is None else batch + scale,
         relative_seconds=None if scale is None else (batch + scale) / rate,
         **plan,
     )  # fmt: skip
@@ -266,7 +261,7 @@ def timed_size(
 
 @dataclass
 class Speeds:
-    """The sizes of one mode that were timed with `--throughput`; what chooses among them needs at least one.
+    """The training sizes that were timed with `--throughput`; what chooses among them needs at least one.
 
     Attributes:
         sizes: by batch size.
@@ -339,7 +334,7 @@ class Analysis(Figures):
         interrupted: whether Ctrl-C or an error ended the measuring early.
         fraction: that of the sizes to paste, where it is among those asked for.
         rows: in the order measured.
-        speeds: of the sizes that were timed with `--throughput`, by mode.
+        speeds: of the training sizes that were timed with `--throughput`.
         curves: predicted peaks, as (batch size, bytes), by mode; empty where sizes were measured.
         goal: the run whose time is predicted, with `--throughput`.
     """
@@ -348,7 +343,7 @@ class Analysis(Figures):
     interrupted: bool = True
     fraction: float = 0.8
     rows: list[Row] = field(default_factory=list)
-    speeds: dict[Mode, Speeds] = field(default_factory=dict)
+    speeds: Speeds = field(default_factory=Speeds)
     curves: dict[Mode, list[tuple[int, int]]] = field(default_factory=dict)
     goal: Goal | None = None
 
@@ -400,14 +395,13 @@ class Analysis(Figures):
     def scalars(self) -> list[dict[str, Any]]:
         """One row for each mode and fraction, and one for each other size that was timed."""
         rows = [self._cells(row) for row in self.sorted_rows()]
-        for mode, speeds in self.speeds.items():
-            for size in speeds.ascending():
-                cells = {"mode": mode, **speeds.figures(size)}
-                same = [row for row in rows if (row["mode"], row["batch_size"]) == (mode, size.batch_size)]
-                for row in same:
-                    row.update(cells)
-                if not same:
-                    rows.append(cells)
+        for size in self.speeds.ascending():
+            cells = {"mode": "train", **self.speeds.figures(size)}
+            same = [row for row in rows if (row["mode"], row["batch_size"]) == ("train", size.batch_size)]
+            for row in same:
+                row.update(cells)
+            if not same:
+                rows.append(cells)
         return rows
 
     def _cells(self, row: Row) -> dict[str, Any]:
@@ -421,7 +415,6 @@ class Analysis(Figures):
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
-        throughput = {mode: speeds.as_dict() for mode, speeds in self.speeds.items() if speeds.sizes}
         curves = {
             mode: [{"batch_size": size, "peak_bytes": peak_bytes} for size, peak_bytes in curve]
             for mode, curve in self.curves.items()
@@ -430,7 +423,7 @@ class Analysis(Figures):
             "environment": self.environment,
             "results": [row.as_dict() for row in self.sorted_rows()],
             **({} if self.goal is None else {"run": asdict(self.goal)}),
-            **({"throughput": throughput} if throughput else {}),
+            **({"throughput": {"train": self.speeds.as_dict()}} if self.speeds.sizes else {}),
             **({"curves": curves} if curves else {}),
             "interrupted": self.interrupted,
         }

@@ -26,7 +26,6 @@ from linnaeus.cli.plots import (
     decorate,
     drawing,
     label_heights,
-    mark_size,
     size_axis,
 )
 from linnaeus.cli.tables import cell, show_duration
@@ -49,13 +48,10 @@ def show(analysis: Analysis, console: Console) -> None:
     if not analysis.rows:
         return
     console.print(sizes_table(analysis))
-    lines = _notes(analysis)
-    for mode, speeds in analysis.speeds.items():
-        if speeds.sizes:
-            _print(console, lines)
-            console.print(speeds_table(mode, speeds))
-            lines = _speed_notes(mode, speeds, analysis.goal)
-    _print(console, lines)
+    _print(console, _notes(analysis))
+    if analysis.speeds.sizes:
+        console.print(speeds_table(analysis.speeds))
+        _print(console, _speed_notes(analysis.speeds, analysis.goal))
     if any(row.remedies for row in analysis.rows):
         console.print(remedies_table(analysis))
     if text := yaml_blocks(analysis):
@@ -133,15 +129,14 @@ def _notes(analysis: Analysis) -> list[str]:
     return found
 
 
-def speeds_table(mode: Mode, speeds: Speeds) -> Table:
-    """One line for each size that was timed, in training with the run that it gives."""
+def speeds_table(speeds: Speeds) -> Table:
+    """One line for each training size that was timed, with the run that it gives."""
     lines = [_cells(size, speeds) for size in speeds.ascending()]
     if all(line["effective"] == line["batch size"] for line in lines):
         for line in lines:
             del line["effective"]
     shown = [heading for heading in lines[0] if any(line[heading] for line in lines)]
-    title = "Speed and time of training" if mode == "train" else "Speed of validation"
-    table = _table(title, *shown, left=("",))
+    table = _table("Speed and time of training", *shown, left=("",))
     for line in lines:
         table.add_row(*(line[heading] for heading in shown))
     return table
@@ -155,8 +150,8 @@ def _cells(size: TimedSize, speeds: Speeds) -> dict[str, str]:
         "batch size": str(size.batch_size),
         "effective": str(size.effective_batch),
         "samples/s": f"{size.samples_per_s:,.1f}",
-        "epoch": "" if size.epoch_s is None else show_duration(size.epoch_s),
-        "run": "" if size.run_s is None else show_duration(size.run_s),
+        "epoch": show_duration(size.epoch_s),
+        "run": show_duration(size.run_s),
         "in time": "" if size.in_time is None else "yes" if size.in_time else "no",
         "steps": "" if steps is None else f"{steps:.3g} x",
         "to loss": "" if time is None else f"{time:.2f} x",
@@ -165,7 +160,7 @@ def _cells(size: TimedSize, speeds: Speeds) -> dict[str, str]:
     }
 
 
-def _speed_notes(mode: Mode, speeds: Speeds, goal: Goal | None) -> list[str]:
+def _speed_notes(speeds: Speeds, goal: Goal | None) -> list[str]:
     """Sizes left out, what the columns mean, warnings, the time budget, and the recommended size."""
     best = speeds.recommended
     found = [f"batch size {size} is left out: {reason}" for size, reason in speeds.left_out.items()]
@@ -179,7 +174,7 @@ def _speed_notes(mode: Mode, speeds: Speeds, goal: Goal | None) -> list[str]:
     found += [f"batch size {best.batch_size}: {warning}" for warning in best.warnings]
     if best.in_time is False:
         found.append("no size ends the run in time: lower TRAIN.EPOCHS or take more processes")
-    return [*found, f"recommended: DATA.{KEYS[mode]}={best.batch_size}, {why}"]
+    return [*found, f"recommended: DATA.BATCH_SIZE={best.batch_size}, {why}"]
 
 
 def remedies_table(analysis: Analysis) -> Table:
@@ -217,10 +212,9 @@ def yaml_blocks(analysis: Analysis) -> str:
         heading = f"{rows[0].memory_fraction:.0%} of {device or 'the memory'}" if rows else ""
         if analysis.margin is not None:
             heading += f", predicted with {100 * (analysis.margin - 1):.3g} % margin"
-        timed = {mode: speeds.recommended for mode, speeds in analysis.speeds.items() if speeds.sizes}
-        if timed:
+        if analysis.speeds.sizes:
             heading = "recommended"
-            sizes |= {mode: size.batch_size for mode, size in timed.items()}
+            sizes["train"] = analysis.speeds.recommended.batch_size
         lines = [f"  {KEYS[mode]}: {size}" for mode, size in sizes.items() if size is not None]
         if lines:
             blocks.append("\n".join([f"# {heading}", "DATA:", *lines]))
@@ -232,11 +226,9 @@ def yaml_blocks(analysis: Analysis) -> str:
 
 def save_plot(analysis: Analysis, path: Path) -> None:
     """Draw the picture and write it, atomically, in the format that the ending names."""
-    speeds = {mode: found for mode, found in analysis.speeds.items() if found.sizes}
     panels = [partial(_memory_panel, analysis, mode) for mode in analysis.modes]
-    panels += [partial(_speed_panel, mode, found) for mode, found in speeds.items()]
-    if analysis.goal is not None and analysis.goal.noise_scale is not None and "train" in speeds:
-        panels.append(partial(_loss_panel, speeds["train"]))
+    if analysis.speeds.sizes:
+        panels.append(partial(_speed_panel, analysis.speeds))
     num_columns = min(len(panels), 2)
     columns = [name for name in COLUMNS if name in analysis.columns]
     with drawing(
@@ -338,27 +330,14 @@ def _chosen_sizes(picture: Picture, axes: Axes, row: Row) -> None:
             )  # fmt: skip
 
 
-def _speed_panel(mode: Mode, speeds: Speeds, picture: Picture, axes: Axes) -> None:
-    """Samples per second against batch size."""
-    decorate(axes, f"{mode}: throughput", "batch size", "samples per second")
-    points = [(size.batch_size, size.samples_per_s) for size in speeds.ascending()]
-    texts = [f"{mode}, batch size {size}: {speed:.4g} samples/s" for size, speed in points]
-    _curve(picture, axes, points, texts, PURPLE, speeds)
-
-
-def _loss_panel(speeds: Speeds, picture: Picture, axes: Axes) -> None:
-    """The predicted time to the same loss."""
-    decorate(axes, "train: time to the same loss", "batch size", "multiple of the recommended size's")
-    points = [(size.batch_size, speeds.figures(size)["relative_time"]) for size in speeds.ascending()]
-    texts = [f"batch size {size}: {time:.2f} x the time" for size, time in points]
-    _curve(picture, axes, points, texts, BLUE, speeds)
-
-
-def _curve(
-    picture: Picture, axes: Axes, points: list[tuple[int, float]], texts: list[str], colour: str,
-    speeds: Speeds,
-) -> None:  # fmt: skip
-    picture.line(axes, points, texts, colour)
-    size_axis(axes, [size for size, _ in points])
-    axes.set_ylim(0, 1.15 * max(height for _, height in points))
-    mark_size(axes, speeds.recommended.batch_size, f"recommended: {speeds.recommended.batch_size}")
+def _speed_panel(speeds: Speeds, picture: Picture, axes: Axes) -> None:
+    """Samples per second of training against batch size."""
+    best, sizes = speeds.recommended.batch_size, speeds.ascending()
+    decorate(axes, "train: throughput", "batch size", "samples per second")
+    size_axis(axes, [size.batch_size for size in sizes])
+    axes.plot([size.batch_size for size in sizes], [size.samples_per_s for size in sizes], color=PURPLE)
+    for size in sizes:
+        text = f"train, batch size {size.batch_size}: {size.samples_per_s:.4g} samples/s"
+        picture.point(axes, size.batch_size, size.samples_per_s, "o", text, color=PURPLE)
+    axes.set_ylim(0, 1.15 * speeds.fastest.samples_per_s)
+    axes.axvline(best, color=GREEN, linestyle=":", label=f"recommended for training: {best}")

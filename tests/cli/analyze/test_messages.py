@@ -69,7 +69,7 @@ def timed(goal: Goal) -> Analysis:
     sizes = [timed_size(size, rate, goal, learning_rate=0.1, warnings=("so small",)) for size, rate in RATES]
     speeds = Speeds({size.batch_size: size for size in sizes}, {64: "above 32"})
     rows = [Row("train", 0.8, 32, True, "memory", 5 * GIB, 6 * GIB)]
-    return Analysis(rows=rows, speeds={"train": speeds}, goal=goal)
+    return Analysis(rows=rows, speeds=speeds, goal=goal)
 
 
 def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
