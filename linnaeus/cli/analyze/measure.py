@@ -311,7 +311,7 @@ def try_remedies(
     for mode in analysis.modes:
         rows = [row for row in analysis.chosen_rows() if row.mode == mode and row.batch_size is not None]
         before = [row.peak_bytes for row in rows]
-        if rows and analysis.margin is None:  # otherwise the same would be predicted again
+        if rows and not analysis.is_predicted:  # otherwise the same would be predicted again
             logger.info("remedies, %s: measuring the configuration as it is again", mode)
             before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
         for change in changes(setup, mode) if rows else ():

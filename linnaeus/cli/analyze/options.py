@@ -92,6 +92,7 @@ OF_A_RUN = ("--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-
 WITHOUT_PREDICT = {
     **dict.fromkeys(("--throughput", *OF_A_RUN[:-1]), "speed is not predicted"),
     "--steps": "there are no trials",
+    "--plot": "there are no trials to draw",
     "--strategy": "there is no search",
 }
 """Options that make no sense with `--predict`, and why."""

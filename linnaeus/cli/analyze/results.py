@@ -78,27 +78,6 @@ class Remedy:
         return {**asdict(self), "saved_bytes": saved, "saved_percent": percent}
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """What a row has that was predicted and not measured.
-
-    Attributes:
-        device: name of the GPU, or its memory, such as `24 GiB`.
-        device_bytes: its memory.
-        margin: factor on the predicted peak, under which nearly all measured peaks are.
-        safe_batch_size: the largest size whose peak times the margin fits; None when there is none.
-        safe_peak_bytes: peak at that size, without the margin.
-        memory_limit_gb: `DATA.AUTOBATCH.MEMORY_LIMIT_GB` where it bounds the budget, else None.
-    """
-
-    device: str
-    device_bytes: int
-    margin: float
-    safe_batch_size: int | None = None
-    safe_peak_bytes: int | None = None
-    memory_limit_gb: float | None = None
-
-
 @dataclass
 class Row:
     """One mode at one fraction of the memory.
@@ -114,7 +93,9 @@ class Row:
         reason: why there is no size.
         breakdown: parts of the peak.
         remedies: at that size, with `--remedies`.
-        predicted: what a predicted row has beside these; None for a measured one.
+        device: GPU that the row is predicted for, or its memory, such as `24 GiB`; empty if measured.
+        device_bytes: memory of that GPU.
+        safe_batch_size: the largest size whose predicted peak times the margin fits; None when there is none.
     """
 
     mode: Mode
@@ -129,12 +110,9 @@ class Row:
     reason: str | None = None
     breakdown: Breakdown | None = None
     remedies: list[Remedy] = field(default_factory=list)
-    predicted: Predicted | None = None
-
-    @property
-    def device(self) -> str:
-        """Name of the device that a prediction is for; empty if measured, on the one device that there is."""
-        return "" if self.predicted is None else self.predicted.device
+    device: str = ""
+    device_bytes: int = 0
+    safe_batch_size: int | None = None
 
     @property
     def memory(self) -> str:
@@ -144,12 +122,13 @@ class Row:
     @property
     def safe_size(self) -> int | None:
         """The size to configure: the measured one, or the one predicted with the margin."""
-        return self.batch_size if self.predicted is None else self.predicted.safe_batch_size
+        return self.safe_batch_size if self.device else self.batch_size
 
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
+        names = ("device", "device_bytes", "safe_batch_size") if self.device else ()
         return {
-            **({} if self.predicted is None else {"predicted": True, **asdict(self.predicted)}),
+            **{name: getattr(self, name) for name in names},
             "mode": self.mode,
             "memory_fraction": self.memory_fraction,
             "batch_size": self.batch_size,
@@ -335,7 +314,6 @@ class Analysis(Figures):
         fraction: that of the sizes to paste, where it is among those asked for.
         rows: in the order measured.
         speeds: of the training sizes that were timed with `--throughput`.
-        curves: predicted peaks, as (batch size, bytes), by mode; empty where sizes were measured.
         goal: the run whose time is predicted, with `--throughput`.
     """
 
@@ -344,13 +322,12 @@ class Analysis(Figures):
     fraction: float = 0.8
     rows: list[Row] = field(default_factory=list)
     speeds: Speeds = field(default_factory=Speeds)
-    curves: dict[Mode, list[tuple[int, int]]] = field(default_factory=dict)
     goal: Goal | None = None
 
     @property
-    def margin(self) -> float | None:
-        """The margin of predicted sizes; None where they were measured."""
-        return next((row.predicted.margin for row in self.rows if row.predicted is not None), None)
+    def is_predicted(self) -> bool:
+        """Whether the sizes were predicted and not measured."""
+        return any(row.device for row in self.rows)
 
     @property
     def modes(self) -> list[Mode]:
@@ -415,15 +392,10 @@ class Analysis(Figures):
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
-        curves = {
-            mode: [{"batch_size": size, "peak_bytes": peak_bytes} for size, peak_bytes in curve]
-            for mode, curve in self.curves.items()
-        }
         return {
             "environment": self.environment,
             "results": [row.as_dict() for row in self.sorted_rows()],
             **({} if self.goal is None else {"run": asdict(self.goal)}),
             **({"throughput": {"train": self.speeds.as_dict()}} if self.speeds.sizes else {}),
-            **({"curves": curves} if curves else {}),
             "interrupted": self.interrupted,
         }

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.cli.analyze.measure import settings_sentence
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
 
 KEYS = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
 COLUMNS = (
-    "device", "mode", "memory_fraction", "batch_size", "margin", "safe_batch_size", "limited_by",
-    "peak_bytes", "budget_bytes", "samples_per_s", "epoch_s", "run_s", "in_time", "relative_time",
-    "learning_rate", "marks",
+    "mode", "memory_fraction", "batch_size", "limited_by", "peak_bytes", "budget_bytes", "samples_per_s",
+    "epoch_s", "run_s", "in_time", "relative_time", "learning_rate", "marks",
 )  # fmt: skip
+MARGIN_NOTE = f"predicted with {100 * (MARGIN - 1):.3g} % margin"
 """Of the table in the HTML file, as far as there are such figures."""
 
 
@@ -72,27 +73,26 @@ def _table(title: str, *headings: str, left: tuple[str, ...] = ()) -> Table:
 
 def sizes_table(analysis: Analysis) -> Table:
     """One line for each device and fraction, with the sizes of all modes."""
-    margin, modes = analysis.margin, analysis.modes
+    predicted, modes = analysis.is_predicted, analysis.modes
     rows = {(row.device, row.memory_fraction, row.mode): row for row in analysis.sorted_rows()}
-    if margin is None:
-        columns = [heading for mode in modes for heading in (mode, "peak GiB", "samples/s")]
-        table = _table("Batch sizes", "memory", "budget GiB", *columns)
-    else:
-        columns = [heading for mode in modes for heading in (mode, "without margin")]
-        title = f"Batch sizes, predicted with {100 * (margin - 1):.3g} % margin"
-        table = _table(title, "device", "memory", "budget GiB", *columns, left=("device",))
+    figures = ("without margin",) if predicted else ("peak GiB", "samples/s")
+    table = _table(
+        f"Batch sizes, {MARGIN_NOTE}" if predicted else "Batch sizes", *(["device"] if predicted else []),
+        "memory", "budget GiB", *(heading for mode in modes for heading in (mode, *figures)),
+        left=("device",),
+    )  # fmt: skip
     for device, fraction in dict.fromkeys(place[:2] for place in rows):
         of_place = [rows.get((device, fraction, mode)) for mode in modes]
         budgets = [row.budget_bytes for row in of_place if row is not None and row.budget_bytes is not None]
         cells = [f"{fraction:.0%}", _gib(max(budgets, default=None))]
         for row in of_place:
             if row is None:
-                cells += [""] * (3 if margin is None else 2)
-            elif margin is None:
-                cells += [_size(row.batch_size), _gib(row.peak_bytes), cell(row.samples_per_s, ",.1f")]
+                cells += [""] * (1 + len(figures))
+            elif predicted:
+                cells += [_size(row.safe_batch_size), _size(row.batch_size)]
             else:
-                cells += [_size(row.safe_size), _size(row.batch_size)]
-        table.add_row(*([] if margin is None else [device]), *cells)
+                cells += [_size(row.batch_size), _gib(row.peak_bytes), cell(row.samples_per_s, ",.1f")]
+        table.add_row(*([device] if predicted else []), *cells)
     return table
 
 
@@ -180,7 +180,7 @@ def _speed_notes(speeds: Speeds, goal: Goal | None) -> list[str]:
 def remedies_table(analysis: Analysis) -> Table:
     """The memory that each remedy saves at the sizes to paste, and what it brings on each device."""
     kind, gain = "measured", "samples/s"
-    if analysis.margin is not None:
+    if analysis.is_predicted:
         kind, gain = "predicted", "then fits with margin"
     headings = ("mode", "remedy", "batch size", "before GiB", "after GiB", "saved", gain)
     table = _table(f"Remedies, {kind}", *headings, left=headings[:2])
@@ -198,7 +198,7 @@ def remedies_table(analysis: Analysis) -> Table:
         cells = [str(row.batch_size), _gib(remedy.peak_bytes_before), _gib(remedy.peak_bytes)]
         cells.append("" if saved is None or not before else f"{saved / before:.1%}")
         gains = [f"{_size(other.safe_batch_size)} in {place.memory}" for place, other in each]
-        gain = cell(remedy.samples_per_s, ",.1f") if row.predicted is None else "\n".join(gains)
+        gain = cell(remedy.samples_per_s, ",.1f") if not row.device else "\n".join(gains)
         table.add_row(mode, keys, *cells, gain)
     return table
 
@@ -210,8 +210,8 @@ def yaml_blocks(analysis: Analysis) -> str:
         rows = [row for row in chosen if row.device == device]
         sizes = {row.mode: row.safe_size for row in rows}
         heading = f"{rows[0].memory_fraction:.0%} of {device or 'the memory'}" if rows else ""
-        if analysis.margin is not None:
-            heading += f", predicted with {100 * (analysis.margin - 1):.3g} % margin"
+        if analysis.is_predicted:
+            heading += f", {MARGIN_NOTE}"
         if analysis.speeds.sizes:
             heading = "recommended"
             sizes["train"] = analysis.speeds.recommended.batch_size
@@ -244,26 +244,16 @@ def save_plot(analysis: Analysis, path: Path) -> None:
         # One legend below all panels, where it covers no point and no budget line.
         entries = [axes.get_legend_handles_labels() for axes in places]
         looks = {label: handle for each in entries for handle, label in zip(*each, strict=True)}
-        title = None
-        if analysis.margin is not None:
-            title = (
-                f"margin {analysis.margin - 1:.0%} of the predicted peak, which includes "
-                f"{analysis.environment['base_bytes'] / GIB:.2f} GiB beside the allocator "
-                f"({analysis.environment['base']})"
-            )
         picture.figure.legend(
             looks.values(), looks.keys(), loc="outside lower center", ncols=1 + 2 * num_columns,
-            frameon=False, fontsize=9, title=title, title_fontsize=9,
+            frameon=False, fontsize=9,
         )  # fmt: skip
 
 
 def _headline(analysis: Analysis) -> str:
     environment, goal = analysis.environment, analysis.goal
-    device = f"predicted for {', '.join(analysis.devices)}"
-    if analysis.margin is None:
-        gib = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
-        device = f"{environment['device']} with {gib:.3g} GiB"
-    text = f"{settings_sentence(environment)}; {device}"
+    gib = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
+    text = f"{settings_sentence(environment)}; {environment['device']} with {gib:.3g} GiB"
     if goal is not None:
         text += f"; {counted(goal.epochs, 'epoch')} of {goal.dataset_length:,} samples"
         text += "" if goal.world_size == 1 else f", {goal.world_size} processes"
@@ -272,14 +262,11 @@ def _headline(analysis: Analysis) -> str:
 
 
 def _memory_panel(analysis: Analysis, mode: Mode, picture: Picture, axes: Axes) -> None:
-    """Measured peaks and the line through them, or predicted ones; the budgets and the sizes chosen."""
-    rows, curve = analysis.sorted_rows(mode), analysis.curves.get(mode, [])
-    if len(analysis.devices) > 1:
-        rows = [row for row in analysis.chosen_rows() if row.mode == mode]
+    """Measured peaks and the line through them, the budgets and the sizes chosen."""
+    rows = analysis.sorted_rows(mode)
     decorate(axes, f"{mode}: memory", "batch size", "peak memory (GiB)")
     trials = {trial.size: trial.peak_bytes for row in rows for trial in row.trials}
-    measured = [(size, peak) for size, peak in sorted(trials.items()) if peak is not None]
-    points = [(size, peak_bytes / GIB) for size, peak_bytes in curve or measured]
+    points = [(size, peak / GIB) for size, peak in sorted(trials.items()) if peak is not None]
     budgets = [(row.budget_bytes / GIB, row) for row in rows if row.budget_bytes is not None]
     refused = {
         trial.size: height for height, row in budgets for trial in row.trials if trial.peak_bytes is None
@@ -289,45 +276,30 @@ def _memory_panel(analysis: Analysis, mode: Mode, picture: Picture, axes: Axes) 
         axes.text(0.5, 0.5, "no batch size is possible", ha="center", transform=axes.transAxes)
         return
     right = 1.08 * max([*(size for size, _ in points), *refused], default=1)
-    look: dict[str, Any] = {"color": BLUE, "alpha": 0.8, "label": "predicted" if curve else "fitted line"}
-    if curve:
-        axes.plot(*zip(*points, strict=True), "-", **look)
-    elif len(points) > 1:
+    if len(points) > 1:
         slope, start = statistics.linear_regression(*zip(*points, strict=True))
-        axes.plot([0, right], [start, start + slope * right], "-", **look)
+        axes.axline((0, start), slope=slope, color=BLUE, alpha=0.8, label="fitted line")
     for size, height in points:
-        text = f"{mode}, batch size {size}: {'predicted ' if curve else ''}{height:.3f} GiB"
-        picture.point(axes, size, height, "o", text, color=BLUE, label=None if curve else "measured")
+        text = f"{mode}, batch size {size}: {height:.3f} GiB"
+        picture.point(axes, size, height, "o", text, color=BLUE, label="measured")
     for size, height in refused.items():
         text = f"{mode}, batch size {size}: out of memory"
         picture.point(axes, size, height, "x", text, color=VERMILION, markersize=7, label="out of memory")
     for height, row in budgets:
         axes.axhline(height, color=VERMILION, linestyle=(0, (5, 3)), label="budget, with the size chosen")
-        _chosen_sizes(picture, axes, row)
+        if row.batch_size is not None and row.peak_bytes is not None:
+            peak = row.peak_bytes / GIB
+            text = f"{mode}, {row.memory}, size chosen: batch size {row.batch_size}, {peak:.3f} GiB"
+            picture.point(
+                axes, row.batch_size, peak, "D", text, label="size chosen", color=GREEN,
+                markerfacecolor="none", markeredgewidth=2, markersize=9, zorder=5,
+            )  # fmt: skip
     low, high = min(heights), max(heights)
     axes.set_xlim(0, right)
     axes.locator_params(axis="x", nbins=6)
     axes.set_ylim(0 if low < 0.5 * high else low - 0.15 * (high - low), high + 0.12 * (high - low or high))
-    labels = [(height, f"{row.memory}: {_size(row.safe_size)}") for height, row in budgets]
+    labels = [(height, f"{row.memory}: {_size(row.batch_size)}") for height, row in budgets]
     label_heights(axes, labels, VERMILION)
-
-
-def _chosen_sizes(picture: Picture, axes: Axes, row: Row) -> None:
-    """The size to configure, and the one that fits if a prediction is exact."""
-    marks = [(row.batch_size, row.peak_bytes, "D", "size chosen")]
-    if (found := row.predicted) is not None:
-        marks = [
-            (found.safe_batch_size, found.safe_peak_bytes, "D", "size chosen"),
-            (row.batch_size, row.peak_bytes, "s", "fits without the margin"),
-        ]
-    for size, peak_bytes, marker, label in marks:
-        if size is not None and peak_bytes is not None:
-            height = peak_bytes / GIB
-            text = f"{row.mode}, {row.memory}, {label}: batch size {size}, {height:.3f} GiB"
-            picture.point(
-                axes, size, height, marker, text, label=label, color=GREEN, markerfacecolor="none",
-                markeredgewidth=2, markersize=9, zorder=5,
-            )  # fmt: skip
 
 
 def _speed_panel(speeds: Speeds, picture: Picture, axes: Axes) -> None:
