@@ -294,62 +294,58 @@ class Change(NamedTuple):
 
 
 Run = Callable[[Setup, Sequence[Row], int], Sequence[dict[str, Any]]]
-"""Runs the sizes of rows of one mode, each divided by a number; gives attributes of `Remedy` for each row."""
+"""Runs the training sizes of rows, each divided by a number; gives attributes of `Remedy` for each row."""
 
 
 def try_remedies(
-    setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup, Mode], Iterable[Change]]
+    setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup], Iterable[Change]]
 ) -> None:
-    """Find the effect of each change at each size to paste, and add it to the rows as soon as it is known.
+    """Find the effect of each change at each training size to paste.
 
-    Args:
-        setup: with the unchanged configuration.
-        analysis: its rows take the remedies.
-        run: finds peaks. What it raises is the reason why there are none.
-        changes: the changes to try.
+    Rows get a remedy as soon as it is known. What `run` raises is the reason why there is no peak.
     """
-    for mode in analysis.modes:
-        rows = [row for row in analysis.chosen_rows() if row.mode == mode and row.batch_size is not None]
-        before = [row.peak_bytes for row in rows]
-        if rows and not analysis.is_predicted:  # otherwise the same would be predicted again
-            logger.info("remedies, %s: measuring the configuration as it is again", mode)
-            before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
-        for change in changes(setup, mode) if rows else ():
-            logger.info("remedies, %s: %s", mode, change.name)
-            setup.status.update(f"remedies, {mode}: {change.name}")
-            config = setup.config
-            for key, value in change.keys.items():
-                node, name = key.split(".")
-                config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
-            try:
-                found = run(replace(setup, config=config), rows, change.divisor)
-            except Exception as error:  # a user's model may not take every precision
-                logger.debug("a remedy failed", exc_info=True)
-                kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
-                found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
-            for row, peak_bytes, effect in zip(rows, before, found, strict=True):
-                size = max(1, (row.batch_size or 0) // change.divisor)
-                row.remedies.append(Remedy(change.name, change.keys, size, peak_bytes, **effect))
+    rows = [row for row in analysis.chosen_rows() if row.mode == "train" and row.batch_size is not None]
+    if not rows:
+        return
+    before = [row.peak_bytes for row in rows]
+    if not analysis.is_predicted:  # otherwise the same would be predicted again
+        logger.info("remedies: measuring the configuration as it is again")
+        before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
+    for change in changes(setup):
+        logger.info("remedies: %s", change.name)
+        setup.status.update(f"remedies: {change.name}")
+        config = setup.config
+        for key, value in change.keys.items():
+            node, name = key.split(".")
+            config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
+        try:
+            found = run(replace(setup, config=config), rows, change.divisor)
+        except Exception as error:  # a user's model may not take every precision
+            logger.debug("a remedy failed", exc_info=True)
+            kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
+            found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
+        for row, peak_bytes, effect in zip(rows, before, found, strict=True):
+            size = max(1, (row.batch_size or 0) // change.divisor)
+            row.remedies.append(Remedy(change.name, change.keys, size, peak_bytes, **effect))
 
 
-def common_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
-    """The remedies that change something, in order; bf16 alone saves memory in validation."""
+def common_changes(setup: Setup) -> Iterator[Change]:
+    """The remedies that change something, in order."""
     train, device = setup.config.TRAIN, setup.world.device
     if train.AMP == "off" and (
         device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         yield Change("bf16", {"TRAIN.AMP": "bf16"})
-    if mode == "train" and not train.GRADIENT_CHECKPOINTING:
+    if not train.GRADIENT_CHECKPOINTING:
         yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True})
-    if mode == "train":
-        yield Change("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, 2)
+    yield Change("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, 2)
 
 
 def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -> list[dict[str, Any]]:
     """Measure the sizes of rows under a configuration."""
     found = list[dict[str, Any]]()
     try:
-        with setup.search().finder(rows[0].mode, setup.status) as finder:
+        with setup.search().finder("train", setup.status) as finder:
             for row in rows:
                 size = max(1, (row.batch_size or 0) // divisor)
                 peak_bytes = finder.measure(size).peak_bytes

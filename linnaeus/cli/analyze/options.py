@@ -85,8 +85,6 @@ class Options:
     world_size: int | None = None
 
 
-WITH_PREDICT = ("--gpu", "--device-memory-gb")
-"""Options that need `--predict`."""
 OF_A_RUN = ("--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-budget", "--world-size")
 """Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
 WITHOUT_PREDICT = {
@@ -117,7 +115,7 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
     def check(options: Options) -> list[str]:
         if not options.predict:
             options.throughput |= not given.isdisjoint(OF_A_RUN)
-            return [f"{name}: needs --predict" for name in WITH_PREDICT if name in given]
+            return [f"{name}: needs --predict" for name in ("--gpu", "--device-memory-gb") if name in given]
         return [
             f"{name}: not with --predict, because {reason}; leave it out"
             for name, reason in WITHOUT_PREDICT.items()
@@ -201,17 +199,11 @@ PARSER.option(
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
 )  # fmt: skip
 PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val")
+PARSER.option("--steps", "N", read_count, "steps that one trial runs", _both("STEPS_PER_TRIAL"))
 PARSER.option(
-    "--steps", "N", read_count, "steps that one trial runs",
-    _both("STEPS_PER_TRIAL"),
-)  # fmt: skip
-PARSER.option(
-    "--strategy",
-    "NAME",
-    partial(read_choice, [*STRATEGIES]),
-    f"one of {', '.join(STRATEGIES)}",
+    "--strategy", "NAME", partial(read_choice, [*STRATEGIES]), f"one of {', '.join(STRATEGIES)}",
     [f"{AUTOBATCH}.STRATEGY"],
-)
+)  # fmt: skip
 PARSER.switch(
     "--throughput", "time sizes, and predict the time of a run; the options up to --world-size imply it"
 )
@@ -234,8 +226,8 @@ PARSER.option(
 PARSER.option("--world-size", "N", read_count, "processes that the run will have; default 1")
 PARSER.switch(
     "--remedies",
-    "measure what bf16, gradient checkpointing and accumulation would save; with --predict: predict it, and "
-    "what SGD and smaller images would save",
+    "measure what bf16, gradient checkpointing and accumulation would save in training; with --predict: "
+    "predict it, and what SGD and smaller images would save",
 )
 PARSER.switch(
     "--predict",

@@ -36,7 +36,7 @@ from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import World, resolve_device
+from linnaeus.dist import resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.sizes import SizeSearch, keys
@@ -46,11 +46,6 @@ from linnaeus.words import counted
 logger = logging.getLogger("linnaeus.analysis")
 
 META = torch.device("meta")
-ACCURACY = (
-    "compared with training steps of timm models in float32 with SGD on a card of 40 GB: median error 1.0 %, "
-    "nine of ten within 5.9 %, 98 % need less than 1.15 times the prediction; see docs/prediction.md"
-)
-"""How good predictions are; the figures are those of that page."""
 CAUSES = (
     "What commonly needs values: logging or printing of them (`.item()`, f-strings), checks such as "
     "`torch.isnan(x).any()` in an `if`, `clip_grad_norm_(error_if_nonfinite=True)`, and boolean masks "
@@ -99,12 +94,6 @@ def target_of(options: Options, config: Config) -> Target:
     return Target([gpu], base_bytes, "measured")
 
 
-def world_of(options: Options) -> World:
-    """The processes of the run, on a device that computes nothing."""
-    num = options.world_size or 1
-    return World(META, world_size=num, local_world_size=num)
-
-
 def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
     """Predict the size for every device, mode and fraction.
 
@@ -118,7 +107,6 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
         "base_bytes": target.base_bytes,
         "base": target.base,
         "margin": MARGIN,
-        "accuracy": ACCURACY,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -157,7 +145,6 @@ class PredictedStep:
     """What is known of one step without running it.
 
     Attributes:
-        mode: which step.
         prediction: its peak at any batch size, the base of the device included.
         state: the tensors that it keeps.
         candidates: the batch sizes that are allowed, ascending.
@@ -196,14 +183,10 @@ def build_on_meta(setup: Setup) -> SizeSearch:
 
 
 def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedStep:
-    """Trace one step at two batch sizes.
+    """Trace one step of a search from `build_on_meta` at two batch sizes.
 
-    Host memory bounds nothing here: that of this machine need not be that of the device's.
-
-    Args:
-        search: from `build_on_meta`.
-        mode: which step.
-        base_bytes: in use on the device beside the allocator.
+    Host memory bounds nothing here: that of this machine need not be that of the device's. `base_bytes` are
+    in use on the device beside the allocator.
 
     Raises:
         AutoBatchError: the bounds leave no size.
@@ -321,7 +304,7 @@ def trace_sizes(target: Target, setup: Setup, rows: Sequence[Row], divisor: int)
     """Predict the sizes of rows under a configuration, and which size would then fit."""
     config = setup.config  # perhaps with images of another size
     setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
-    step = predicted_step(build_on_meta(setup), rows[0].mode, target.base_bytes)
+    step = predicted_step(build_on_meta(setup), "train", target.base_bytes)
     return [
         {
             "peak_bytes": step.prediction.peak_bytes(max(1, (row.batch_size or 0) // divisor)),
@@ -333,9 +316,9 @@ def trace_sizes(target: Target, setup: Setup, rows: Sequence[Row], divisor: int)
     ]
 
 
-def more_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
+def more_changes(setup: Setup) -> Iterator[Change]:
     """The remedies of a measured analysis, and two more."""
-    yield from common_changes(setup, mode)
+    yield from common_changes(setup)
 
     optimizer = setup.config.OPTIMIZER
     if not is_target(optimizer) and optimizer.NAME.lower() not in ("sgd", "nesterov", "momentum"):

@@ -71,12 +71,6 @@ class Remedy:
             return None
         return self.peak_bytes_before - self.peak_bytes
 
-    def as_dict(self) -> dict[str, Any]:
-        """The entry of a file."""
-        saved, before = self.saved_bytes, self.peak_bytes_before
-        percent = None if saved is None or not before else round(100 * saved / before, 2)
-        return {**asdict(self), "saved_bytes": saved, "saved_percent": percent}
-
 
 @dataclass
 class Row:
@@ -126,33 +120,17 @@ class Row:
 
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
-        names = ("device", "device_bytes", "safe_batch_size") if self.device else ()
-        return {
-            **{name: getattr(self, name) for name in names},
-            "mode": self.mode,
-            "memory_fraction": self.memory_fraction,
-            "batch_size": self.batch_size,
-            "certified": self.certified,
-            "limited_by": self.limited_by,
-            "peak_bytes": self.peak_bytes,
-            "budget_bytes": self.budget_bytes,
-            "samples_per_s": None if self.samples_per_s is None else round(self.samples_per_s, 3),
-        }
+        lists = {"trials", "breakdown", "remedies"}
+        predicted = set() if self.device else {"device", "device_bytes", "safe_batch_size"}
+        return {name: value for name, value in vars(self).items() if name not in lists | predicted}
 
     def as_dict(self) -> dict[str, Any]:
         """The entry of the JSON file."""
-        parts = None
-        if self.breakdown is not None and self.peak_bytes:
-            parts = {
-                name: {"bytes": num_bytes, "percent": round(100 * num_bytes / self.peak_bytes, 2)}
-                for name, num_bytes in asdict(self.breakdown).items()
-            }
         return {
             **self.figures(),
             "trials": [trial.as_dict() for trial in self.trials],
-            "reason": self.reason,
-            "breakdown": parts,
-            "remedies": [remedy.as_dict() for remedy in self.remedies],
+            "breakdown": None if self.breakdown is None else asdict(self.breakdown),
+            "remedies": [{**asdict(each), "saved_bytes": each.saved_bytes} for each in self.remedies],
         }
 
 
@@ -284,7 +262,6 @@ class Speeds:
         marks = (mark for mark in ("largest", "fastest", "recommended") if getattr(self, mark) is size)
         return {
             **figures,
-            "samples_per_s": round(size.samples_per_s, 3),
             "relative_time": None if best is None or seconds is None else seconds / best,
             "marks": " ".join(marks),
             "warnings": " ".join(size.warnings),
@@ -297,11 +274,6 @@ class Speeds:
             "timings": [{**self.figures(each), "warnings": list(each.warnings)} for each in self.ascending()],
             "left_out": {str(size): reason for size, reason in self.left_out.items()},
         }
-
-
-PARTS = tuple(Breakdown.__dataclass_fields__)
-SETTINGS = ("model", "precision", "optimizer", "image_size", "base_bytes", "base")
-"""What each row of a table says of the environment."""
 
 
 @dataclass
@@ -362,33 +334,21 @@ class Analysis(Figures):
         fraction = self.fraction if self.fraction in fractions else max(fractions, default=self.fraction)
         return [row for row in self.sorted_rows() if row.memory_fraction == fraction]
 
-    @property
-    def columns(self) -> list[str]:
-        """Columns of the table."""
-        return list(
-            dict.fromkeys(name for row in self.scalars() or [self._cells(Row("train", 1))] for name in row)
-        )
-
     def scalars(self) -> list[dict[str, Any]]:
         """One row for each mode and fraction, and one for each other size that was timed."""
-        rows = [self._cells(row) for row in self.sorted_rows()]
+        rows = []
+        for row in self.sorted_rows():
+            parts = asdict(row.breakdown or Breakdown())
+            sizes = {f"{name}_bytes": row.breakdown and num_bytes for name, num_bytes in parts.items()}
+            rows.append({**row.figures(), "num_trials": len(row.trials), **sizes})
         for size in self.speeds.ascending():
             cells = {"mode": "train", **self.speeds.figures(size)}
-            same = [row for row in rows if (row["mode"], row["batch_size"]) == ("train", size.batch_size)]
-            for row in same:
-                row.update(cells)
+            same = [each for each in rows if (each["mode"], each["batch_size"]) == ("train", size.batch_size)]
+            for each in same:
+                each.update(cells)
             if not same:
                 rows.append(cells)
         return rows
-
-    def _cells(self, row: Row) -> dict[str, Any]:
-        """A row, and what it holds for; without lists."""
-        settings = {name: self.environment[name] for name in SETTINGS if name in self.environment}
-        if settings.get("image_size") is not None:
-            settings["image_size"] = "x".join(map(str, settings["image_size"]))
-        parts = dict.fromkeys(PARTS) if row.breakdown is None else asdict(row.breakdown)
-        sizes = {f"{name}_bytes": num_bytes for name, num_bytes in parts.items()}
-        return {**row.figures(), "num_trials": len(row.trials), **sizes, "reason": row.reason, **settings}
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.cli.analyze.measure import settings_sentence
-from linnaeus.cli.analyze.results import Analysis, Goal, Remedy, Row, Speeds, TimedSize
+from linnaeus.cli.analyze.results import Analysis, Goal, Speeds, TimedSize
 from linnaeus.cli.plots import (
     BLUE,
     GREEN,
@@ -30,7 +29,6 @@ from linnaeus.cli.plots import (
     size_axis,
 )
 from linnaeus.cli.tables import cell, show_duration
-from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,9 +130,6 @@ def _notes(analysis: Analysis) -> list[str]:
 def speeds_table(speeds: Speeds) -> Table:
     """One line for each training size that was timed, with the run that it gives."""
     lines = [_cells(size, speeds) for size in speeds.ascending()]
-    if all(line["effective"] == line["batch size"] for line in lines):
-        for line in lines:
-            del line["effective"]
     shown = [heading for heading in lines[0] if any(line[heading] for line in lines)]
     table = _table("Speed and time of training", *shown, left=("",))
     for line in lines:
@@ -148,7 +143,7 @@ def _cells(size: TimedSize, speeds: Speeds) -> dict[str, str]:
     steps, time = size.relative_steps, figures["relative_time"]
     return {
         "batch size": str(size.batch_size),
-        "effective": str(size.effective_batch),
+        "effective": "" if size.effective_batch == size.batch_size else str(size.effective_batch),
         "samples/s": f"{size.samples_per_s:,.1f}",
         "epoch": show_duration(size.epoch_s),
         "run": show_duration(size.run_s),
@@ -182,24 +177,24 @@ def remedies_table(analysis: Analysis) -> Table:
     kind, gain = "measured", "samples/s"
     if analysis.is_predicted:
         kind, gain = "predicted", "then fits with margin"
-    headings = ("mode", "remedy", "batch size", "before GiB", "after GiB", "saved", gain)
-    table = _table(f"Remedies, {kind}", *headings, left=headings[:2])
-    found: dict[tuple[Mode, str], list[tuple[Row, Remedy]]] = {}
-    for row in analysis.chosen_rows():
-        for remedy in row.remedies:
-            found.setdefault((row.mode, remedy.name), []).append((row, remedy))
-    for (mode, _), each in found.items():
-        row, remedy = each[0]
+    headings = ("remedy", "batch size", "before GiB", "after GiB", "saved", gain)
+    table = _table(f"Remedies in training, {kind}", *headings, left=("remedy",))
+    rows = [row for row in analysis.chosen_rows() if row.remedies]
+    for effects in zip(*(row.remedies for row in rows), strict=False):  # of one remedy on each device
+        row, remedy = rows[0], effects[0]
         keys = " ".join(f"{key}={value}" for key, value in remedy.keys.items())
         if remedy.reason is not None:
-            table.add_row(mode, f"{keys}: {remedy.reason}", str(row.batch_size))
+            table.add_row(f"{keys}: {remedy.reason}", str(row.batch_size))
             continue
         before, saved = remedy.peak_bytes_before or 0, remedy.saved_bytes
         cells = [str(row.batch_size), _gib(remedy.peak_bytes_before), _gib(remedy.peak_bytes)]
         cells.append("" if saved is None or not before else f"{saved / before:.1%}")
-        gains = [f"{_size(other.safe_batch_size)} in {place.memory}" for place, other in each]
+        gains = [
+            f"{_size(each.safe_batch_size)} in {place.memory}"
+            for place, each in zip(rows, effects, strict=True)
+        ]
         gain = cell(remedy.samples_per_s, ",.1f") if not row.device else "\n".join(gains)
-        table.add_row(mode, keys, *cells, gain)
+        table.add_row(keys, *cells, gain)
     return table
 
 
@@ -229,36 +224,21 @@ def save_plot(analysis: Analysis, path: Path) -> None:
     panels = [partial(_memory_panel, analysis, mode) for mode in analysis.modes]
     if analysis.speeds.sizes:
         panels.append(partial(_speed_panel, analysis.speeds))
-    num_columns = min(len(panels), 2)
     columns = [name for name in COLUMNS if name in analysis.columns]
-    with drawing(
-        path, _headline(analysis), analysis, columns, num_rows=-(-len(panels) // 2), num_columns=num_columns,
-        panel_height=4.4,
-    ) as picture:  # fmt: skip
-        places = [axes for row in picture.panels for axes in row]
-        for axes, draw in zip_longest(places, panels):
-            if draw is None:
-                axes.set_visible(False)
-            else:
-                draw(picture, axes)
+    environment = analysis.environment
+    gib = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
+    title = f"{settings_sentence(environment)}; {environment['device']} with {gib:.3g} GiB"
+    with drawing(path, title, analysis, columns, num_columns=len(panels)) as picture:
+        [places] = picture.panels
+        for axes, draw in zip(places, panels, strict=True):
+            draw(picture, axes)
         # One legend below all panels, where it covers no point and no budget line.
         entries = [axes.get_legend_handles_labels() for axes in places]
         looks = {label: handle for each in entries for handle, label in zip(*each, strict=True)}
         picture.figure.legend(
-            looks.values(), looks.keys(), loc="outside lower center", ncols=1 + 2 * num_columns,
+            looks.values(), looks.keys(), loc="outside lower center", ncols=1 + 2 * len(panels),
             frameon=False, fontsize=9,
         )  # fmt: skip
-
-
-def _headline(analysis: Analysis) -> str:
-    environment, goal = analysis.environment, analysis.goal
-    gib = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
-    text = f"{settings_sentence(environment)}; {environment['device']} with {gib:.3g} GiB"
-    if goal is not None:
-        text += f"; {counted(goal.epochs, 'epoch')} of {goal.dataset_length:,} samples"
-        text += "" if goal.world_size == 1 else f", {goal.world_size} processes"
-        text += "" if goal.noise_scale is None else f", noise scale {goal.noise_scale:g}"
-    return text
 
 
 def _memory_panel(analysis: Analysis, mode: Mode, picture: Picture, axes: Axes) -> None:

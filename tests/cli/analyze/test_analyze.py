@@ -95,10 +95,8 @@ def check_breakdowns(found: dict[str, Any]) -> None:
     """AdamW on a model whose tensors are known: exact parts that add up to the peak."""
     width_bytes = 4 * 2**17
     for row in found["results"]:
-        parts = {name: part["bytes"] for name, part in row["breakdown"].items()}
-        percents = [part["percent"] for part in row["breakdown"].values()]
+        parts = row["breakdown"]
         assert sum(parts.values()) == row["peak_bytes"]
-        assert sum(percents) == pytest.approx(100, abs=0.1)
         parameters = width_bytes + 4 * (2 * 4 + 4)
         assert parts["parameters"] == parameters
         assert parts["buffers"] == width_bytes
@@ -146,7 +144,7 @@ def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
         assert row["limited_by"] == "max_batch_size"
         assert 0 < row["peak_bytes"] <= row["budget_bytes"]
         assert row["samples_per_s"] > 0
-        assert sum(part["bytes"] for part in row["breakdown"].values()) == row["peak_bytes"]
+        assert sum(row["breakdown"].values()) == row["peak_bytes"]
     assert rows[1]["remedies"] == [], "only at the fraction to paste"
     remedies = {remedy["name"]: remedy for remedy in rows[0]["remedies"]}
     assert [*remedies] == ["gradient_checkpointing", "accumulation"], "bf16 is on already"

@@ -56,11 +56,11 @@ def measured() -> Analysis:
         parts = Breakdown(parameters=MIB, activations=3 * MIB, rest=MIB)
         row = Row(mode, 0.9, 121, True, "max_batch_size", 5 * MIB, 6 * MIB, breakdown=parts)
         row.samples_per_s = 100.0
-        row.remedies = [
-            Remedy("bf16", {"TRAIN.AMP": "bf16"}, 121, 500 * MIB, 300 * MIB, 150.0),
-            Remedy("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2}, 60, 5 * MIB, reason="no memory"),
-        ]  # fmt: skip
         rows += [row, Row(mode, 0.5, reason=f"AutoBatch ({mode}): no batch size fits")]
+    rows[0].remedies = [
+        Remedy("bf16", {"TRAIN.AMP": "bf16"}, 121, 500 * MIB, 300 * MIB, 150.0),
+        Remedy("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2}, 60, 5 * MIB, reason="no memory"),
+    ]
     return Analysis(rows=rows)
 
 
