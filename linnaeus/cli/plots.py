@@ -62,7 +62,6 @@ class Picture:
     """A figure of panels, whose points say something on hover.
 
     Attributes:
-        figure: the whole.
         panels: rows of axes.
         tips: the text of each point, by the id of its element.
     """
@@ -131,12 +130,7 @@ def decorate(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
-    """Scale an axis of batch sizes by powers of two. Where sizes lie close, not every one has a label.
-
-    Args:
-        axes: whose x axis it is.
-        sizes: ascending, at least one.
-    """
+    """Scale an x axis of ascending batch sizes by powers of two. Where they lie close, some have no label."""
     shown = [sizes[-1]]
     for size in reversed(sizes):
         if size * LABELS_APART <= shown[-1]:
@@ -148,12 +142,9 @@ def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def label_heights(axes: Axes, labels: Sequence[tuple[float, str]], colour: str) -> None:
-    """Write labels of heights on the right of a panel, which has its limits, so that none covers another.
+    """Write labels right of a panel at heights in data coordinates, so that none covers another.
 
-    Args:
-        axes: the panel.
-        labels: height in data coordinates, and text.
-        colour: of the text.
+    The limits of the panel must be set.
     """
     bottom, top = axes.get_ylim()
     place = -1.0
@@ -168,9 +159,8 @@ def _svg_text(picture: Picture) -> str:
     _save(picture.figure, buffer, "svg")
     text = buffer.getvalue().decode()
     for name, tip in picture.tips.items():
-        text = text.replace(
-            f'<g id="{name}">', f'<g id="{name}" class="point"><title>{html.escape(tip)}</title>'
-        )
+        title = f"<title>{html.escape(tip)}</title>"
+        text = text.replace(f'<g id="{name}">', f'<g id="{name}" class="point">{title}')
     return text
 
 

@@ -45,12 +45,7 @@ FURTHER_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Setup:
-    """What there is to measure with: a configuration, its data, and this process.
-
-    Attributes:
-        status: told what is being tried.
-        console: shows the trials.
-    """
+    """What there is to measure with: the status is told what is tried, the console shows the trials."""
 
     config: Config
     data: DataBundle
@@ -59,11 +54,7 @@ class Setup:
     console: Console
 
     def search(self) -> SizeSearch:
-        """Build the model and its steps, and the searches of a run with them.
-
-        Raises:
-            ConfigError: a node that cannot be built.
-        """
+        """Build the model, its steps and their searches; `ConfigError` if a node cannot be built."""
         config, data, world = self.config, self.data, self.world
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
         return SizeSearch(
@@ -90,7 +81,11 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
         )  # fmt: skip
         search = replace(search, max_samples_per_rank=max_samples_per_rank(config.TRAIN, facts))
         plan = partial(planned, config, facts, goal)
-    analysis.environment = describe(config.MODEL, search)  # from now on there is something to write
+    analysis.environment = {
+        **device_environment(search.world.device),
+        "total_bytes": device_memory(search.world.device).total_bytes,
+        **run_settings(config.MODEL, search),
+    }
     logger.info("%s", device_sentence(analysis.environment))
     for mode in options.modes:
         _measure_mode(search, mode, options, analysis, setup.status, plan if mode == "train" else None)
@@ -180,16 +175,10 @@ def _time_sizes(
     finder: BatchSizeFinder, rates: dict[int, float | None], largest: AutoBatchResult,
     sizes: list[int] | None, timeout_minutes: float, plan: Callable[[int], dict[str, Any]], speeds: Speeds,
 ) -> None:  # fmt: skip
-    """Time training sizes, the largest first; without any named, until smaller ones only cost.
+    """Time training sizes, the largest first, and add them to the rates and speeds.
 
-    Args:
-        finder: has run the sizes.
-        rates: samples per second of one process, by size; is filled.
-        largest: the largest size that fits.
-        sizes: to time beside it.
-        timeout_minutes: no further timing starts later, unless sizes are named.
-        plan: from `planned`, arguments of `timed_size` for the largest size that fits.
-        speeds: takes the sizes.
+    Without sizes to time beside the largest, until smaller ones only cost or the timeout is over. `plan`
+    gives the arguments of `timed_size` if a size is the largest that fits.
     """
     top = largest.batch_size
 
@@ -260,8 +249,10 @@ def break_down(
     >>> parts.activations, parts.rest
     (600, 496)
 
+    A training trial allocates the optimizer state; in validation it is there from the start.
+
     Args:
-        mode: a training trial allocates the optimizer state; in validation it is there from the start.
+        mode: which step.
         state: counted on the same model.
         peak_bytes: peak of a trial.
         held_bytes: bytes that the process held between the trials, without buckets.
@@ -360,18 +351,6 @@ def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -
 
 
 # The environment in which the figures hold.
-
-
-def describe(model_node: Any, search: SizeSearch) -> dict[str, Any]:
-    """Device, versions, and the settings that memory and speed depend on."""
-    device, autobatch = search.world.device, search.config.AUTOBATCH
-    return {
-        **device_environment(device),
-        "total_bytes": device_memory(device).total_bytes,
-        **run_settings(model_node, search),
-        "steps_per_trial": autobatch.STEPS_PER_TRIAL,
-        "strategy": autobatch.STRATEGY,
-    }
 
 
 def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,9 +103,7 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
     >>> options.fractions, options.sizes, options.throughput, config.TRAIN.EPOCHS
     ([0.5, 0.8], [4, 8], True, 3)
 
-    Args:
-        argv: the tokens.
-        options: the defaults.
+    `options` are the defaults.
 
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
@@ -143,12 +141,8 @@ def read_plan(argv: Sequence[str]) -> str | tuple[Options, Config]:
     return read(argv, Options(fractions=[], modes=["train"], throughput="--predict" not in argv))
 
 
-def _fractions(text: str) -> list[float]:
-    return sorted({read_fraction(part) for part in text.split(",")})
-
-
-def _sizes(text: str) -> list[int]:
-    return sorted({read_count(part) for part in text.split(",")})
+def _ascending(read_one: Callable[[str], float], text: str) -> list[float]:
+    return sorted({read_one(part) for part in text.split(",")})
 
 
 def read_gpus(text: str) -> list[Gpu]:
@@ -195,7 +189,7 @@ PARSER.option(
     "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
 )  # fmt: skip
 PARSER.option(
-    "--fractions", "F,F,...", _fractions,
+    "--fractions", "F,F,...", partial(_ascending, read_fraction),
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
 )  # fmt: skip
 PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val")
@@ -219,7 +213,7 @@ PARSER.option(
     "--dataset-length", "N", read_count, "training samples; default: those of the configured dataset"
 )
 PARSER.option(
-    "--sizes", "N,N,...", _sizes,
+    "--sizes", "N,N,...", partial(_ascending, read_count),
     "time these training sizes, and the largest that fits; default: from that downwards, until smaller sizes "
     "are too slow",
 )  # fmt: skip

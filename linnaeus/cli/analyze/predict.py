@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,11 +58,9 @@ ALIGNED_PIXELS = 32
 
 @dataclass(frozen=True)
 class Target:
-    """What to predict for.
+    """The devices to predict for; the base is in use on each beside the allocator.
 
     Attributes:
-        gpus: the devices.
-        base_bytes: in use on each beside the allocator.
         base: `measured` on this machine's device, or `assumed`.
     """
 
@@ -95,11 +92,7 @@ def target_of(options: Options, config: Config) -> Target:
 
 
 def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Predict the size for every device, mode and fraction.
-
-    Raises:
-        ConfigError: a node that cannot be built, or a step that cannot be traced.
-    """
+    """Predict the size for every device, mode and fraction; errors are those of the functions below."""
     search = build_on_meta(setup)
     environment = {
         "predicted": True,
@@ -108,17 +101,14 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
         "base": target.base,
         "margin": MARGIN,
         "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
         "world_size": setup.world.world_size,
         **run_settings(setup.config.MODEL, search),
     }
+    analysis.environment = environment
     environment["not_compared"] = _not_compared(setup.config, environment, options.modes)
     logger.info("%s", _sentence(environment))
-    if environment["not_compared"]:
-        logger.info(
-            "not compared with a GPU: %s; see docs/prediction.md", ", ".join(environment["not_compared"])
-        )
+    if names := ", ".join(environment["not_compared"]):
+        logger.info("not compared with a GPU: %s; see docs/prediction.md", names)
     for mode in options.modes:
         rows = [  # of each device, the largest fraction comes first
             Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes)
@@ -133,7 +123,6 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
         else:
             for row in rows:
                 fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
-        analysis.environment = environment  # from now on there is something to write
         analysis.rows += rows
 
 
@@ -282,15 +271,12 @@ def _not_compared(config: Config, environment: dict[str, Any], modes: Sequence[M
 
 
 def _sentence(environment: dict[str, Any]) -> str:
-    devices = ", ".join(
-        name if name.endswith("GiB") else f"{name} ({total_bytes / GIB:.2f} GiB)"
-        for name, total_bytes in (device.values() for device in environment["devices"])
-    )
+    devices = [device["name"] for device in environment["devices"]]
     num, limit_gb = environment["world_size"], environment["memory_limit_gb"]
     notes = [] if limit_gb is None else [f"each process limited to {limit_gb:g} GiB"]
     notes += [] if num == 1 else [counted(num, "process")]
     return (
-        f"predicted, not measured, for {', '.join([devices, *notes])}; "
+        f"predicted, not measured, for {', '.join([*devices, *notes])}; "
         f"{environment['base_bytes'] / GIB:.2f} GiB in use beside the allocator ({environment['base']}), "
         f"margin {environment['margin'] - 1:.0%}, torch {environment['torch']}; "
         f"{settings_sentence(environment)}"

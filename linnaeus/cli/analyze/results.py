@@ -140,8 +140,6 @@ class Goal:
 
     Attributes:
         dataset_length: number of training samples.
-        epochs: passes over them.
-        world_size: number of processes.
         noise_scale: gradient noise scale, in samples; None where it is not known.
         time_budget_s: seconds that the run may take; None for no limit.
     """
@@ -200,7 +198,7 @@ def timed_size(
         rate: samples per second of one process.
         goal: the run.
         accumulation_steps: micro-batches per optimizer step.
-        plan: the attributes that the batch plan decides.
+        plan: other attributes, from the batch plan.
     """
     rate *= goal.world_size
     batch = batch_size * accumulation_steps * goal.world_size
@@ -221,7 +219,6 @@ class Speeds:
     """The training sizes that were timed with `--throughput`; what chooses among them needs at least one.
 
     Attributes:
-        sizes: by batch size.
         left_out: why a size that was asked for was not timed, by size.
     """
 
@@ -234,7 +231,7 @@ class Speeds:
 
     @property
     def largest(self) -> TimedSize:
-        """The largest size."""
+        """The size with the most samples."""
         return self.sizes[max(self.sizes)]
 
     @property

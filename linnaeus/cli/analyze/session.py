@@ -73,7 +73,7 @@ def run(options: Options, config: Config) -> int:
         logger.info("interrupted; what has been measured so far is written")
         return EXIT_INTERRUPTED
     finally:
-        if analysis.environment:  # otherwise nothing has been measured
+        if analysis.rows:  # otherwise nothing has been measured
             analysis.save(options.output)
             logger.info("figures: %s", options.output.resolve())
             if options.plot is not None:

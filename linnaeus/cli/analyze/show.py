@@ -44,8 +44,6 @@ MARGIN_NOTE = f"predicted with {100 * (MARGIN - 1):.3g} % margin"
 
 def show(analysis: Analysis, console: Console) -> None:
     """Print the tables of sizes, speeds and remedies, each with its notes, and YAML to paste."""
-    if not analysis.rows:
-        return
     console.print(sizes_table(analysis))
     _print(console, _notes(analysis))
     if analysis.speeds.sizes:
