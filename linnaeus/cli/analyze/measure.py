@@ -375,7 +375,7 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
 
 
 def device_sentence(environment: Mapping[str, Any]) -> str:
-    """For people: the device, and what is measured on it."""
+    """The device, and what is measured on it."""
     limit = environment["memory_limit_gb"]
     return (
         f"measured on {environment['device']} ({environment['device_name']}) with "

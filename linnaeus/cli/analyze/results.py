@@ -317,13 +317,13 @@ class Analysis(Figures):
                 found.setdefault((row.mode, row.device), row.reason)
         return list(dict.fromkeys(found.values()))
 
-    def sorted_rows(self, mode: Mode | None = None) -> list[Row]:
-        """The rows of one mode, or of all in the order measured; by device and fraction within a mode."""
-        rows = [row for row in self.rows if mode in (None, row.mode)]
-        modes, devices = self.modes, self.devices
-        return sorted(
-            rows, key=lambda row: (modes.index(row.mode), devices.index(row.device), row.memory_fraction)
-        )
+    def sorted_rows(self) -> list[Row]:
+        """The rows by mode and device, each in the order asked for, and fraction."""
+
+        def place(row: Row) -> tuple[int, int, float]:
+            return self.modes.index(row.mode), self.devices.index(row.device), row.memory_fraction
+
+        return sorted(self.rows, key=place)
 
     def chosen_rows(self) -> list[Row]:
         """Of each mode and device, the row of the fraction to paste: `fraction`, else the largest."""

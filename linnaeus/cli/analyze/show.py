@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.cli.analyze.measure import settings_sentence
-from linnaeus.cli.analyze.results import Analysis, Goal, Speeds, TimedSize
+from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Speeds, TimedSize
 from linnaeus.cli.plots import (
     BLUE,
     GREEN,
@@ -110,17 +111,14 @@ def _notes(analysis: Analysis) -> list[str]:
         if row.batch_size is not None and row.limited_by not in (None, "memory"):
             bounds.setdefault((row.mode, row.limited_by or ""), []).append(row.memory)
     for (mode, limit), places in bounds.items():
-        where = "" if len(places) == len(analysis.sorted_rows(mode)) else f" at {', '.join(places)}"
-        found.append(f"{mode}: {limit}, not memory, bounds the size{where}")
-    largest = {
-        row.mode: row for row in analysis.chosen_rows() if row.breakdown is not None and row.peak_bytes
-    }
+        found.append(f"{mode}: {limit}, not memory, bounds the size at {', '.join(places)}")
+    largest = {row.mode: row for row in analysis.chosen_rows() if row.breakdown is not None}
     for mode, row in largest.items():
-        assert row.breakdown is not None
-        parts = {name: part / (row.peak_bytes or 1) for name, part in asdict(row.breakdown).items()}
-        if parts["rest"] < 0.5:  # on a CPU the process itself is most of it
-            shares = sorted(((share, name) for name, share in parts.items() if share >= 0.01), reverse=True)
-            words = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for share, name in shares)
+        parts = Counter(asdict(row.breakdown or Breakdown()))
+        total = parts.total()
+        if parts["rest"] < 0.5 * total:  # on a CPU the process itself is most of it
+            shares = [(name, part / total) for name, part in parts.most_common() if part >= 0.01 * total]
+            words = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares)
             found.append(f"memory of {mode} at batch size {row.batch_size}: {words}")
     return found
 
@@ -241,7 +239,7 @@ def save_plot(analysis: Analysis, path: Path) -> None:
 
 def _memory_panel(analysis: Analysis, mode: Mode, picture: Picture, axes: Axes) -> None:
     """Measured peaks and the line through them, the budgets and the sizes chosen."""
-    rows = analysis.sorted_rows(mode)
+    rows = [row for row in analysis.sorted_rows() if row.mode == mode]
     decorate(axes, f"{mode}: memory", "batch size", "peak memory (GiB)")
     trials = {trial.size: trial.peak_bytes for row in rows for trial in row.trials}
     points = [(size, peak / GIB) for size, peak in sorted(trials.items()) if peak is not None]
@@ -274,7 +272,6 @@ def _memory_panel(analysis: Analysis, mode: Mode, picture: Picture, axes: Axes) 
             )  # fmt: skip
     low, high = min(heights), max(heights)
     axes.set_xlim(0, right)
-    axes.locator_params(axis="x", nbins=6)
     axes.set_ylim(0 if low < 0.5 * high else low - 0.15 * (high - low), high + 0.12 * (high - low or high))
     labels = [(height, f"{row.memory}: {_size(row.batch_size)}") for height, row in budgets]
     label_heights(axes, labels, VERMILION)
