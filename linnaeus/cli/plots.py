@@ -62,7 +62,6 @@ class Picture:
     """A figure of panels, whose points say something on hover.
 
     Attributes:
-        figure: the whole.
         panels: rows of axes.
         tips: the text of each point, by the id of its element.
     """
@@ -76,15 +75,6 @@ class Picture:
         name = f"point-{len(self.tips)}"
         self.tips[name] = text
         axes.plot([x], [y], marker, **{"markersize": 6, "gid": name, "zorder": 4, **style})
-
-    def line(
-        self, axes: Axes, points: Sequence[tuple[int, float]], texts: Sequence[str], colour: str
-    ) -> None:
-        """Draw a line through points, each with its text."""
-        if points:
-            axes.plot(*zip(*points, strict=True), "-", color=colour, alpha=0.7, linewidth=1.6, zorder=3)
-        for (x, y), text in zip(points, texts, strict=True):
-            self.point(axes, x, y, "o", text, color=colour)
 
 
 @contextmanager
@@ -140,12 +130,7 @@ def decorate(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
-    """Scale an axis of batch sizes by powers of two. Where sizes lie close, not every one has a label.
-
-    Args:
-        axes: whose x axis it is.
-        sizes: ascending, at least one.
-    """
+    """Scale an x axis of ascending batch sizes by powers of two. Where they lie close, some have no label."""
     shown = [sizes[-1]]
     for size in reversed(sizes):
         if size * LABELS_APART <= shown[-1]:
@@ -156,24 +141,10 @@ def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
     axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
 
 
-def mark_size(axes: Axes, size: int, text: str) -> None:
-    """Draw a dotted line at a size, with a text on the side with more room; the limits are set."""
-    axes.axvline(size, color=GREEN, linewidth=1.6, linestyle=":", zorder=2)
-    place = axes.transAxes.inverted().transform(axes.transData.transform((size, 0)))[0]
-    axes.annotate(
-        text, (size, 0.04), xycoords=("data", "axes fraction"), xytext=(5 if place < 0.5 else -5, 0),
-        textcoords="offset points", color=GREEN, fontsize=12, fontweight="bold", in_layout=False,
-        ha="left" if place < 0.5 else "right",
-    )  # fmt: skip
-
-
 def label_heights(axes: Axes, labels: Sequence[tuple[float, str]], colour: str) -> None:
-    """Write labels of heights on the right of a panel, which has its limits, so that none covers another.
+    """Write labels right of a panel at heights in data coordinates, so that none covers another.
 
-    Args:
-        axes: the panel.
-        labels: height in data coordinates, and text.
-        colour: of the text.
+    The limits of the panel must be set.
     """
     bottom, top = axes.get_ylim()
     place = -1.0
@@ -188,9 +159,8 @@ def _svg_text(picture: Picture) -> str:
     _save(picture.figure, buffer, "svg")
     text = buffer.getvalue().decode()
     for name, tip in picture.tips.items():
-        text = text.replace(
-            f'<g id="{name}">', f'<g id="{name}" class="point"><title>{html.escape(tip)}</title>'
-        )
+        title = f"<title>{html.escape(tip)}</title>"
+        text = text.replace(f'<g id="{name}">', f'<g id="{name}" class="point">{title}')
     return text
 
 

@@ -43,8 +43,8 @@ class Figures(ABC):
 
     @property
     def columns(self) -> list[str]:
-        """Columns of the table, in order; to be overridden where there may be no rows."""
-        return list(self.scalars()[0])
+        """Columns of the table, in order."""
+        return list(dict.fromkeys(name for row in self.scalars() for name in row))
 
     @abstractmethod
     def scalars(self) -> list[dict[str, Any]]:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from linnaeus.autobatch.predict.gpus import GIB
-from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.measure import Setup
 from linnaeus.cli.analyze.options import Options, read
-from linnaeus.cli.analyze.predict import PredictedStep, build_on_meta, fill, predicted_step, world_of
-from linnaeus.cli.analyze.results import Predicted, Row
+from linnaeus.cli.analyze.predict import META, PredictedStep, build_on_meta, fill, predicted_step
+from linnaeus.cli.analyze.results import Row
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
+from linnaeus.dist import World
 from tests.helpers.consoles import plain_console
 from tests.helpers.runs import Outcome
 
@@ -54,7 +54,9 @@ def parsed(*argv: str) -> tuple[Options, Config]:
 
 def setup_of(options: Options, config: Config) -> Setup:
     data = build_data(config.DATA, seed=0)
-    return Setup(config, data, world_of(options), RankStatus(), plain_console()[0])
+    num = options.world_size or 1
+    world = World(META, world_size=num, local_world_size=num)
+    return Setup(config, data, world, RankStatus(), plain_console()[0])
 
 
 @functools.cache
@@ -69,6 +71,6 @@ def row_of(
     mode: Mode, *argv: str, gib: float = 16, fraction: float = 1, limit_gb: float | None = None
 ) -> Row:
     """What is predicted for a device of a memory."""
-    row = Row(mode, fraction, predicted=Predicted(f"{gib:g} GiB", int(gib * GIB), MARGIN))
+    row = Row(mode, fraction, device=f"{gib:g} GiB", device_bytes=int(gib * GIB))
     fill(row, predicted(mode, *argv), limit_gb)
     return row

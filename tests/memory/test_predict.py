@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
-from linnaeus.autobatch.predict.prediction import ASSUMED_BASE_BYTES, Prediction, predict, replay
+from linnaeus.autobatch.predict.prediction import (
+    ASSUMED_BASE_BYTES,
+    Prediction,
+    largest_within,
+    predict,
+    replay,
+)
 from linnaeus.autobatch.predict.recorder import Event, conv_workspace_bytes
 from linnaeus.autobatch.predict.trace import Trace, trace
 
@@ -162,3 +170,15 @@ def test_each_convolution_of_cudnn_is_timed_once(monkeypatch: pytest.MonkeyPatch
     assert flushes(torch.bfloat16) == 6
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     assert flushes(torch.float32) == 0
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 3000), st.integers(1, 8),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_the_largest_size_within_a_budget(steps: list[int], budget: int, first: int, apart: int) -> None:
+    """Against looking at every candidate, for needs that never fall."""
+    candidates = [first + apart * index for index in range(len(steps))]
+    needs = dict(zip(candidates, (sum(steps[: index + 1]) for index in range(len(steps))), strict=True))
+    fitting = [size for size in candidates if needs[size] <= budget]
+    assert largest_within(candidates, budget, needs.__getitem__) == max(fitting, default=None)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,12 +45,7 @@ FURTHER_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Setup:
-    """What there is to measure with: a configuration, its data, and this process.
-
-    Attributes:
-        status: told what is being tried.
-        console: shows the trials.
-    """
+    """What there is to measure with: the status is told what is tried, the console shows the trials."""
 
     config: Config
     data: DataBundle
@@ -59,11 +54,7 @@ class Setup:
     console: Console
 
     def search(self) -> SizeSearch:
-        """Build the model and its steps, and the searches of a run with them.
-
-        Raises:
-            ConfigError: a node that cannot be built.
-        """
+        """Build the model, its steps and their searches; `ConfigError` if a node cannot be built."""
         config, data, world = self.config, self.data, self.world
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
         return SizeSearch(
@@ -90,7 +81,11 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
         )  # fmt: skip
         search = replace(search, max_samples_per_rank=max_samples_per_rank(config.TRAIN, facts))
         plan = partial(planned, config, facts, goal)
-    analysis.environment = describe(config.MODEL, search)  # from now on there is something to write
+    analysis.environment = {
+        **device_environment(search.world.device),
+        "total_bytes": device_memory(search.world.device).total_bytes,
+        **run_settings(config.MODEL, search),
+    }
     logger.info("%s", device_sentence(analysis.environment))
     for mode in options.modes:
         _measure_mode(search, mode, options, analysis, setup.status, plan if mode == "train" else None)
@@ -118,13 +113,13 @@ def _measure_mode(
                 size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
                 logger.info("%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial"))
             if largest is not None:
-                timer = Timer(finder, plan, Speeds())
-                if options.throughput:
-                    analysis.speeds[mode] = timer.speeds
-                    timer.time_sizes(largest, options.sizes, search.config.AUTOBATCH.TIMEOUT_MINUTES)
+                rates: dict[int, float | None] = {}
+                if plan is not None:
+                    minutes = search.config.AUTOBATCH.TIMEOUT_MINUTES
+                    _time_sizes(finder, rates, largest, options.sizes, minutes, plan, analysis.speeds)
                 for row in rows:
                     if row.batch_size is not None:
-                        row.samples_per_s = timer.rate(row.batch_size)
+                        row.samples_per_s = _rate(finder, rates, row.batch_size)
     except AutoBatchError as error:  # the bounds leave no size to try
         analysis.rows += [replace(row, reason=str(error)) for row in rows]
 
@@ -168,72 +163,55 @@ def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatc
     return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
 
 
-@dataclass(frozen=True)
-class Timer:
-    """Times sizes of one mode, each once.
+def _rate(finder: BatchSizeFinder, rates: dict[int, float | None], size: int) -> float | None:
+    """Samples per second of a size, timed once; None when something else takes its memory now."""
+    if size not in rates:
+        timing = finder.time(size)
+        rates[size] = timing.samples_per_s if math.isfinite(timing.seconds_per_step) else None
+    return rates[size]
 
-    Attributes:
-        finder: has run the sizes.
-        plan: arguments of `timed_size` for the run with a size; None in validation.
-        speeds: takes the sizes.
-        rates: samples per second of one process, by size; None where a size no longer fits.
+
+def _time_sizes(
+    finder: BatchSizeFinder, rates: dict[int, float | None], largest: AutoBatchResult,
+    sizes: list[int] | None, timeout_minutes: float, plan: Callable[[int], dict[str, Any]], speeds: Speeds,
+) -> None:  # fmt: skip
+    """Time training sizes, the largest first, and add them to the rates and speeds.
+
+    Without sizes to time beside the largest, until smaller ones only cost or the timeout is over. `plan`
+    gives the arguments of `timed_size` if a size is the largest that fits.
     """
+    top = largest.batch_size
 
-    finder: BatchSizeFinder
-    plan: Callable[[int], dict[str, Any]] | None
-    speeds: Speeds
-    rates: dict[int, float | None] = field(default_factory=dict)
-
-    def rate(self, size: int) -> float | None:
-        """The speed of a size; None when it no longer fits, because something else takes memory now."""
-        if size not in self.rates:
-            timing = self.finder.time(size)
-            self.rates[size] = timing.samples_per_s if math.isfinite(timing.seconds_per_step) else None
-        return self.rates[size]
-
-    def time_sizes(
-        self, largest: AutoBatchResult, sizes: Sequence[int] | None, timeout_minutes: float
-    ) -> None:
-        """Time sizes, the largest first; without any named, until smaller ones only cost.
-
-        Args:
-            largest: the largest size that fits.
-            sizes: of training, to time beside it.
-            timeout_minutes: no further timing starts later, unless sizes are named.
-        """
-        finder, top = self.finder, largest.batch_size
-        if sizes is not None and self.plan is not None:
-            for size in sizes:
-                if not finder.min_size <= size <= top:
-                    bound = f"above {top}, the largest that fits (limited by {largest.limited_by})"
-                    if size < finder.min_size:
-                        bound = f"below {finder.min_size}, the smallest that training can take"
-                    self.speeds.left_out[size] = bound
-            for size in sorted({top, *sizes} - self.speeds.left_out.keys(), reverse=True):
-                self._add(size)
-            return
-        fast = finder.prefer_throughput(largest, timeout_minutes=timeout_minutes)
-        for timing in reversed(fast.timings):
-            fits = math.isfinite(timing.seconds_per_step)
-            self.rates[timing.batch_size] = timing.samples_per_s if fits else None
-            self._add(timing.batch_size)
-        # A smaller batch needs fewer samples to the same loss, and so may be worth its lower speed.
-        if self.speeds.sizes and self.speeds.recommended.relative_seconds is not None:
-            for rung in rungs(list(Candidates(finder.min_size, top, finder.settings.multiple_of))):
-                if self.speeds.recommended.batch_size > min(self.speeds.sizes):
-                    break
-                if rung < min(self.speeds.sizes):
-                    self._add(rung)
-
-    def _add(self, size: int) -> None:
-        """Add the micro-batch size that training would choose if this is the largest that fits."""
-        plan = {"batch_size": size} if self.plan is None else self.plan(size)
-        size = plan["batch_size"]
-        rate = self.rate(size)
+    def add(size: int) -> None:
+        run = plan(size)
+        size = run["batch_size"]  # the micro-batch size of training
+        rate = _rate(finder, rates, size)
         if rate is None:
-            self.speeds.left_out[size] = "does not fit any more: something else takes memory now"
+            speeds.left_out[size] = "does not fit any more: something else takes memory now"
         else:
-            self.speeds.sizes[size] = timed_size(rate=rate, **plan)
+            speeds.sizes[size] = timed_size(rate=rate, **run)
+
+    if sizes is not None:
+        for size in sizes:
+            if size < finder.min_size:
+                speeds.left_out[size] = f"below {finder.min_size}, the smallest that training can take"
+            elif size > top:
+                bound = f"above {top}, the largest that fits (limited by {largest.limited_by})"
+                speeds.left_out[size] = bound
+        for size in sorted({top, *sizes} - speeds.left_out.keys(), reverse=True):
+            add(size)
+        return
+    for timing in reversed(finder.prefer_throughput(largest, timeout_minutes=timeout_minutes).timings):
+        fits = math.isfinite(timing.seconds_per_step)
+        rates[timing.batch_size] = timing.samples_per_s if fits else None
+        add(timing.batch_size)
+    # A smaller batch needs fewer samples to the same loss, and so may be worth its lower speed.
+    if speeds.sizes and speeds.recommended.relative_seconds is not None:
+        for rung in rungs(list(Candidates(finder.min_size, top, finder.settings.multiple_of))):
+            if speeds.recommended.batch_size > min(speeds.sizes):
+                break
+            if rung < min(speeds.sizes):
+                add(rung)
 
 
 def planned(config: Config, facts: Facts, goal: Goal, size: int) -> dict[str, Any]:
@@ -271,8 +249,10 @@ def break_down(
     >>> parts.activations, parts.rest
     (600, 496)
 
+    A training trial allocates the optimizer state; in validation it is there from the start.
+
     Args:
-        mode: a training trial allocates the optimizer state; in validation it is there from the start.
+        mode: which step.
         state: counted on the same model.
         peak_bytes: peak of a trial.
         held_bytes: bytes that the process held between the trials, without buckets.
@@ -305,62 +285,58 @@ class Change(NamedTuple):
 
 
 Run = Callable[[Setup, Sequence[Row], int], Sequence[dict[str, Any]]]
-"""Runs the sizes of rows of one mode, each divided by a number; gives attributes of `Remedy` for each row."""
+"""Runs the training sizes of rows, each divided by a number; gives attributes of `Remedy` for each row."""
 
 
 def try_remedies(
-    setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup, Mode], Iterable[Change]]
+    setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup], Iterable[Change]]
 ) -> None:
-    """Find the effect of each change at each size to paste, and add it to the rows as soon as it is known.
+    """Find the effect of each change at each training size to paste.
 
-    Args:
-        setup: with the unchanged configuration.
-        analysis: its rows take the remedies.
-        run: finds peaks. What it raises is the reason why there are none.
-        changes: the changes to try.
+    Rows get a remedy as soon as it is known. What `run` raises is the reason why there is no peak.
     """
-    for mode in analysis.modes:
-        rows = [row for row in analysis.chosen_rows() if row.mode == mode and row.batch_size is not None]
-        before = [row.peak_bytes for row in rows]
-        if rows and analysis.margin is None:  # otherwise the same would be predicted again
-            logger.info("remedies, %s: measuring the configuration as it is again", mode)
-            before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
-        for change in changes(setup, mode) if rows else ():
-            logger.info("remedies, %s: %s", mode, change.name)
-            setup.status.update(f"remedies, {mode}: {change.name}")
-            config = setup.config
-            for key, value in change.keys.items():
-                node, name = key.split(".")
-                config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
-            try:
-                found = run(replace(setup, config=config), rows, change.divisor)
-            except Exception as error:  # a user's model may not take every precision
-                logger.debug("a remedy failed", exc_info=True)
-                kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
-                found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
-            for row, peak_bytes, effect in zip(rows, before, found, strict=True):
-                size = max(1, (row.batch_size or 0) // change.divisor)
-                row.remedies.append(Remedy(change.name, change.keys, size, peak_bytes, **effect))
+    rows = [row for row in analysis.chosen_rows() if row.mode == "train" and row.batch_size is not None]
+    if not rows:
+        return
+    before = [row.peak_bytes for row in rows]
+    if not analysis.is_predicted:  # otherwise the same would be predicted again
+        logger.info("remedies: measuring the configuration as it is again")
+        before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
+    for change in changes(setup):
+        logger.info("remedies: %s", change.name)
+        setup.status.update(f"remedies: {change.name}")
+        config = setup.config
+        for key, value in change.keys.items():
+            node, name = key.split(".")
+            config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
+        try:
+            found = run(replace(setup, config=config), rows, change.divisor)
+        except Exception as error:  # a user's model may not take every precision
+            logger.debug("a remedy failed", exc_info=True)
+            kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
+            found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
+        for row, peak_bytes, effect in zip(rows, before, found, strict=True):
+            size = max(1, (row.batch_size or 0) // change.divisor)
+            row.remedies.append(Remedy(change.name, change.keys, size, peak_bytes, **effect))
 
 
-def common_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
-    """The remedies that change something, in order; bf16 alone saves memory in validation."""
+def common_changes(setup: Setup) -> Iterator[Change]:
+    """The remedies that change something, in order."""
     train, device = setup.config.TRAIN, setup.world.device
     if train.AMP == "off" and (
         device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         yield Change("bf16", {"TRAIN.AMP": "bf16"})
-    if mode == "train" and not train.GRADIENT_CHECKPOINTING:
+    if not train.GRADIENT_CHECKPOINTING:
         yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True})
-    if mode == "train":
-        yield Change("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, 2)
+    yield Change("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, 2)
 
 
 def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -> list[dict[str, Any]]:
     """Measure the sizes of rows under a configuration."""
     found = list[dict[str, Any]]()
     try:
-        with setup.search().finder(rows[0].mode, setup.status) as finder:
+        with setup.search().finder("train", setup.status) as finder:
             for row in rows:
                 size = max(1, (row.batch_size or 0) // divisor)
                 peak_bytes = finder.measure(size).peak_bytes
@@ -375,18 +351,6 @@ def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -
 
 
 # The environment in which the figures hold.
-
-
-def describe(model_node: Any, search: SizeSearch) -> dict[str, Any]:
-    """Device, versions, and the settings that memory and speed depend on."""
-    device, autobatch = search.world.device, search.config.AUTOBATCH
-    return {
-        **device_environment(device),
-        "total_bytes": device_memory(device).total_bytes,
-        **run_settings(model_node, search),
-        "steps_per_trial": autobatch.STEPS_PER_TRIAL,
-        "strategy": autobatch.STRATEGY,
-    }
 
 
 def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
@@ -411,7 +375,7 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
 
 
 def device_sentence(environment: Mapping[str, Any]) -> str:
-    """For people: the device, and what is measured on it."""
+    """The device, and what is measured on it."""
     limit = environment["memory_limit_gb"]
     return (
         f"measured on {environment['device']} ({environment['device_name']}) with "

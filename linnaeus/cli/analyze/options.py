@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,10 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 DESCRIPTION = """\
 Measures which batch size fits in which fraction of the device's memory, for training and validation, and what
-limits it. --throughput adds how fast sizes are and what a run takes with each: per epoch, in all, and, with a
-noise scale, to the same loss. With --predict nothing is run: the memory of GPUs that need not be there is
-predicted. `linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured fraction.
+limits it. --throughput adds how fast training sizes are and what a run takes with each: per epoch, in all,
+and, with a noise scale, to the same loss. With --predict nothing is run: the memory of GPUs that need not be
+there is predicted. `linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured
+fraction.
 """
 DETAILS = """\
 Only the training and validation steps are timed: loading and the exchange between processes come on top. The
@@ -84,13 +85,12 @@ class Options:
     world_size: int | None = None
 
 
-WITH_PREDICT = ("--gpu", "--device-memory-gb")
-"""Options that need `--predict`."""
 OF_A_RUN = ("--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-budget", "--world-size")
 """Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
 WITHOUT_PREDICT = {
     **dict.fromkeys(("--throughput", *OF_A_RUN[:-1]), "speed is not predicted"),
     "--steps": "there are no trials",
+    "--plot": "there are no trials to draw",
     "--strategy": "there is no search",
 }
 """Options that make no sense with `--predict`, and why."""
@@ -103,9 +103,7 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
     >>> options.fractions, options.sizes, options.throughput, config.TRAIN.EPOCHS
     ([0.5, 0.8], [4, 8], True, 3)
 
-    Args:
-        argv: the tokens.
-        options: the defaults.
+    `options` are the defaults.
 
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
@@ -115,7 +113,7 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
     def check(options: Options) -> list[str]:
         if not options.predict:
             options.throughput |= not given.isdisjoint(OF_A_RUN)
-            return [f"{name}: needs --predict" for name in WITH_PREDICT if name in given]
+            return [f"{name}: needs --predict" for name in ("--gpu", "--device-memory-gb") if name in given]
         return [
             f"{name}: not with --predict, because {reason}; leave it out"
             for name, reason in WITHOUT_PREDICT.items()
@@ -143,12 +141,8 @@ def read_plan(argv: Sequence[str]) -> str | tuple[Options, Config]:
     return read(argv, Options(fractions=[], modes=["train"], throughput="--predict" not in argv))
 
 
-def _fractions(text: str) -> list[float]:
-    return sorted({read_fraction(part) for part in text.split(",")})
-
-
-def _sizes(text: str) -> list[int]:
-    return sorted({read_count(part) for part in text.split(",")})
+def _ascending(read_one: Callable[[str], float], text: str) -> list[float]:
+    return sorted({read_one(part) for part in text.split(",")})
 
 
 def read_gpus(text: str) -> list[Gpu]:
@@ -195,21 +189,15 @@ PARSER.option(
     "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
 )  # fmt: skip
 PARSER.option(
-    "--fractions", "F,F,...", _fractions,
+    "--fractions", "F,F,...", partial(_ascending, read_fraction),
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
 )  # fmt: skip
 PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val")
+PARSER.option("--steps", "N", read_count, "steps that one trial runs", _both("STEPS_PER_TRIAL"))
 PARSER.option(
-    "--steps", "N", read_count, "steps that one trial runs",
-    _both("STEPS_PER_TRIAL"),
-)  # fmt: skip
-PARSER.option(
-    "--strategy",
-    "NAME",
-    partial(read_choice, [*STRATEGIES]),
-    f"one of {', '.join(STRATEGIES)}",
+    "--strategy", "NAME", partial(read_choice, [*STRATEGIES]), f"one of {', '.join(STRATEGIES)}",
     [f"{AUTOBATCH}.STRATEGY"],
-)
+)  # fmt: skip
 PARSER.switch(
     "--throughput", "time sizes, and predict the time of a run; the options up to --world-size imply it"
 )
@@ -225,15 +213,15 @@ PARSER.option(
     "--dataset-length", "N", read_count, "training samples; default: those of the configured dataset"
 )
 PARSER.option(
-    "--sizes", "N,N,...", _sizes,
+    "--sizes", "N,N,...", partial(_ascending, read_count),
     "time these training sizes, and the largest that fits; default: from that downwards, until smaller sizes "
     "are too slow",
 )  # fmt: skip
 PARSER.option("--world-size", "N", read_count, "processes that the run will have; default 1")
 PARSER.switch(
     "--remedies",
-    "measure what bf16, gradient checkpointing and accumulation would save; with --predict: predict it, and "
-    "what SGD and smaller images would save",
+    "measure what bf16, gradient checkpointing and accumulation would save in training; with --predict: "
+    "predict it, and what SGD and smaller images would save",
 )
 PARSER.switch(
     "--predict",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +31,11 @@ from linnaeus.cli.analyze.measure import (
     settings_sentence,
 )
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.results import Analysis, Predicted, Row
+from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import World, resolve_device
+from linnaeus.dist import resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.sizes import SizeSearch, keys
@@ -47,31 +45,22 @@ from linnaeus.words import counted
 logger = logging.getLogger("linnaeus.analysis")
 
 META = torch.device("meta")
-ACCURACY = (
-    "compared with training steps of timm models in float32 with SGD on a card of 40 GB: median error 1.0 %, "
-    "nine of ten within 5.9 %, 98 % need less than 1.15 times the prediction; see docs/prediction.md"
-)
-"""How good predictions are; the figures are those of that page."""
 CAUSES = (
     "What commonly needs values: logging or printing of them (`.item()`, f-strings), checks such as "
     "`torch.isnan(x).any()` in an `if`, `clip_grad_norm_(error_if_nonfinite=True)`, and boolean masks "
     "(`x[x > 0]`)."
 )
 LARGEST = 1 << 20
-"""No batch is predicted to be larger, unless the bounds allow it."""
-CURVE_POINTS = 12
-"""Sizes of the predicted curve of a mode."""
+"""No batch is predicted to be larger, unless MAX_BATCH_SIZE allows it."""
 ALIGNED_PIXELS = 32
 """A smaller image has the next smaller multiple of this as its side."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What to predict for.
+    """The devices to predict for; the base is in use on each beside the allocator.
 
     Attributes:
-        gpus: the devices.
-        base_bytes: in use on each beside the allocator.
         base: `measured` on this machine's device, or `assumed`.
     """
 
@@ -102,18 +91,8 @@ def target_of(options: Options, config: Config) -> Target:
     return Target([gpu], base_bytes, "measured")
 
 
-def world_of(options: Options) -> World:
-    """The processes of the run, on a device that computes nothing."""
-    num = options.world_size or 1
-    return World(META, world_size=num, local_world_size=num)
-
-
 def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Predict the size for every device, mode and fraction.
-
-    Raises:
-        ConfigError: a node that cannot be built, or a step that cannot be traced.
-    """
+    """Predict the size for every device, mode and fraction; errors are those of the functions below."""
     search = build_on_meta(setup)
     environment = {
         "predicted": True,
@@ -121,22 +100,18 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
         "base_bytes": target.base_bytes,
         "base": target.base,
         "margin": MARGIN,
-        "accuracy": ACCURACY,
         "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
         "world_size": setup.world.world_size,
         **run_settings(setup.config.MODEL, search),
     }
+    analysis.environment = environment
     environment["not_compared"] = _not_compared(setup.config, environment, options.modes)
     logger.info("%s", _sentence(environment))
-    if environment["not_compared"]:
-        logger.info(
-            "not compared with a GPU: %s; see docs/prediction.md", ", ".join(environment["not_compared"])
-        )
+    if names := ", ".join(environment["not_compared"]):
+        logger.info("not compared with a GPU: %s; see docs/prediction.md", names)
     for mode in options.modes:
         rows = [  # of each device, the largest fraction comes first
-            Row(mode, fraction, predicted=Predicted(gpu.name, gpu.total_bytes, MARGIN))
+            Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes)
             for gpu in target.gpus
             for fraction in sorted(options.fractions, reverse=True)
         ]
@@ -148,8 +123,6 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
         else:
             for row in rows:
                 fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
-            analysis.curves[mode] = _curve(step, rows)
-        analysis.environment = environment  # from now on there is something to write
         analysis.rows += rows
 
 
@@ -161,11 +134,9 @@ class PredictedStep:
     """What is known of one step without running it.
 
     Attributes:
-        mode: which step.
         prediction: its peak at any batch size, the base of the device included.
         state: the tensors that it keeps.
         candidates: the batch sizes that are allowed, ascending.
-        all_sizes: those that would be allowed without bounds: from the smallest that runs to `LARGEST`.
         bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
         has_buckets: whether the gradients are views of buckets of DistributedDataParallel.
     """
@@ -174,7 +145,6 @@ class PredictedStep:
     prediction: Prediction
     state: StateBytes
     candidates: Candidates
-    all_sizes: Candidates
     bound: str
     has_buckets: bool
 
@@ -202,14 +172,10 @@ def build_on_meta(setup: Setup) -> SizeSearch:
 
 
 def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedStep:
-    """Trace one step at two batch sizes.
+    """Trace one step of a search from `build_on_meta` at two batch sizes.
 
-    Host memory bounds nothing here: that of this machine need not be that of the device's.
-
-    Args:
-        search: from `build_on_meta`.
-        mode: which step.
-        base_bytes: in use on the device beside the allocator.
+    Host memory bounds nothing here: that of this machine need not be that of the device's. `base_bytes` are
+    in use on the device beside the allocator.
 
     Raises:
         AutoBatchError: the bounds leave no size.
@@ -229,8 +195,6 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
             f"prediction ({mode}): DATA.AUTOBATCH.MULTIPLE_OF is {config.MULTIPLE_OF}; it has no multiple "
             f"from {low} to {high}"
         )
-    largest = max(high, LARGEST)
-    all_sizes = Candidates(smallest_size(state, mode, 1, largest), largest, config.MULTIPLE_OF)
     try:
         with counting(search.assembly, META) as kept:
             prediction = search.predict(mode, base_bytes)
@@ -240,8 +204,7 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
             f"--predict: the {name} step cannot be traced without a GPU: {error}. {CAUSES} "
             "Measure it instead: leave --predict out on a machine with the GPU"
         ) from error
-    has_buckets = search.world.is_distributed
-    return PredictedStep(mode, prediction, kept, candidates, all_sizes, bound, has_buckets)
+    return PredictedStep(mode, prediction, kept, candidates, bound, search.world.is_distributed)
 
 
 # The sizes that fit.
@@ -249,23 +212,18 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
 
 def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     """Find the largest sizes within the row's fraction of its device, with the margin and without."""
-    assert row.predicted is not None
     prediction = step.prediction
-    row.budget_bytes = of_device = int(row.memory_fraction * row.predicted.device_bytes)
+    row.budget_bytes = int(row.memory_fraction * row.device_bytes)
     if limit_gb is not None:
         of_limit = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
-        row.budget_bytes = min(of_device, of_limit)
-    safe = largest_size(step, row.budget_bytes, prediction.safe_bytes)
-    row.predicted = replace(
-        row.predicted, safe_batch_size=safe,
-        safe_peak_bytes=None if safe is None else prediction.peak_bytes(safe),
-        memory_limit_gb=limit_gb if row.budget_bytes < of_device else None,
-    )  # fmt: skip
-    sizes = (largest_size(step, row.budget_bytes, prediction.peak_bytes), safe)
-    row.batch_size = max((size for size in sizes if size is not None), default=None)
-    if row.batch_size is None:
-        row.reason = _why_nothing_fits(row, step)
+        limit_gb = limit_gb if of_limit < row.budget_bytes else None
+        row.budget_bytes = min(row.budget_bytes, of_limit)
+    row.safe_batch_size = largest_within(step.candidates, row.budget_bytes, prediction.safe_bytes)
+    largest = largest_within(step.candidates, row.budget_bytes, prediction.peak_bytes)
+    if largest is None:
+        row.reason = _why_nothing_fits(row, step, limit_gb)
         return
+    row.batch_size = max(largest, row.safe_batch_size or 0)
     row.limited_by = step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
     row.peak_bytes = prediction.peak_bytes(row.batch_size)
     state = step.state
@@ -276,50 +234,21 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     )  # fmt: skip
 
 
-def largest_size(step: PredictedStep, budget_bytes: int, need: Callable[[int], int]) -> int | None:
-    """The largest allowed size that needs no more than the budget; None where none does.
-
-    Needs are a sawtooth in the size, so halving ranges of different lengths would end at different sizes. The
-    sizes that the configuration allows must not change the answer, except that they bound it: so one search
-    over all sizes gives the size that fits where the next one does not, and the bounds apply to that.
-    """
-    allowed = step.candidates
-    free = largest_within(step.all_sizes, budget_bytes, need)
-    if free is None or free < allowed[0]:  # then hardly anything that is allowed can fit
-        return largest_within(allowed, budget_bytes, need)
-    top = allowed.nearest(free)
-    sizes = (allowed[index] for index in range(top, -1, -1) if allowed[index] <= free)
-    return next((size for size in sizes if need(size) <= budget_bytes), None)
-
-
-def _why_nothing_fits(row: Row, step: PredictedStep) -> str:
-    """What the smallest size takes, and with which device or limit it fits with the margin."""
-    assert row.predicted is not None
-    assert row.budget_bytes is not None
-    prediction, size, limit_gb = step.prediction, step.candidates[0], row.predicted.memory_limit_gb
-    base_bytes, safe_bytes = prediction.base_bytes, prediction.safe_bytes(size)
-    origin, note = row.memory, f", with the margin of {100 * (prediction.margin - 1):.3g} %"
-    remedy = device_that_would_do(safe_bytes / row.memory_fraction, note)
+def _why_nothing_fits(row: Row, step: PredictedStep, limit_gb: float | None) -> str:
+    """What the smallest size takes, and with which device it fits with the margin."""
+    prediction, size = step.prediction, step.candidates[0]
+    note = f", with the margin of {100 * (MARGIN - 1):.3g} %"
+    origin = row.memory
+    remedy = device_that_would_do(prediction.safe_bytes(size) / row.memory_fraction, note)
     if limit_gb is not None:
         origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
-        if safe_bytes <= row.memory_fraction * row.predicted.device_bytes:
-            limit = (safe_bytes - base_bytes) / row.memory_fraction / GIB
-            remedy = f"a limit of {math.ceil(100 * limit) / 100:.2f} GiB would do{note}"
+        remedy = "raise that limit"
+    budget_gib = (row.budget_bytes or 0) / GIB
     return (
-        f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
+        f"prediction ({row.mode}): no batch size fits. The budget is {budget_gib:.2f} GiB, "
         f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
-        f"{base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
+        f"{prediction.base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
     )
-
-
-def _curve(step: PredictedStep, rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """Predicted peaks at sizes up to the largest one found; where none fits, at the smallest ones."""
-    smallest = step.candidates[0]
-    largest = max((row.batch_size for row in rows if row.batch_size is not None), default=None)
-    if largest is None:
-        largest = min(8 * smallest, step.candidates[len(step.candidates) - 1])
-    sizes = {max(round(largest * part / CURVE_POINTS), smallest) for part in range(1, CURVE_POINTS + 1)}
-    return [(size, step.prediction.peak_bytes(size)) for size in sorted(sizes)]
 
 
 # What the figures hold for.
@@ -342,15 +271,12 @@ def _not_compared(config: Config, environment: dict[str, Any], modes: Sequence[M
 
 
 def _sentence(environment: dict[str, Any]) -> str:
-    devices = ", ".join(
-        name if name.endswith("GiB") else f"{name} ({total_bytes / GIB:.2f} GiB)"
-        for name, total_bytes in (device.values() for device in environment["devices"])
-    )
+    devices = [device["name"] for device in environment["devices"]]
     num, limit_gb = environment["world_size"], environment["memory_limit_gb"]
     notes = [] if limit_gb is None else [f"each process limited to {limit_gb:g} GiB"]
     notes += [] if num == 1 else [counted(num, "process")]
     return (
-        f"predicted, not measured, for {', '.join([devices, *notes])}; "
+        f"predicted, not measured, for {', '.join([*devices, *notes])}; "
         f"{environment['base_bytes'] / GIB:.2f} GiB in use beside the allocator ({environment['base']}), "
         f"margin {environment['margin'] - 1:.0%}, torch {environment['torch']}; "
         f"{settings_sentence(environment)}"
@@ -364,19 +290,21 @@ def trace_sizes(target: Target, setup: Setup, rows: Sequence[Row], divisor: int)
     """Predict the sizes of rows under a configuration, and which size would then fit."""
     config = setup.config  # perhaps with images of another size
     setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
-    step = predicted_step(build_on_meta(setup), rows[0].mode, target.base_bytes)
+    step = predicted_step(build_on_meta(setup), "train", target.base_bytes)
     return [
         {
             "peak_bytes": step.prediction.peak_bytes(max(1, (row.batch_size or 0) // divisor)),
-            "safe_batch_size": largest_size(step, row.budget_bytes or 0, step.prediction.safe_bytes),
+            "safe_batch_size": largest_within(
+                step.candidates, row.budget_bytes or 0, step.prediction.safe_bytes
+            ),
         }
         for row in rows
     ]
 
 
-def more_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
+def more_changes(setup: Setup) -> Iterator[Change]:
     """The remedies of a measured analysis, and two more."""
-    yield from common_changes(setup, mode)
+    yield from common_changes(setup)
 
     optimizer = setup.config.OPTIMIZER
     if not is_target(optimizer) and optimizer.NAME.lower() not in ("sgd", "nesterov", "momentum"):

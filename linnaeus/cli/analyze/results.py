@@ -71,33 +71,6 @@ class Remedy:
             return None
         return self.peak_bytes_before - self.peak_bytes
 
-    def as_dict(self) -> dict[str, Any]:
-        """The entry of a file."""
-        saved, before = self.saved_bytes, self.peak_bytes_before
-        percent = None if saved is None or not before else round(100 * saved / before, 2)
-        return {**asdict(self), "saved_bytes": saved, "saved_percent": percent}
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What a row has that was predicted and not measured.
-
-    Attributes:
-        device: name of the GPU, or its memory, such as `24 GiB`.
-        device_bytes: its memory.
-        margin: factor on the predicted peak, under which nearly all measured peaks are.
-        safe_batch_size: the largest size whose peak times the margin fits; None when there is none.
-        safe_peak_bytes: peak at that size, without the margin.
-        memory_limit_gb: `DATA.AUTOBATCH.MEMORY_LIMIT_GB` where it bounds the budget, else None.
-    """
-
-    device: str
-    device_bytes: int
-    margin: float
-    safe_batch_size: int | None = None
-    safe_peak_bytes: int | None = None
-    memory_limit_gb: float | None = None
-
 
 @dataclass
 class Row:
@@ -114,7 +87,9 @@ class Row:
         reason: why there is no size.
         breakdown: parts of the peak.
         remedies: at that size, with `--remedies`.
-        predicted: what a predicted row has beside these; None for a measured one.
+        device: GPU that the row is predicted for, or its memory, such as `24 GiB`; empty if measured.
+        device_bytes: memory of that GPU.
+        safe_batch_size: the largest size whose predicted peak times the margin fits; None when there is none.
     """
 
     mode: Mode
@@ -129,12 +104,9 @@ class Row:
     reason: str | None = None
     breakdown: Breakdown | None = None
     remedies: list[Remedy] = field(default_factory=list)
-    predicted: Predicted | None = None
-
-    @property
-    def device(self) -> str:
-        """Name of the device that a prediction is for; empty if measured, on the one device that there is."""
-        return "" if self.predicted is None else self.predicted.device
+    device: str = ""
+    device_bytes: int = 0
+    safe_batch_size: int | None = None
 
     @property
     def memory(self) -> str:
@@ -144,36 +116,21 @@ class Row:
     @property
     def safe_size(self) -> int | None:
         """The size to configure: the measured one, or the one predicted with the margin."""
-        return self.batch_size if self.predicted is None else self.predicted.safe_batch_size
+        return self.safe_batch_size if self.device else self.batch_size
 
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
-        return {
-            **({} if self.predicted is None else {"predicted": True, **asdict(self.predicted)}),
-            "mode": self.mode,
-            "memory_fraction": self.memory_fraction,
-            "batch_size": self.batch_size,
-            "certified": self.certified,
-            "limited_by": self.limited_by,
-            "peak_bytes": self.peak_bytes,
-            "budget_bytes": self.budget_bytes,
-            "samples_per_s": None if self.samples_per_s is None else round(self.samples_per_s, 3),
-        }
+        lists = {"trials", "breakdown", "remedies"}
+        predicted = set() if self.device else {"device", "device_bytes", "safe_batch_size"}
+        return {name: value for name, value in vars(self).items() if name not in lists | predicted}
 
     def as_dict(self) -> dict[str, Any]:
         """The entry of the JSON file."""
-        parts = None
-        if self.breakdown is not None and self.peak_bytes:
-            parts = {
-                name: {"bytes": num_bytes, "percent": round(100 * num_bytes / self.peak_bytes, 2)}
-                for name, num_bytes in asdict(self.breakdown).items()
-            }
         return {
             **self.figures(),
             "trials": [trial.as_dict() for trial in self.trials],
-            "reason": self.reason,
-            "breakdown": parts,
-            "remedies": [remedy.as_dict() for remedy in self.remedies],
+            "breakdown": None if self.breakdown is None else asdict(self.breakdown),
+            "remedies": [{**asdict(each), "saved_bytes": each.saved_bytes} for each in self.remedies],
         }
 
 
@@ -183,8 +140,6 @@ class Goal:
 
     Attributes:
         dataset_length: number of training samples.
-        epochs: passes over them.
-        world_size: number of processes.
         noise_scale: gradient noise scale, in samples; None where it is not known.
         time_budget_s: seconds that the run may take; None for no limit.
     """
@@ -198,18 +153,17 @@ class Goal:
 
 @dataclass(frozen=True)
 class TimedSize:
-    """A size with its speed and, in training, the run with it. The module explains S_min.
+    """A training size with its speed and the run with it. The module explains S_min.
 
     Attributes:
         batch_size: micro-batch size: samples per process and forward pass.
         samples_per_s: of all processes, if they do not wait for each other.
         effective_batch: samples per optimizer step over all processes.
-        seconds_per_step: of one optimizer step, or of one batch of validation.
-        epoch_s, run_s: seconds of an epoch and of all epochs; None in validation.
+        seconds_per_step: of one optimizer step.
+        epoch_s, run_s: seconds of an epoch and of all epochs.
         in_time: whether the run ends within the time budget; None without one.
-        relative_steps, relative_samples, relative_seconds: to the same loss, as multiples of S_min; None
-            without a noise scale.
-        learning_rate: its peak; None in validation and where the configuration allows no run with this size.
+        relative_steps, relative_seconds: to the same loss, as multiples of S_min; None without a noise scale.
+        learning_rate: its peak; None where the configuration allows no run with this size.
         warmup_steps, total_steps: optimizer steps; None where the learning rate is.
         warnings: those of the batch plan, or why there is none.
     """
@@ -219,11 +173,10 @@ class TimedSize:
     accumulation_steps: int
     effective_batch: int
     seconds_per_step: float
-    epoch_s: float | None = None
-    run_s: float | None = None
+    epoch_s: float
+    run_s: float
     in_time: bool | None = None
     relative_steps: float | None = None
-    relative_samples: float | None = None
     relative_seconds: float | None = None
     learning_rate: float | None = None
     warmup_steps: int | None = None
@@ -232,9 +185,9 @@ class TimedSize:
 
 
 def timed_size(
-    batch_size: int, rate: float, goal: Goal | None = None, accumulation_steps: int = 1, **plan: Any
+    batch_size: int, rate: float, goal: Goal, accumulation_steps: int = 1, **plan: Any
 ) -> TimedSize:
-    """What follows from the speed of a size.
+    """What follows from the speed of a training size.
 
     >>> size = timed_size(100, 200.0, Goal(50_000, epochs=2, noise_scale=300))
     >>> size.seconds_per_step, size.epoch_s, size.relative_steps, size.relative_seconds
@@ -243,12 +196,10 @@ def timed_size(
     Args:
         batch_size: micro-batch size.
         rate: samples per second of one process.
-        goal: the run; None in validation.
+        goal: the run.
         accumulation_steps: micro-batches per optimizer step.
-        plan: the attributes that the batch plan decides.
+        plan: other attributes, from the batch plan.
     """
-    if goal is None:
-        return TimedSize(batch_size, rate, 1, batch_size, batch_size / rate)
     rate *= goal.world_size
     batch = batch_size * accumulation_steps * goal.world_size
     epoch_s = goal.dataset_length / rate
@@ -258,7 +209,6 @@ def timed_size(
         batch_size, rate, accumulation_steps, batch, batch / rate, epoch_s, run_s,
         in_time=None if limit_s is None else run_s <= limit_s,
         relative_steps=None if scale is None else 1 + scale / batch,
-        relative_samples=None if scale is None else batch + scale,
         relative_seconds=None if scale is None else (batch + scale) / rate,
         **plan,
     )  # fmt: skip
@@ -266,10 +216,9 @@ def timed_size(
 
 @dataclass
 class Speeds:
-    """The sizes of one mode that were timed with `--throughput`; what chooses among them needs at least one.
+    """The training sizes that were timed with `--throughput`; what chooses among them needs at least one.
 
     Attributes:
-        sizes: by batch size.
         left_out: why a size that was asked for was not timed, by size.
     """
 
@@ -282,7 +231,7 @@ class Speeds:
 
     @property
     def largest(self) -> TimedSize:
-        """The largest size."""
+        """The size with the most samples."""
         return self.sizes[max(self.sizes)]
 
     @property
@@ -310,7 +259,6 @@ class Speeds:
         marks = (mark for mark in ("largest", "fastest", "recommended") if getattr(self, mark) is size)
         return {
             **figures,
-            "samples_per_s": round(size.samples_per_s, 3),
             "relative_time": None if best is None or seconds is None else seconds / best,
             "marks": " ".join(marks),
             "warnings": " ".join(size.warnings),
@@ -325,11 +273,6 @@ class Speeds:
         }
 
 
-PARTS = tuple(Breakdown.__dataclass_fields__)
-SETTINGS = ("model", "precision", "optimizer", "image_size", "base_bytes", "base")
-"""What each row of a table says of the environment."""
-
-
 @dataclass
 class Analysis(Figures):
     """Sizes and speeds; filled while they are measured, so that an interruption loses nothing.
@@ -339,8 +282,7 @@ class Analysis(Figures):
         interrupted: whether Ctrl-C or an error ended the measuring early.
         fraction: that of the sizes to paste, where it is among those asked for.
         rows: in the order measured.
-        speeds: of the sizes that were timed with `--throughput`, by mode.
-        curves: predicted peaks, as (batch size, bytes), by mode; empty where sizes were measured.
+        speeds: of the training sizes that were timed with `--throughput`.
         goal: the run whose time is predicted, with `--throughput`.
     """
 
@@ -348,14 +290,13 @@ class Analysis(Figures):
     interrupted: bool = True
     fraction: float = 0.8
     rows: list[Row] = field(default_factory=list)
-    speeds: dict[Mode, Speeds] = field(default_factory=dict)
-    curves: dict[Mode, list[tuple[int, int]]] = field(default_factory=dict)
+    speeds: Speeds = field(default_factory=Speeds)
     goal: Goal | None = None
 
     @property
-    def margin(self) -> float | None:
-        """The margin of predicted sizes; None where they were measured."""
-        return next((row.predicted.margin for row in self.rows if row.predicted is not None), None)
+    def is_predicted(self) -> bool:
+        """Whether the sizes were predicted and not measured."""
+        return any(row.device for row in self.rows)
 
     @property
     def modes(self) -> list[Mode]:
@@ -376,13 +317,13 @@ class Analysis(Figures):
                 found.setdefault((row.mode, row.device), row.reason)
         return list(dict.fromkeys(found.values()))
 
-    def sorted_rows(self, mode: Mode | None = None) -> list[Row]:
-        """The rows of one mode, or of all in the order measured; by device and fraction within a mode."""
-        rows = [row for row in self.rows if mode in (None, row.mode)]
-        modes, devices = self.modes, self.devices
-        return sorted(
-            rows, key=lambda row: (modes.index(row.mode), devices.index(row.device), row.memory_fraction)
-        )
+    def sorted_rows(self) -> list[Row]:
+        """The rows by mode and device, each in the order asked for, and fraction."""
+
+        def place(row: Row) -> tuple[int, int, float]:
+            return self.modes.index(row.mode), self.devices.index(row.device), row.memory_fraction
+
+        return sorted(self.rows, key=place)
 
     def chosen_rows(self) -> list[Row]:
         """Of each mode and device, the row of the fraction to paste: `fraction`, else the largest."""
@@ -390,47 +331,28 @@ class Analysis(Figures):
         fraction = self.fraction if self.fraction in fractions else max(fractions, default=self.fraction)
         return [row for row in self.sorted_rows() if row.memory_fraction == fraction]
 
-    @property
-    def columns(self) -> list[str]:
-        """Columns of the table."""
-        return list(
-            dict.fromkeys(name for row in self.scalars() or [self._cells(Row("train", 1))] for name in row)
-        )
-
     def scalars(self) -> list[dict[str, Any]]:
         """One row for each mode and fraction, and one for each other size that was timed."""
-        rows = [self._cells(row) for row in self.sorted_rows()]
-        for mode, speeds in self.speeds.items():
-            for size in speeds.ascending():
-                cells = {"mode": mode, **speeds.figures(size)}
-                same = [row for row in rows if (row["mode"], row["batch_size"]) == (mode, size.batch_size)]
-                for row in same:
-                    row.update(cells)
-                if not same:
-                    rows.append(cells)
+        rows = []
+        for row in self.sorted_rows():
+            parts = asdict(row.breakdown or Breakdown())
+            sizes = {f"{name}_bytes": row.breakdown and num_bytes for name, num_bytes in parts.items()}
+            rows.append({**row.figures(), "num_trials": len(row.trials), **sizes})
+        for size in self.speeds.ascending():
+            cells = {"mode": "train", **self.speeds.figures(size)}
+            same = [each for each in rows if (each["mode"], each["batch_size"]) == ("train", size.batch_size)]
+            for each in same:
+                each.update(cells)
+            if not same:
+                rows.append(cells)
         return rows
-
-    def _cells(self, row: Row) -> dict[str, Any]:
-        """A row, and what it holds for; without lists."""
-        settings = {name: self.environment[name] for name in SETTINGS if name in self.environment}
-        if settings.get("image_size") is not None:
-            settings["image_size"] = "x".join(map(str, settings["image_size"]))
-        parts = dict.fromkeys(PARTS) if row.breakdown is None else asdict(row.breakdown)
-        sizes = {f"{name}_bytes": num_bytes for name, num_bytes in parts.items()}
-        return {**row.figures(), "num_trials": len(row.trials), **sizes, "reason": row.reason, **settings}
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
-        throughput = {mode: speeds.as_dict() for mode, speeds in self.speeds.items() if speeds.sizes}
-        curves = {
-            mode: [{"batch_size": size, "peak_bytes": peak_bytes} for size, peak_bytes in curve]
-            for mode, curve in self.curves.items()
-        }
         return {
             "environment": self.environment,
             "results": [row.as_dict() for row in self.sorted_rows()],
             **({} if self.goal is None else {"run": asdict(self.goal)}),
-            **({"throughput": throughput} if throughput else {}),
-            **({"curves": curves} if curves else {}),
+            **({"throughput": {"train": self.speeds.as_dict()}} if self.speeds.sizes else {}),
             "interrupted": self.interrupted,
         }

@@ -12,7 +12,7 @@ from functools import partial
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.cli.analyze.measure import Setup, common_changes, measure_sizes, run_sizes, try_remedies
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.predict import more_changes, predict_sizes, target_of, trace_sizes, world_of
+from linnaeus.cli.analyze.predict import META, more_changes, predict_sizes, target_of, trace_sizes
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import save_plot, show
 from linnaeus.config.schema import Config
@@ -45,7 +45,8 @@ def run(options: Options, config: Config) -> int:
     if not options.predict:
         joining = join(config.EXPERIMENT.DEVICE, config.DIST)
     else:
-        target, joining = target_of(options, config), nullcontext(world_of(options))
+        target, num = target_of(options, config), options.world_size or 1
+        joining = nullcontext(World(META, world_size=num, local_world_size=num))
         find, remedies = partial(predict_sizes, target), (partial(trace_sizes, target), more_changes)
     console = make_console()
     set_up_logging(None, rank=0, console=console)
@@ -72,7 +73,7 @@ def run(options: Options, config: Config) -> int:
         logger.info("interrupted; what has been measured so far is written")
         return EXIT_INTERRUPTED
     finally:
-        if analysis.environment:  # otherwise nothing has been measured
+        if analysis.rows:  # otherwise nothing has been measured
             analysis.save(options.output)
             logger.info("figures: %s", options.output.resolve())
             if options.plot is not None:

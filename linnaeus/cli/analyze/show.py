@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from dataclasses import asdict
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.cli.analyze.measure import settings_sentence
-from linnaeus.cli.analyze.results import Analysis, Goal, Remedy, Row, Speeds, TimedSize
+from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Speeds, TimedSize
 from linnaeus.cli.plots import (
     BLUE,
     GREEN,
@@ -26,36 +27,29 @@ from linnaeus.cli.plots import (
     decorate,
     drawing,
     label_heights,
-    mark_size,
     size_axis,
 )
 from linnaeus.cli.tables import cell, show_duration
-from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 KEYS = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
 COLUMNS = (
-    "device", "mode", "memory_fraction", "batch_size", "margin", "safe_batch_size", "limited_by",
-    "peak_bytes", "budget_bytes", "samples_per_s", "epoch_s", "run_s", "in_time", "relative_time",
-    "learning_rate", "marks",
+    "mode", "memory_fraction", "batch_size", "limited_by", "peak_bytes", "budget_bytes", "samples_per_s",
+    "epoch_s", "run_s", "in_time", "relative_time", "learning_rate", "marks",
 )  # fmt: skip
+MARGIN_NOTE = f"predicted with {100 * (MARGIN - 1):.3g} % margin"
 """Of the table in the HTML file, as far as there are such figures."""
 
 
 def show(analysis: Analysis, console: Console) -> None:
     """Print the tables of sizes, speeds and remedies, each with its notes, and YAML to paste."""
-    if not analysis.rows:
-        return
     console.print(sizes_table(analysis))
-    lines = _notes(analysis)
-    for mode, speeds in analysis.speeds.items():
-        if speeds.sizes:
-            _print(console, lines)
-            console.print(speeds_table(mode, speeds))
-            lines = _speed_notes(mode, speeds, analysis.goal)
-    _print(console, lines)
+    _print(console, _notes(analysis))
+    if analysis.speeds.sizes:
+        console.print(speeds_table(analysis.speeds))
+        _print(console, _speed_notes(analysis.speeds, analysis.goal))
     if any(row.remedies for row in analysis.rows):
         console.print(remedies_table(analysis))
     if text := yaml_blocks(analysis):
@@ -76,27 +70,26 @@ def _table(title: str, *headings: str, left: tuple[str, ...] = ()) -> Table:
 
 def sizes_table(analysis: Analysis) -> Table:
     """One line for each device and fraction, with the sizes of all modes."""
-    margin, modes = analysis.margin, analysis.modes
+    predicted, modes = analysis.is_predicted, analysis.modes
     rows = {(row.device, row.memory_fraction, row.mode): row for row in analysis.sorted_rows()}
-    if margin is None:
-        columns = [heading for mode in modes for heading in (mode, "peak GiB", "samples/s")]
-        table = _table("Batch sizes", "memory", "budget GiB", *columns)
-    else:
-        columns = [heading for mode in modes for heading in (mode, "without margin")]
-        title = f"Batch sizes, predicted with {100 * (margin - 1):.3g} % margin"
-        table = _table(title, "device", "memory", "budget GiB", *columns, left=("device",))
+    figures = ("without margin",) if predicted else ("peak GiB", "samples/s")
+    table = _table(
+        f"Batch sizes, {MARGIN_NOTE}" if predicted else "Batch sizes", *(["device"] if predicted else []),
+        "memory", "budget GiB", *(heading for mode in modes for heading in (mode, *figures)),
+        left=("device",),
+    )  # fmt: skip
     for device, fraction in dict.fromkeys(place[:2] for place in rows):
         of_place = [rows.get((device, fraction, mode)) for mode in modes]
         budgets = [row.budget_bytes for row in of_place if row is not None and row.budget_bytes is not None]
         cells = [f"{fraction:.0%}", _gib(max(budgets, default=None))]
         for row in of_place:
             if row is None:
-                cells += [""] * (3 if margin is None else 2)
-            elif margin is None:
-                cells += [_size(row.batch_size), _gib(row.peak_bytes), cell(row.samples_per_s, ",.1f")]
+                cells += [""] * (1 + len(figures))
+            elif predicted:
+                cells += [_size(row.safe_batch_size), _size(row.batch_size)]
             else:
-                cells += [_size(row.safe_size), _size(row.batch_size)]
-        table.add_row(*([] if margin is None else [device]), *cells)
+                cells += [_size(row.batch_size), _gib(row.peak_bytes), cell(row.samples_per_s, ",.1f")]
+        table.add_row(*([device] if predicted else []), *cells)
     return table
 
 
@@ -118,30 +111,23 @@ def _notes(analysis: Analysis) -> list[str]:
         if row.batch_size is not None and row.limited_by not in (None, "memory"):
             bounds.setdefault((row.mode, row.limited_by or ""), []).append(row.memory)
     for (mode, limit), places in bounds.items():
-        where = "" if len(places) == len(analysis.sorted_rows(mode)) else f" at {', '.join(places)}"
-        found.append(f"{mode}: {limit}, not memory, bounds the size{where}")
-    largest = {
-        row.mode: row for row in analysis.chosen_rows() if row.breakdown is not None and row.peak_bytes
-    }
+        found.append(f"{mode}: {limit}, not memory, bounds the size at {', '.join(places)}")
+    largest = {row.mode: row for row in analysis.chosen_rows() if row.breakdown is not None}
     for mode, row in largest.items():
-        assert row.breakdown is not None
-        parts = {name: part / (row.peak_bytes or 1) for name, part in asdict(row.breakdown).items()}
-        if parts["rest"] < 0.5:  # on a CPU the process itself is most of it
-            shares = sorted(((share, name) for name, share in parts.items() if share >= 0.01), reverse=True)
-            words = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for share, name in shares)
+        parts = Counter(asdict(row.breakdown or Breakdown()))
+        total = parts.total()
+        if parts["rest"] < 0.5 * total:  # on a CPU the process itself is most of it
+            shares = [(name, part / total) for name, part in parts.most_common() if part >= 0.01 * total]
+            words = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares)
             found.append(f"memory of {mode} at batch size {row.batch_size}: {words}")
     return found
 
 
-def speeds_table(mode: Mode, speeds: Speeds) -> Table:
-    """One line for each size that was timed, in training with the run that it gives."""
+def speeds_table(speeds: Speeds) -> Table:
+    """One line for each training size that was timed, with the run that it gives."""
     lines = [_cells(size, speeds) for size in speeds.ascending()]
-    if all(line["effective"] == line["batch size"] for line in lines):
-        for line in lines:
-            del line["effective"]
     shown = [heading for heading in lines[0] if any(line[heading] for line in lines)]
-    title = "Speed and time of training" if mode == "train" else "Speed of validation"
-    table = _table(title, *shown, left=("",))
+    table = _table("Speed and time of training", *shown, left=("",))
     for line in lines:
         table.add_row(*(line[heading] for heading in shown))
     return table
@@ -153,10 +139,10 @@ def _cells(size: TimedSize, speeds: Speeds) -> dict[str, str]:
     steps, time = size.relative_steps, figures["relative_time"]
     return {
         "batch size": str(size.batch_size),
-        "effective": str(size.effective_batch),
+        "effective": "" if size.effective_batch == size.batch_size else str(size.effective_batch),
         "samples/s": f"{size.samples_per_s:,.1f}",
-        "epoch": "" if size.epoch_s is None else show_duration(size.epoch_s),
-        "run": "" if size.run_s is None else show_duration(size.run_s),
+        "epoch": show_duration(size.epoch_s),
+        "run": show_duration(size.run_s),
         "in time": "" if size.in_time is None else "yes" if size.in_time else "no",
         "steps": "" if steps is None else f"{steps:.3g} x",
         "to loss": "" if time is None else f"{time:.2f} x",
@@ -165,7 +151,7 @@ def _cells(size: TimedSize, speeds: Speeds) -> dict[str, str]:
     }
 
 
-def _speed_notes(mode: Mode, speeds: Speeds, goal: Goal | None) -> list[str]:
+def _speed_notes(speeds: Speeds, goal: Goal | None) -> list[str]:
     """Sizes left out, what the columns mean, warnings, the time budget, and the recommended size."""
     best = speeds.recommended
     found = [f"batch size {size} is left out: {reason}" for size, reason in speeds.left_out.items()]
@@ -179,32 +165,32 @@ def _speed_notes(mode: Mode, speeds: Speeds, goal: Goal | None) -> list[str]:
     found += [f"batch size {best.batch_size}: {warning}" for warning in best.warnings]
     if best.in_time is False:
         found.append("no size ends the run in time: lower TRAIN.EPOCHS or take more processes")
-    return [*found, f"recommended: DATA.{KEYS[mode]}={best.batch_size}, {why}"]
+    return [*found, f"recommended: DATA.BATCH_SIZE={best.batch_size}, {why}"]
 
 
 def remedies_table(analysis: Analysis) -> Table:
     """The memory that each remedy saves at the sizes to paste, and what it brings on each device."""
     kind, gain = "measured", "samples/s"
-    if analysis.margin is not None:
+    if analysis.is_predicted:
         kind, gain = "predicted", "then fits with margin"
-    headings = ("mode", "remedy", "batch size", "before GiB", "after GiB", "saved", gain)
-    table = _table(f"Remedies, {kind}", *headings, left=headings[:2])
-    found: dict[tuple[Mode, str], list[tuple[Row, Remedy]]] = {}
-    for row in analysis.chosen_rows():
-        for remedy in row.remedies:
-            found.setdefault((row.mode, remedy.name), []).append((row, remedy))
-    for (mode, _), each in found.items():
-        row, remedy = each[0]
+    headings = ("remedy", "batch size", "before GiB", "after GiB", "saved", gain)
+    table = _table(f"Remedies in training, {kind}", *headings, left=("remedy",))
+    rows = [row for row in analysis.chosen_rows() if row.remedies]
+    for effects in zip(*(row.remedies for row in rows), strict=False):  # of one remedy on each device
+        row, remedy = rows[0], effects[0]
         keys = " ".join(f"{key}={value}" for key, value in remedy.keys.items())
         if remedy.reason is not None:
-            table.add_row(mode, f"{keys}: {remedy.reason}", str(row.batch_size))
+            table.add_row(f"{keys}: {remedy.reason}", str(row.batch_size))
             continue
         before, saved = remedy.peak_bytes_before or 0, remedy.saved_bytes
         cells = [str(row.batch_size), _gib(remedy.peak_bytes_before), _gib(remedy.peak_bytes)]
         cells.append("" if saved is None or not before else f"{saved / before:.1%}")
-        gains = [f"{_size(other.safe_batch_size)} in {place.memory}" for place, other in each]
-        gain = cell(remedy.samples_per_s, ",.1f") if row.predicted is None else "\n".join(gains)
-        table.add_row(mode, keys, *cells, gain)
+        gains = [
+            f"{_size(each.safe_batch_size)} in {place.memory}"
+            for place, each in zip(rows, effects, strict=True)
+        ]
+        gain = cell(remedy.samples_per_s, ",.1f") if not row.device else "\n".join(gains)
+        table.add_row(keys, *cells, gain)
     return table
 
 
@@ -215,12 +201,11 @@ def yaml_blocks(analysis: Analysis) -> str:
         rows = [row for row in chosen if row.device == device]
         sizes = {row.mode: row.safe_size for row in rows}
         heading = f"{rows[0].memory_fraction:.0%} of {device or 'the memory'}" if rows else ""
-        if analysis.margin is not None:
-            heading += f", predicted with {100 * (analysis.margin - 1):.3g} % margin"
-        timed = {mode: speeds.recommended for mode, speeds in analysis.speeds.items() if speeds.sizes}
-        if timed:
+        if analysis.is_predicted:
+            heading += f", {MARGIN_NOTE}"
+        if analysis.speeds.sizes:
             heading = "recommended"
-            sizes |= {mode: size.batch_size for mode, size in timed.items()}
+            sizes["train"] = analysis.speeds.recommended.batch_size
         lines = [f"  {KEYS[mode]}: {size}" for mode, size in sizes.items() if size is not None]
         if lines:
             blocks.append("\n".join([f"# {heading}", "DATA:", *lines]))
@@ -232,64 +217,32 @@ def yaml_blocks(analysis: Analysis) -> str:
 
 def save_plot(analysis: Analysis, path: Path) -> None:
     """Draw the picture and write it, atomically, in the format that the ending names."""
-    speeds = {mode: found for mode, found in analysis.speeds.items() if found.sizes}
     panels = [partial(_memory_panel, analysis, mode) for mode in analysis.modes]
-    panels += [partial(_speed_panel, mode, found) for mode, found in speeds.items()]
-    if analysis.goal is not None and analysis.goal.noise_scale is not None and "train" in speeds:
-        panels.append(partial(_loss_panel, speeds["train"]))
-    if not panels:  # nothing has been measured
-        return
-    num_columns = min(len(panels), 2)
+    if analysis.speeds.sizes:
+        panels.append(partial(_speed_panel, analysis.speeds))
     columns = [name for name in COLUMNS if name in analysis.columns]
-    with drawing(
-        path, _headline(analysis), analysis, columns, num_rows=-(-len(panels) // 2), num_columns=num_columns,
-        panel_height=4.4,
-    ) as picture:  # fmt: skip
-        places = [axes for row in picture.panels for axes in row]
-        for axes, draw in zip_longest(places, panels):
-            if draw is None:
-                axes.set_visible(False)
-            else:
-                draw(picture, axes)
+    environment = analysis.environment
+    gib = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
+    title = f"{settings_sentence(environment)}; {environment['device']} with {gib:.3g} GiB"
+    with drawing(path, title, analysis, columns, num_columns=len(panels)) as picture:
+        [places] = picture.panels
+        for axes, draw in zip(places, panels, strict=True):
+            draw(picture, axes)
         # One legend below all panels, where it covers no point and no budget line.
         entries = [axes.get_legend_handles_labels() for axes in places]
         looks = {label: handle for each in entries for handle, label in zip(*each, strict=True)}
-        title = None
-        if analysis.margin is not None:
-            title = (
-                f"margin {analysis.margin - 1:.0%} of the predicted peak, which includes "
-                f"{analysis.environment['base_bytes'] / GIB:.2f} GiB beside the allocator "
-                f"({analysis.environment['base']})"
-            )
         picture.figure.legend(
-            looks.values(), looks.keys(), loc="outside lower center", ncols=1 + 2 * num_columns,
-            frameon=False, fontsize=9, title=title, title_fontsize=9,
+            looks.values(), looks.keys(), loc="outside lower center", ncols=1 + 2 * len(panels),
+            frameon=False, fontsize=9,
         )  # fmt: skip
 
 
-def _headline(analysis: Analysis) -> str:
-    environment, goal = analysis.environment, analysis.goal
-    device = f"predicted for {', '.join(analysis.devices)}"
-    if analysis.margin is None:
-        gib = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
-        device = f"{environment['device']} with {gib:.3g} GiB"
-    text = f"{settings_sentence(environment)}; {device}"
-    if goal is not None:
-        text += f"; {counted(goal.epochs, 'epoch')} of {goal.dataset_length:,} samples"
-        text += "" if goal.world_size == 1 else f", {goal.world_size} processes"
-        text += "" if goal.noise_scale is None else f", noise scale {goal.noise_scale:g}"
-    return text
-
-
 def _memory_panel(analysis: Analysis, mode: Mode, picture: Picture, axes: Axes) -> None:
-    """Measured peaks and the line through them, or predicted ones; the budgets and the sizes chosen."""
-    rows, curve = analysis.sorted_rows(mode), analysis.curves.get(mode, [])
-    if len(analysis.devices) > 1:
-        rows = [row for row in analysis.chosen_rows() if row.mode == mode]
+    """Measured peaks and the line through them, the budgets and the sizes chosen."""
+    rows = [row for row in analysis.sorted_rows() if row.mode == mode]
     decorate(axes, f"{mode}: memory", "batch size", "peak memory (GiB)")
     trials = {trial.size: trial.peak_bytes for row in rows for trial in row.trials}
-    measured = [(size, peak) for size, peak in sorted(trials.items()) if peak is not None]
-    points = [(size, peak_bytes / GIB) for size, peak_bytes in curve or measured]
+    points = [(size, peak / GIB) for size, peak in sorted(trials.items()) if peak is not None]
     budgets = [(row.budget_bytes / GIB, row) for row in rows if row.budget_bytes is not None]
     refused = {
         trial.size: height for height, row in budgets for trial in row.trials if trial.peak_bytes is None
@@ -299,68 +252,39 @@ def _memory_panel(analysis: Analysis, mode: Mode, picture: Picture, axes: Axes) 
         axes.text(0.5, 0.5, "no batch size is possible", ha="center", transform=axes.transAxes)
         return
     right = 1.08 * max([*(size for size, _ in points), *refused], default=1)
-    look: dict[str, Any] = {"color": BLUE, "alpha": 0.8, "label": "predicted" if curve else "fitted line"}
-    if curve:
-        axes.plot(*zip(*points, strict=True), "-", **look)
-    elif len(points) > 1:
+    if len(points) > 1:
         slope, start = statistics.linear_regression(*zip(*points, strict=True))
-        axes.plot([0, right], [start, start + slope * right], "-", **look)
+        axes.axline((0, start), slope=slope, color=BLUE, alpha=0.8, label="fitted line")
     for size, height in points:
-        text = f"{mode}, batch size {size}: {'predicted ' if curve else ''}{height:.3f} GiB"
-        picture.point(axes, size, height, "o", text, color=BLUE, label=None if curve else "measured")
+        text = f"{mode}, batch size {size}: {height:.3f} GiB"
+        picture.point(axes, size, height, "o", text, color=BLUE, label="measured")
     for size, height in refused.items():
         text = f"{mode}, batch size {size}: out of memory"
         picture.point(axes, size, height, "x", text, color=VERMILION, markersize=7, label="out of memory")
     for height, row in budgets:
         axes.axhline(height, color=VERMILION, linestyle=(0, (5, 3)), label="budget, with the size chosen")
-        _chosen_sizes(picture, axes, row)
+        if row.batch_size is not None and row.peak_bytes is not None:
+            peak = row.peak_bytes / GIB
+            text = f"{mode}, {row.memory}, size chosen: batch size {row.batch_size}, {peak:.3f} GiB"
+            picture.point(
+                axes, row.batch_size, peak, "D", text, label="size chosen", color=GREEN,
+                markerfacecolor="none", markeredgewidth=2, markersize=9, zorder=5,
+            )  # fmt: skip
     low, high = min(heights), max(heights)
     axes.set_xlim(0, right)
-    axes.locator_params(axis="x", nbins=6)
     axes.set_ylim(0 if low < 0.5 * high else low - 0.15 * (high - low), high + 0.12 * (high - low or high))
-    labels = [(height, f"{row.memory}: {_size(row.safe_size)}") for height, row in budgets]
+    labels = [(height, f"{row.memory}: {_size(row.batch_size)}") for height, row in budgets]
     label_heights(axes, labels, VERMILION)
 
 
-def _chosen_sizes(picture: Picture, axes: Axes, row: Row) -> None:
-    """The size to configure, and the one that fits if a prediction is exact."""
-    marks = [(row.batch_size, row.peak_bytes, "D", "size chosen")]
-    if (found := row.predicted) is not None:
-        marks = [
-            (found.safe_batch_size, found.safe_peak_bytes, "D", "size chosen"),
-            (row.batch_size, row.peak_bytes, "s", "fits without the margin"),
-        ]
-    for size, peak_bytes, marker, label in marks:
-        if size is not None and peak_bytes is not None:
-            height = peak_bytes / GIB
-            text = f"{row.mode}, {row.memory}, {label}: batch size {size}, {height:.3f} GiB"
-            picture.point(
-                axes, size, height, marker, text, label=label, color=GREEN, markerfacecolor="none",
-                markeredgewidth=2, markersize=9, zorder=5,
-            )  # fmt: skip
-
-
-def _speed_panel(mode: Mode, speeds: Speeds, picture: Picture, axes: Axes) -> None:
-    """Samples per second against batch size."""
-    decorate(axes, f"{mode}: throughput", "batch size", "samples per second")
-    points = [(size.batch_size, size.samples_per_s) for size in speeds.ascending()]
-    texts = [f"{mode}, batch size {size}: {speed:.4g} samples/s" for size, speed in points]
-    _curve(picture, axes, points, texts, PURPLE, speeds)
-
-
-def _loss_panel(speeds: Speeds, picture: Picture, axes: Axes) -> None:
-    """The predicted time to the same loss."""
-    decorate(axes, "train: time to the same loss", "batch size", "multiple of the recommended size's")
-    points = [(size.batch_size, speeds.figures(size)["relative_time"]) for size in speeds.ascending()]
-    texts = [f"batch size {size}: {time:.2f} x the time" for size, time in points]
-    _curve(picture, axes, points, texts, BLUE, speeds)
-
-
-def _curve(
-    picture: Picture, axes: Axes, points: list[tuple[int, float]], texts: list[str], colour: str,
-    speeds: Speeds,
-) -> None:  # fmt: skip
-    picture.line(axes, points, texts, colour)
-    size_axis(axes, [size for size, _ in points])
-    axes.set_ylim(0, 1.15 * max(height for _, height in points))
-    mark_size(axes, speeds.recommended.batch_size, f"recommended: {speeds.recommended.batch_size}")
+def _speed_panel(speeds: Speeds, picture: Picture, axes: Axes) -> None:
+    """Samples per second of training against batch size."""
+    best, sizes = speeds.recommended.batch_size, speeds.ascending()
+    decorate(axes, "train: throughput", "batch size", "samples per second")
+    size_axis(axes, [size.batch_size for size in sizes])
+    axes.plot([size.batch_size for size in sizes], [size.samples_per_s for size in sizes], color=PURPLE)
+    for size in sizes:
+        text = f"train, batch size {size.batch_size}: {size.samples_per_s:.4g} samples/s"
+        picture.point(axes, size.batch_size, size.samples_per_s, "o", text, color=PURPLE)
+    axes.set_ylim(0, 1.15 * speeds.fastest.samples_per_s)
+    axes.axvline(best, color=GREEN, linestyle=":", label=f"recommended for training: {best}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import get_args
 
 from rich.console import Console
@@ -13,12 +13,11 @@ from rich.table import Table
 
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, Gpu
-from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.measure import Setup
 from linnaeus.cli.analyze.predict import META, PredictedStep, build_on_meta, fill, predicted_step
-from linnaeus.cli.analyze.results import Predicted, Row
+from linnaeus.cli.analyze.results import Row
 from linnaeus.cli.compare.runs import short_names
 from linnaeus.cli.sweep.options import PlannedRun
 from linnaeus.console import StatusLine
@@ -123,15 +122,15 @@ def _row(run: PlannedRun, step: PredictedStep, gpu: Gpu) -> Row:
         if is_train
         else (autobatch.ENABLED_VAL, autobatch.TARGET_MEMORY_FRACTION_VAL, data.BATCH_SIZE_VAL)
     )
-    predicted = Predicted(gpu.name, gpu.total_bytes, MARGIN)
-    row = Row(step.mode, fraction if is_searched else 1.0, predicted=predicted)
+    fraction = fraction if is_searched else 1.0
+    row = Row(step.mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes)
     if is_searched:
         fill(row, step, autobatch.MEMORY_LIMIT_GB)
         return row
     need, safe = step.prediction.peak_bytes(size), step.prediction.safe_bytes(size)
     if need <= gpu.total_bytes:
         row.batch_size, row.peak_bytes = size, need
-        row.predicted = replace(predicted, safe_batch_size=size if safe <= gpu.total_bytes else None)
+        row.safe_batch_size = size if safe <= gpu.total_bytes else None
     else:
         key = f"DATA.BATCH_SIZE{'' if is_train else '_VAL'}"
         row.reason = (
@@ -166,11 +165,11 @@ def _table(groups: Sequence[Group], names: Sequence[str], gpus: Sequence[Gpu]) -
 
 
 def _cell(row: Row | None) -> str:
-    if row is None or row.predicted is None:
+    if row is None:
         return "not predicted"
     if row.batch_size is None:
         return "none fits"
-    safe = row.predicted.safe_batch_size
+    safe = row.safe_batch_size
     return str(safe) if safe is not None else f"{row.batch_size} (without margin)"
 
 

@@ -70,9 +70,10 @@ def test_many_fractions_cost_little_more_than_one(run: Run, tmp_path: Path) -> N
         sizes = [row["batch_size"] for row in rows]
         assert sizes == sorted(sizes)
         assert 8 <= sizes[0] < sizes[-1]
-        timed = found["throughput"][mode]
-        assert timed["largest"] == sizes[-1], "sizes up to the largest fraction's are timed"
-        assert timed["recommended"] <= timed["largest"]
+        if mode == "train":
+            timed = found["throughput"]["train"]
+            assert timed["largest"] == sizes[-1], "sizes up to the largest fraction's are timed"
+            assert timed["recommended"] <= timed["largest"]
         points = sorted({(t["batch_size"], t["peak_bytes"]) for row in rows for t in row["trials"]})
         points = [point for point in points if point[1] is not None]
         slope, start = np.polyfit(*zip(*points, strict=True), 1)
@@ -94,10 +95,8 @@ def check_breakdowns(found: dict[str, Any]) -> None:
     """AdamW on a model whose tensors are known: exact parts that add up to the peak."""
     width_bytes = 4 * 2**17
     for row in found["results"]:
-        parts = {name: part["bytes"] for name, part in row["breakdown"].items()}
-        percents = [part["percent"] for part in row["breakdown"].values()]
+        parts = row["breakdown"]
         assert sum(parts.values()) == row["peak_bytes"]
-        assert sum(percents) == pytest.approx(100, abs=0.1)
         parameters = width_bytes + 4 * (2 * 4 + 4)
         assert parts["parameters"] == parameters
         assert parts["buffers"] == width_bytes
@@ -145,7 +144,7 @@ def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
         assert row["limited_by"] == "max_batch_size"
         assert 0 < row["peak_bytes"] <= row["budget_bytes"]
         assert row["samples_per_s"] > 0
-        assert sum(part["bytes"] for part in row["breakdown"].values()) == row["peak_bytes"]
+        assert sum(row["breakdown"].values()) == row["peak_bytes"]
     assert rows[1]["remedies"] == [], "only at the fraction to paste"
     remedies = {remedy["name"]: remedy for remedy in rows[0]["remedies"]}
     assert [*remedies] == ["gradient_checkpointing", "accumulation"], "bf16 is on already"

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from linnaeus.autobatch.predict.gpus import GIB
-from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.cli.analyze.measure import device_sentence
 from linnaeus.cli.analyze.options import Options, read, read_plan
 from linnaeus.cli.analyze.predict import target_of
-from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Predicted, Remedy, Row, Speeds, timed_size
+from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, timed_size
 from linnaeus.cli.analyze.show import show
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import Golden, error_of
@@ -32,7 +31,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
     ]),
     "options that need --predict": (read, ["--gpu=t4", "--device-memory-gb=24"]),
     "options that do not go with --predict": (read, [
-        "--predict", "--throughput", "--steps=3", "--strategy=guided", "--epochs=3",
+        "--predict", "--throughput", "--steps=3", "--plot=a.svg", "--strategy=guided", "--epochs=3",
     ]),
     "files that cannot be written": (read, ["--output", "missing/a.csv", "--plot", "folder.png"]),
 }  # fmt: skip
@@ -57,11 +56,11 @@ def measured() -> Analysis:
         parts = Breakdown(parameters=MIB, activations=3 * MIB, rest=MIB)
         row = Row(mode, 0.9, 121, True, "max_batch_size", 5 * MIB, 6 * MIB, breakdown=parts)
         row.samples_per_s = 100.0
-        row.remedies = [
-            Remedy("bf16", {"TRAIN.AMP": "bf16"}, 121, 500 * MIB, 300 * MIB, 150.0),
-            Remedy("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2}, 60, 5 * MIB, reason="no memory"),
-        ]  # fmt: skip
         rows += [row, Row(mode, 0.5, reason=f"AutoBatch ({mode}): no batch size fits")]
+    rows[0].remedies = [
+        Remedy("bf16", {"TRAIN.AMP": "bf16"}, 121, 500 * MIB, 300 * MIB, 150.0),
+        Remedy("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2}, 60, 5 * MIB, reason="no memory"),
+    ]
     return Analysis(rows=rows)
 
 
@@ -69,7 +68,7 @@ def timed(goal: Goal) -> Analysis:
     sizes = [timed_size(size, rate, goal, learning_rate=0.1, warnings=("so small",)) for size, rate in RATES]
     speeds = Speeds({size.batch_size: size for size in sizes}, {64: "above 32"})
     rows = [Row("train", 0.8, 32, True, "memory", 5 * GIB, 6 * GIB)]
-    return Analysis(rows=rows, speeds={"train": speeds}, goal=goal)
+    return Analysis(rows=rows, speeds=speeds, goal=goal)
 
 
 def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +91,7 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said["no size within a limit"] = str(row_of("train", *WIDE, fraction=0.5, limit_gb=0.01).reason)
     parts = Breakdown(parameters=MIB, activations=500 * MIB, rest=100 * MIB)
     row = Row("train", 0.9, 64, limited_by="memory", peak_bytes=601 * MIB, budget_bytes=GIB, breakdown=parts)
-    row.predicted = Predicted("24 GiB", 24 * GIB, MARGIN, 50, 500 * MIB, memory_limit_gb=2.0)
+    row.device, row.device_bytes, row.safe_batch_size = "24 GiB", 24 * GIB, 50
     row.remedies = [Remedy("bf16", {"TRAIN.AMP": "bf16"}, 64, 601 * MIB, 400 * MIB, safe_batch_size=90)]
     said["a predicted analysis"] = shown(Analysis(rows=[row]))
     golden("analyze", said, folder=tmp_path)

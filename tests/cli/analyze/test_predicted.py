@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from tests.helpers.predictions import (
     IMAGES,
     MIB,
     POINTS,
-    SVG,
     WIDE,
     content_of,
     parsed,
@@ -39,8 +37,6 @@ from tests.helpers.predictions import (
     setup_of,
 )  # fmt: skip
 from tests.helpers.runs import Run
-
-ROOT = Path(__file__).parents[3]
 
 
 def analysis_of(*argv: str) -> Analysis:
@@ -68,7 +64,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_prediction_answers_for_several_devices(run: Run) -> None:
     outcome = run(
         "analyze", *IMAGES, "--predict", "--gpu", "H100,NVIDIA GeForce RTX 4090", "--device-memory-gb", "4",
-        "--fractions", "0.5,0.9", "--plot", "sizes.svg", "--max-bs", "400000",
+        "--fractions", "0.5,0.9", "--max-bs", "400000",
         "DATA.DATASET.NUM_SAMPLES=400000", "DATA.DATASET.NUM_SAMPLES_VAL=400000", "EXPERIMENT.DEVICE=cuda",
         "TRAIN.GRADIENT_CHECKPOINTING=True",
     )  # fmt: skip
@@ -80,13 +76,12 @@ def test_one_prediction_answers_for_several_devices(run: Run) -> None:
     ]
     for row in rows:
         total_bytes = GPUS.get(row["device"], 4 * GIB)
-        assert (row["predicted"], row["margin"], row["device_bytes"]) == (True, MARGIN, total_bytes)
+        assert row["device_bytes"] == total_bytes
         assert (row["certified"], row["trials"], row["samples_per_s"]) == (False, [], None)
         assert row["budget_bytes"] == int(row["memory_fraction"] * total_bytes)
         assert BASE < row["peak_bytes"] <= row["budget_bytes"]
         assert 0.8 * row["batch_size"] < row["safe_batch_size"] < row["batch_size"]
-        assert row["safe_peak_bytes"] * MARGIN <= row["budget_bytes"] + 1
-        parts = {name: part["bytes"] for name, part in row["breakdown"].items()}
+        parts = row["breakdown"]
         assert sum(parts.values()) == row["peak_bytes"]
         assert parts["optimizer_state"] == pytest.approx(2 * parts["parameters"], abs=1000)
         assert parts["rest"] == BASE
@@ -94,8 +89,6 @@ def test_one_prediction_answers_for_several_devices(run: Run) -> None:
         sizes = [row["batch_size"] for row in rows if row["mode"] == mode]
         assert all(small < large for small, large in zip(sizes[::2], sizes[1::2], strict=True))
         assert sizes[::2] == sorted(sizes[::2], reverse=True), "a larger device gives a larger size"
-        peaks = [point["peak_bytes"] for point in found["curves"][mode]]
-        assert peaks == sorted(peaks)
     environment = found["environment"]
     expected = {
         "predicted": True, "base_bytes": BASE, "base": "assumed", "margin": MARGIN, "world_size": 1,
@@ -103,18 +96,7 @@ def test_one_prediction_answers_for_several_devices(run: Run) -> None:
     }  # fmt: skip
     assert expected.items() <= environment.items()
     assert environment["not_compared"][1:] == ["AdamW", "gradient checkpointing", "validation"]
-    page = (ROOT / "docs/prediction.md").read_text().replace("\n", " ")
-    figures = re.findall(r"[\d.]+(?: %| GB| times)", environment["accuracy"])
-    assert len(figures) == 5
-    assert all(figure in page for figure in figures)
     assert environment["devices"][2] == {"name": "4 GiB", "total_bytes": 4 * GIB}
-    titles = " ".join(
-        title.text or "" for title in ElementTree.parse("sizes.svg").getroot().iter(f"{SVG}title")
-    )
-    for row in rows:
-        is_shown = row["memory_fraction"] == 0.9  # of several devices, the sizes to paste alone
-        for size, peak in (("safe_batch_size", "safe_peak_bytes"), ("batch_size", "peak_bytes")):
-            assert (f"batch size {row[size]}, {row[peak] / GIB:.3f}" in titles) == is_shown
     for row in rows[1::2]:
         key = "BATCH_SIZE" if row["mode"] == "train" else "BATCH_SIZE_VAL"
         assert f"  {key}: {row['safe_batch_size']}\n" in outcome.out
@@ -129,19 +111,17 @@ def test_where_nothing_fits_at_all(run: Run) -> None:
     assert {row["batch_size"] for row in rows} == {None}
 
 
-def test_which_device_or_limit_would_do() -> None:
+def test_which_device_would_do() -> None:
     """The smallest size fits there with the margin, and with a hundredth of a GiB less it does not."""
-    for size_of, low in (({"fraction": 0.5}, 1.0), ({"fraction": 0.5, "gib": 16.0}, 0.01)):
-        name = "limit_gb" if "gib" in size_of else "gib"
-        row = row_of("train", *WIDE, **size_of, **{name: low})
-        assert (row.batch_size, row.safe_size) == (None, None)
-        assert row.reason is not None
-        needed = float(re.findall(r"\d+\.\d\d", row.reason.replace("15 %", ""))[-1])
-        assert row_of("train", *WIDE, **size_of, **{name: needed}).safe_size is not None
-        row = row_of("train", *WIDE, **size_of, **{name: needed - 0.01})
-        assert row.safe_size is None
-        if row.batch_size is not None:  # without the margin
-            assert yaml_blocks(Analysis(rows=[row])) == ""
+    row = row_of("train", *WIDE, fraction=0.5, gib=1.0)
+    assert (row.batch_size, row.safe_size) == (None, None)
+    assert row.reason is not None
+    needed = float(re.findall(r"\d+\.\d\d", row.reason.replace("15 %", ""))[-1])
+    assert row_of("train", *WIDE, fraction=0.5, gib=needed).safe_size is not None
+    row = row_of("train", *WIDE, fraction=0.5, gib=needed - 0.01)
+    assert row.safe_size is None
+    if row.batch_size is not None:  # without the margin
+        assert yaml_blocks(Analysis(rows=[row])) == ""
 
 
 def test_tables_for_programs(tmp_path: Path) -> None:
@@ -164,9 +144,7 @@ def test_tables_for_programs(tmp_path: Path) -> None:
         assert rows[2]["reason"]
         for row in rows[:2]:
             assert int(row["safe_batch_size"]) == int(row["batch_size"]) == 31
-            assert (str(row["predicted"]), float(row["margin"]), row["reason"] or "") == ("True", MARGIN, "")
-            assert (row["precision"], row["optimizer"], row["base"]) == ("float32", "AdamW", "assumed")
-            assert int(row["base_bytes"]) == BASE
+            assert not row["reason"]
 
 
 @pytest.mark.parametrize(
