@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,28 +39,24 @@ class Evaluation(Figures):
     """All that an evaluation has found.
 
     Attributes:
-        checkpoint: file, run, epoch and step.
-        data: what was evaluated.
-        settings: batch size, processes, device, precision.
-        versions: of what ran it.
+        about: what was evaluated, and how, by its name in the JSON file.
         metrics: those that training logs.
         levels: the figures of each level, coarse to fine.
-        distance_of_mistakes: in the taxonomy; None without one.
+        distance: of mistakes in the taxonomy; None without one.
         logged: see `compare_with_logged`; None where the checkpoint has no figures for this data.
-        notes: what the log said of the data.
-        duration_s: of the pass over the data.
     """
 
-    checkpoint: dict[str, Any]
-    data: dict[str, Any]
-    settings: dict[str, Any]
-    versions: dict[str, Any]
+    about: dict[str, Any]
     metrics: dict[str, float]
     levels: list[LevelFigures]
-    distance_of_mistakes: Distance | None
+    distance: Distance | None
     logged: dict[str, Any] | None
-    notes: list[str]
-    duration_s: float
+
+    @property
+    def data_title(self) -> str:
+        """What was evaluated, for people."""
+        data = self.about["data"]
+        return f"{counted(data['samples'], 'sample')} of {data['source']} ({data['part']})"
 
     def scalars(self) -> list[dict[str, Any]]:
         """One row per level and class."""
@@ -79,12 +75,12 @@ class Evaluation(Figures):
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
-        distance = self.distance_of_mistakes
         return {
-            **{field.name: getattr(self, field.name) for field in fields(self)},
+            **self.about,
             "metrics": _finite(self.metrics),
-            "distance_of_mistakes": None if distance is None else asdict(distance),
             "levels": {level.level.name: self._level(level) for level in self.levels},
+            "distance_of_mistakes": self.distance and asdict(self.distance),
+            "logged": self.logged,
             "classes": self.scalars(),
         }
 
@@ -142,11 +138,6 @@ def compare_with_logged(
 # Tables.
 
 
-def _data_title(evaluation: Evaluation) -> str:
-    data = evaluation.data
-    return f"{counted(data['samples'], 'sample')} of {data['source']} ({data['part']})"
-
-
 def show(evaluation: Evaluation, console: Console) -> None:
     """Print the tables and the notes."""
     if evaluation.levels:
@@ -197,12 +188,12 @@ def _levels_table(evaluation: Evaluation) -> Table:
     for level in evaluation.levels:
         row = evaluation.level_row(level)
         rows.append((level.level.name, *(cell(row[name], form) for name, (_, form) in headings.items())))
-    return _table(_data_title(evaluation), ["rank", *(heading for heading, _ in headings.values())], rows)
+    return _table(evaluation.data_title, ["rank", *(heading for heading, _ in headings.values())], rows)
 
 
 def notes(evaluation: Evaluation) -> list[str]:
     """Notes below the tables: loss, consistency, distance of mistakes, the comparison with training."""
-    metrics, distance = evaluation.metrics, evaluation.distance_of_mistakes
+    metrics, distance = evaluation.metrics, evaluation.distance
     found = [f"loss {metrics['loss']:.4f}"]
     if "consistent" in metrics:
         found[0] += (
@@ -249,9 +240,10 @@ def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> 
 def save_plot(evaluation: Evaluation, path: Path) -> None:
     """Draw calibration and classes of each level, and write the picture in the format of its ending."""
     levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
-    title = f"{evaluation.checkpoint['name']} on {_data_title(evaluation)}"
-    columns = evaluation.columns
-    with drawing(path, title, evaluation, columns, num_rows=len(levels), panel_height=5.4) as picture:
+    title = f"{evaluation.about['checkpoint']['name']} on {evaluation.data_title}"
+    with drawing(
+        path, title, evaluation, evaluation.columns, num_rows=len(levels), panel_height=5.4
+    ) as picture:
         for level, (left, right) in zip(levels, picture.panels, strict=True):
             _reliability(left, level)
             _matrix(right, level) if len(level.level.classes) <= MAX_MATRIX_CLASSES else _recall(right, level)
