@@ -40,18 +40,7 @@ exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option
 
 @dataclass
 class Options:
-    """What to export, and where to.
-
-    Attributes:
-        run: folder of a run, or a checkpoint.
-        format: one of `FORMATS`.
-        checkpoint: `best`, `last`, or a file.
-        output: file, or folder for timm; None is `export/` in the run's folder.
-        outputs: one of `OUTPUTS`.
-        level: rank whose head timm gets; None is the finest.
-        images: words for `inference.paths.walk`; the result is checked on these images.
-        device: torch device of the check, and of a torch.export file.
-    """
+    """What to export, and where to, as the help says; `images` are words for `inference.paths.walk`."""
 
     run: Path = Path()
     format: str = ""
@@ -106,9 +95,7 @@ def run(options: Options) -> int:
             trained, options.format, options.output, outputs=options.outputs, level=options.level,
             images=options.images,
         )  # fmt: skip
-    num_bytes = exported.num_bytes
-    size = f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
-    print(f"{exported.path}  {size}")
+    print(f"{exported.path}  {exported.num_bytes / 1e6:.2f} MB")
     verdict = "equal"
     if exported.difference is not None:
         allowed = (

@@ -57,19 +57,7 @@ logger = logging.getLogger("linnaeus.predict")
 
 @dataclass
 class Options:
-    """What to predict, with what, and where to.
-
-    Attributes:
-        run: folder of a run, or a checkpoint.
-        images: words for `inference.paths.walk`.
-        checkpoint: `best`, `last`, or a file.
-        output: .csv, .json or .jsonl; None prints.
-        top: classes for each level.
-        path: whether to add the most probable consistent path.
-        device: torch device, or `auto`.
-        batch_size: images in a batch; None finds it.
-        workers: threads that load images; None is one for each CPU core, at most 8.
-    """
+    """What to predict, with what, and where to, as the help says; `images` are words for `walk`."""
 
     run: Path = Path()
     images: list[str] = field(default_factory=list)

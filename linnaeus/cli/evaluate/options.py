@@ -50,12 +50,7 @@ exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of m
 
 @dataclass
 class Options:
-    """What to evaluate, and where the files go, as the help says.
-
-    Attributes:
-        run: the run's folder, or a checkpoint.
-        output: path of the files without their endings; None for a name in the run's folder.
-    """
+    """What to evaluate, and where the files go, as the help says; `output` has no ending."""
 
     run: Path = Path()
     checkpoint: str = "best"
