@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -46,8 +45,6 @@ _PLANNED = {
 }  # fmt: skip
 """Entries of the plan in `config.yaml`, and what `result.json` calls them."""
 _SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
-_MOST_NAMED = 5
-"""Names that an error proposes."""
 
 
 # What differs.
@@ -114,15 +111,6 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     """
     counts = Counter(key.rpartition(".")[2] for key in keys)
     return {key: last if counts[last := key.rpartition(".")[2]] == 1 else key for key in keys}
-
-
-def closest_of(wanted: str, known: Sequence[str]) -> str:
-    """The few names that are most like a wanted one, for an error."""
-    if len(known) <= _MOST_NAMED:
-        return f"there are {', '.join(known)}"
-    names = {name.lower(): name for name in known}
-    close = [names[found] for found in get_close_matches(wanted.lower(), names, _MOST_NAMED, cutoff=0)]
-    return f"closest are {', '.join(close)}; linnaeus compare RUN... --output all.csv has a column for each"
 
 
 # Validations.
@@ -356,7 +344,7 @@ class Comparison(Figures):
         wanted, known = self.wanted_metric, self.metrics
         if wanted is None or wanted in known:
             return None
-        found = closest_of(wanted, known) if known else "no run has been validated yet"
+        found = f"there are {', '.join(known)}" if known else "no run has been validated yet"
         return f"no run has {wanted!r}; {found}"
 
     def with_status(self, *wanted: RunStatus) -> list[Row]:
@@ -427,8 +415,7 @@ def _metric_notes(comparison: Comparison) -> list[str]:
         )
     without = [row.name for row in rows if row.metrics and metric not in row.metrics]
     if without:
-        most = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
-        notes.append(f"{metric}: not measured by {most}; --metric compares another one")
+        notes.append(f"{metric}: not measured by {', '.join(without)}; --metric compares another one")
     return notes
 
 

@@ -19,7 +19,6 @@ from linnaeus.cli.compare.runs import (
     SEED,
     Comparison,
     Row,
-    closest_of,
     compared,
     is_smaller_better,
     read_runs,
@@ -77,26 +76,22 @@ def sort_rows(runs: Comparison, key: str) -> None:
     Rows without a value come last. A `-` before the key reverses the others.
 
     Raises:
-        ConfigError: there is no such key; the message names some that there are.
+        ConfigError: there is no such key; the message names all that there are.
     """
     wanted = key.removeprefix("-")
     full = {short: full for full, short in short_names(runs.keys).items()}
     name = runs.metric if wanted == "metric" else full.get(wanted, wanted)
-    known = [*runs.metrics, *runs.rows[0].scalars([])]
-    if name not in known:
-        raise ConfigError(
-            f"--sort: {name!r} is neither a metric, nor a column, nor a key in which the runs differ; "
-            f"{closest_of(wanted, [*known, *full])}"
-        )
-
     is_metric = name in runs.metrics
     column = f"best {name}" if is_metric else name
-    values = {row.folder: row.scalars([name] if is_metric else [])[column] for row in runs.rows}
-    with_value = [row for row in runs.rows if values[row.folder] not in (None, "")]
-    without = [row for row in runs.rows if row not in with_value]
+    figures = [(row, row.scalars(runs.metrics)) for row in runs.rows]
+    known = figures[0][1]
+    if column not in known:
+        raise ConfigError(f"--sort: {wanted!r} is none of metric, {', '.join([*full, *known])}")
+    with_value = [(row, values[column]) for row, values in figures if values[column] not in (None, "")]
     is_reversed = key.startswith("-") != (is_metric and not is_smaller_better(name))
-    with_value.sort(key=lambda row: _order(values[row.folder]), reverse=is_reversed)
-    runs.rows = with_value + without
+    with_value.sort(key=lambda found: _order(found[1]), reverse=is_reversed)
+    in_order = [row for row, _ in with_value]
+    runs.rows = in_order + [row for row in runs.rows if row not in in_order]
 
 
 def _order(value: Any) -> tuple[float, str]:
