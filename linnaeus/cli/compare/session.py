@@ -41,9 +41,6 @@ _MOST_KEYS = 8
 _NAME_LETTERS = 24
 """Letters of a run's name that are not folded to keep a column."""
 _LABEL_LETTERS = 48
-_MARKERS = "osD^vP"
-_MOST_LINES = 10
-"""Lines of a panel that have a colour and an entry of the legend."""
 _LOG_FACTOR = 8
 """Numbers that spread over more than this factor have a logarithmic axis."""
 
@@ -227,16 +224,16 @@ def _curves(axes: Axes, rows: Sequence[Row], metric: str) -> None:
     ]
     curves.sort(key=lambda curve: choose(map(fmean, curve[1].values())), reverse=choose is max)
     for number, (label, values) in enumerate(curves):
-        if number >= _MOST_LINES:
+        if number >= len(SERIES):
             _draw(axes, values, color=INK, alpha=0.3, linewidth=0.8, zorder=1)
             continue
-        colour, style = SERIES[number % len(SERIES)], "-" if number < len(SERIES) else "--"
-        _draw(axes, values, linestyle=style, color=colour, label=label, marker="o", markersize=3)
+        colour = SERIES[number]
+        _draw(axes, values, color=colour, label=label, marker="o", markersize=3)
         ends = [*map(min, values.values())], [*map(max, values.values())]
         axes.fill_between([*values], *ends, color=colour, alpha=0.18, linewidth=0)
     if not curves:
         axes.text(0.5, 0.5, "no validation yet", ha="center", transform=axes.transAxes)
-    _legend(axes, f"the best {_MOST_LINES}; others are grey" if len(curves) > _MOST_LINES else None)
+    _legend(axes, f"the best {len(SERIES)}; others are grey" if len(curves) > len(SERIES) else None)
 
 
 def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
@@ -259,24 +256,19 @@ def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
     is_numeric = all(map(math.isfinite, numbers))
     places = dict(zip(order, numbers if is_numeric else range(len(order)), strict=True))
 
-    def points(group: Iterable[Row]) -> list[tuple[float, float]]:
-        return [(places[texts[row.folder]], value) for row in group if (value := row.value(name)) is not None]
-
     hidden = {key, SEED}
     if key == "DATA.BATCH_SIZE":  # a size that AutoBatch has found trains as one that was set
         hidden |= {each for each in counts if each.startswith("DATA.AUTOBATCH.")}
-    lines = _lines(rows, hidden)
-    for number, (label, group) in enumerate(lines):
-        colour = SERIES[number % len(SERIES)] if number < _MOST_LINES else INK
-        marker = _MARKERS[number % len(_MARKERS)]
-        _draw(axes, {}, color=colour, marker=marker, label=label if number < _MOST_LINES else None)
+    for number, (label, group) in enumerate(_lines(rows, hidden)):
+        colour = SERIES[number] if number < len(SERIES) else INK
+        points = [(row, value) for row in group if (value := row.value(name)) is not None]
+        xs, ys = [places[texts[row.folder]] for row, _ in points], [value for _, value in points]
         if is_numeric:
-            _draw(axes, _at_places(points(group)), color=colour, alpha=0.7)
-        for is_finished, face in ((True, colour), (False, "none")):
-            some = points(row for row in group if (row.status == "finished") == is_finished)
-            axes.plot(
-                *zip(*some, strict=True), linestyle="", color=colour, marker=marker, markerfacecolor=face
-            )
+            _draw(axes, _at_places(zip(xs, ys, strict=True)), color=colour, alpha=0.7)
+        faces = [colour if row.status == "finished" else "none" for row, _ in points]
+        axes.scatter(
+            xs, ys, facecolors=faces, edgecolors=colour, label=label if number < len(SERIES) else None
+        )
     if not is_numeric:
         axes.set_xticks(range(len(order)), [text[:24] for text in order], rotation=30, ha="right")
         axes.set_xlim(-0.5, len(order) - 0.5)
@@ -310,7 +302,7 @@ def _at_places(points: Iterable[tuple[float, float]]) -> dict[float, list[float]
 
 
 def _draw(axes: Axes, values: dict[float, list[float]], **style: Any) -> None:
-    """A line through the mean at each place; without places, only an entry of the legend."""
+    """A line through the mean at each place."""
     axes.plot([*values], [*map(fmean, values.values())], **{"linewidth": 1.6, "zorder": 3, **style})
 
 
