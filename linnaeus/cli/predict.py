@@ -146,8 +146,6 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
                 unreadable.append(found)
                 if len(unreadable) <= NUM_NAMED:
                     logger.warning("left out: %s: %s", printable(found.source), printable(found.reason))
-                elif len(unreadable) == NUM_NAMED + 1:
-                    logger.warning("more images are left out; from here on they are only counted")
             bar.advance(1)
     total = f"{counted(writer.number, 'image')} predicted"
     if unreadable:

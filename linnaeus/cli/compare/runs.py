@@ -463,34 +463,24 @@ def _read_config(run: Row) -> None:
 
 
 def _find_end(run: Row) -> None:
-    """Find out how a run ended, or whether somebody goes on with it by hand.
-
-    The first that is so decides:
-
-    | the outcome says that it ended well | `finished` |
-    | the process of the lock lives here | `running` |
-    | the lock is of another machine, and newer than the outcome, if any | `unknown` |
-    | there is an outcome | as that says |
-    | there is a checkpoint | `interrupted` |
-    | there is nothing but what a sweep asks for | `not run` |
-    | else | `failed` |
-    """
+    """Find out how a run ended, or whether somebody goes on with it by hand: the first branch that is so."""
     folder = run.folder
     run.outcome = read_outcome(folder) or lost_outcome(folder)
     if run.outcome is not None and run.outcome.finished:
         return
     # The lock itself is not tried: a run that starts at this moment would find it taken.
     holder = read_holder(folder)
+    is_elsewhere = holder is not None and not holder.is_here
     if holder is not None and holder.is_here and holder.lives():
         run.job, run.outcome = Job("running", str(holder)), None
-    elif (
-        holder is not None
-        and not holder.is_here
-        and (run.outcome is None or is_newer(folder / LOCK, folder / OUTCOME))
-    ):
+    elif is_elsewhere and (run.outcome is None or is_newer(folder / LOCK, folder / OUTCOME)):
         run.job, run.outcome = Job("unknown", str(holder), "another machine, which cannot be asked"), None
-    elif run.outcome is None and any((folder / CHECKPOINTS).glob("*.pt")):
+    elif run.outcome is not None:
+        return
+    elif any((folder / CHECKPOINTS).glob("*.pt")):
         run.file_status = "interrupted"
-    elif run.outcome is None and ((folder / CONFIG).exists() or not (folder / ASKED).exists()):
+    elif (folder / CONFIG).exists() or not (
+        folder / ASKED
+    ).exists():  # else a sweep has asked for it, no more
         run.file_status = "failed"
         run.failure = "ended without a result and without a checkpoint"

@@ -138,13 +138,12 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
 
     dataset = own.DATA.DATASET
     own_kind = dict(dataset) if isinstance(dataset, Mapping) else {"NAME": dataset.NAME}
-    named = {
-        leaf[2]: setting.text
+    is_other = any(
+        leaf in (("DATA", "DATASET", "NAME"), ("DATA", "DATASET", "_target_"))
+        and setting.text not in (None, own_kind.get(leaf[2]))
         for path, tree in overridden(line.overrides)
         for leaf, setting in leaves(tree, path)
-        if leaf in (("DATA", "DATASET", "NAME"), ("DATA", "DATASET", "_target_"))
-    }
-    is_other = any(value is not None and value != own_kind.get(name) for name, value in named.items())
+    )
     return ["~DATA.DATASET"] if is_other else []
 
 

@@ -30,8 +30,6 @@ MAX_MATRIX_CLASSES = 30
 """Up to this many classes, the confusion matrix of a level is drawn; for more, their recall."""
 MAX_CELL_NUMBERS = 12
 """Up to this many classes, the cells of a matrix show their numbers."""
-MAX_LABEL_CHARACTERS = 60
-"""Up to this many characters in all, the labels of an axis are horizontal; more are slanted."""
 
 
 @dataclass
@@ -148,7 +146,7 @@ def show(evaluation: Evaluation, console: Console) -> None:
         rows = [
             (
                 classes[n],
-                str(int(found.num_samples[n])),
+                f"{found.num_samples[n]}",
                 f"{found.recall[n]:.4f}",
                 f"{found.precision[n]:.4f}".replace("nan", ""),
             )
@@ -177,18 +175,16 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], n
 
 def _levels_table(evaluation: Evaluation) -> Table:
     headings = {
-        "samples": ("samples", "d"), "unlabelled": ("unlabelled", "d"), "top1": ("top-1", ".4f"),
-        "top5": ("top-5", ".4f"), "macro_recall": ("macro recall", ".4f"),
-        "macro_precision": ("precision", ".4f"), "macro_f1": ("F1", ".4f"),
-        "calibration_error": ("calib. error", ".4f"), "cross_entropy": ("cross-entropy", ".4f"),
+        "samples": "samples", "unlabelled": "unlabelled", "top1": "top-1", "top5": "top-5",
+        "macro_recall": "macro recall", "macro_precision": "precision", "macro_f1": "F1",
+        "calibration_error": "calib. error", "cross_entropy": "cross-entropy",
     }  # fmt: skip
-    if not any(level.num_unlabelled for level in evaluation.levels):
-        del headings["unlabelled"]
     rows = []
     for level in evaluation.levels:
         row = evaluation.level_row(level)
-        rows.append((level.level.name, *(cell(row[name], form) for name, (_, form) in headings.items())))
-    return _table(evaluation.data_title, ["rank", *(heading for heading, _ in headings.values())], rows)
+        cells = (cell(row[name], "d" if isinstance(row[name], int) else ".4f") for name in headings)
+        rows.append((level.level.name, *cells))
+    return _table(evaluation.data_title, ["rank", *headings.values()], rows)
 
 
 def notes(evaluation: Evaluation) -> list[str]:
@@ -206,8 +202,6 @@ def notes(evaluation: Evaluation) -> list[str]:
             f"{distance.mean_over_mistakes:.3f} ranks ({distance.mean_over_samples:.3f} over all samples, "
             "correct ones as 0)"
         )
-        if distance.num_left_out:
-            found[-1] += f"; {counted(distance.num_left_out, 'mistake')} with an unknown ancestor left out"
     if evaluation.logged is not None:
         found.append(logged_sentence(evaluation.logged, metrics))
     return found
@@ -222,15 +216,10 @@ def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> 
         ", although data, sizes and device are the run's: the files may have changed since training, or the "
         "device does not repeat its sums"
     )
-
-    def shown(values: Mapping[str, float | None], name: str) -> str:
-        value = values.get(name)
-        return "absent" if value is None else f"{value:.6g}"
-
-    unequal = [
-        f"{name} {shown(metrics, name)} ({shown(logged['metrics'], name)} in training)"
-        for name in logged["unequal"]
-    ]
+    unequal = []
+    for name in logged["unequal"]:
+        now, before = (cell(values.get(name), ".6g") or "absent" for values in (metrics, logged["metrics"]))
+        unequal.append(f"{name} {now} ({before} in training)")
     return f"figures differ from training{reason}: {', '.join(unequal)}"
 
 
@@ -287,9 +276,9 @@ def _matrix(axes: Axes, level: LevelFigures) -> None:
     axes.imshow(shares**0.5, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     size = 10 if len(columns) <= MAX_CELL_NUMBERS else 7
     names = [_short(classes[column], 18) for column in columns]
-    is_long = len(columns) * max(map(len, names)) > MAX_LABEL_CHARACTERS
-    slant: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
-    axes.set_xticks(range(len(columns)), names, fontsize=size, **slant)
+    axes.set_xticks(
+        range(len(columns)), names, fontsize=size, rotation=45, ha="right", rotation_mode="anchor"
+    )
     axes.set_yticks(range(len(rows)), [_short(classes[row], 30) for row in rows], fontsize=size)
     if len(columns) > MAX_CELL_NUMBERS:
         return
@@ -316,7 +305,7 @@ def _recall(axes: Axes, level: LevelFigures) -> None:
 
 def _finish(axes: Axes) -> None:
     axes.set_ylim(0, 1.02)
-    # Outside of the axes, where it covers nothing.
+    # Below the axes, where it covers nothing.
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
 
 

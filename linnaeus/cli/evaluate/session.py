@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,7 @@ def _data(session: Session) -> EvaluationData:
     """The samples to evaluate, preprocessed for the model."""
     trained, world = session.trained, session.world
     config, own = session.config.DATA, session.own.DATA
-    size = None
-    if config.IMG_SIZE != own.IMG_SIZE and config.IMG_SIZE is not None:
-        size = as_size(config.IMG_SIZE, (0, 0))
+    size = None if config.IMG_SIZE in (None, own.IMG_SIZE) else as_size(config.IMG_SIZE, (0, 0))
     crop = config.AUGMENT.CROP_FRACTION
     crop_fraction = None if crop == own.AUGMENT.CROP_FRACTION else crop
     preprocessing = evaluated_preprocessing(trained, size, crop_fraction)
@@ -261,13 +260,11 @@ def _conditions(
     config: Config, preprocessing: Preprocessing | None, processes: int | None, environment: Mapping[str, Any]
 ) -> dict[str, Any]:
     """All that the last digits of the figures depend on."""
-    data, train = config.DATA, config.TRAIN
+    keys = (
+        "DATA.BATCH_SIZE_VAL", "TRAIN.AMP", "TRAIN.CHANNELS_LAST", "TRAIN.COMPILE", "DATA.ON_BAD_IMAGE",
+    )  # fmt: skip
     return {
-        "DATA.BATCH_SIZE_VAL": data.BATCH_SIZE_VAL,
-        "TRAIN.AMP": train.AMP,
-        "TRAIN.CHANNELS_LAST": train.CHANNELS_LAST,
-        "TRAIN.COMPILE": train.COMPILE,
-        "DATA.ON_BAD_IMAGE": data.ON_BAD_IMAGE,
+        **{key: attrgetter(key)(config) for key in keys},
         "processes": processes,
         "image size": preprocessing and preprocessing.size,
         "crop fraction": preprocessing and preprocessing.crop_fraction,
