@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -148,13 +147,8 @@ def _table(runs: Comparison, left_out: Sequence[str], name_width: int | None = N
     for heading in (*figures, "status"):
         table.add_column(heading, justify="left" if heading == "status" else "right", no_wrap=True)
     for row in runs.rows:
-        # Without the nodes before the last part of each key.
-        name = [re.sub(r"(?:\w+\.)+(?=\w+=)", "", row.title)] if has_names else []
-        why = f" ({row.reason})" if row.status == "pending" and row.reason else ""
-        table.add_row(
-            *name, *(row.values[key] for key in keys), *(text(row) for text in figures.values()),
-            row.status + why,
-        )  # fmt: skip
+        values = *(row.values[key] for key in keys), *(text(row) for text in figures.values()), row.status
+        table.add_row(*([row.title] if has_names else []), *values)
     if others := [key for key in runs.keys if key not in keys]:
         table.caption = f"more keys that differ: {', '.join(others)}"
     return table

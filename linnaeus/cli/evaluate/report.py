@@ -126,8 +126,7 @@ def compare_with_logged(
         of both has), `same`, and `other_settings`: what the evaluation does otherwise than the run did.
     """
     before, now = _finite(logged), _finite(metrics)
-    missing = object()
-    unequal = [name for name in {**before, **now} if before.get(name, missing) != now.get(name, missing)]
+    unequal = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {
         "metrics": before, "same": not unequal, "unequal": unequal, "other_settings": list(other_settings),
     }  # fmt: skip
