@@ -379,10 +379,21 @@ def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = Non
     for run, name in zip(runs, names, strict=True):
         run.name, run.values = name, {key: _shown(run, key) for key in keys}
     comparison = Comparison(list(runs), metric)
-    comparison.notes = [
-        *(f"{run.name}: {run.problem}; what differs is not known of it" for run in runs if run.problem),
-        *_metric_notes(comparison),
-    ]
+    notes, shown = comparison.notes, comparison.metric
+    notes += [f"{run.name}: {run.problem}; what differs is not known of it" for run in runs if run.problem]
+    of_data = [key for key in keys if key.startswith("DATA.DATASET.") and not key.endswith(".NUM_SAMPLES")]
+    if of_data:
+        notes.append(
+            f"the runs have different data ({', '.join(of_data)}): a metric of one cannot be compared with "
+            "that of another"
+        )
+    of_loss = [key for key in keys if key.startswith("LOSS.")]
+    if of_loss and is_smaller_better(shown):
+        notes.append(
+            f"the runs have different losses ({', '.join(of_loss)}): their {shown} is not the same figure"
+        )
+    if without := [run.name for run in runs if run.metrics and shown not in run.metrics]:
+        notes.append(f"{shown}: not measured by {', '.join(without)}; --metric compares another one")
     return comparison
 
 
@@ -396,27 +407,6 @@ def _shown(run: Row, key: str) -> str:
         return ""
     value = config[key]
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _metric_notes(comparison: Comparison) -> list[str]:
-    """Why the metrics of the runs cannot be compared, or not all of them."""
-    rows, metric, keys = comparison.rows, comparison.metric, comparison.keys
-    notes = []
-    of_data = [key for key in keys if key.startswith("DATA.DATASET.") and not key.endswith(".NUM_SAMPLES")]
-    if of_data:
-        notes.append(
-            f"the runs have different data ({', '.join(of_data)}): a metric of one cannot be compared with "
-            "that of another"
-        )
-    of_loss = [key for key in keys if key.startswith("LOSS.")]
-    if of_loss and is_smaller_better(metric):
-        notes.append(
-            f"the runs have different losses ({', '.join(of_loss)}): their {metric} is not the same figure"
-        )
-    without = [row.name for row in rows if row.metrics and metric not in row.metrics]
-    if without:
-        notes.append(f"{metric}: not measured by {', '.join(without)}; --metric compares another one")
-    return notes
 
 
 # Reading.

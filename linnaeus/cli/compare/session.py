@@ -218,11 +218,12 @@ def _curves(axes: Axes, rows: Sequence[Row], metric: str) -> None:
     ]
     curves.sort(key=lambda curve: choose(map(fmean, curve[1].values())), reverse=choose is max)
     for number, (label, values) in enumerate(curves):
+        means = [*map(fmean, values.values())]
         if number >= len(SERIES):
-            _draw(axes, values, color=INK, alpha=0.3, linewidth=0.8, zorder=1)
+            axes.plot([*values], means, color=INK, alpha=0.3, linewidth=0.8, zorder=1)
             continue
         colour = SERIES[number]
-        _draw(axes, values, color=colour, label=label, marker="o", markersize=3)
+        axes.plot([*values], means, "o-", color=colour, label=label, markersize=3, linewidth=1.6, zorder=3)
         ends = [*map(min, values.values())], [*map(max, values.values())]
         axes.fill_between([*values], *ends, color=colour, alpha=0.18, linewidth=0)
     if not curves:
@@ -258,7 +259,8 @@ def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
         points = [(row, value) for row in group if (value := row.value(name)) is not None]
         xs, ys = [places[texts[row.folder]] for row, _ in points], [value for _, value in points]
         if is_numeric:
-            _draw(axes, _at_places(zip(xs, ys, strict=True)), color=colour, alpha=0.7)
+            at_places = _at_places(zip(xs, ys, strict=True))
+            axes.plot([*at_places], [*map(fmean, at_places.values())], color=colour, alpha=0.7, linewidth=1.6)
         faces = [colour if row.status == "finished" else "none" for row, _ in points]
         axes.scatter(
             xs, ys, facecolors=faces, edgecolors=colour, label=label if number < len(SERIES) else None
@@ -293,11 +295,6 @@ def _at_places(points: Iterable[tuple[float, float]]) -> dict[float, list[float]
     for place, value in points:
         found.setdefault(place, []).append(value)
     return dict(sorted(found.items()))
-
-
-def _draw(axes: Axes, values: dict[float, list[float]], **style: Any) -> None:
-    """A line through the mean at each place."""
-    axes.plot([*values], [*map(fmean, values.values())], **{"linewidth": 1.6, "zorder": 3, **style})
 
 
 def _legend(axes: Axes, title: str | None = None) -> None:

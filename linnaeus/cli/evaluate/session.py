@@ -108,7 +108,14 @@ def run(options: Options, config: Config, own: Config) -> int:
 def _evaluate(session: Session) -> None:
     world, trained = session.world, session.trained
     data = _data(session)
-    about_data = _describe_data(session, data)
+    dataset, preprocessing = session.config.DATA.DATASET, data.bundle.preprocessing
+    about_data = {  # what tells this data, as the model sees it, from other data
+        "source": data.source,
+        "part": data.part,
+        "dataset": dict(dataset) if isinstance(dataset, Mapping) else dataclasses.asdict(dataset),
+        "image_size": preprocessing and list(preprocessing.size),
+        "crop_fraction": preprocessing and preprocessing.crop_fraction,
+    }
     output = world.on_main(lambda: _output(session, data, about_data))
     if world.is_main:
         for sentence in data.bundle.report:
@@ -216,19 +223,7 @@ def _file(output: Path, ending: str) -> Path:
     return output.with_name(output.name + ending)
 
 
-# What was evaluated.
-
-
-def _describe_data(session: Session, data: EvaluationData) -> dict[str, Any]:
-    """What tells this data, as the model sees it, from other data."""
-    dataset, preprocessing = session.config.DATA.DATASET, data.bundle.preprocessing
-    return {
-        "source": data.source,
-        "part": data.part,
-        "dataset": dict(dataset) if isinstance(dataset, Mapping) else dataclasses.asdict(dataset),
-        "image_size": None if preprocessing is None else list(preprocessing.size),
-        "crop_fraction": None if preprocessing is None else preprocessing.crop_fraction,
-    }
+# The comparison with training.
 
 
 def _compare_with_training(
