@@ -64,8 +64,8 @@ class ProgressBar:
         if self._shown:  # a bar that is not shown would print an empty line
             self._bar.stop()
 
-    def start(self, title: str, total: int) -> None:
-        """Begin an epoch of `total` optimizer steps."""
+    def start(self, title: str, total: int | None) -> None:
+        """Begin an epoch of `total` optimizer steps; None for any number."""
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
         self._bar.add_task(title, total=total, metrics="")

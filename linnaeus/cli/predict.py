@@ -57,19 +57,7 @@ logger = logging.getLogger("linnaeus.predict")
 
 @dataclass
 class Options:
-    """What to predict, with what, and where to.
-
-    Attributes:
-        run: folder of a run, or a checkpoint.
-        images: words for `inference.paths.walk`.
-        checkpoint: `best`, `last`, or a file.
-        output: .csv, .json or .jsonl; None prints.
-        top: classes for each level.
-        path: whether to add the most probable consistent path.
-        device: torch device, or `auto`.
-        batch_size: images in a batch; None finds it.
-        workers: threads that load images; None is one for each CPU core, at most 8.
-    """
+    """What to predict, with what, and where to, as the help says; `images` are words for `walk`."""
 
     run: Path = Path()
     images: list[str] = field(default_factory=list)
@@ -134,38 +122,31 @@ def run(options: Options) -> int:
 
 
 def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from linnaeus.console import is_interactive
+    from linnaeus.console import ProgressBar
 
     predictor = trained.predictor(
         top=options.top, path=options.path, batch_size=options.batch_size, num_workers=options.workers
     )
     unreadable = list[Unreadable]()
-    with ExitStack() as stack:
-        stack.callback(_list_unreadable, options.output, unreadable)
-        writer = stack.enter_context(open_writer(options.output, unreadable))
+    if STDIN in options.images:  # names of files may be no valid UTF-8
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    with (
+        ExitStack() as at_end,
+        open_writer(options.output, unreadable) as writer,
         # Between printed lines a bar would only get in the way.
-        progress = stack.enter_context(
-            Progress(
-                SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:.0f} images"),
-                TimeElapsedColumn(), console=console, transient=True,
-                disable=options.output is None or not is_interactive(console),
-            )
-        )  # fmt: skip
-        task = progress.add_task("predicting", total=None)
-        if STDIN in options.images:  # names of files may be no valid UTF-8
-            sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-        for found in stack.enter_context(closing(predictor.run(walk(options.images, sys.stdin)))):
+        ProgressBar(console if options.output else None) as bar,
+        closing(predictor.run(walk(options.images, sys.stdin))) as results,
+    ):
+        at_end.callback(_list_unreadable, options.output, unreadable)
+        bar.start("predicting", None)
+        for found in results:
             if not isinstance(found, Unreadable):
                 writer.write(found)
             else:
                 unreadable.append(found)
                 if len(unreadable) <= NUM_NAMED:
                     logger.warning("left out: %s: %s", printable(found.source), printable(found.reason))
-                elif len(unreadable) == NUM_NAMED + 1:
-                    logger.warning("more images are left out; from here on they are only counted")
-            progress.advance(task)
+            bar.advance(1)
     total = f"{counted(writer.number, 'image')} predicted"
     if unreadable:
         total += f", {counted(len(unreadable), 'unreadable one')} left out"
@@ -191,42 +172,40 @@ def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:
     logger.info("what is left out is listed in %s", table)
 
 
+@dataclass
 class Writer:
     """Writes predictions to an open file, one after another.
 
-    Args:
+    Attributes:
         file: opened with `newline=""`.
         ending: .csv, .json (a list with an object per line) or .jsonl; empty for text for people.
-
-    Attributes:
         number: predictions so far.
     """
 
-    def __init__(self, file: TextIO, ending: str) -> None:
-        self.file = file
-        self.number = 0
-        self._ending = ending
+    file: TextIO
+    ending: str
+    number: int = 0
 
     def write(self, prediction: Prediction) -> None:
         """Write one prediction."""
-        if self._ending == ".csv":
+        if self.ending == ".csv":
             cells = _cells(prediction)
             csv.writer(UnixLines(self.file)).writerows(
                 [cells.values()] if self.number else [cells, cells.values()]
             )
-        elif self._ending:
+        elif self.ending:
             content = prediction.as_dict()
             name = str(prediction.source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             text = json.dumps({**content, "path": name}, ensure_ascii=False)
             begin = ",\n" if self.number else "[\n"
-            self.file.write(f"{begin}{text}" if self._ending == ".json" else f"{text}\n")
+            self.file.write(f"{begin}{text}" if self.ending == ".json" else f"{text}\n")
         else:
             self.file.write(_text(prediction))
         self.number += 1
 
     def end(self) -> None:
         """Finish the file, however many predictions there are."""
-        if self._ending == ".json":
+        if self.ending == ".json":
             self.file.write("\n]\n" if self.number else "[]\n")
         self.file.flush()
 

@@ -74,22 +74,15 @@ def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
     found: dict[Path, Path] = {}
     for name in names:
         path = Path(name).expanduser()
-        is_pattern = not path.exists() and glob.has_magic(name)
         # Not `Path.glob`, which has no absolute patterns.
-        folders = sorted(glob.glob(str(path), recursive=True)) if is_pattern else [path]  # noqa: PTH207
+        folders = [path] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         runs = [run for folder in folders for run in _runs_in(Path(folder))]
         for run in runs:
             found.setdefault(run.resolve(), run)
-        if runs:
-            continue
-        if is_pattern:
-            problems.append(f"{name}: no folder of this pattern holds a run")
-        elif path.is_dir():
-            problems.append(f"{name}: holds no run (a folder with metrics.jsonl, result.json or checkpoints)")
-        elif path.exists():
-            problems.append(f"{name}: is a file; name the folder of the run, {path.parent}")
-        else:
+        if not folders:
             problems.append(f"{name}: no such folder{suggest_path(path)}")
+        elif not runs:
+            problems.append(f"{name}: holds no run (a folder with metrics.jsonl, result.json or checkpoints)")
     return list(found.values())
 
 

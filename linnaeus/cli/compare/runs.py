@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -46,8 +45,6 @@ _PLANNED = {
 }  # fmt: skip
 """Entries of the plan in `config.yaml`, and what `result.json` calls them."""
 _SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
-_MOST_NAMED = 5
-"""Names that an error proposes."""
 
 
 # What differs.
@@ -114,15 +111,6 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     """
     counts = Counter(key.rpartition(".")[2] for key in keys)
     return {key: last if counts[last := key.rpartition(".")[2]] == 1 else key for key in keys}
-
-
-def closest_of(wanted: str, known: Sequence[str]) -> str:
-    """The few names that are most like a wanted one, for an error."""
-    if len(known) <= _MOST_NAMED:
-        return f"there are {', '.join(known)}"
-    names = {name.lower(): name for name in known}
-    close = [names[found] for found in get_close_matches(wanted.lower(), names, _MOST_NAMED, cutoff=0)]
-    return f"closest are {', '.join(close)}; linnaeus compare RUN... --output all.csv has a column for each"
 
 
 # Validations.
@@ -356,7 +344,7 @@ class Comparison(Figures):
         wanted, known = self.wanted_metric, self.metrics
         if wanted is None or wanted in known:
             return None
-        found = closest_of(wanted, known) if known else "no run has been validated yet"
+        found = f"there are {', '.join(known)}" if known else "no run has been validated yet"
         return f"no run has {wanted!r}; {found}"
 
     def with_status(self, *wanted: RunStatus) -> list[Row]:
@@ -391,10 +379,21 @@ def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = Non
     for run, name in zip(runs, names, strict=True):
         run.name, run.values = name, {key: _shown(run, key) for key in keys}
     comparison = Comparison(list(runs), metric)
-    comparison.notes = [
-        *(f"{run.name}: {run.problem}; what differs is not known of it" for run in runs if run.problem),
-        *_metric_notes(comparison),
-    ]
+    notes, shown = comparison.notes, comparison.metric
+    notes += [f"{run.name}: {run.problem}; what differs is not known of it" for run in runs if run.problem]
+    of_data = [key for key in keys if key.startswith("DATA.DATASET.") and not key.endswith(".NUM_SAMPLES")]
+    if of_data:
+        notes.append(
+            f"the runs have different data ({', '.join(of_data)}): a metric of one cannot be compared with "
+            "that of another"
+        )
+    of_loss = [key for key in keys if key.startswith("LOSS.")]
+    if of_loss and is_smaller_better(shown):
+        notes.append(
+            f"the runs have different losses ({', '.join(of_loss)}): their {shown} is not the same figure"
+        )
+    if without := [run.name for run in runs if run.metrics and shown not in run.metrics]:
+        notes.append(f"{shown}: not measured by {', '.join(without)}; --metric compares another one")
     return comparison
 
 
@@ -408,28 +407,6 @@ def _shown(run: Row, key: str) -> str:
         return ""
     value = config[key]
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _metric_notes(comparison: Comparison) -> list[str]:
-    """Why the metrics of the runs cannot be compared, or not all of them."""
-    rows, metric, keys = comparison.rows, comparison.metric, comparison.keys
-    notes = []
-    of_data = [key for key in keys if key.startswith("DATA.DATASET.") and not key.endswith(".NUM_SAMPLES")]
-    if of_data:
-        notes.append(
-            f"the runs have different data ({', '.join(of_data)}): a metric of one cannot be compared with "
-            "that of another"
-        )
-    of_loss = [key for key in keys if key.startswith("LOSS.")]
-    if of_loss and is_smaller_better(metric):
-        notes.append(
-            f"the runs have different losses ({', '.join(of_loss)}): their {metric} is not the same figure"
-        )
-    without = [row.name for row in rows if row.metrics and metric not in row.metrics]
-    if without:
-        most = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
-        notes.append(f"{metric}: not measured by {most}; --metric compares another one")
-    return notes
 
 
 # Reading.
@@ -476,34 +453,24 @@ def _read_config(run: Row) -> None:
 
 
 def _find_end(run: Row) -> None:
-    """Find out how a run ended, or whether somebody goes on with it by hand.
-
-    The first that is so decides:
-
-    | the outcome says that it ended well | `finished` |
-    | the process of the lock lives here | `running` |
-    | the lock is of another machine, and newer than the outcome, if any | `unknown` |
-    | there is an outcome | as that says |
-    | there is a checkpoint | `interrupted` |
-    | there is nothing but what a sweep asks for | `not run` |
-    | else | `failed` |
-    """
+    """Find out how a run ended, or whether somebody goes on with it by hand: the first branch that is so."""
     folder = run.folder
     run.outcome = read_outcome(folder) or lost_outcome(folder)
     if run.outcome is not None and run.outcome.finished:
         return
     # The lock itself is not tried: a run that starts at this moment would find it taken.
     holder = read_holder(folder)
+    is_elsewhere = holder is not None and not holder.is_here
     if holder is not None and holder.is_here and holder.lives():
         run.job, run.outcome = Job("running", str(holder)), None
-    elif (
-        holder is not None
-        and not holder.is_here
-        and (run.outcome is None or is_newer(folder / LOCK, folder / OUTCOME))
-    ):
+    elif is_elsewhere and (run.outcome is None or is_newer(folder / LOCK, folder / OUTCOME)):
         run.job, run.outcome = Job("unknown", str(holder), "another machine, which cannot be asked"), None
-    elif run.outcome is None and any((folder / CHECKPOINTS).glob("*.pt")):
+    elif run.outcome is not None:
+        return
+    elif any((folder / CHECKPOINTS).glob("*.pt")):
         run.file_status = "interrupted"
-    elif run.outcome is None and ((folder / CONFIG).exists() or not (folder / ASKED).exists()):
+    elif (folder / CONFIG).exists() or not (
+        folder / ASKED
+    ).exists():  # else a sweep has asked for it, no more
         run.file_status = "failed"
         run.failure = "ended without a result and without a checkpoint"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,6 @@ from linnaeus.cli.compare.runs import (
     SEED,
     Comparison,
     Row,
-    closest_of,
     compared,
     is_smaller_better,
     read_runs,
@@ -42,9 +40,6 @@ _MOST_KEYS = 8
 _NAME_LETTERS = 24
 """Letters of a run's name that are not folded to keep a column."""
 _LABEL_LETTERS = 48
-_MARKERS = "osD^vP"
-_MOST_LINES = 10
-"""Lines of a panel that have a colour and an entry of the legend."""
 _LOG_FACTOR = 8
 """Numbers that spread over more than this factor have a logarithmic axis."""
 
@@ -77,26 +72,22 @@ def sort_rows(runs: Comparison, key: str) -> None:
     Rows without a value come last. A `-` before the key reverses the others.
 
     Raises:
-        ConfigError: there is no such key; the message names some that there are.
+        ConfigError: there is no such key; the message names all that there are.
     """
     wanted = key.removeprefix("-")
     full = {short: full for full, short in short_names(runs.keys).items()}
     name = runs.metric if wanted == "metric" else full.get(wanted, wanted)
-    known = [*runs.metrics, *runs.rows[0].scalars([])]
-    if name not in known:
-        raise ConfigError(
-            f"--sort: {name!r} is neither a metric, nor a column, nor a key in which the runs differ; "
-            f"{closest_of(wanted, [*known, *full])}"
-        )
-
     is_metric = name in runs.metrics
     column = f"best {name}" if is_metric else name
-    values = {row.folder: row.scalars([name] if is_metric else [])[column] for row in runs.rows}
-    with_value = [row for row in runs.rows if values[row.folder] not in (None, "")]
-    without = [row for row in runs.rows if row not in with_value]
+    figures = [(row, row.scalars(runs.metrics)) for row in runs.rows]
+    known = figures[0][1]
+    if column not in known:
+        raise ConfigError(f"--sort: {wanted!r} is none of metric, {', '.join([*full, *known])}")
+    with_value = [(row, values[column]) for row, values in figures if values[column] not in (None, "")]
     is_reversed = key.startswith("-") != (is_metric and not is_smaller_better(name))
-    with_value.sort(key=lambda row: _order(values[row.folder]), reverse=is_reversed)
-    runs.rows = with_value + without
+    with_value.sort(key=lambda found: _order(found[1]), reverse=is_reversed)
+    in_order = [row for row, _ in with_value]
+    runs.rows = in_order + [row for row in runs.rows if row not in in_order]
 
 
 def _order(value: Any) -> tuple[float, str]:
@@ -156,13 +147,8 @@ def _table(runs: Comparison, left_out: Sequence[str], name_width: int | None = N
     for heading in (*figures, "status"):
         table.add_column(heading, justify="left" if heading == "status" else "right", no_wrap=True)
     for row in runs.rows:
-        # Without the nodes before the last part of each key.
-        name = [re.sub(r"(?:\w+\.)+(?=\w+=)", "", row.title)] if has_names else []
-        why = f" ({row.reason})" if row.status == "pending" and row.reason else ""
-        table.add_row(
-            *name, *(row.values[key] for key in keys), *(text(row) for text in figures.values()),
-            row.status + why,
-        )  # fmt: skip
+        values = *(row.values[key] for key in keys), *(text(row) for text in figures.values()), row.status
+        table.add_row(*([row.title] if has_names else []), *values)
     if others := [key for key in runs.keys if key not in keys]:
         table.caption = f"more keys that differ: {', '.join(others)}"
     return table
@@ -232,16 +218,17 @@ def _curves(axes: Axes, rows: Sequence[Row], metric: str) -> None:
     ]
     curves.sort(key=lambda curve: choose(map(fmean, curve[1].values())), reverse=choose is max)
     for number, (label, values) in enumerate(curves):
-        if number >= _MOST_LINES:
-            _draw(axes, values, color=INK, alpha=0.3, linewidth=0.8, zorder=1)
+        means = [*map(fmean, values.values())]
+        if number >= len(SERIES):
+            axes.plot([*values], means, color=INK, alpha=0.3, linewidth=0.8, zorder=1)
             continue
-        colour, style = SERIES[number % len(SERIES)], "-" if number < len(SERIES) else "--"
-        _draw(axes, values, linestyle=style, color=colour, label=label, marker="o", markersize=3)
+        colour = SERIES[number]
+        axes.plot([*values], means, "o-", color=colour, label=label, markersize=3, linewidth=1.6, zorder=3)
         ends = [*map(min, values.values())], [*map(max, values.values())]
         axes.fill_between([*values], *ends, color=colour, alpha=0.18, linewidth=0)
     if not curves:
         axes.text(0.5, 0.5, "no validation yet", ha="center", transform=axes.transAxes)
-    _legend(axes, f"the best {_MOST_LINES}; others are grey" if len(curves) > _MOST_LINES else None)
+    _legend(axes, f"the best {len(SERIES)}; others are grey" if len(curves) > len(SERIES) else None)
 
 
 def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
@@ -264,24 +251,20 @@ def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
     is_numeric = all(map(math.isfinite, numbers))
     places = dict(zip(order, numbers if is_numeric else range(len(order)), strict=True))
 
-    def points(group: Iterable[Row]) -> list[tuple[float, float]]:
-        return [(places[texts[row.folder]], value) for row in group if (value := row.value(name)) is not None]
-
     hidden = {key, SEED}
     if key == "DATA.BATCH_SIZE":  # a size that AutoBatch has found trains as one that was set
         hidden |= {each for each in counts if each.startswith("DATA.AUTOBATCH.")}
-    lines = _lines(rows, hidden)
-    for number, (label, group) in enumerate(lines):
-        colour = SERIES[number % len(SERIES)] if number < _MOST_LINES else INK
-        marker = _MARKERS[number % len(_MARKERS)]
-        _draw(axes, {}, color=colour, marker=marker, label=label if number < _MOST_LINES else None)
+    for number, (label, group) in enumerate(_lines(rows, hidden)):
+        colour = SERIES[number] if number < len(SERIES) else INK
+        points = [(row, value) for row in group if (value := row.value(name)) is not None]
+        xs, ys = [places[texts[row.folder]] for row, _ in points], [value for _, value in points]
         if is_numeric:
-            _draw(axes, _at_places(points(group)), color=colour, alpha=0.7)
-        for is_finished, face in ((True, colour), (False, "none")):
-            some = points(row for row in group if (row.status == "finished") == is_finished)
-            axes.plot(
-                *zip(*some, strict=True), linestyle="", color=colour, marker=marker, markerfacecolor=face
-            )
+            at_places = _at_places(zip(xs, ys, strict=True))
+            axes.plot([*at_places], [*map(fmean, at_places.values())], color=colour, alpha=0.7, linewidth=1.6)
+        faces = [colour if row.status == "finished" else "none" for row, _ in points]
+        axes.scatter(
+            xs, ys, facecolors=faces, edgecolors=colour, label=label if number < len(SERIES) else None
+        )
     if not is_numeric:
         axes.set_xticks(range(len(order)), [text[:24] for text in order], rotation=30, ha="right")
         axes.set_xlim(-0.5, len(order) - 0.5)
@@ -312,11 +295,6 @@ def _at_places(points: Iterable[tuple[float, float]]) -> dict[float, list[float]
     for place, value in points:
         found.setdefault(place, []).append(value)
     return dict(sorted(found.items()))
-
-
-def _draw(axes: Axes, values: dict[float, list[float]], **style: Any) -> None:
-    """A line through the mean at each place; without places, only an entry of the legend."""
-    axes.plot([*values], [*map(fmean, values.values())], **{"linewidth": 1.6, "zorder": 3, **style})
 
 
 def _legend(axes: Axes, title: str | None = None) -> None:

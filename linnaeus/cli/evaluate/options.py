@@ -50,12 +50,7 @@ exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of m
 
 @dataclass
 class Options:
-    """What to evaluate, and where the files go, as the help says.
-
-    Attributes:
-        run: the run's folder, or a checkpoint.
-        output: path of the files without their endings; None for a name in the run's folder.
-    """
+    """What to evaluate, and where the files go, as the help says; `output` has no ending."""
 
     run: Path = Path()
     checkpoint: str = "best"
@@ -64,15 +59,7 @@ class Options:
     unknown: str = "error"
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """The configuration of a run, and that with the overrides of the command line."""
-
-    own: Config
-    config: Config
-
-
-def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
+def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
     """Read the tokens after `evaluate`: a text to print, or the arguments of the session's `run`.
 
     Raises:
@@ -96,7 +83,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     if loaded.print_config:
         return loaded.text()
     check_files({"--plot": options.plot})
-    return options, RunConfig(own, loaded.config)
+    return options, loaded.config, own
 
 
 def _not_taken(line: CommandLine) -> list[str]:
@@ -112,15 +99,13 @@ def _not_taken(line: CommandLine) -> list[str]:
         key = dotted(path)
         if (*path[:-1], f"{path[-1]}_VAL") in KEYS:
             problems.append(f"{key}: is for training; an evaluation takes {key}_VAL")
-        elif not _is_settable(key) and any(known[: len(path)] == path for known in KEYS):
+        elif any(f"{key}.".startswith(f"{name}.") for name in _SETTABLE):
+            continue
+        elif any(known[: len(path)] == path for known in KEYS):
             problems.append(
                 f"{key}: belongs to the trained run and cannot be changed for an evaluation; leave it out"
             )
     return problems
-
-
-def _is_settable(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in _SETTABLE)
 
 
 def _base(options: Options) -> tuple[list[str], Mapping[Any, Any]]:
@@ -130,24 +115,18 @@ def _base(options: Options) -> tuple[list[str], Mapping[Any, Any]]:
     file = folder / "config.yaml"
     if file.is_file():
         return ["--cfg", str(file)], {}
-    content, name = _content(options)
     from linnaeus.config.load import settings_of
-
-    nodes = content.get("config")
-    if not isinstance(nodes, Mapping):
-        raise ConfigError(f"{name}: holds no configuration, so it cannot be evaluated")
-    return [], settings_of(nodes, name)
-
-
-def _content(options: Options) -> tuple[Mapping[str, Any], str]:
     from linnaeus.inference.trained import find_checkpoint_file
     from linnaeus.training.checkpoint import load_checkpoint
 
     try:
-        file = find_checkpoint_file(options.run, options.checkpoint)
-        return load_checkpoint(file, mmap=True), str(file)
+        checkpoint = find_checkpoint_file(path, options.checkpoint)
+        nodes = load_checkpoint(checkpoint, mmap=True).get("config")
     except LinnaeusError as error:
         raise ConfigError(f"RUN: {error}") from error
+    if not isinstance(nodes, Mapping):
+        raise ConfigError(f"{checkpoint}: holds no configuration, so it cannot be evaluated")
+    return [], settings_of(nodes, str(checkpoint))
 
 
 def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
@@ -159,13 +138,12 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
 
     dataset = own.DATA.DATASET
     own_kind = dict(dataset) if isinstance(dataset, Mapping) else {"NAME": dataset.NAME}
-    named = {
-        leaf[2]: setting.text
+    is_other = any(
+        leaf in (("DATA", "DATASET", "NAME"), ("DATA", "DATASET", "_target_"))
+        and setting.text not in (None, own_kind.get(leaf[2]))
         for path, tree in overridden(line.overrides)
         for leaf, setting in leaves(tree, path)
-        if leaf in (("DATA", "DATASET", "NAME"), ("DATA", "DATASET", "_target_"))
-    }
-    is_other = any(value is not None and value != own_kind.get(name) for name, value in named.items())
+    )
     return ["~DATA.DATASET"] if is_other else []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,6 @@ MAX_MATRIX_CLASSES = 30
 """Up to this many classes, the confusion matrix of a level is drawn; for more, their recall."""
 MAX_CELL_NUMBERS = 12
 """Up to this many classes, the cells of a matrix show their numbers."""
-MAX_LABEL_CHARACTERS = 60
-"""Up to this many characters in all, the labels of an axis are horizontal; more are slanted."""
 
 
 @dataclass
@@ -39,28 +37,24 @@ class Evaluation(Figures):
     """All that an evaluation has found.
 
     Attributes:
-        checkpoint: file, run, epoch and step.
-        data: what was evaluated.
-        settings: batch size, processes, device, precision.
-        versions: of what ran it.
+        about: what was evaluated, and how, by its name in the JSON file.
         metrics: those that training logs.
         levels: the figures of each level, coarse to fine.
-        distance_of_mistakes: in the taxonomy; None without one.
+        distance: of mistakes in the taxonomy; None without one.
         logged: see `compare_with_logged`; None where the checkpoint has no figures for this data.
-        notes: what the log said of the data.
-        duration_s: of the pass over the data.
     """
 
-    checkpoint: dict[str, Any]
-    data: dict[str, Any]
-    settings: dict[str, Any]
-    versions: dict[str, Any]
+    about: dict[str, Any]
     metrics: dict[str, float]
     levels: list[LevelFigures]
-    distance_of_mistakes: Distance | None
+    distance: Distance | None
     logged: dict[str, Any] | None
-    notes: list[str]
-    duration_s: float
+
+    @property
+    def data_title(self) -> str:
+        """What was evaluated, for people."""
+        data = self.about["data"]
+        return f"{counted(data['samples'], 'sample')} of {data['source']} ({data['part']})"
 
     def scalars(self) -> list[dict[str, Any]]:
         """One row per level and class."""
@@ -79,12 +73,12 @@ class Evaluation(Figures):
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
-        distance = self.distance_of_mistakes
         return {
-            **{field.name: getattr(self, field.name) for field in fields(self)},
+            **self.about,
             "metrics": _finite(self.metrics),
-            "distance_of_mistakes": None if distance is None else asdict(distance),
             "levels": {level.level.name: self._level(level) for level in self.levels},
+            "distance_of_mistakes": self.distance and asdict(self.distance),
+            "logged": self.logged,
             "classes": self.scalars(),
         }
 
@@ -132,19 +126,13 @@ def compare_with_logged(
         of both has), `same`, and `other_settings`: what the evaluation does otherwise than the run did.
     """
     before, now = _finite(logged), _finite(metrics)
-    missing = object()
-    unequal = [name for name in {**before, **now} if before.get(name, missing) != now.get(name, missing)]
+    unequal = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {
         "metrics": before, "same": not unequal, "unequal": unequal, "other_settings": list(other_settings),
     }  # fmt: skip
 
 
 # Tables.
-
-
-def _data_title(evaluation: Evaluation) -> str:
-    data = evaluation.data
-    return f"{counted(data['samples'], 'sample')} of {data['source']} ({data['part']})"
 
 
 def show(evaluation: Evaluation, console: Console) -> None:
@@ -157,7 +145,7 @@ def show(evaluation: Evaluation, console: Console) -> None:
         rows = [
             (
                 classes[n],
-                str(int(found.num_samples[n])),
+                f"{found.num_samples[n]}",
                 f"{found.recall[n]:.4f}",
                 f"{found.precision[n]:.4f}".replace("nan", ""),
             )
@@ -186,23 +174,21 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], n
 
 def _levels_table(evaluation: Evaluation) -> Table:
     headings = {
-        "samples": ("samples", "d"), "unlabelled": ("unlabelled", "d"), "top1": ("top-1", ".4f"),
-        "top5": ("top-5", ".4f"), "macro_recall": ("macro recall", ".4f"),
-        "macro_precision": ("precision", ".4f"), "macro_f1": ("F1", ".4f"),
-        "calibration_error": ("calib. error", ".4f"), "cross_entropy": ("cross-entropy", ".4f"),
+        "samples": "samples", "unlabelled": "unlabelled", "top1": "top-1", "top5": "top-5",
+        "macro_recall": "macro recall", "macro_precision": "precision", "macro_f1": "F1",
+        "calibration_error": "calib. error", "cross_entropy": "cross-entropy",
     }  # fmt: skip
-    if not any(level.num_unlabelled for level in evaluation.levels):
-        del headings["unlabelled"]
     rows = []
     for level in evaluation.levels:
         row = evaluation.level_row(level)
-        rows.append((level.level.name, *(cell(row[name], form) for name, (_, form) in headings.items())))
-    return _table(_data_title(evaluation), ["rank", *(heading for heading, _ in headings.values())], rows)
+        cells = (cell(row[name], "d" if isinstance(row[name], int) else ".4f") for name in headings)
+        rows.append((level.level.name, *cells))
+    return _table(evaluation.data_title, ["rank", *headings.values()], rows)
 
 
 def notes(evaluation: Evaluation) -> list[str]:
     """Notes below the tables: loss, consistency, distance of mistakes, the comparison with training."""
-    metrics, distance = evaluation.metrics, evaluation.distance_of_mistakes
+    metrics, distance = evaluation.metrics, evaluation.distance
     found = [f"loss {metrics['loss']:.4f}"]
     if "consistent" in metrics:
         found[0] += (
@@ -215,8 +201,6 @@ def notes(evaluation: Evaluation) -> list[str]:
             f"{distance.mean_over_mistakes:.3f} ranks ({distance.mean_over_samples:.3f} over all samples, "
             "correct ones as 0)"
         )
-        if distance.num_left_out:
-            found[-1] += f"; {counted(distance.num_left_out, 'mistake')} with an unknown ancestor left out"
     if evaluation.logged is not None:
         found.append(logged_sentence(evaluation.logged, metrics))
     return found
@@ -231,15 +215,10 @@ def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> 
         ", although data, sizes and device are the run's: the files may have changed since training, or the "
         "device does not repeat its sums"
     )
-
-    def shown(values: Mapping[str, float | None], name: str) -> str:
-        value = values.get(name)
-        return "absent" if value is None else f"{value:.6g}"
-
-    unequal = [
-        f"{name} {shown(metrics, name)} ({shown(logged['metrics'], name)} in training)"
-        for name in logged["unequal"]
-    ]
+    unequal = []
+    for name in logged["unequal"]:
+        now, before = (cell(values.get(name), ".6g") or "absent" for values in (metrics, logged["metrics"]))
+        unequal.append(f"{name} {now} ({before} in training)")
     return f"figures differ from training{reason}: {', '.join(unequal)}"
 
 
@@ -249,9 +228,10 @@ def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> 
 def save_plot(evaluation: Evaluation, path: Path) -> None:
     """Draw calibration and classes of each level, and write the picture in the format of its ending."""
     levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
-    title = f"{evaluation.checkpoint['name']} on {_data_title(evaluation)}"
-    columns = evaluation.columns
-    with drawing(path, title, evaluation, columns, num_rows=len(levels), panel_height=5.4) as picture:
+    title = f"{evaluation.about['checkpoint']['name']} on {evaluation.data_title}"
+    with drawing(
+        path, title, evaluation, evaluation.columns, num_rows=len(levels), panel_height=5.4
+    ) as picture:
         for level, (left, right) in zip(levels, picture.panels, strict=True):
             _reliability(left, level)
             _matrix(right, level) if len(level.level.classes) <= MAX_MATRIX_CLASSES else _recall(right, level)
@@ -295,9 +275,9 @@ def _matrix(axes: Axes, level: LevelFigures) -> None:
     axes.imshow(shares**0.5, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     size = 10 if len(columns) <= MAX_CELL_NUMBERS else 7
     names = [_short(classes[column], 18) for column in columns]
-    is_long = len(columns) * max(map(len, names)) > MAX_LABEL_CHARACTERS
-    slant: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
-    axes.set_xticks(range(len(columns)), names, fontsize=size, **slant)
+    axes.set_xticks(
+        range(len(columns)), names, fontsize=size, rotation=45, ha="right", rotation_mode="anchor"
+    )
     axes.set_yticks(range(len(rows)), [_short(classes[row], 30) for row in rows], fontsize=size)
     if len(columns) > MAX_CELL_NUMBERS:
         return
@@ -324,7 +304,7 @@ def _recall(axes: Axes, level: LevelFigures) -> None:
 
 def _finish(axes: Axes) -> None:
     axes.set_ylim(0, 1.02)
-    # Outside of the axes, where it covers nothing.
+    # Below the axes, where it covers nothing.
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
 
 

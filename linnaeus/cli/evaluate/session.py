@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
-import platform
 import re
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from rich.console import Console
 
 from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.cli.evaluate.options import Options, RunConfig
+from linnaeus.cli.evaluate.options import Options
 from linnaeus.cli.evaluate.report import Evaluation, compare_with_logged, save_plot, show
 from linnaeus.cli.parser import check_files
 from linnaeus.config.load import with_batch_sizes
@@ -31,7 +31,6 @@ from linnaeus.data.evaluation import EvaluationData, Request, build_evaluation_d
 from linnaeus.data.loader import build_val_loader
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import RankEnded, World, errors_told_first, join
-from linnaeus.errors import ConfigError
 from linnaeus.inference.evaluate import (
     Outcome,
     assemble_evaluation,
@@ -41,6 +40,7 @@ from linnaeus.inference.evaluate import (
 )
 from linnaeus.inference.figures import distance_of_mistakes, figures_of
 from linnaeus.inference.trained import TrainedRun, load_run
+from linnaeus.launchers.outcome import read_json
 from linnaeus.log import close_logging, set_up_logging
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
@@ -61,7 +61,8 @@ class Session:
     """What all steps of an evaluation need; the console is rank 0's."""
 
     options: Options
-    run: RunConfig
+    config: Config
+    own: Config
     trained: TrainedRun
     world: World
     console: Console
@@ -69,16 +70,21 @@ class Session:
     @property
     def is_own_dataset(self) -> bool:
         """Whether the dataset is that of the run."""
-        return bool(self.run.config.DATA.DATASET == self.run.own.DATA.DATASET)
+        return bool(self.config.DATA.DATASET == self.own.DATA.DATASET)
 
 
-def run(options: Options, run_config: RunConfig) -> int:
+def run(options: Options, config: Config, own: Config) -> int:
     """Evaluate, write the files and show the figures; returns the exit code, 0.
+
+    Args:
+        options: what to evaluate, and where to.
+        config: the run's configuration, with what the command line changes.
+        own: the run's.
 
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    config, console = run_config.config, make_console()
+    console = make_console()
     set_deterministic(config.TRAIN.DETERMINISTIC)
     try:
         with (
@@ -91,7 +97,7 @@ def run(options: Options, run_config: RunConfig) -> int:
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
             trained = load_run(options.run, checkpoint=options.checkpoint, device=str(world.device))
-            _evaluate(Session(options, run_config, trained, world, console))
+            _evaluate(Session(options, config, own, trained, world, console))
     except RankEnded as ended:
         ended.leave()
     finally:
@@ -102,7 +108,14 @@ def run(options: Options, run_config: RunConfig) -> int:
 def _evaluate(session: Session) -> None:
     world, trained = session.world, session.trained
     data = _data(session)
-    about_data = _describe_data(session, data)
+    dataset, preprocessing = session.config.DATA.DATASET, data.bundle.preprocessing
+    about_data = {  # what tells this data, as the model sees it, from other data
+        "source": data.source,
+        "part": data.part,
+        "dataset": dict(dataset) if isinstance(dataset, Mapping) else dataclasses.asdict(dataset),
+        "image_size": preprocessing and list(preprocessing.size),
+        "crop_fraction": preprocessing and preprocessing.crop_fraction,
+    }
     output = world.on_main(lambda: _output(session, data, about_data))
     if world.is_main:
         for sentence in data.bundle.report:
@@ -112,10 +125,8 @@ def _evaluate(session: Session) -> None:
         return
     taxonomy, progress, folder = trained.spec.taxonomy, trained.content["progress"], trained.folder
     file = trained.checkpoint
-    environment = device_environment(world.device)
-    versions = {"linnaeus": __version__, "timm": timm.__version__, "python": platform.python_version()}
-    evaluation = Evaluation(
-        checkpoint={
+    about = {
+        "checkpoint": {
             "name": file.name if folder is None else f"{folder.name}/{file.name}",
             "file": str(file.resolve()),
             "run": None if folder is None else str(folder.resolve()),
@@ -124,33 +135,31 @@ def _evaluate(session: Session) -> None:
             "model": trained.spec.node.get("NAME", trained.spec.node.get("_target_")),
             "ema": bool(trained.content.get("config", {}).get("TRAIN", {}).get("EMA", {}).get("ENABLED")),
         },
-        data=about_data | {"samples": dataset_length(data.bundle.val), "left_out": data.num_left_out},
-        settings={
+        "data": about_data | {"samples": dataset_length(data.bundle.val), "left_out": data.num_left_out},
+        "settings": {
             "batch_size_val": config.DATA.BATCH_SIZE_VAL,
             "processes": world.world_size,
-            **{name: value for name, value in environment.items() if name != "python"},
+            **device_environment(world.device),
             "amp": config.TRAIN.AMP,
             "channels_last": config.TRAIN.CHANNELS_LAST,
             "compile": config.TRAIN.COMPILE,
         },
-        versions=versions | {"torch": torch.__version__},
-        metrics=outcome.metrics,
-        levels=figures_of(taxonomy, outcome.levels),
-        distance_of_mistakes=None if taxonomy is None else distance_of_mistakes(taxonomy, outcome.levels[-1]),
-        logged=_compare_with_training(session, config, outcome, data),
-        notes=data.bundle.report,
-        duration_s=outcome.duration_s,
-    )
+        "versions": {"linnaeus": __version__, "timm": timm.__version__},
+        "notes": data.bundle.report,
+        "duration_s": outcome.duration_s,
+    }
+    distance = None if taxonomy is None else distance_of_mistakes(taxonomy, outcome.levels[-1])
+    logged = _compare_with_training(session, config, outcome, data)
+    levels = figures_of(taxonomy, outcome.levels)
+    evaluation = Evaluation(about, outcome.metrics, levels, distance, logged)
     _write(evaluation, output, session)
 
 
 def _data(session: Session) -> EvaluationData:
     """The samples to evaluate, preprocessed for the model."""
     trained, world = session.trained, session.world
-    config, own = session.run.config.DATA, session.run.own.DATA
-    size = None
-    if config.IMG_SIZE != own.IMG_SIZE and config.IMG_SIZE is not None:
-        size = as_size(config.IMG_SIZE, (0, 0))
+    config, own = session.config.DATA, session.own.DATA
+    size = None if config.IMG_SIZE in (None, own.IMG_SIZE) else as_size(config.IMG_SIZE, (0, 0))
     crop = config.AUGMENT.CROP_FRACTION
     crop_fraction = None if crop == own.AUGMENT.CROP_FRACTION else crop
     preprocessing = evaluated_preprocessing(trained, size, crop_fraction)
@@ -158,7 +167,7 @@ def _data(session: Session) -> EvaluationData:
         check_takes_size(trained, preprocessing)
     world.update("building the data")
     request = Request(
-        config, trained.spec.index, preprocessing, session.run.config.EXPERIMENT.SEED,
+        config, trained.spec.index, preprocessing, session.config.EXPERIMENT.SEED,
         is_own=session.is_own_dataset, skips_unknown=session.options.unknown == "skip",
     )  # fmt: skip
     data = build_evaluation_data(request, world.on_main)
@@ -168,7 +177,7 @@ def _data(session: Session) -> EvaluationData:
 
 def _measure(session: Session, data: EvaluationData) -> tuple[Config, Outcome]:
     """Find the batch size where that is asked for, and run over the data."""
-    config, world = session.run.config, session.world
+    config, world = session.config, session.world
     assembly, metrics = assemble_evaluation(session.trained, config.LOSS, config.TRAIN)
     found: AutoBatchResult | None = None
     if config.DATA.AUTOBATCH.ENABLED_VAL:
@@ -205,7 +214,8 @@ def _write(evaluation: Evaluation, output: Path, session: Session) -> None:
         written.append(session.options.plot or _file(output, ".png"))
         save_plot(evaluation, written[-1])
     show(evaluation, session.console)
-    logger.info("%.1f samples/s", evaluation.data["samples"] / max(evaluation.duration_s, 1e-9))
+    about = evaluation.about
+    logger.info("%.1f samples/s", about["data"]["samples"] / max(about["duration_s"], 1e-9))
     logger.info("written: %s", ", ".join(map(str, written)))
 
 
@@ -213,26 +223,14 @@ def _file(output: Path, ending: str) -> Path:
     return output.with_name(output.name + ending)
 
 
-# What was evaluated.
-
-
-def _describe_data(session: Session, data: EvaluationData) -> dict[str, Any]:
-    """What tells this data, as the model sees it, from other data."""
-    dataset, preprocessing = session.run.config.DATA.DATASET, data.bundle.preprocessing
-    return {
-        "source": data.source,
-        "part": data.part,
-        "dataset": dict(dataset) if isinstance(dataset, Mapping) else dataclasses.asdict(dataset),
-        "image_size": None if preprocessing is None else list(preprocessing.size),
-        "crop_fraction": None if preprocessing is None else preprocessing.crop_fraction,
-    }
+# The comparison with training.
 
 
 def _compare_with_training(
     session: Session, config: Config, outcome: Outcome, data: EvaluationData
 ) -> dict[str, Any] | None:
     """The comparison with the figures in the checkpoint; None where they are not of this data and state."""
-    content, own, world = session.trained.content, session.run.own, session.world
+    content, own, world = session.trained.content, session.own, session.world
     progress = content["progress"]
     was_validated = progress["epoch"] % own.TRAIN.VALIDATE_EVERY == 0 or progress["epoch"] == own.TRAIN.EPOCHS
     is_comparable = session.is_own_dataset and not data.num_left_out and not progress["samples"]
@@ -244,8 +242,7 @@ def _compare_with_training(
     )  # fmt: skip
     if session.trained.folder is None:  # a checkpoint that stands alone does not know the size found
         before["DATA.BATCH_SIZE_VAL"] = None
-    environment = device_environment(world.device)
-    now = _conditions(config, data.bundle.preprocessing, world.world_size, environment)
+    now = _conditions(config, data.bundle.preprocessing, world.world_size, device_environment(world.device))
     other_settings = [
         f"{name} {now[name]} ({'not known' if value is None else value} in the run)"
         for name, value in before.items()
@@ -258,13 +255,11 @@ def _conditions(
     config: Config, preprocessing: Preprocessing | None, processes: int | None, environment: Mapping[str, Any]
 ) -> dict[str, Any]:
     """All that the last digits of the figures depend on."""
-    data, train = config.DATA, config.TRAIN
+    keys = (
+        "DATA.BATCH_SIZE_VAL", "TRAIN.AMP", "TRAIN.CHANNELS_LAST", "TRAIN.COMPILE", "DATA.ON_BAD_IMAGE",
+    )  # fmt: skip
     return {
-        "DATA.BATCH_SIZE_VAL": data.BATCH_SIZE_VAL,
-        "TRAIN.AMP": train.AMP,
-        "TRAIN.CHANNELS_LAST": train.CHANNELS_LAST,
-        "TRAIN.COMPILE": train.COMPILE,
-        "DATA.ON_BAD_IMAGE": data.ON_BAD_IMAGE,
+        **{key: attrgetter(key)(config) for key in keys},
         "processes": processes,
         "image size": preprocessing and preprocessing.size,
         "crop fraction": preprocessing and preprocessing.crop_fraction,
@@ -276,26 +271,20 @@ def _conditions(
 
 
 def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any]) -> Path:
-    """The beginning of the files' names; never that of an evaluation of other data.
+    """The beginning of the files' names; one that is not given is never that of an evaluation of other data.
 
     Raises:
-        ConfigError: `--output` names the files of such an evaluation, or they cannot be written.
+        ConfigError: the files cannot be written.
     """
-    wanted, trained = session.options.output, session.trained
-    is_file = wanted is not None and not wanted.is_dir()
-    folder = wanted or (trained.folder or trained.checkpoint.parent) / "evaluations"
-    stem = wanted if wanted is not None and is_file else folder / _name(session, data)
+    path, trained = session.options.output, session.trained
+    if path is None:
+        stem = (trained.folder or trained.checkpoint.parent) / "evaluations" / _name(session, data)
+        numbered = (stem.with_name(f"{stem.name}_{number}") for number in itertools.count(2))
+        path = next(
+            path for path in itertools.chain([stem], numbered) if not _is_of_other_data(path, about_data)
+        )
     with suppress(OSError):  # the check says why
-        stem.parent.mkdir(parents=True, exist_ok=True)
-    path, number = stem, 1
-    while (other := _other_data(path, about_data)) is not None:
-        if is_file:
-            raise ConfigError(
-                f"--output: {_file(path, '.json')} holds an evaluation of other data ({other}); choose "
-                "another name, or remove the file"
-            )
-        number += 1
-        path = stem.with_name(f"{stem.name}_{number}")
+        path.parent.mkdir(parents=True, exist_ok=True)
     check_files({"--output": _file(path, ".json")})
     return path
 
@@ -314,14 +303,10 @@ def _name(session: Session, data: EvaluationData) -> str:
     return re.sub(r"[^\w.-]+", "_", "_".join(names))
 
 
-def _other_data(path: Path, about_data: Mapping[str, Any]) -> str | None:
-    """What the evaluation in these files was made on, if that is other data; None where there is none."""
+def _is_of_other_data(path: Path, about_data: Mapping[str, Any]) -> bool:
+    """Whether there are files of this name that hold anything but an evaluation of this data."""
     file = _file(path, ".json")
     if not file.exists():
-        return None
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))["data"]
-        is_same = data | json.loads(json.dumps(about_data)) == data
-        return None if is_same else str(data["source"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return "not an evaluation"
+        return False
+    data = (read_json(file) or {}).get("data")
+    return not isinstance(data, dict) or data | json.loads(json.dumps(about_data)) != data
