@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _SETTINGS = {
     "DATA.DATASET.ROOT=/data/birds": "data data_dir data_path train_data_dir dataset_name image_folder",
     "DATA.DATASET.NAME=imagefolder": "dataset dataset_type",
@@ -121,12 +123,13 @@ ALIASES: dict[str, str] = {
 """`KEY=VALUE`, or a sentence, by the name that users type: lower case, underscores, no dashes before it."""
 
 
-def alias(word: str) -> str | None:
+def alias(word: str, value: str | None = None) -> str | None:
     """What a word of another framework means here, as the end of an error message.
 
     Args:
         word: an option (`--batch-size`, `-b`), a word (`lr=0.1`) or a key that does not exist (`TRAIN.LR`),
             with or without a value. Of a key only the last component counts, unless all of it is known.
+        value: the typed value; a number takes the place of the example's.
 
     Returns:
         The setting to write, or what there is in its place; None for an unknown word.
@@ -135,4 +138,9 @@ def alias(word: str) -> str | None:
     if name.startswith(("hydra.", "hydra/")):
         return _OF_HYDRA
     meaning = ALIASES.get(name) or ALIASES.get(name.rpartition(".")[2])
-    return f"write {meaning}" if meaning in _SETTINGS else meaning
+    if meaning not in _SETTINGS:
+        return meaning
+    typed = value or word.partition("=")[2]
+    key, _, example = meaning.partition("=")
+    is_number = re.fullmatch(r"[\d.]+(e-?\d+)?", typed) and re.match(r"\d", example)
+    return f"write {key}={typed if is_number else example}"

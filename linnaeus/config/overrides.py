@@ -104,7 +104,8 @@ def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
         _source(line, name, value if has_value else None, tokens)
     elif name not in FLAGS:
         real = closest(name.lstrip("-")) if "." in name or name.lstrip("-").isupper() else None
-        meaning = f"keys have no dashes: {real}" if real else alias(name)
+        following = "-" if has_value or not tokens else tokens[0]
+        meaning = f"keys have no dashes: {real}" if real else alias(name, value or following)
         hint = f"; {meaning}" if meaning else suggest(name, OPTIONS)
         line.problems.append(f"{name}: no such option{hint}")
         if (

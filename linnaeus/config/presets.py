@@ -68,7 +68,7 @@ def expanded(name: str) -> FilePath:
     """The path of a name, with `~` replaced where there is such a home."""
     try:
         return FilePath(name).expanduser()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # no such home, a NUL
         return FilePath(name)
 
 

@@ -132,7 +132,8 @@ class Resolver:
                 return f"{show(value)} is not the dotted path of a class or function ({origin})"
             return None
         hint, _ = strip_optional(key.hint)
-        if (kind := typing.get_origin(hint)) is not None and value is not None:  # it may follow another key
+        kind = typing.get_origin(hint)
+        if kind is not None and value is not None and self._followed(path):
             if not isinstance(value, kind):
                 return f"{show(value)} is not {WANTED[kind]} ({origin})"
             try:
@@ -239,7 +240,7 @@ def _unknown(path: Path, setting: Setting) -> str:
         return f"{problem}; {dotted(upper)} takes a value and has no keys below it"
     node = next((node for node in PLUGGABLE_PATHS if path[:-1] == node), None)
     real = closest(name)
-    other = None if real and real.lower() == name.lower() else alias(name)
+    other = None if real and real.lower() == name.lower() else alias(name, str(setting.text))
     top = str(path[0]).upper()
     if other:
         return f"{problem}; {other}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.files import File, read_file
-from linnaeus.config.keys import KEYS, NODES, Path, dotted, is_open, suggest
+from linnaeus.config.keys import KEYS, NODES, Path, closest, dotted, is_open, suggest
 from linnaeus.config.overrides import CommandLine, Override
 from linnaeus.config.presets import (
     EXPERIMENT,
@@ -154,7 +154,7 @@ def _exists(key: str, typed: str | None, files: Files, own: Sequence[FilePath], 
     if not there:
         groups = [*available(*own, FOLDER)]  # a `--cfg` file may lie beside anything
         hint = (
-            group != EXPERIMENT and alias(group)
+            group != EXPERIMENT and alias(group, typed)
         ) or f"groups are {', '.join(groups)}{suggest(group, groups)}"
         given.problems.append(f"{group}: no such key or preset group ({COMMAND_LINE}); {hint}")
         return False
@@ -274,4 +274,9 @@ def _apply(tree: dict[Any, Any], override: Override) -> str | None:
                 del node[last]
                 return None
             return f"is {show(untyped(node[last], check=False))}, not {show(setting)}: nothing deleted"
-    return None if path in KEYS or path in NODES else "is not set" if is_open(path) else "no such key"
+    if path in KEYS or path in NODES:
+        return None
+    if is_open(path):
+        return "is not set"
+    real = closest(override.key)
+    return f"no such key; did you mean ~{real}?" if real else "no such key"

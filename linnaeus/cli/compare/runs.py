@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -344,7 +345,8 @@ class Comparison(Figures):
         wanted, known = self.wanted_metric, self.metrics
         if wanted is None or wanted in known:
             return None
-        found = f"there are {', '.join(known)}" if known else "no run has been validated yet"
+        close = get_close_matches(wanted, known, 5, cutoff=0)
+        found = f"closest are {', '.join(close)}" if known else "no run has been validated yet"
         return f"no run has {wanted!r}; {found}"
 
     def with_status(self, *wanted: RunStatus) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,7 @@ def sort_rows(runs: Comparison, key: str) -> None:
     Rows without a value come last. A `-` before the key reverses the others.
 
     Raises:
-        ConfigError: there is no such key; the message names all that there are.
+        ConfigError: there is no such key; the message names the closest.
     """
     wanted = key.removeprefix("-")
     full = {short: full for full, short in short_names(runs.keys).items()}
@@ -82,7 +83,10 @@ def sort_rows(runs: Comparison, key: str) -> None:
     figures = [(row, row.scalars(runs.metrics)) for row in runs.rows]
     known = figures[0][1]
     if column not in known:
-        raise ConfigError(f"--sort: {wanted!r} is none of metric, {', '.join([*full, *known])}")
+        close = get_close_matches(wanted, ["metric", *full, *known], 5, cutoff=0)
+        raise ConfigError(
+            f"--sort: {wanted!r} is no metric, column or key that differs; closest are {', '.join(close)}"
+        )
     with_value = [(row, values[column]) for row, values in figures if values[column] not in (None, "")]
     is_reversed = key.startswith("-") != (is_metric and not is_smaller_better(name))
     with_value.sort(key=lambda found: _order(found[1]), reverse=is_reversed)
