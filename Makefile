@@ -9,12 +9,8 @@ THOROUGH := --hypothesis-profile=thorough
 
 FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
 FLOOR :=
-# PyPI's torch for Linux brings 6 GB of CUDA. Without an NVIDIA device the build for the CPU will do; where that
-# index cannot be reached, or with `make TORCH_INDEX=`, it is PyPI's.
-TORCH_INDEX := $(if $(wildcard /dev/nvidia* /dev/dxg),,https://download.pytorch.org/whl/cpu)
-INSTALL = @echo "Installing Linnaeus with PyTorch$(if $(TORCH_INDEX), for the CPU as there is no NVIDIA device,) into $(VENV): takes minutes, once"; \
-  $(if $(TORCH_INDEX),$(BIN)/python -m pip install --retries 1 --index-url $(TORCH_INDEX) "$(or $(FLOOR),torch)" torchvision;) \
-  $(BIN)/python -m pip install -e
+INSTALL = @echo "Installing Linnaeus with PyTorch into $(VENV): takes minutes, once"; \
+  $(BIN)/python -m pip install $(if $(FLOOR),"$(FLOOR)") -e
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-mutants coverage messages size lint typecheck docs clean
