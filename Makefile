@@ -10,7 +10,7 @@ THOROUGH := --hypothesis-profile=thorough
 FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
 FLOOR :=
 INSTALL = @echo "Installing Linnaeus with PyTorch into $(VENV): takes minutes, once"; \
-  $(BIN)/python -m pip install $(if $(FLOOR),"$(FLOOR)") -e
+  $(BIN)/python -m pip install -e
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-mutants coverage messages size lint typecheck docs clean
