@@ -52,8 +52,8 @@ class Options:
     device: str = "cpu"
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options]:
-    """Read the tokens after `export`: the help, or the argument of `run`.
+def read(argv: Sequence[str]) -> tuple[Options]:
+    """Read the tokens after `export`: the argument of `run`.
 
     >>> (options,) = read([".", "--format", "onnx", "--device", "cuda"])
     >>> str(options.run), options.format, options.device
@@ -63,10 +63,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options]:
         ConfigError: lists everything that is wrong.
     """
     options = Options()
-    found = PARSER.words(argv, options)
-    if found is None:
-        return PARSER.format_help()
-    words, problems = found
+    words, problems = PARSER.words(argv, options)
     problems += [f"RUN: name one run, and not {word} too" for word in words]
     if not options.format and not any(problem.startswith("--format") for problem in problems):
         problems.append(f"--format: is missing; give one of {', '.join(FORMATS)}")

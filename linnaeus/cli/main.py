@@ -5,7 +5,7 @@ The first word may be one of `COMMANDS`; without such a word Linnaeus trains. A 
 
 * `PARSER`: its options.
 * `read(argv)`: checks the words after the command, without torch, so that mistakes are reported at once. It
-  returns a text to print, such as the help, or the arguments of `run`, of which the first are the options.
+  returns a text to print, such as the configuration, or the arguments of `run`, the options first.
 * `run(*arguments)`: does the work and returns the exit code.
 """
 
@@ -71,7 +71,13 @@ def cli(argv: Sequence[str] | None = None) -> int:
     is_main = rank in (None, "0")
     try:
         command, rest = _split(tokens)
-        request = f"linnaeus {__version__}\n" if "--version" in tokens else part_of(command, "read")(rest)
+        options = {*rest[: rest.index("--")]} if "--" in rest else {*rest}
+        if "--version" in tokens:
+            request: Any = f"linnaeus {__version__}\n"
+        elif {"-h", "--help"} & options:
+            request = part_of(command, "PARSER").format_help()
+        else:
+            request = part_of(command, "read")(rest)
         if isinstance(request, str):
             if is_main:
                 print(request, end="")

@@ -153,7 +153,7 @@ class CommandParser(argparse.ArgumentParser):
         """Add an option without a value."""
         self._add(_Option(), *filter(None, (short, name)), text=text)
 
-    def words(self, argv: Sequence[str], options: object) -> tuple[list[str], list[str]] | None:
+    def words(self, argv: Sequence[str], options: object) -> tuple[list[str], list[str]]:
         """Take the options, and RUN where the command uses one, out of a command line.
 
         Args:
@@ -162,7 +162,7 @@ class CommandParser(argparse.ArgumentParser):
 
         Returns:
             The other words, with options that set keys as overrides in their place, and one sentence for each
-            problem; None where the help is asked for.
+            problem.
         """
         words, problems, launch = list[str](), list[str](), LaunchOptions()
         gathered: dict[str, list[str]] = {}
@@ -181,8 +181,6 @@ class CommandParser(argparse.ArgumentParser):
                 words += [] if unknown else [argv[begin]]
             elif option.read is None and has_value:
                 problems.append(f"{name}: takes no value")
-            elif name in ("-h", "--help"):
-                return None
             else:
                 texts = [value] if has_value else []
                 most = 0 if option.read is None else 1 if option.takes is None else end
@@ -284,17 +282,14 @@ def read_request(
         check: one sentence for each problem of options with each other.
 
     Returns:
-        The help or the configuration where these are asked for, else the arguments of the command's `run`.
+        The configuration as text where it is asked for, else the arguments of the command's `run`.
 
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    found = parser.words(argv, options)
-    if found is None:
-        return parser.format_help()
-    from linnaeus.config.load import load_config  # here: help does not wait for OmegaConf
+    words, problems = parser.words(argv, options)
+    from linnaeus.config.load import load_config  # here: help and completion do not wait for OmegaConf
 
-    words, problems = found
     problems += check(options)
     try:
         loaded = load_config(words)

@@ -70,17 +70,14 @@ class Options:
     workers: int | None = None
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options]:
-    """Read the tokens after `predict`: the help, or the argument of `run`.
+def read(argv: Sequence[str]) -> tuple[Options]:
+    """Read the tokens after `predict`: the argument of `run`.
 
     Raises:
         ConfigError: lists everything that is wrong.
     """
     options = Options()
-    found = PARSER.words(argv, options)
-    if found is None:
-        return PARSER.format_help()
-    options.images, problems = found
+    options.images, problems = PARSER.words(argv, options)
     if not options.images:
         problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
     problems += [f"IMAGES: {word}: {problem}" for word in options.images if (problem := problem_of(word))]

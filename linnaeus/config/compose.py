@@ -123,14 +123,14 @@ def _hydra(files: Files) -> Iterator[None]:
 
 
 def compose(
-    files: Files, names: Sequence[str], groups: Mapping[str, str | None]
+    files: Files, names: Sequence[str], groups: Mapping[str, str]
 ) -> tuple[dict[Any, Any], dict[str, str]]:
     """Compose files and groups.
 
     Args:
         files: reads them.
         names: paths of files, lowest precedence first.
-        groups: the choice typed for each group, such as `model` or `encoder@MODEL.x`; None leaves it out.
+        groups: the name typed for each group, such as `model` or `encoder@MODEL.x`; `~` leaves it out.
 
     Returns:
         The tree of settings, and the name chosen in each group.
@@ -144,7 +144,9 @@ def compose(
         has_lists = any(files.read[name].defaults is not None for name in names)
         known = _known(first, names, []) if has_lists else set()
         for is_nested in (False, True):  # what is chosen for a node may choose for what lies below it
-            typed = [group for group in groups if ("/" in group) == is_nested]
+            typed = [
+                group for group, name in groups.items() if name[0] != "~" and ("/" in group) == is_nested
+            ]
             if typed and is_nested:
                 known = _known(first, names, _overrides(groups, first, known, is_final=False))
             first += [group for group in typed if not _key(group, known) and _is_of_node(group)]
@@ -161,15 +163,16 @@ def compose(
 
 
 def _overrides(
-    groups: Mapping[str, str | None], first: Sequence[str], known: set[str], *, is_final: bool = True
+    groups: Mapping[str, str], first: Sequence[str], known: set[str], *, is_final: bool = True
 ) -> list[str]:
     """The choices as Hydra takes them: what nothing has chosen yet is added, or cannot be left out."""
     overrides = []
     for group, name in groups.items():
         key = group if group in first else _key(group, known)
         if key is not None:
-            overrides.append(f"~{key}" if name is None else f"{key}={name}")
-        elif is_final and name is not None:
+            sign, name = ("~", name[1:]) if name.startswith("~") else ("", name)
+            overrides.append(f"{sign}{key}={name}" if name else f"{sign}{key}")
+        elif is_final and not name.startswith("~"):
             overrides.append(f"+{group}={name}")
     return overrides
 

@@ -52,7 +52,7 @@ class CommandLine:
         sources: `--cfg`, `--config-dir` and `--config-name` with their values, in the order typed.
         print_config: `--print-config` was given, or `--origin`, which goes with it.
         show_origins: `--origin` was given.
-        stray: tokens that are nothing: the name of a command in a wrong place, for one.
+        stray: tokens that cannot be parsed: the name of a command in a wrong place, for one.
         problems: one sentence for each unusable token.
     """
 
@@ -66,9 +66,9 @@ class CommandLine:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def groups(self) -> dict[str, str | None]:
-        """What is typed for each group: a name, or None where the group is left out."""
-        return {**self.presets, **dict.fromkeys(self.left_out)}
+    def groups(self) -> dict[str, str]:
+        """What is typed for each group: a name; `~`, or `~name`, where the group is left out."""
+        return {**self.presets, **{group: f"~{name or ''}" for group, name in self.left_out.items()}}
 
     def named(self, option: str) -> list[str]:
         """The values of one of the options that name sources."""
@@ -76,7 +76,8 @@ class CommandLine:
 
     def source_tokens(self) -> list[str]:
         """The tokens that name sources, and those that leave groups out."""
-        return [token for pair in self.sources for token in pair] + [f"~{group}" for group in self.left_out]
+        left_out = [f"~{group}={name}" if name else f"~{group}" for group, name in self.left_out.items()]
+        return [token for pair in self.sources for token in pair] + left_out
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -108,14 +109,9 @@ def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
         meaning = f"keys have no dashes: {real}" if real else alias(name, value or following)
         hint = f"; {meaning}" if meaning else suggest(name, OPTIONS)
         line.problems.append(f"{name}: no such option{hint}")
-        if (
-            meaning
-            and not has_value
-            and tokens
-            and not re.match("-|.*=", tokens[0])
-            and not _may_be_key(tokens[0])
-        ):
-            tokens.popleft()  # its value
+        is_value = not re.match("-|.*=", following) and not _may_be_key(following)
+        if meaning and is_value:
+            tokens.popleft()
     elif has_value:
         line.problems.append(f"{name}: takes no value")
     elif name in ("--print-config", "--origin"):
@@ -160,6 +156,8 @@ def _select(line: CommandLine, sign: str | None, group: str, text: str | None) -
     if sign == "+" and chosen not in (None, name):
         both = ",".join(str(some).strip("[]") for some in (chosen, name))
         line.problems.append(f"+{group}: is given twice (command line); write +{group}=[{both}] for both")
+    elif sign == "~" and name and chosen not in (None, name):
+        line.problems.append(f"~{group}: is {chosen!r}, not {name!r}: nothing left out (command line)")
     elif sign == "~" or name == "null":
         line.left_out[group] = name if sign == "~" and name else None
     else:

@@ -111,9 +111,7 @@ def read_tree(line: CommandLine, below: Mapping[Any, Any]) -> Given:
     return given
 
 
-def _composed(
-    files: Files, names: Sequence[str], groups: Mapping[str, str | None], given: Given
-) -> dict[Any, Any]:
+def _composed(files: Files, names: Sequence[str], groups: Mapping[str, str], given: Given) -> dict[Any, Any]:
     """The tree of all files. Plain files just follow one another; all else is for Hydra to compose."""
     given.is_complete = not any(file.problem for file in files.read.values())
     if groups or any(files.read[name].defaults is not None or files.read[name].package for name in names):
@@ -147,7 +145,7 @@ def _root(files: Files, option: str, name: str, given: Given) -> str | None:
     return None
 
 
-def _exists(key: str, typed: str | None, files: Files, own: Sequence[FilePath], given: Given) -> bool:
+def _exists(key: str, typed: str, files: Files, own: Sequence[FilePath], given: Given) -> bool:
     """Whether there are the files that the command line chooses in a group; adds a problem where not."""
     group = key.partition("@")[0]
     there = names_in(group, files.folders)
@@ -158,12 +156,12 @@ def _exists(key: str, typed: str | None, files: Files, own: Sequence[FilePath], 
         ) or f"groups are {', '.join(groups)}{suggest(group, groups)}"
         given.problems.append(f"{group}: no such key or preset group ({COMMAND_LINE}); {hint}")
         return False
-    names = [name.strip().strip("'\"") for name in (typed or "").strip("[]").split(",")]
+    names = [name.strip().strip("'\"") for name in typed.strip("~[]").split(",")]
     missing = [name for name in names if name and name not in there]
-    is_several = len(names) > 1 and typed is not None and not typed.startswith("[")
+    is_several = len(names) > 1 and not typed.strip("~").startswith("[")
     if missing or is_several:
         problem = f"no preset {missing[0]!r}" if missing else f"{typed} is not one name"
-        hint = suggest(missing[0], there) if missing else sweep_hint(key, typed or "")
+        hint = suggest(missing[0], there) if missing else sweep_hint(key, typed)
         given.problems.append(f"{group}: {problem} ({COMMAND_LINE}); there are {', '.join(there)}{hint}")
     return not missing and not is_several
 
@@ -204,7 +202,7 @@ def _from_hydra(error: Exception, files: Files) -> str:
     """What Hydra finds wrong, in one sentence."""
     if isinstance(error, RecursionError):
         return "defaults: the files lead back to themselves, or are nested too deeply"
-    text = " ".join(str(error).strip().partition("\n\n")[0].split()) or type(error).__name__
+    text = " ".join(re.split(r"\n\n| : Override\(", str(error).strip())[0].split()) or type(error).__name__
     for path, file in files.read.items():
         text = re.sub(rf"\b{re.escape(path)}\b(?!/)", lambda _, name=file.name: name, text)  # type: ignore[misc]
     there = ", ".join(getattr(error, "options", None) or [])

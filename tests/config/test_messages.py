@@ -28,7 +28,8 @@ COMMAND_LINES = (
     "LOSS.LABEL_SMOTHING=0.1", "MODEL=mlp", "DATA.AUGMENT=strong", "MODEL.KWARGS.x=[1,2] MODEL.KWARGS.x.0=5",
     "MODEL._target_=3", "MODEL._target_='a..b'",
     # groups
-    "modl=resnet50", "~modl", "model=resnet51", "model=../data/digits",
+    "modl=resnet50", "~modl", "model=resnet51", "model=../data/digits", "~optimizer=slg",
+    "optimizer=sgd ~optimizer=adamw",
     "+model=resnet18 +model=resnet50",
     # values
     "DATA.BATCH_SIZE=many", "DATA.BATCH_SIZE=5/2", "DATA.BATCH_SIZE=2**3", "DATA.BATCH_SIZE=__import__('os')",

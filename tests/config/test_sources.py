@@ -144,6 +144,9 @@ def test_groups_of_ones_own() -> None:
     assert problems("model=mine")[0].startswith("model: ")
     assert load("~model", "~optimizer=sgd") == load()
     assert load("optimizer=sgd", "~optimizer=sgd") == load()
+    write({"chosen": "defaults: [{model: resnet50}]"})
+    assert load("--cfg=chosen.yaml", "~model=resnet50") == load()
+    assert problems("--cfg=chosen.yaml", "~model=vit_tiny")[0].startswith("defaults: ")
 
 
 def test_experiments() -> None:

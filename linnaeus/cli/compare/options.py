@@ -44,17 +44,14 @@ class Options:
     plot: Path | None = None
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options, list[Path]]:
-    """Read the tokens after `compare`: the help, or the options and the folders of the runs.
+def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
+    """Read the tokens after `compare`: the options and the folders of the runs.
 
     Raises:
         ConfigError: lists every option and every name that cannot be used.
     """
     options = Options()
-    taken = PARSER.words(argv, options)
-    if taken is None:
-        return PARSER.format_help()
-    names, problems = taken
+    names, problems = PARSER.words(argv, options)
     if not names and not problems:
         problems.append("there is nothing to compare: name the folders of runs, such as runs, or 'runs/lr*'")
     folders = find_runs(names, problems)

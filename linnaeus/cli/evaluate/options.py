@@ -69,10 +69,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
     from linnaeus.config.load import load_config
 
     options = Options()
-    found = PARSER.words(argv, options)
-    if found is None:
-        return PARSER.format_help()
-    tokens, problems = found
+    tokens, problems = PARSER.words(argv, options)
     line = parse_command_line(tokens)
     problems += _not_taken(line)
     if problems:

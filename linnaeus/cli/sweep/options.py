@@ -129,10 +129,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     from linnaeus.config.load import to_yaml
 
     options = Options()
-    taken = PARSER.words(argv, options)
-    if taken is None:
-        return PARSER.format_help()
-    rest, problems = taken
+    rest, problems = PARSER.words(argv, options)
     if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
         return _status_of(options, Path(rest[0]), problems), []
     if options.status and not rest and not problems:
