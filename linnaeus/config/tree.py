@@ -151,13 +151,12 @@ def _exists(key: str, typed: str, files: Files, own: Sequence[FilePath], given: 
     there = names_in(group, files.folders)
     if not there:
         groups = [*available(*own, FOLDER)]  # a `--cfg` file may lie beside anything
-        hint = (
-            group != EXPERIMENT and alias(group, typed)
-        ) or f"groups are {', '.join(groups)}{suggest(group, groups)}"
+        hint = None if group == EXPERIMENT else alias(group, typed)
+        hint = hint or f"groups are {', '.join(groups)}{suggest(group, groups)}"
         given.problems.append(f"{group}: no such key or preset group ({COMMAND_LINE}); {hint}")
         return False
     names = [name.strip().strip("'\"") for name in typed.strip("~[]").split(",")]
-    missing = [name for name in names if name and name not in there]
+    missing = [name for name in names if (name or not typed) and name not in there]
     is_several = len(names) > 1 and not typed.strip("~").startswith("[")
     if missing or is_several:
         problem = f"no preset {missing[0]!r}" if missing else f"{typed} is not one name"

@@ -71,6 +71,7 @@ def test_overrides_are_choices_that_can_be_left_out() -> None:
     assert problems("--cfg=alone.yaml")[0].startswith("defaults: ")  # as in Hydra
     for token in ("~model", "~model=resnet50", "model=null"):
         assert load("--cfg=my.yaml", token) == load()
+    assert problems("--cfg=my.yaml", "~model=vit_tiny")[0].startswith("defaults: ")
     assert load("--cfg=early.yaml").MODEL.NAME == VIT
     assert problems("--cfg=late.yaml")[0].startswith("defaults: ")
 
@@ -144,9 +145,6 @@ def test_groups_of_ones_own() -> None:
     assert problems("model=mine")[0].startswith("model: ")
     assert load("~model", "~optimizer=sgd") == load()
     assert load("optimizer=sgd", "~optimizer=sgd") == load()
-    write({"chosen": "defaults: [{model: resnet50}]"})
-    assert load("--cfg=chosen.yaml", "~model=resnet50") == load()
-    assert problems("--cfg=chosen.yaml", "~model=vit_tiny")[0].startswith("defaults: ")
 
 
 def test_experiments() -> None:
