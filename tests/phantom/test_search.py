@@ -53,6 +53,8 @@ def reserved(n):
             step(make_batch(n))
     except torch.OutOfMemoryError:
         return float("inf")
+    finally:  # torch's thread for the device may not be at work when the process ends
+        CudaMemory(torch.device("cuda", 0)).clean()
     return torch.cuda.max_memory_reserved()
 
 most = found.budget_bytes - CudaMemory.placement_bytes
