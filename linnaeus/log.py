@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -17,16 +17,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from linnaeus.console import is_interactive, make_console
-from linnaeus.files import (
-    LOGS,
-    FolderLock,
-    check_no_sweep,
-    check_run_folder,
-    not_written,
-    take_run_folder,
-    why_not_written,
-    write_atomically,
-)
+from linnaeus.files import LOGS, not_written, why_not_written, write_atomically
+from linnaeus.run_folder import Claim, check_run_folder, claim_run_folder, move_aside
 
 if TYPE_CHECKING:
     from linnaeus.dist import World
@@ -66,7 +58,7 @@ def close_logging() -> None:
 class RunFolder:
     """The folder of a run, and the log of this process. Every rank must call the same methods.
 
-    Until `begin`, the run owns the folder by its lock only, which rank 0 holds: nothing of an earlier run is
+    Until `begin`, the run owns the folder by its claim only, which rank 0 holds: nothing of an earlier run is
     touched, and the log goes to the console and is kept in memory for the file.
 
     Args:
@@ -78,35 +70,47 @@ class RunFolder:
         console: rank 0's console.
         has_begun: whether `begin` was called.
         early_lines: keeps the log until then.
+        claim: rank 0's; None on the other ranks.
+        pruned: why a search ends the run; empty where it does not.
     """
 
     def __init__(self, path: Path, world: World, *, keep: bool) -> None:
         self.console = make_console()
         self.has_begun = False
+        self.claim: Claim | None = None
+        self.pruned = ""
         self._path, self._world, self._keep = path, world, keep
-        self._lock: FolderLock | None = None
         self._new_folders: list[Path] = []
         self.early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
 
-    def lock(self) -> None:
-        """On rank 0, lock the folder, which is made if there is none.
+    def take(self) -> None:
+        """On rank 0, claim the folder, which is made if there is none.
 
         Raises:
             ConfigError: the folder cannot be written to, or is in use.
         """
-        check_no_sweep(self._path)
         check_run_folder(self._path, keep=self._keep)
         self._new_folders = [path for path in (self._path, *self._path.parents) if not path.exists()]
-        self._lock = take_run_folder(self._path, keep=True)[1]
+        self.claim = claim_run_folder(self._path)
+
+    def check(self) -> None:
+        """To be called before anything is written into the folder.
+
+        Raises:
+            LostFolderError: it is not this run's any more.
+        """
+        if self.claim is not None:
+            self.claim.check()
 
     def begin(self) -> None:
         """Move an earlier run aside, and write the log to its file from now on.
 
         Raises:
-            ConfigError: see `take_run_folder`; the same on every rank.
+            ConfigError: see `move_aside`; the same on every rank.
+            LostFolderError: see `check`; the same on every rank.
         """
         self.has_begun = True
-        aside = self._world.on_main(self._take)
+        aside = self._world.on_main(self._begin)
         logger, handler = logging.getLogger(LOGGER_NAME), _file_handler(self._path / LOGS, self._world.rank)
         self.early_lines.setTarget(handler)
         self.early_lines.flush()
@@ -116,15 +120,25 @@ class RunFolder:
         if aside is not None:
             logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", aside)
 
-    def _take(self) -> Path | None:
-        aside, self._lock = take_run_folder(self._path, keep=self._keep, lock=self._lock)
+    def _begin(self) -> Path | None:
+        assert self.claim is not None
+        self.claim.check()
+        aside = None
+        if not self._keep:
+            aside, self.claim = move_aside(self.claim)
+        self.claim.begin()
         return aside
+
+    def end(self, exit_code: int, reason: str | None = None) -> None:
+        """Write down how the run has ended, if it has begun."""
+        if self.claim is not None and self.has_begun:
+            self.claim.end(exit_code, self.pruned or reason, pruned=bool(self.pruned))
 
     def close(self) -> None:
         """Close the log and release the folder; delete it if it is new and the run has written nothing."""
         close_logging()
-        if self._lock is not None:
-            self._lock.release()
+        if self.claim is not None:
+            self.claim.release()
             with suppress(OSError):  # not empty
                 for folder in self._new_folders:
                     folder.rmdir()
@@ -139,9 +153,15 @@ def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFold
     """
     folder = RunFolder(path, world, keep=keep)
     try:
-        world.on_main(folder.lock)
+        world.on_main(folder.take)
         set_up_logging(None, rank=world.rank, console=folder.console).addHandler(folder.early_lines)
         yield folder
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+        cause = error.__cause__ if isinstance(error, SystemExit) else error  # of a rank, which has told it
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        folder.end(code if isinstance(code, int) else 1, reason)
+        raise
     finally:
         folder.close()
 
@@ -204,6 +224,7 @@ class MetricsFile:
 
     Args:
         path: the file; lines are appended. None writes nothing.
+        check: called before each line; raises where the folder is not the run's any more.
         last_step: optimizer steps done so far. Lines of later steps are removed: a run that was killed after
             its last checkpoint repeats these steps.
         within_epoch: whether the validation after the last step is still to come; its line is removed too.
@@ -214,12 +235,16 @@ class MetricsFile:
         LinnaeusError: the file cannot be written, such as on a full disk.
     """
 
-    def __init__(self, path: Path | None, *, last_step: int = 0, within_epoch: bool = False) -> None:
+    def __init__(
+        self, path: Path | None, *, last_step: int = 0, within_epoch: bool = False,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         def is_kept(line: bytes) -> bool:
             step, split = _place(line)
             return step < last_step or (step == last_step and not (within_epoch and split == "val"))
 
         self._file: TextIO | None = None
+        self._check = check
         if path is None:
             return
         self._path = path
@@ -250,6 +275,7 @@ class MetricsFile:
         """
         if self._file is None:
             return
+        self._check()
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record: dict[str, Any] = {"step": step, "epoch": epoch, "split": split, "time": time.time(), **finite}
         try:

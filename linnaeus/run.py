@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -24,10 +25,11 @@ from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
 from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
-from linnaeus.log import MetricsFile, open_run_folder
+from linnaeus.log import MetricsFile, RunFolder, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
 from linnaeus.rng import seed_all, set_deterministic
+from linnaeus.run_folder import TRIAL, stopped_reason
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import find_planned_sizes
 from linnaeus.sizing.report import device_environment, save_searches, summary
@@ -75,11 +77,13 @@ def run(config: Config) -> FitResult:
         check_before_data(config.MODEL, config.OPTIMIZER, train, world)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
-        checkpoints = stack.enter_context(_checkpoints(path, train, world))
+        checkpoints = stack.enter_context(_checkpoints(path, train, world, folder))
         checkpoint = None
         if train.AUTO_RESUME:
             nodes = _resumed_nodes(config)
             checkpoint = find_checkpoint(checkpoints, nodes, train.RESUME_WITH, experiment.NAME, world)
+            if checkpoint is not None and folder.claim is not None:
+                folder.claim.check_id(checkpoint.content.get("run"), checkpoints.last)
         progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
         saved = None if checkpoint is None else checkpoint.content.get("config", {})
         data_node, note = with_normalisation(config.DATA, config.MODEL, saved)
@@ -120,16 +124,24 @@ def run(config: Config) -> FitResult:
             folder.begin()
             tracker = _tracker(config, plan, path, world, resume=checkpoint is not None)
             trainer.tracker = stack.enter_context(tracker)
-            if world.is_main:
+            if world.is_main and TRIAL in os.environ:
+                from linnaeus.sweep.search import PruningTracker
+
+                trainer.tracker = PruningTracker(
+                    trainer.tracker, folder, stop, lambda: trainer.progress.epoch, train.EPOCHS
+                )
+            if folder.claim is not None:
+                trainer.checkpoint_extras["run"] = folder.claim.id
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
-                save_config(config, path / CONFIG, plan.as_dict())
+                save_config(config, path / CONFIG, {"RUN": folder.claim.id, **plan.as_dict()})
                 write_text_atomically(
                     path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n"
                 )
                 metrics_file = MetricsFile(
-                    path / METRICS, last_step=progress.step, within_epoch=progress.samples > 0
-                )
+                    path / METRICS, last_step=progress.step, within_epoch=progress.samples > 0,
+                    check=folder.check,
+                )  # fmt: skip
                 trainer.metrics_file = stack.enter_context(metrics_file)
 
         trainer = Trainer(
@@ -154,8 +166,12 @@ def run(config: Config) -> FitResult:
         result = trainer.fit()
         plan = trainer.plan  # its micro-batches are smaller where memory ran out
         report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, path, trainer.tracker)
-        if world.is_main and not result.stop_signal:
-            save_result(result, plan, path / RESULT)
+        if folder.claim is not None and result.stop_signal:
+            folder.end(128 + result.stop_signal, stopped_reason(path, result.stop_signal))
+        elif folder.claim is not None:
+            folder.check()
+            save_result(result, plan, path / RESULT, folder.claim.id)
+            folder.end(0)
         return result
 
 
@@ -173,9 +189,11 @@ def _schedule(config: Config, assembly: Assembly, plan: BatchPlan) -> Schedule:
     )  # fmt: skip
 
 
-def _checkpoints(path: Path, train: TrainConfig, world: World) -> CheckpointFolder:
+def _checkpoints(path: Path, train: TrainConfig, world: World, folder: RunFolder) -> CheckpointFolder:
     is_background = world.device.type != "cpu"  # on the CPU the copy would take memory that AutoBatch counts
-    return CheckpointFolder(path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background)
+    return CheckpointFolder(
+        path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background, check=folder.check
+    )
 
 
 def _resumed_nodes(config: Config) -> dict[str, Any]:

@@ -111,9 +111,14 @@ MUTANTS = (
         "tests/training/test_step.py",
     ),
     Mutant(
-        "the lock of a run's folder is not taken", "files.py",
-        "            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "            pass\n",
-        "tests/test_files.py",
+        "a run takes the folder of another one", "run_folder.py",
+        "                self._check_free(newest, handed_over, now)\n", "",
+        "tests/test_run_folder.py",
+    ),
+    Mutant(
+        "a run writes into a folder that it has lost", "run_folder.py",
+        "        if not self.is_mine:\n", "        if False:\n",
+        "tests/test_run_folder.py",
     ),
     Mutant(
         "a checkpoint is not flushed to the disk", "files.py",

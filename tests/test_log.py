@@ -16,8 +16,8 @@ import torch
 
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.files import FolderLock
 from linnaeus.log import SHOWN_ELSEWHERE, MetricsFile, close_logging, open_run_folder, set_up_logging
+from linnaeus.run_folder import Claim, claim_run_folder
 from tests.helpers.consoles import plain_console
 
 ALONE = World(torch.device("cpu"))
@@ -81,7 +81,7 @@ def test_a_run_that_has_not_begun_leaves_nothing_behind(earlier: Path, begins: b
             with open_run_folder(folder, ALONE, keep=keep) as run_folder:
                 logging.getLogger("linnaeus.run").info("early")
                 with pytest.raises(ConfigError):  # another start of this name
-                    FolderLock(folder)
+                    Claim(folder)
                 if begins:
                     run_folder.begin()
                 raise LinnaeusError("failed")
@@ -93,7 +93,7 @@ def test_a_run_that_has_not_begun_leaves_nothing_behind(earlier: Path, begins: b
         assert names(earlier) == {"config.yaml", "result.json"}
         return
     assert names(earlier.parent) == {"r1", "group"} | (set() if keep else {"r1.1"})
-    assert names(earlier) == {"logs"} | ({"config.yaml", "result.json"} if keep else set())
+    assert names(earlier) == {"logs", "run.json"} | ({"config.yaml", "result.json"} if keep else set())
     assert "early" in (new / "logs/rank0.log").read_text()
 
 
@@ -245,7 +245,7 @@ def test_a_full_disk_does_not_take_the_place_of_the_error_under_way(small_disk: 
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert names(folder) == {"logs"}
+    assert names(folder) == {"logs", "run.json"}
     fill(small_disk)
     with pytest.raises(ConfigError, match="r1"):
-        FolderLock(folder)
+        claim_run_folder(folder)

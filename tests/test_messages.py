@@ -13,8 +13,9 @@ import torch
 
 from linnaeus.config.schema import DistConfig
 from linnaeus.dist import World, join, resolve_device
-from linnaeus.files import FolderLock, prepare_run_folder, why_not_written
+from linnaeus.files import why_not_written
 from linnaeus.log import MetricsFile
+from linnaeus.run_folder import Claim, claim_run_folder, move_aside
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.runs import Run
 
@@ -37,13 +38,22 @@ def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.
 
     run_folder, group, file = tmp_path / "r1", tmp_path / "group", tmp_path / "file"
     (group / "one").mkdir(parents=True)
-    for path in (group / "one/.lock", group / "result.json", file):
+    for path in (group / "one/run.json", group / "result.json", file):
         path.touch()
-    lock = FolderLock(prepare_run_folder(run_folder, keep=True) or run_folder)
-    messages["a folder in use"] = error_of(FolderLock, run_folder)
-    lock.release()
-    messages["a run with another one in it"] = error_of(prepare_run_folder, group, keep=False)
-    messages["a folder that cannot be made"] = error_of(prepare_run_folder, file / "r1", keep=False)
+    claim = Claim(run_folder)
+    messages["a folder in use"] = error_of(Claim, run_folder)
+    claim.id = "abc"
+    claim.begin()
+    claim.release()
+    claim = Claim(run_folder)
+    messages["a checkpoint of another run"] = error_of(
+        claim.check_id, "def", run_folder / "checkpoints/last.pt"
+    )
+    run_folder.rename(tmp_path / "renamed")
+    messages["a folder that was renamed"] = error_of(claim.check)
+    claim.release()
+    messages["a run with another one in it"] = error_of(move_aside, Claim(group))
+    messages["a folder that cannot be made"] = error_of(claim_run_folder, file / "r1")
     messages["a file that cannot be written"] = error_of(MetricsFile, tmp_path / "none/metrics.jsonl")
     no_quota = OSError(EDQUOT, os.strerror(EDQUOT))
     text = why_not_written(no_quota, tmp_path, 3 * 2**30)

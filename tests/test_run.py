@@ -52,7 +52,8 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files_of_a_run(searched: Path) -> None:
     assert {path.name for path in searched.iterdir()} == {
-        "config.yaml", "model.json", "autobatch.json", "metrics.jsonl", "result.json", "checkpoints", "logs",
+        "config.yaml", "model.json", "autobatch.json", "metrics.jsonl", "result.json", "run.json",
+        "checkpoints", "logs",
     }  # fmt: skip
     assert {path.name for path in (searched / "checkpoints").iterdir()} == {
         "last.pt", "previous.pt", "best.pt",

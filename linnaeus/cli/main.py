@@ -35,6 +35,7 @@ COMMANDS = {
     "analyze": "memory, batch size and speed before a run",
     "plan": "another name of analyze: how long a run takes with the sizes that fit",
     "sweep": "a run for each combination of values, compared",
+    "work": "takes runs of a sweep, here or on another machine",
     "compare": "runs side by side: what differs, metrics and learning curves",
     "evaluate": "a trained run on labelled data: accuracy per rank and class, calibration",
     "predict": "classes of images, by a trained run",
@@ -45,6 +46,7 @@ ALONE = {
     "analyze": "the analysis measures one device in one process",
     "plan": "sizes are timed on one device in one process (see --world-size)",
     "sweep": "a sweep starts a process for each run by itself",
+    "work": "a worker starts a process for each run by itself",
     "compare": "a comparison reads files in one process",
     "predict": "prediction runs on one device in one process",
     "export": "an export is written by one process",
@@ -97,13 +99,14 @@ def cli(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     try:
         if submits:
-            from linnaeus.launchers.slurm import submit_command
+            from linnaeus.sweep.slurm import submit_command
 
+            with_ranks = command == "work" or command not in ALONE
             folder = None  # a run of `train` goes on in its folder when the job is queued again
             if command == "train":
                 experiment = request[1].EXPERIMENT
                 folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
-            print(submit_command(launch, command, launch.argv, command not in ALONE, folder), end="")
+            print(submit_command(launch, command, launch.argv, with_ranks, folder), end="")
             return 0
         exit_code: int = part_of(command, "run")(*request)
         return exit_code

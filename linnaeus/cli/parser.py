@@ -18,8 +18,7 @@ from linnaeus.config.presets import available
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import suggest_path, temporary_name
-from linnaeus.launchers.interface import LaunchOptions
-from linnaeus.launchers.sbatch import KNOWN, problems_with
+from linnaeus.sweep.slurm import FLAGS, LaunchOptions, problems_with
 
 AUTOBATCH = "DATA.AUTOBATCH"
 COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
@@ -244,12 +243,12 @@ def _is_sbatch(word: str) -> bool:
     """Whether a word is an option of sbatch: a known one, or KEY=VALUE that chooses no preset."""
     name, has_value, _ = word.partition("=")
     is_own = has_value and re.fullmatch(r"[a-z][a-z0-9_-]*", name) and name not in available()
-    return name in KNOWN or bool(is_own)
+    return name in FLAGS or bool(is_own)
 
 
 def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
     parts = [word.partition("=") for word in words]
-    return {name: value if has_value else None for name, has_value, value in parts}
+    return {name: value or None for name, _, value in parts}
 
 
 def _read_local(text: str) -> str:

@@ -7,7 +7,7 @@ import pickle
 import re
 import threading
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, first_line
+from linnaeus.errors import CheckpointError, LinnaeusError, first_line
 from linnaeus.files import link_or_copy, why_not_written, write_atomically
 from linnaeus.training.ema import Ema
 
@@ -176,9 +176,13 @@ class CheckpointFolder:
         keep: number of checkpoints that are kept as `step_<number>.pt`, hard links to the newest ones.
         background: copy the content to the host and return while a thread writes it. The next call and the
             end of the context wait for the thread, and raise its error.
+        check: called before a file is written; raises where the folder is not the run's any more.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 0, background: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int = 0, background: bool = False,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.pending = folder / "pending.pt"
         self.last = folder / "last.pt"
@@ -186,6 +190,7 @@ class CheckpointFolder:
         self.best = folder / "best.pt"
         self._keep = keep
         self._background = background
+        self._check = check
         self._thread: threading.Thread | None = None
         self._is_written = threading.Event()
         self._failure: BaseException | None = None
@@ -196,7 +201,7 @@ class CheckpointFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.wait()
-        except CheckpointError as error:
+        except LinnaeusError as error:
             if kind is None:
                 raise
             logger.error("%s", error)  # the exception under way is the one to report
@@ -249,6 +254,7 @@ class CheckpointFolder:
             self._is_written.set()
 
     def _write(self, content: dict[str, Any], is_best: bool) -> None:
+        self._check()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing

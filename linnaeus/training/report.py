@@ -65,10 +65,11 @@ def report_result(
     logger.info("files: %s", folder.resolve())
 
 
-def save_result(result: FitResult, plan: BatchPlan, path: Path) -> None:
+def save_result(result: FitResult, plan: BatchPlan, path: Path, run_id: str) -> None:
     """Write the result of a run as JSON; metrics that are not finite become null."""
     metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
     content = {
+        "run": run_id,
         "metrics": metrics,
         "headline": result.headline,
         "training_s": round(result.training_s, 3),

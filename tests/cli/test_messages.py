@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import logging
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from linnaeus.autobatch.predict.gpus import find_gpu
-from linnaeus.cli import export, predict, train
+from linnaeus.cli import export, predict, sweep, train, work
 from linnaeus.cli.compare import options as compare
 from linnaeus.cli.compare.runs import Row as RunRow
 from linnaeus.cli.compare.runs import compared, read_runs
 from linnaeus.cli.compare.session import print_runs, sort_rows
 from linnaeus.cli.evaluate import options as evaluate
 from linnaeus.cli.evaluate.report import compare_with_logged, logged_sentence
-from linnaeus.cli.sweep import options as sweep
-from linnaeus.cli.sweep.folder import lock_folder
-from linnaeus.cli.sweep.predict import check_predictions
-from linnaeus.launchers.interface import Job
-from linnaeus.launchers.record import write_slurm_record
+from linnaeus.cli.sweep_predict import check_predictions
+from linnaeus.run_folder import Claim, Holder, State
+from linnaeus.sweep.worker import _reason
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.predictions import GROWING
 from tests.helpers.run_files import write_run, write_validations
-from tests.helpers.sweeps import Queue, Sweep
 
 LINES: dict[str, tuple[Any, list[str]]] = {
     "the run of evaluate": (evaluate, ["DATA.BATCH_SIZE_VAL=3"]),
@@ -67,6 +65,18 @@ LINES: dict[str, tuple[Any, list[str]]] = {
     "the folder of a grid for a search": (sweep, [
         "EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,2", "--search=optuna", "--trials=2",
     ]),
+    "other values in the folder of a sweep": (sweep, ["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,3"]),
+    "another configuration in it": (sweep, [
+        "EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,2", "TRAIN.EPOCHS=9",
+    ]),
+    "a worker without a folder": (work, []),
+    "a worker of a run": (work, ["runs/one"]),
+    "a worker of a damaged sweep": (work, ["runs/damaged"]),
+    "a launcher": (train, ["--launcher", "slrum"]),
+    "options of sbatch": (train, [
+        "--launcher", "slurm", "--slurm", "array=1", "ntasks=8", "chdir=/", "signal=B:TERM@60",
+    ]),
+    "options of sbatch without a launcher": (train, ["--slurm", "nodes=2"]),
     "a status without a folder": (sweep, ["--status"]),
     "the status of a folder that is not there": (sweep, ["--status", "runs/nope"]),
     "the status of a folder of no sweep": (sweep, ["--status", "runs/one"]),
@@ -77,20 +87,19 @@ LINES: dict[str, tuple[Any, list[str]]] = {
 }  # fmt: skip
 
 
-def test_messages(
-    golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     Path("folder.png").mkdir()
     write_run(Path("runs/one"), "OPTIMIZER.LR=0.1")
     write_run(Path("runs/other"), "OPTIMIZER.LR=0.2", "DATA.DATASET.NAME=synthetic", finished=False)
-    Path("runs/grid").mkdir()
-    Path("runs/grid/sweep.json").touch()
+    Path("runs/damaged").mkdir()
+    Path("runs/damaged/sweep.json").touch()
+    sweep.read(["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,2"])[1].write()  # type: ignore[union-attr]
     said = {title: error_of(module.read, argv) for title, (module, argv) in LINES.items()}
     said |= evaluations()
     said |= of_runs()
-    said |= of_sweeps(caplog)
+    said |= of_sweeps()
     golden("cli", said, folder=tmp_path)
 
 
@@ -114,7 +123,7 @@ def of_runs() -> dict[str, str]:
     names = ["one", "other", "failed", "third"]
     found = compared(read_runs([Path("runs", name) for name in names]), names)
     found.rows.append(
-        RunRow(found.rows[0].values, Path("none"), job=Job("pending", "SLURM job 1", "Resources"))
+        RunRow(found.rows[0].values, Path("none"), State("running", Holder("node7", 12, "", "", "34_5")))
     )
     console, output = plain_console()
     print_runs(found, console)
@@ -125,20 +134,19 @@ def of_runs() -> dict[str, str]:
     }
 
 
-def of_sweeps(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
-    """Of a sweep that joins runs, and of one for which nothing fits."""
-    lock = lock_folder(Path("runs/s"))
-    said = {"a folder of another sweep": error_of(lock_folder, Path("runs/s"))}
-    said["a folder of another sweep"] = said["a folder of another sweep"].partition("(")[0]
-    lock.release()
+def of_sweeps() -> dict[str, str]:
+    """Of a sweep for which nothing fits, and of runs that were killed, or failed, in one."""
     argv = [*GROWING, "DATA.BATCH_SIZE=100000,8", "DATA.DATASET.length=200000"]
-    runs = sweep.read([*argv, "EXPERIMENT.NAME=new"])[1]
-    said["nothing fits"] = error_of(check_predictions, runs, [find_gpu("t4")], plain_console()[0])
-    watched = Sweep(Queue(), seeds="0,1")
-    watched.start_before(0)
-    write_slurm_record(watched.folders[0], "7")
-    with caplog.at_level(logging.INFO, "linnaeus.sweep"):
-        caplog.clear()
-        watched.watch.join()
-    said["a run that may go on"] = "\n".join(record.getMessage() for record in caplog.records)
+    request = sweep.read([*argv, "EXPERIMENT.NAME=new"])
+    assert isinstance(request, tuple)
+    said = {"nothing fits": error_of(check_predictions, request[2], [find_gpu("t4")], plain_console()[0])}
+    claim = Claim(Path("runs/killed"))
+    claim.begin()
+    (Path("runs/killed/.claims") / str(claim.number)).unlink()
+    [row] = read_runs([Path("runs/killed")])
+    said["a killed run"] = (
+        str(row.reason).replace(str(os.getpid()), "PID").replace(socket.gethostname(), "HOST")
+    )
+    for code in (-9, -11, 3):
+        said[f"ended with {code}"] = _reason(Path("runs/killed"), code, 0)
     return said

@@ -111,7 +111,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the folder with the files that the examples of the help name, and go there."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     (tmp_path / "runs/my_exp").mkdir(parents=True)
-    (tmp_path / "runs/my_exp/sweep.json").touch()
+    (tmp_path / "runs/my_exp/sweep.json").write_text('{"argv": [], "runs": []}')
     for run in ("runs/one", "runs/other", "runs/lr1", "runs/birds"):
         (tmp_path / run / "checkpoints").mkdir(parents=True)
         (tmp_path / run / "checkpoints/best.pt").touch()

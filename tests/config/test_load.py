@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from linnaeus.cli.analyze.options import read as analyze
-from linnaeus.cli.sweep.grid import read_grid
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.load import load_config, save_config, to_yaml, with_batch_sizes
 from linnaeus.config.presets import FOLDER, available
 from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
 from linnaeus.errors import ConfigError
+from linnaeus.sweep.grid import read_grid
 from tests.helpers.configs import load, problems, write
 from tests.helpers.forks import ROOT
 

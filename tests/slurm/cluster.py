@@ -255,7 +255,7 @@ def validations(folder: Path) -> list[int]:
 
 
 LINNAEUS = (sys.executable, "-m", "linnaeus.main")
-QUEUED_AGAIN = "queued again: the run goes on where it was"
+QUEUED_AGAIN = "queued again"
 ON_SLURM = ("--launcher", "slurm", "--jobs", "2", "--slurm", "cpus-per-task=1", "time=30")
 
 
@@ -288,7 +288,7 @@ class Shell:
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["runs"]
+    runs: list[dict[str, Any]] = json.loads((folder / "figures.json").read_text())["runs"]
     return runs
 
 

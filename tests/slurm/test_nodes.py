@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from linnaeus.launchers.slurm_job import TIME_IS_OVER
 from tests.helpers import forks
 from tests.helpers.runs import TORCHRUN, wait_until
 from tests.slurm import cluster
 from tests.slurm.cluster import (
     ENV,
     EXPERIMENT,
-    LINNAEUS,
     QUEUED_AGAIN,
     Cluster,
     Shell,
     entries,
     queue,
-    validations,
     validations_of,
 )
 
@@ -37,35 +33,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
-def test_a_run_over_two_nodes_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
-    words = ("train", "--cfg", "my_exp.yaml", "TRAIN.EPOCHS=4")
-    said = slurm.call(*LINNAEUS, *words, *RESOURCES, cwd=tmp_path)
-    (job,) = re.findall(r"submitted as SLURM job (\d+):", said)
-    (log,) = re.findall(r"^log: +(\S+)$", said, re.MULTILINE)
-    wait_until(lambda: len(validations(tmp_path)) > 0)
-    assert slurm.show(job)["NumNodes"] == "2"
-    slurm.call("scancel", "--batch", "--signal=USR1", job)
-    slurm.wait_for(job, "Restarts", "1")
-    (tmp_path / "quick").touch()
-    slurm.wait_for(job, "JobState", "COMPLETED", timeout_s=300)
-    text = Path(log).read_text()
-    assert text.count(f"{QUEUED_AGAIN}, because {TIME_IS_OVER}") == 1, text
-    assert text.count("resumed") == 1, text
-    assert "x 2 processes" in text
-    assert "Traceback" not in text
-    assert validations(tmp_path) == [6, 12, 18, 24]
-
-
 def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> None:
     """They take turns; the first is preempted on one of its nodes, and ends like one undisturbed."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     sweep = tmp_path / "runs/small"
     words = ("--cfg", "my_exp.yaml", "TRAIN.EPOCHS=4")
-    shell = Shell(slurm, tmp_path, "sweep", *words, "EXPERIMENT.SEED=0,1", *RESOURCES)
+    shell = Shell(slurm, tmp_path, "sweep", *words, "EXPERIMENT.SEED=0,1", *RESOURCES, "--jobs", "1")
     first, second = (sweep / f"EXPERIMENT.SEED={seed}" for seed in range(2))
     wait_until((first / "checkpoints/last.pt").exists, log=shell.log)
-    assert not (second / "metrics.jsonl").exists(), "there are two nodes only"
     urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
     slurm.wait_for(urgent, "JobState", "COMPLETED")
     (tmp_path / "quick").touch()
@@ -73,8 +48,9 @@ def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> 
     assert not queue(slurm)
     assert [entry["status"] for entry in entries(sweep)] == ["finished"] * 2
     assert validations_of(first) == validations_of(second) == [6, 12, 18, 24]
+    said = "".join(path.read_text() for path in sweep.glob("slurm/*.out"))
+    assert said.count(QUEUED_AGAIN) == said.count("preempted") == 1, said
     text = (first / "logs/output.txt").read_text()
-    assert text.count(QUEUED_AGAIN) == text.count("preempted") == 1, text
     assert text.count("resumed") == 1
     assert "x 2 processes" in text
     assert "Traceback" not in text

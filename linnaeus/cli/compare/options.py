@@ -11,7 +11,8 @@ from pathlib import Path
 
 from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table
 from linnaeus.errors import ConfigError
-from linnaeus.files import ASKED, CHECKPOINTS, LOGS, METRICS, RESULT, suggest_path
+from linnaeus.files import CHECKPOINTS, LOGS, METRICS, RESULT, suggest_path
+from linnaeus.run_folder import CLAIMS, RUN
 
 DESCRIPTION = """\
 Puts trained runs side by side: what differs in their configurations, their metrics and learning curves.
@@ -28,7 +29,7 @@ examples:
 
 exit codes: 0 done, 1 a file cannot be written, 2 a folder or an option, 130 interrupted
 """
-RUN_MARKERS = {METRICS, RESULT, ASKED, CHECKPOINTS}
+RUN_MARKERS = {METRICS, RESULT, RUN, CLAIMS, CHECKPOINTS}
 """A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
 _NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$|.*\.earlier-\d+$")
 """Folders that hold no runs, or only those that a sweep has moved aside."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -17,14 +17,13 @@ from linnaeus.cli.tables import Figures
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.load import FastLoader, unescape
 from linnaeus.config.tree import PLAN
-from linnaeus.files import ASKED, CHECKPOINTS, CONFIG, LOCK, METRICS, OUTCOME, SWEEP, read_holder
-from linnaeus.launchers.interface import Job, JobKind
-from linnaeus.launchers.jobs import active_jobs, lost_outcome
-from linnaeus.launchers.outcome import Outcome, is_newer, read_json, read_outcome
+from linnaeus.files import CONFIG, METRICS, RESULT, read_json
+from linnaeus.run_folder import NOT_RUN, RunStatus, State, read_state
+from linnaeus.sweep.folder import ASKED
+from linnaeus.sweep.search import is_smaller_better
 
 Flat = Mapping[str, Any]
 """A configuration as values by dotted key."""
-RunStatus = JobKind | Literal["finished", "failed", "interrupted", "pruned", "not run"]
 
 SEED = "EXPERIMENT.SEED"
 """Runs that differ in it alone are repetitions of one measurement."""
@@ -45,7 +44,6 @@ _PLANNED = {
     "TOTAL_STEPS": "total_steps",
 }  # fmt: skip
 """Entries of the plan in `config.yaml`, and what `result.json` calls them."""
-_SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
 
 
 # What differs.
@@ -117,15 +115,6 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 # Validations.
 
 
-def is_smaller_better(metric: str) -> bool:
-    """Whether a lower value of a metric is a better one.
-
-    >>> is_smaller_better("loss"), is_smaller_better("top1/digit"), is_smaller_better("calibration_error")
-    (True, False, True)
-    """
-    return any(part.endswith(_SMALLER_IS_BETTER) for part in metric.split("/"))
-
-
 class Best(NamedTuple):
     """The best validation of a run: the value and the number of epochs after which it was measured."""
 
@@ -181,26 +170,20 @@ class Row:
     Attributes:
         values: the text of each key in which the runs differ.
         folder: where its files are.
-        outcome: how its process ended; None for a run that goes on, or whose end nobody saw.
-        job: who runs it, if a launcher has started it and it goes on.
-        pruned: whether a search has ended it before its end.
+        state: how far it has come.
+        result: content of its `result.json`; empty where it has not ended well.
         name: what the table calls it; empty where the values do.
-        file_status: its status while there is neither a job nor an outcome.
         plan: figures of its batch plan with the names of `result.json`, for a run without a result.
-        failure: why it failed, where there is no outcome to say so.
         config: its configuration by dotted key; None where that is not known.
         problem: why the configuration is not known; empty where it is.
     """
 
     values: dict[str, str]
     folder: Path
-    outcome: Outcome | None = None
-    job: Job | None = None
-    pruned: bool = False
+    state: State = NOT_RUN
+    result: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
-    file_status: RunStatus = "not run"
     plan: Mapping[str, Any] = field(default_factory=dict)
-    failure: str | None = None
     config: dict[str, Any] | None = None
     problem: str = ""
     _read: tuple[object, History] = field(default=(None, History()), init=False, repr=False, compare=False)
@@ -212,31 +195,13 @@ class Row:
 
     @property
     def status(self) -> RunStatus:
-        """How far the run has come: as its job, its outcome or else its files say.
-
-        A run that somebody stopped, or whose process was ended, is the same to a sweep, which resumes both.
-        """
-        if self.job is not None:
-            return self.job.kind
-        if self.outcome is None:
-            return self.file_status
-        if self.outcome.finished:
-            return "finished"
-        if self.pruned:
-            return "pruned"
-        return "interrupted" if self.outcome.was_interrupted else "failed"
+        """How far the run has come."""
+        return self.state.status
 
     @property
     def reason(self) -> str | None:
-        """Why the run has not ended well, or waits; None for one that does not say."""
-        if self.job is not None:
-            return self.job.reason or None
-        return self.failure if self.outcome is None else self.outcome.reason
-
-    @property
-    def result(self) -> Mapping[str, Any]:
-        """Content of the run's `result.json`; empty where it has not ended well."""
-        return (self.outcome and self.outcome.result) or {}
+        """Why the run has not ended well; None for one that does not say."""
+        return self.state.reason
 
     @property
     def history(self) -> History:
@@ -281,7 +246,7 @@ class Row:
             **({"run": self.name} if self.name else {}),
             **self.values,
             "status": self.status,
-            "exit_code": self.outcome and self.outcome.exit_code,
+            "exit_code": self.state.exit_code,
             **{name: self.planned(name) for name in _PLANNED.values()},
             "epoch": self.history.epoch or None,
             **{name: self.value(name) for name in metrics},
@@ -289,7 +254,7 @@ class Row:
             **{f"best {name} epoch": found and found.epoch for name, found in best.items()},
             "training_s": self.result.get("training_s"),
             "images_per_s": self.result.get("images_per_s"),
-            "seconds": self.outcome and self.outcome.seconds,
+            "seconds": self.state.seconds,
             "folder": str(self.folder),
             "reason": self.reason,
         }
@@ -416,23 +381,12 @@ def _shown(run: Row, key: str) -> str:
 
 def read_runs(folders: Sequence[Path]) -> list[Row]:
     """Read everything but the metrics. A file that is missing or damaged leaves its part unknown."""
-    jobs, pruned = active_jobs(folders), _pruned(folders)
-    rows = [Row({}, f, job=jobs.get(f), pruned=f.resolve() in pruned) for f in folders]
+    rows = [Row({}, folder, read_state(folder)) for folder in folders]
     for row in rows:
         _read_config(row)
-        if row.job is None:
-            _find_end(row)
+        if row.status == "finished":
+            row.result = read_json(row.folder / RESULT) or {}
     return rows
-
-
-def _pruned(folders: Iterable[Path]) -> set[Path]:
-    """The runs that their sweep says a search has ended."""
-    found = set()
-    for sweep in {folder.resolve().parent for folder in folders}:
-        for entry in (read_json(sweep / SWEEP) or {}).get("runs", []):
-            if entry.get("status") == "pruned":
-                found.add(sweep / Path(entry["folder"]).name)
-    return found
 
 
 def _read_config(run: Row) -> None:
@@ -452,27 +406,3 @@ def _read_config(run: Row) -> None:
         run.config = {key: unescape(value) for key, value in flattened(content).items()}
         if isinstance(plan, Mapping):
             run.plan = {name: plan[key] for key, name in _PLANNED.items() if key in plan}
-
-
-def _find_end(run: Row) -> None:
-    """Find out how a run ended, or whether somebody goes on with it by hand: the first branch that is so."""
-    folder = run.folder
-    run.outcome = read_outcome(folder) or lost_outcome(folder)
-    if run.outcome is not None and run.outcome.finished:
-        return
-    # The lock itself is not tried: a run that starts at this moment would find it taken.
-    holder = read_holder(folder)
-    is_elsewhere = holder is not None and not holder.is_here
-    if holder is not None and holder.is_here and holder.lives():
-        run.job, run.outcome = Job("running", str(holder)), None
-    elif is_elsewhere and (run.outcome is None or is_newer(folder / LOCK, folder / OUTCOME)):
-        run.job, run.outcome = Job("unknown", str(holder), "another machine, which cannot be asked"), None
-    elif run.outcome is not None:
-        return
-    elif any((folder / CHECKPOINTS).glob("*.pt")):
-        run.file_status = "interrupted"
-    elif (folder / CONFIG).exists() or not (
-        folder / ASKED
-    ).exists():  # else a sweep has asked for it, no more
-        run.file_status = "failed"
-        run.failure = "ended without a result and without a checkpoint"

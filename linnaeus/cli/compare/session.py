@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -20,7 +21,6 @@ from linnaeus.cli.compare.runs import (
     Comparison,
     Row,
     compared,
-    is_smaller_better,
     read_runs,
     short_names,
 )
@@ -28,7 +28,8 @@ from linnaeus.cli.plots import INK, SERIES, decorate, drawing, size_axis
 from linnaeus.cli.tables import cell
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError
-from linnaeus.launchers.outcome import OUTPUT, last_line
+from linnaeus.run_folder import OUTPUT, last_line
+from linnaeus.sweep.search import is_smaller_better
 from linnaeus.words import counted
 
 if TYPE_CHECKING:
@@ -107,27 +108,35 @@ def _order(value: Any) -> tuple[float, str]:
 
 def print_runs(runs: Comparison, console: Console) -> None:
     """Show the table, what limits the comparison, who runs what, and why runs have not ended well."""
-    unlimited = console.options.update(max_width=10**6)
-    for num_left_out in range(len(EXPENDABLE) + 1):
-        left_out = EXPENDABLE[:num_left_out]
-        folded = _table(runs, left_out, _NAME_LETTERS)
-        if Measurement.get(console, unlimited, folded).maximum <= console.width:
-            break
-    console.print(_table(runs, left_out))
+    console.print(runs_table(runs, console))
     sentences = [f"note: {note}" for note in runs.notes]
     sentences += [f"{row.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))]
     for sentence in sentences:
         console.print(sentence, markup=False, soft_wrap=True)
 
 
+def runs_table(runs: Comparison, console: Console) -> Table:
+    """The table, without the columns for which the console is too narrow."""
+    unlimited = console.options.update(max_width=10**6)
+    for num_left_out in range(len(EXPENDABLE) + 1):
+        left_out = EXPENDABLE[:num_left_out]
+        folded = _table(runs, left_out, _NAME_LETTERS)
+        if Measurement.get(console, unlimited, folded).maximum <= console.width:
+            break
+    return _table(runs, left_out)
+
+
 def _said_of(row: Row) -> str:
-    """Who runs a run and its last line of output, or why it has not ended well; empty for the others."""
-    if row.job is not None:
-        last = last_line(row.folder) if row.status == "running" else ""
-        return ": ".join(filter(None, (row.job.name, " ".join(row.job.reason.split()), last)))
+    """Who runs a run, and its last line of output with its age, or why it has not ended well."""
+    output = row.folder / OUTPUT
+    if row.status == "running":
+        age_s = None
+        with suppress(OSError):
+            age_s = time.time() - output.stat().st_mtime
+        last = f"{last_line(row.folder)} ({age_s:.0f} s ago)" if age_s is not None else ""
+        return ": ".join(filter(None, (str(row.state.holder), last)))
     if row.reason is None or row.status == "pruned":
         return ""
-    output = row.folder / OUTPUT
     return f"{row.reason} ({output})" if output.exists() else row.reason
 
 

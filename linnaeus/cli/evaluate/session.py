@@ -31,6 +31,7 @@ from linnaeus.data.evaluation import EvaluationData, Request, build_evaluation_d
 from linnaeus.data.loader import build_val_loader
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import RankEnded, World, errors_told_first, join
+from linnaeus.files import read_json
 from linnaeus.inference.evaluate import (
     Outcome,
     assemble_evaluation,
@@ -40,7 +41,6 @@ from linnaeus.inference.evaluate import (
 )
 from linnaeus.inference.figures import distance_of_mistakes, figures_of
 from linnaeus.inference.trained import TrainedRun, load_run
-from linnaeus.launchers.outcome import read_json
 from linnaeus.log import close_logging, set_up_logging
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
-import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
-import psutil
 import pytest
 
 from linnaeus.cli.compare.options import find_runs, run_names
 from linnaeus.cli.compare.runs import Comparison, compared, read_runs
 from linnaeus.cli.compare.session import EXPENDABLE, print_runs, save_plot, sort_rows
+from linnaeus.cli.sweep import read
 from linnaeus.errors import ConfigError
-from linnaeus.files import FolderLock, process_start
-from linnaeus.launchers.record import open_locked
+from linnaeus.run_folder import CLAIMS, Claim, Holder
 from tests.helpers.consoles import plain_console
 from tests.helpers.run_files import config_text, write_run, write_validations
-from tests.helpers.runs import Run, wait_until
+from tests.helpers.runs import Run
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -138,71 +133,32 @@ def test_how_far_a_run_has_come(tmp_path: Path) -> None:
     stopped = write_run(tmp_path / "stopped", finished=False)
     assert status_of(stopped) == "interrupted"
     assert status_of(write_run(tmp_path / "dead", finished=False, checkpoint=False)) == "failed"
-    lock = FolderLock(stopped)
+    claim = Claim(stopped)
     assert status_of(stopped) == "running"
-    lock.release()
-    assert status_of(stopped) == "interrupted"
-    here, ended = socket.gethostname(), subprocess.Popen(["true"])
-    wait_until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
-    (stopped / ".lock").write_text(f"process {ended.pid} on {here}")
-    assert status_of(stopped) == "interrupted", "it has ended, and nobody has asked how"
-    ended.wait()
-    for holder, expected in (
-        (f"process {os.getpid()} on {here}", "running"),
-        (f"process {ended.pid} on {here}", "interrupted"),
-        (f"process {os.getpid()} on elsewhere", "unknown"),
-        ("", "interrupted"),
-    ):
-        (stopped / ".lock").write_text(holder)
-        assert status_of(stopped) == expected
-    start = int(process_start(os.getpid()))
-    for ticks, expected in ((start, "running"), (start - 1, "interrupted")):
-        (stopped / ".lock").write_text(f"process {os.getpid()} on {here}\n{ticks}\n")
-        os.utime(stopped / ".lock", (0, 0))  # the clock of a file server
-        assert status_of(stopped) == expected, "another process has the number now"
-
-
-def test_how_a_run_of_a_sweep_ended(tmp_path: Path) -> None:
-    outcomes = {"signal": (130, None), "failed": (1, "no-such-model"), "gone on": (130, None), "odd": None}
-    for name, outcome in outcomes.items():
-        folder = write_run(tmp_path / name, finished=name == "gone on")
-        content = {"exit_code": outcome[0], "seconds": 1.0, "reason": outcome[1]} if outcome else {"a": 1}
-        (folder / "outcome.json").write_text(json.dumps(content))
-    os.utime(tmp_path / "gone on/outcome.json", (0, 0))  # the result is of somebody who went on by hand
-    begun = tmp_path / "begun"
-    begun.mkdir()
-    (begun / "asked.yaml").write_text(config_text("OPTIMIZER.LR=0.5"))
-    found = comparison(tmp_path, *outcomes, "begun")
-    assert [row.status for row in found.rows] == [
-        "interrupted", "failed", "finished", "interrupted", "not run",
-    ]  # fmt: skip
-    assert "no-such-model" in table_of(found)
-    descriptor = open_locked(begun, {"launcher": "local", "host": socket.gethostname(), "slot": 0})
-    assert status_of(begun) == "running", "whoever runs it holds the lock"
-    os.close(descriptor)
-    assert status_of(begun) == "interrupted"
-    shutil.copytree(begun, tmp_path / "other")
-    (tmp_path / "sweep.json").write_text(json.dumps({"runs": [{"folder": "begun", "status": "pruned"}]}))
-    assert [status_of(begun), status_of(tmp_path / "other")] == ["pruned", "interrupted"]
+    claim.begin()
+    claim.end(1, "no-such-model")
+    claim.release()
+    assert status_of(stopped) == "failed"
+    assert "no-such-model" in table_of(comparison(tmp_path, "stopped"))
 
 
 def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run: Run, tmp_path: Path) -> None:
-    folders = {rate: tmp_path / f"runs/rates/OPTIMIZER.LR={rate}" for rate in ("0.1", "0.2", "0.3", "0.4")}
+    rates = ("0.1", "0.2", "0.3", "0.4")
+    planned = read(["EXPERIMENT.NAME=rates", f"OPTIMIZER.LR={','.join(rates)}"])
+    assert isinstance(planned, tuple)
+    folders = {rate: tmp_path / f"runs/rates/OPTIMIZER.LR={rate}" for rate in rates}
     for rate, folder in folders.items():
         write_run(folder, f"OPTIMIZER.LR={rate}", finished=rate == "0.1")
-    stopped = {"exit_code": 130, "seconds": 1.0, "reason": "stopped by SIGINT"}
-    for rate in ("0.2", "0.3"):
-        (folders[rate] / "outcome.json").write_text(json.dumps(stopped))
-    entries = [
-        {"values": {"OPTIMIZER.LR": rate}, "folder": f"elsewhere/{folder.name}", "status": "pruned"}
-        for rate, folder in folders.items()
-    ]
-    del entries[1]["status"]
-    (tmp_path / "runs/rates/sweep.json").write_text(json.dumps({"runs": entries}))
-    record = {"launcher": "local", "host": "node7", "slot": 0, "supervisor": [12, 0.0]}
-    descriptor = open_locked(folders["0.4"], record)
+    planned[1].write()
+    for rate, code in (("0.2", 130), ("0.3", 143)):
+        claim = Claim(folders[rate])
+        claim.begin()
+        claim.end(code, "stopped by SIGINT", pruned=code == 143)
+        claim.release()
+    (folders["0.4"] / CLAIMS).mkdir()
+    holder = {**vars(Holder.this_process()), "host": "node7", "boot": "", "pid": 12}
+    (folders["0.4"] / CLAIMS / "1").write_text(json.dumps(holder))
     status, compared = run("sweep", "--status", "runs/rates"), run("compare", "runs/rates")
-    os.close(descriptor)
     assert (status.code, status.err, status.out) == (0, "", compared.out)
     for rate, text in zip(folders, ("finished", "interrupted", "pruned", "running"), strict=True):
         assert text in lines_with(status.out, f"│ {rate} ")[0]

@@ -11,7 +11,7 @@ import yaml
 
 from linnaeus.cli.compare.runs import Comparison, Row, compared, differing_keys, flattened, read_runs
 from linnaeus.config.load import FastLoader, load_config, to_yaml
-from linnaeus.launchers.outcome import Outcome
+from linnaeus.run_folder import State
 from tests.helpers.run_files import result, write_run, write_validations
 
 
@@ -81,7 +81,8 @@ def test_free_keys_and_classes_of_ones_own_differ_by_what_they_have() -> None:
 
 
 def row(found: dict[str, Any] | None, exit_code: int = 0) -> Row:
-    return Row({}, Path("runs"), Outcome(exit_code, 9.0, None, found))
+    state = State("finished" if exit_code == 0 else "failed", exit_code=exit_code)
+    return Row({}, Path("runs"), state, found or {})
 
 
 def test_the_metric_that_is_compared() -> None:
@@ -98,18 +99,9 @@ def test_an_unknown_metric_names_those_that_there_are() -> None:
     assert Comparison(found, "top1/kind").unknown_metric is None
 
 
-def test_status() -> None:
-    assert Row({}, Path()).status == "not run"
-    assert row(result(8)).status == "finished"
-    assert row(None, exit_code=1).status == "failed"
-    assert row(None, exit_code=0).status == "failed"
-    assert row(None, exit_code=130).status == "interrupted"
-    assert row(None, exit_code=-9).status == "interrupted", "a sweep resumes it"
-
-
 def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_more(tmp_path: Path) -> None:
     write_validations(tmp_path, [0.25, 0.75, None])
-    running = Row({}, tmp_path, file_status="interrupted")
+    running = Row({}, tmp_path, State("interrupted"))
     assert running.value("top1/kind") is None, "the last one is not finite"
     assert running.history.best("top1/kind") == (0.75, 2)
     assert (running.history.epoch, running.headline) == (3, "top1/kind")
@@ -122,4 +114,4 @@ def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_mo
 
 def test_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
     write_validations(tmp_path, [0.5, 0.25, 0.25], metric="aux/loss")
-    assert Row({}, tmp_path, file_status="interrupted").history.best("aux/loss") == (0.25, 2)
+    assert Row({}, tmp_path, State("interrupted")).history.best("aux/loss") == (0.25, 2)

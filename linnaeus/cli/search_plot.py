@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from linnaeus.cli.compare.runs import Comparison, Row
 from linnaeus.cli.plots import BLUE, VERMILION, decorate, drawing
-from linnaeus.cli.sweep.space import Axis
+from linnaeus.sweep.space import Axis
 from linnaeus.words import counted
 
 if TYPE_CHECKING:

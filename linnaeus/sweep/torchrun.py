@@ -1,4 +1,4 @@
-"""torchrun, without a traceback where somebody has stopped it: `python -m linnaeus.launchers.torchrun ...`.
+"""torchrun, without a traceback where somebody has stopped it: `python -m linnaeus.sweep.torchrun ...`.
 
 torchrun itself ends with 1 and a traceback of its own after a signal, although the run has saved its
 checkpoint and goes on later.

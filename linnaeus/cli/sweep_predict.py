@@ -19,11 +19,11 @@ from linnaeus.cli.analyze.measure import Setup
 from linnaeus.cli.analyze.predict import META, PredictedStep, build_on_meta, fill, predicted_step
 from linnaeus.cli.analyze.results import Row
 from linnaeus.cli.compare.runs import short_names
-from linnaeus.cli.sweep.options import PlannedRun
 from linnaeus.console import StatusLine
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError, LinnaeusError
+from linnaeus.sweep.folder import PlannedRun
 from linnaeus.words import counted
 
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from linnaeus.autobatch.predict.gpus import find_gpu
-from linnaeus.cli.sweep import options
-from linnaeus.cli.sweep.predict import check_predictions, groups_of
+from linnaeus.cli import sweep
+from linnaeus.cli.sweep_predict import check_predictions, groups_of
 from linnaeus.errors import AutoBatchError
+from linnaeus.sweep.folder import PlannedRun
 from tests.helpers.consoles import plain_console
 
 ON = "DATA.AUTOBATCH.ENABLED=True"
@@ -20,10 +21,10 @@ POINTS = (
 )  # fmt: skip
 
 
-def planned(*argv: str) -> list[options.PlannedRun]:
-    request = options.read([*POINTS, *argv])
+def planned(*argv: str) -> list[PlannedRun]:
+    request = sweep.read([*POINTS, *argv])
     assert not isinstance(request, str)
-    return request[1]
+    return request[2]
 
 
 def test_runs_whose_sizes_cannot_differ_are_one_group(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.launchers import torchrun
+from linnaeus.sweep import torchrun
 from tests.helpers import forks
 from tests.helpers.runs import wait_until
 

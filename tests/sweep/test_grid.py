@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.cli.sweep.grid import Combination, read_grid
-from linnaeus.cli.sweep.options import read
-from linnaeus.cli.sweep.values import sweep_values
+from linnaeus.cli.sweep import read
 from linnaeus.config.load import load_config
 from linnaeus.errors import ConfigError
+from linnaeus.sweep.grid import Combination, read_grid
+from linnaeus.sweep.values import sweep_values
 
 VALUES = [
     ("32,64,128", ["32", "64", "128"]),
@@ -107,7 +107,7 @@ def test_all_mistakes_of_all_combinations_are_listed_once() -> None:
 def test_each_run_has_its_own_place() -> None:
     request = read(["DATA.BATCH_SIZE=8,16", "EXPERIMENT.NAME=mine", "EXPERIMENT.OUTPUT_DIR=out"])
     assert not isinstance(request, str)
-    _, runs = request
+    _, _, runs = request
     assert [str(run.folder) for run in runs] == [
         "out/mine/DATA.BATCH_SIZE=8", "out/mine/DATA.BATCH_SIZE=16",
     ]  # fmt: skip

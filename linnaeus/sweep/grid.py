@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from linnaeus.cli.sweep.values import sweep_values
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line
+from linnaeus.sweep.values import sweep_values
 
 NOT_SWEPT = ("EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR")
 """Keys that say where the sweep's files are."""

@@ -12,10 +12,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from hydra.errors import HydraException
 
-from linnaeus.cli.sweep.grid import Combination, check_may_be_swept, effective, token_of
-from linnaeus.cli.sweep.values import sweep_values
 from linnaeus.config.keys import KEYS, strip_optional
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line
+from linnaeus.sweep.grid import Combination, check_may_be_swept, effective, token_of
+from linnaeus.sweep.values import sweep_values
 
 LOG_RATIO = 100.0
 """An interval whose ends differ by this factor is searched by its logarithm."""

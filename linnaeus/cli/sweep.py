@@ -1,0 +1,570 @@
+"""`linnaeus sweep`: writes the folder of a sweep, starts workers and shows the table."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from linnaeus.autobatch.predict.gpus import Gpu
+from linnaeus.cli.analyze.options import read_gpus
+from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_count, read_plot
+from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
+from linnaeus.files import SWEEP
+from linnaeus.sweep.slurm import LaunchOptions
+from linnaeus.words import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from linnaeus.cli.compare.runs import Comparison
+    from linnaeus.sweep.folder import PlannedRun, Sweep, SweepRun
+    from linnaeus.sweep.grid import Combination
+    from linnaeus.sweep.search import Study
+
+DESCRIPTION = """\
+Trains once for each combination of values and compares the results: one run after another, several at once
+on this machine, or as jobs of SLURM.
+
+A key with several values is swept; there is one run for each combination:
+  KEY=a,b,c                    these values
+  KEY=range(start,stop[,step]) start, start + step, ... below stop
+  KEY=[a,b]  KEY='a,b'         one value: a list, a text
+  KEY=interval(low,high)       with --search optuna: any value between them
+This is Hydra's grammar, with choice(), sort(), shuffle() and tag() too. Lists work for presets: model=a,b
+"""
+DETAILS = """\
+The sweep is a folder, <EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>: sweep.json has its runs, and each run has
+a folder <values> below it, with its output in logs/output.txt. Every combination is checked before the first
+run starts. Workers take the runs: --jobs N starts N on this machine, each with its share of the GPUs and CPU
+cores; with --launcher slurm they are an array of N jobs. linnaeus work FOLDER starts one more, on any machine
+that sees the folder. A run whose worker has died is taken over and goes on from its checkpoint.
+
+Called again, the command skips what has finished, goes on with what was interrupted, and tries what failed
+once more. Other values need another EXPERIMENT.NAME. Ctrl-C ends the workers started here, with checkpoints
+(twice: at once), and leaves jobs of SLURM. The figures are in sweep.csv and figures.json beside the runs.
+
+examples:
+  linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
+  linnaeus sweep --cfg my_exp.yaml --jobs 4 'EXPERIMENT.SEED=range(0,8)'
+  linnaeus sweep --cfg my_exp.yaml EXPERIMENT.SEED=0,1 --launcher slurm --slurm gpus-per-node=4 time=4:00:00
+  linnaeus sweep --cfg my_exp.yaml --search optuna --trials 40 OPTIMIZER.LR='interval(1e-4,1e-1)'
+  linnaeus sweep --status runs/my_exp
+  linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,128 OPTIMIZER.LR=1e-3,2e-3 --plot sweep.html
+  linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
+
+exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 3 nothing is predicted to fit,
+130 interrupted
+"""
+EXIT_SOME_FAILED = 1
+JOBS_OF_A_SEARCH = 4
+"""Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
+LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
+"""Pauses between two looks at the runs: of workers here, and of jobs."""
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+Thing = TypeVar("Thing")
+logger = logging.getLogger("linnaeus.sweep")
+
+
+@dataclass
+class Options:
+    """What is compared, where the picture goes, and where the runs run.
+
+    Attributes:
+        metric: name of a validation metric; None for the one that decides which checkpoint is best.
+        plot: picture; None for `sweep.png` beside the runs.
+        predict_gpu: the GPUs for which batch sizes are predicted before the first run starts.
+        status: only show the status of the runs.
+        launch: where the runs run.
+        search: name of the method that chooses the runs; None for a grid.
+        trials: how many trials a search has.
+        no_prune: whether a search lets all runs train to their end.
+    """
+
+    metric: str | None = None
+    plot: Path | None = None
+    predict_gpu: list[Gpu] = field(default_factory=list)
+    status: bool = False
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
+    search: str | None = None
+    trials: int | None = None
+    no_prune: bool = False
+
+
+def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[PlannedRun]]:
+    """Read the tokens after `sweep`, and check every combination as a configuration.
+
+    Returns:
+        A text to print, or the arguments of `run`: the sweep, and its runs in their order (a search's
+        corners; none with `--status`).
+
+    Raises:
+        ConfigError: lists everything that is wrong, or the folder is that of a run. A problem that only some
+            combinations have names one of them.
+    """
+    # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
+    from linnaeus.config.load import to_yaml
+    from linnaeus.sweep.folder import Sweep
+    from linnaeus.sweep.grid import read_grid
+    from linnaeus.sweep.space import read_space
+
+    options = Options()
+    rest, problems = PARSER.words(argv, options)
+    if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
+        if problems:
+            raise ConfigError(problems)
+        return options, Sweep.read(Path(rest[0]).expanduser()), []
+    if options.status and not rest and not problems:
+        raise ConfigError("--status: give the folder of a sweep, such as runs/my_exp, or its whole command")
+    if options.search is None:
+        for_search = {"--trials": options.trials is not None, "--no-prune": options.no_prune}
+        problems += [f"{name}: is for --search optuna" for name, given in for_search.items() if given]
+        grid = read_grid(rest)
+        line, points = grid.line, grid.combinations
+        problems += line.problems + grid.problems
+    else:
+        space = read_space(rest)
+        line, points = space.line, list(space.corners()) if space.axes else []
+        problems += line.problems + space.problems
+        if options.trials is None and not options.status:
+            problems.append("--trials: say how many runs the search may have, such as --trials 40")
+    runs = _planned(points, problems)
+    if problems:
+        raise ConfigError(problems)
+    if line.print_config:
+        return "---\n".join(f"# {run.combination.title}\n{to_yaml(run.config)}" for run in runs)
+    check_files({"--plot": options.plot})
+    folder = runs[0].folder.parent
+    if options.status:
+        return options, Sweep.read(folder), []
+    entries = runs if options.search is None else runs[:1]
+    sweep = Sweep.of(
+        folder, rest, entries, metric=options.metric, trials=options.trials, prune=not options.no_prune
+    )
+    if not options.launch.dry_run:
+        sweep.check()
+    return options, sweep, runs
+
+
+def _planned(combinations: Sequence[Combination], problems: list[str]) -> list[PlannedRun]:
+    """The runs of combinations; what is wrong with some only names one of them."""
+    from linnaeus.sweep.folder import plan_run
+
+    runs = []
+    combinations_with: dict[str, list[Combination]] = {}
+    for combination in combinations:
+        try:
+            runs.append(plan_run(combination))
+        except ConfigError as error:
+            for problem in error.problems:
+                combinations_with.setdefault(problem, []).append(combination)
+    for problem, wrong in combinations_with.items():
+        is_everywhere = len(wrong) == len(combinations)
+        problems.append(problem if is_everywhere else f"{problem} with {wrong[0].title}")
+    return runs
+
+
+def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
+    """Start workers, show the table while they work and at the end, and write the files.
+
+    Returns:
+        The exit code: 0 all ended well, 1 some did not, 130 interrupted.
+
+    Raises:
+        ConfigError: the folder cannot be written to, or is that of another sweep.
+        AutoBatchError: for some runs nothing is predicted to fit.
+        LinnaeusError: sbatch has refused the job.
+    """
+    from linnaeus.console import make_console
+    from linnaeus.log import close_logging, set_up_logging
+
+    console = make_console()
+    if not options.launch.dry_run:  # which prints what a shell or sbatch reads
+        set_up_logging(None, rank=0, console=console)
+    try:
+        if options.status:
+            _show(_comparison(sweep, _study(sweep), options), console)
+            return 0
+        shares = _shares(options.launch, runs)
+        if options.predict_gpu:
+            from linnaeus.cli.sweep_predict import check_predictions  # here: only this needs torch
+
+            check_predictions(runs, options.predict_gpu, console, world_size=shares[0].num_processes)
+        if options.launch.dry_run:
+            console.print(_dry_run(options, sweep, shares), markup=False, soft_wrap=True, end="")
+            return 0
+        _study(sweep)  # before the folder is made: Optuna may be missing
+        sweep.write()
+        sweep.repeat_failed()
+        study = _study(sweep)
+        watched = _Watched(options, sweep, study, console)
+        interrupted = (
+            _watch_jobs(watched) if options.launch.launcher == "slurm" else _watch_workers(watched, shares)
+        )
+        table = _report(options, sweep, study, console)
+        if study is not None and (found := study.best()) is not None:
+            logger.info("best: %s", found)
+    finally:
+        close_logging()
+    if interrupted:
+        return EXIT_INTERRUPTED
+    ended_well = table.with_status("finished", "pruned")
+    return 0 if ended_well and len(ended_well) == len(table.rows) else EXIT_SOME_FAILED
+
+
+# What is seen.
+
+
+def _study(sweep: Sweep) -> Study | None:
+    """The study of a search; None for a grid, or where the folder is not made yet."""
+    if sweep.trials is None:
+        return None
+    from linnaeus.sweep.search import Study, check_optuna
+
+    check_optuna()
+    return Study(sweep) if (sweep.folder / SWEEP).exists() else None
+
+
+def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
+    """The runs of a sweep: all of a grid, those of a search that were asked for."""
+    return sweep.grid() if study is None else [*{run.folder: run for _, run in study.runs()}.values()]
+
+
+def _comparison(sweep: Sweep, study: Study | None, options: Options) -> Comparison:
+    """The table of a sweep as it is now."""
+    from linnaeus.cli.compare.runs import Comparison, read_runs
+
+    runs = _runs(sweep, study)
+    rows = read_runs([run.folder for run in runs])
+    for row, entry in zip(rows, runs, strict=True):
+        row.values = entry.values
+    return Comparison(rows, options.metric or sweep.metric)
+
+
+def _show(table: Comparison, console: Console) -> None:
+    from linnaeus.cli.compare.session import print_runs
+
+    if table.rows:
+        print_runs(table, console)
+    else:
+        console.print("no run has begun")
+
+
+def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:
+    """Show the figures, and write them to the files."""
+    from linnaeus.cli.compare.session import save_plot
+
+    table = _comparison(sweep, study, options)
+    _show(table, console)
+    if not table.rows:
+        return table
+    if table.metrics and (problem := table.unknown_metric) is not None:
+        logger.warning("--metric: %s", problem)
+    plot = options.plot or sweep.folder / "sweep.png"
+    try:
+        for name in ("figures.json", "sweep.csv"):
+            table.save(sweep.folder / name)
+        logger.info("figures: %s and sweep.csv", sweep.folder.resolve() / "figures.json")
+        if study is None:
+            save_plot(table, plot)
+        else:
+            from linnaeus.cli.search_plot import save_search_plot
+            from linnaeus.sweep.search import is_smaller_better
+
+            save_search_plot(table, study.space.axes, plot, smaller_is_better=is_smaller_better(table.metric))
+        logger.info("picture: %s", plot.resolve())
+    except (OSError, LinnaeusError) as error:  # a full disk
+        logger.warning("the figures cannot be written: %s", error)
+    if left := len(table.with_status("running", "interrupted", "not run")):
+        logger.info(
+            "%s left; the same command goes on, and linnaeus work %s is one more worker",
+            counted(left, "run"), shlex.quote(str(sweep.folder)),
+        )  # fmt: skip
+    return table
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A sweep whose workers work."""
+
+    options: Options
+    sweep: Sweep
+    study: Study | None
+    console: Console
+
+    def to_the_end(self, goes_on: Callable[[], bool], received: Sequence[int], pause_s: float) -> None:
+        """Show the table as long as workers work: live on a terminal, elsewhere a line for each change.
+
+        Args:
+            goes_on: whether a worker that was started here works. Those that others have started are waited
+                for as long as they train.
+            received: the signals so far, which end the waiting for others.
+            pause_s: between two looks.
+        """
+        from rich.live import Live
+
+        from linnaeus.cli.compare.session import runs_table
+        from linnaeus.console import is_interactive
+        from linnaeus.run_folder import read_state
+
+        known: dict[Path, str] = {}
+        with Live(console=self.console, auto_refresh=False, transient=True) as live:
+            while True:
+                is_over = not goes_on()
+                runs = _runs(self.sweep, self.study)
+                states = [read_state(run.folder) for run in runs]
+                if is_over and (received or not any(state.status == "running" for state in states)):
+                    return
+                if is_interactive(self.console) and runs:
+                    table = _comparison(self.sweep, self.study, self.options)
+                    live.update(runs_table(table, self.console), refresh=True)
+                for run, state in zip(runs, states, strict=True) if not is_interactive(self.console) else []:
+                    if known.setdefault(run.folder, "not run") != state.status:
+                        known[run.folder] = state.status
+                        logger.info(
+                            "%s: %s", run.title, ": ".join(filter(None, (state.status, state.reason)))
+                        )
+                time.sleep(pause_s)
+
+
+# Workers on this machine.
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker may use of this machine.
+
+    Attributes:
+        gpus: as in CUDA_VISIBLE_DEVICES; None leaves that as it is.
+        cores: numbers of CPU cores; empty for all that this process may use.
+    """
+
+    gpus: tuple[str, ...] | None = None
+    cores: tuple[int, ...] = ()
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of a run: one for each GPU."""
+        return max(len(self.gpus or ()), 1)
+
+    def env(self) -> dict[str, str]:
+        """Changes to the environment."""
+        changes = {} if self.gpus is None else {VISIBLE_GPUS: ",".join(self.gpus)}
+        if self.cores and "OMP_NUM_THREADS" not in os.environ:
+            changes["OMP_NUM_THREADS"] = str(max(len(self.cores) // self.num_processes, 1))
+        return changes
+
+    def command(self, folder: Path) -> list[str]:
+        """The command line of a worker."""
+        ranks = ["--nproc", str(self.num_processes)] if self.num_processes > 1 else []
+        return [sys.executable, "-m", "linnaeus.main", "work", str(folder), *ranks]
+
+    def __str__(self) -> str:
+        gpus = "" if self.gpus is None else f"GPU {', '.join(self.gpus) or 'none'}"
+        cores = f"CPU core {', '.join(map(str, self.cores))}" if self.cores else ""
+        return "; ".join(text for text in (gpus, cores) if text) or "the whole machine"
+
+
+def divide(num_jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Share]:
+    """Equal shares of a machine; what cannot be divided equally is left over, and no share is empty.
+
+    With fewer GPUs or cores than jobs, several jobs have the same one.
+
+    >>> [share.gpus for share in divide(2, ["0", "1", "2", "3"], [])]
+    [('0', '1'), ('2', '3')]
+    >>> [share.cores for share in divide(3, [], [0, 1])]
+    [(0,), (1,), (0,)]
+    """
+    return [
+        Share(_part(gpus, number, num_jobs) if gpus else None, _part(cores, number, num_jobs))
+        for number in range(num_jobs)
+    ]
+
+
+def _part(things: Sequence[Thing], number: int, num_jobs: int) -> tuple[Thing, ...]:
+    each = len(things) // num_jobs
+    if each == 0:
+        return (things[number % len(things)],) if things else ()
+    return tuple(things[number * each : (number + 1) * each])
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    named = os.environ.get(VISIBLE_GPUS)
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    import torch  # late: a command line with a mistake does not wait for it
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _shares(launch: LaunchOptions, runs: Sequence[PlannedRun]) -> list[Share]:
+    """One for each worker on this machine."""
+    if launch.jobs is None or launch.launcher == "slurm":
+        return [Share()]
+    is_cpu = all(run.config.EXPERIMENT.DEVICE == "cpu" for run in runs)
+    gpus = [] if is_cpu else visible_gpus()
+    shares = divide(launch.jobs, gpus, sorted(os.sched_getaffinity(0)) if launch.jobs > 1 else [])
+    if launch.jobs > 1 and not launch.dry_run:
+        logger.info(
+            "%s, each with its share: %s", counted(launch.jobs, "worker"), " | ".join(map(str, shares))
+        )
+    if 0 < len(gpus) < launch.jobs:
+        logger.warning(
+            "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
+            "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer", launch.jobs, counted(len(gpus), "GPU"),
+        )  # fmt: skip
+    return shares
+
+
+def _start_workers(sweep: Sweep, shares: Sequence[Share]) -> list[subprocess.Popen[bytes]]:
+    """Start a worker for each share; they outlive this process if it is killed."""
+    cores, workers = os.sched_getaffinity(0), []
+    (sweep.folder / "logs").mkdir(exist_ok=True)
+    for number, share in enumerate(shares, start=1):
+        with (sweep.folder / f"logs/worker{number}.txt").open("ab") as output:
+            try:
+                os.sched_setaffinity(0, share.cores or cores)  # which the worker inherits
+                workers.append(
+                    subprocess.Popen(
+                        share.command(sweep.folder), env={**os.environ, **share.env()},
+                        stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                        start_new_session=True,  # Ctrl-C is for this process alone
+                    )
+                )  # fmt: skip
+            finally:
+                os.sched_setaffinity(0, cores)
+    return workers
+
+
+@contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM inside the context are noted in the list, and do nothing else."""
+    from linnaeus.signals import handled
+
+    received: list[int] = []
+    with handled((signal.SIGINT, signal.SIGTERM), lambda number, _: received.append(number)):
+        yield received
+
+
+def _watch_workers(watched: _Watched, shares: Sequence[Share]) -> bool:
+    """Start workers here and watch them; returns whether somebody has interrupted them."""
+    sweep = watched.sweep
+    with _noted() as received:
+        workers, num_passed_on = _start_workers(sweep, shares), 0
+
+        def goes_on() -> bool:
+            nonlocal num_passed_on
+            alive = [worker for worker in workers if worker.poll() is None]
+            while num_passed_on < len(received):
+                num_passed_on += 1
+                for worker in alive:
+                    worker.send_signal(signal.SIGINT)
+            return bool(alive)
+
+        watched.to_the_end(goes_on, received, LOOK_S)
+    for number, worker in enumerate(workers, start=1):
+        if worker.returncode not in (0, EXIT_SOME_FAILED, EXIT_INTERRUPTED):
+            log = sweep.folder / f"logs/worker{number}.txt"
+            last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            logger.warning("worker %d has ended with %d: %s (%s)", number, worker.returncode, last, log)
+    return bool(received)
+
+
+# Workers on SLURM.
+
+
+def _jobs_script(options: Options, sweep: Sweep) -> str:
+    """The script of the array of workers."""
+    from linnaeus.sweep.slurm import script
+
+    num_runs = len(sweep.runs) if sweep.trials is None else min(JOBS_OF_A_SEARCH, sweep.trials)
+    words = ["work", str(sweep.folder.resolve())]
+    return script(
+        sweep.folder / "slurm",
+        options.launch.slurm,
+        sweep.folder.name,
+        words,
+        options.launch.jobs or num_runs,
+    )
+
+
+def _watch_jobs(watched: _Watched) -> bool:
+    """Submit an array of workers and watch it; returns whether somebody has ended the watch.
+
+    Raises:
+        LinnaeusError: sbatch has refused the job.
+    """
+    from linnaeus.sweep.slurm import is_in_queue, submit
+
+    folder = watched.sweep.folder
+    number = submit(folder / "slurm", _jobs_script(watched.options, watched.sweep))
+    logger.info(
+        "submitted as SLURM job %s; linnaeus sweep --status %s shows the runs, and scancel %s ends them",
+        number, shlex.quote(str(folder)), number,
+    )  # fmt: skip
+    with _noted() as received:
+        watched.to_the_end(lambda: not received and is_in_queue(number), received, LOOK_AT_QUEUE_S)
+    if received:
+        logger.info("SLURM job %s goes on; scancel %s ends it, with checkpoints", number, number)
+    return bool(received)
+
+
+def _dry_run(options: Options, sweep: Sweep, shares: Sequence[Share]) -> str:
+    """What would be started."""
+    if options.launch.launcher == "slurm":
+        return _jobs_script(options, sweep)
+    lines = [f"# {counted(len(shares), 'worker')}: {' | '.join(map(str, shares))}"]
+    lines.append("# they take these runs, one after another:")
+    lines += [f"#   {run.title}" for run in sweep.grid()]
+    lines += [f"#   {sweep.trials} trials, whose values Optuna chooses"] if sweep.trials is not None else []
+    for share in shares:
+        env = [f"{name}={value}" for name, value in share.env().items()]
+        lines.append(shlex.join([*env, *share.command(sweep.folder)]))
+    return "\n".join(lines) + "\n"
+
+
+PARSER = CommandParser(
+    "sweep",
+    description=DESCRIPTION,
+    details=DETAILS,
+    print_config="print the configuration of each run, and exit",
+)
+PARSER.option(
+    "--metric", "NAME", str,
+    "validation metric that is compared; default: top-1 of the finest rank, or the loss",
+)  # fmt: skip
+PARSER.option(
+    "--plot", "FILE", read_plot,
+    "picture: .png, .svg or .html by its ending; default sweep.png beside the runs",
+)  # fmt: skip
+PARSER.option(
+    "--jobs", "N", read_count,
+    "workers, and so runs at once; default: one on this machine, one for each run on SLURM (4 in a search)",
+    launches=True,
+)  # fmt: skip
+PARSER.option(
+    "--search", "optuna", partial(read_choice, ["optuna"]),
+    "choose the values of each run by the results of those before, in place of all combinations",
+)  # fmt: skip
+PARSER.option("--trials", "N", read_count, "runs of a search in all, repeated points included")
+PARSER.switch(
+    "--no-prune",
+    "let a search's runs train to their end even if they are worse than the median of the others",
+)
+PARSER.switch("--status", "show how far the runs are; the folder of a sweep may be all that follows")
+PARSER.option(
+    "--predict-gpu", "NAME,...", read_gpus,
+    "show the batch sizes predicted for these GPUs, which need not be here, before a run starts; start none "
+    "where nothing is predicted to fit on any of them",
+)  # fmt: skip

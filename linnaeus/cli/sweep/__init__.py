@@ -1,1 +1,0 @@
-"""Several runs over a grid of values, with their results compared: `linnaeus sweep`."""

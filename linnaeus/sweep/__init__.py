@@ -1,0 +1,1 @@
+"""Sweeps: a folder with a list of runs, and workers that take them."""

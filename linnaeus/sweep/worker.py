@@ -1,0 +1,288 @@
+"""A worker: takes runs of a sweep that nobody has, trains each in a process, and notes how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.files import AUTOBATCH, RESULT, write_text_atomically
+from linnaeus.run_folder import (
+    HANDED_OVER,
+    OUTPUT,
+    REASON_LETTERS,
+    TRIAL,
+    Claim,
+    FolderInUseError,
+    last_line,
+    read_state,
+    signal_name,
+    stopped_reason,
+)
+from linnaeus.signals import SIGNALS, handled
+from linnaeus.sweep.folder import ASKED, Sweep, SweepRun
+
+TRIES = 3
+"""A worker takes a run whose process was killed so often."""
+STARTS = {"START": "train", "START_VAL": "val"}
+"""The keys with the sizes that a search tries first, and their modes."""
+EXIT_SOME_FAILED = 1
+
+
+class Child:
+    """The process of a run, to which stop signals are passed on: also those that come before it exists.
+
+    The first signal lets the run save a checkpoint; a second one kills it.
+
+    Args:
+        is_step: whether it is srun: SLURM itself sends SIGTERM to what srun starts.
+
+    Attributes:
+        received: the signals so far.
+    """
+
+    def __init__(self, *, is_step: bool) -> None:
+        self.received: list[int] = []
+        self._is_step = is_step
+        self._to_pass_on: deque[int] = deque()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals inside the context."""
+        with handled(SIGNALS, self._handle):
+            yield
+
+    def run(self, command: Sequence[str], env: Mapping[str, str], output: Path | None, cwd: Path) -> int:
+        """Run a command to its end; returns its exit code, negative for a signal.
+
+        Args:
+            command: what to execute.
+            env: its environment.
+            output: file to which its output is appended; None for this process's.
+            cwd: the folder that it runs in.
+        """
+        with open(output or os.devnull, "ab") as file:  # noqa: PTH123
+            stream = None if output is None else file
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream and subprocess.STDOUT,
+                env={**env, "PYTHONUNBUFFERED": "1"}, cwd=cwd, start_new_session=True,
+            )  # fmt: skip
+            self._pass_on()
+            try:
+                code = self._process.wait()
+            finally:
+                self._process = None
+        if self._is_step and not self.received and code - 128 in SIGNALS:
+            self.received.append(code - 128)  # SLURM has signalled the step alone, as before a preemption
+        return code
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        self._to_pass_on.append(number)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Each signal once, although another one may interrupt this at any point."""
+        while self._process is not None:
+            try:
+                number = self._to_pass_on.popleft()
+            except IndexError:
+                return
+            if self._is_step:
+                if number != signal.SIGTERM:
+                    self._process.send_signal(signal.SIGTERM)
+            elif len(self.received) == 1:
+                self._process.send_signal(signal.SIGINT)
+            else:
+                with suppress(psutil.Error):
+                    for process in psutil.Process(self._process.pid).children(recursive=True):
+                        with suppress(psutil.Error):
+                            process.kill()
+                self._process.kill()
+
+
+class Worker:
+    """Takes the runs of a sweep, until none is left that nobody has.
+
+    Args:
+        sweep: whose runs.
+        prefix: what starts the program in each rank of a run, before `linnaeus.main`.
+        env: the environment of a run.
+        child: passes signals on.
+
+    Attributes:
+        progress: runs that have ended, or have saved a checkpoint here.
+    """
+
+    def __init__(self, sweep: Sweep, prefix: Sequence[str], env: Mapping[str, str], child: Child) -> None:
+        self.progress = 0
+        self._sweep, self._prefix, self._env, self._child = sweep, prefix, env, child
+        self._tries: Counter[Path] = Counter()
+        self._cwd = Path(sweep.cwd) if Path(sweep.cwd).is_dir() else Path.cwd()
+        self._study = None
+        if sweep.trials is not None:
+            from linnaeus.sweep.search import Study
+
+            sweep.folder = sweep.folder.resolve()
+            self._study = Study(sweep)
+            os.chdir(self._cwd)  # the files of the command are read for each trial
+            self._study.check_configuration()
+
+    def work(self) -> int:
+        """Train what can be taken; returns the exit code: 0 all ended well, 1 some did not, 128 + signal.
+
+        Raises:
+            ConfigError: the runs of a search do not have its metric.
+        """
+        some_failed = False
+        while not self._child.received and (taken := self._take()):
+            claim, run, number = taken
+            try:
+                self._train(claim, run, number)
+            finally:
+                claim.release()
+            state = read_state(run.folder)
+            _say(f"{run.title}: {state.status}{f': {state.reason}' if state.reason else ''}")
+            some_failed |= state.status == "failed"
+            if self._study is not None and number is not None:
+                self._study.tell(number, run, state)
+                if state.status == "failed" and "--metric:" in (state.reason or ""):
+                    raise ConfigError(f"--metric: {run.title}: {state.reason}")
+        if self._study is not None:
+            [*self._study.waiting()]  # tells trials with equal values how their one run has ended
+        if self._child.received:
+            return 128 + self._child.received[0]
+        return EXIT_SOME_FAILED if some_failed else 0
+
+    def _take(self) -> tuple[Claim, SweepRun, int | None] | None:
+        """Claim a run that nobody has; None where there is none."""
+        for number, run in self._waiting():
+            if self._tries[run.folder] >= TRIES:
+                continue
+            try:
+                claim = Claim(run.folder)
+            except FolderInUseError:
+                continue
+            except OSError as error:
+                raise LinnaeusError(f"{run.folder} cannot be written to: {error.strerror}") from error
+            if read_state(run.folder, without=claim.number).status in ("not run", "interrupted"):
+                self._tries[run.folder] += 1
+                return claim, run, number
+            claim.release()
+        return None
+
+    def _waiting(self) -> Iterator[tuple[int | None, SweepRun]]:
+        """The runs that may be taken; those of a search are asked for last."""
+        if self._study is None:
+            for run in self._sweep.grid():
+                if read_state(run.folder).status in ("not run", "interrupted"):
+                    yield None, run
+            return
+        yield from self._study.waiting()
+        while (asked := self._study.ask()) is not None:
+            yield asked
+            [*self._study.waiting()]  # a point that was asked for before is told, or goes on elsewhere
+
+    def _train(self, claim: Claim, run: SweepRun, number: int | None) -> None:
+        """Train a run to its end or until this process is asked to stop."""
+        folder, env = run.folder, {**self._env, HANDED_OVER: str(claim.number)}
+        (folder / OUTPUT).parent.mkdir(exist_ok=True)
+        try:
+            text = run.config or (self._study and self._study.config_of(run)) or ""
+        except ConfigError as error:
+            claim.end(error.exit_code, "; ".join(error.problems))
+            return
+        write_text_atomically(folder / ASKED, text)
+        if number is not None:
+            env[TRIAL] = f"{self._sweep.folder.resolve()}:{number}"
+        where = [f"EXPERIMENT.OUTPUT_DIR={self._sweep.folder.resolve()}", f"EXPERIMENT.NAME={folder.name}"]
+        command = [*self._prefix, "linnaeus.main", "--cfg", str((folder / ASKED).resolve()), *where]
+        _say(f"{run.title}: started; output in {folder / OUTPUT}")
+        begin = (folder / OUTPUT).stat().st_size if (folder / OUTPUT).exists() else 0
+        saved = _saved(folder)
+        code = self._child.run([*command, *_newest_sizes(folder)], env, folder / OUTPUT, self._cwd)
+        self._note_end(claim, folder, code, begin)
+        self.progress += _saved(folder) != saved or (folder / RESULT).exists()
+
+    def _note_end(self, claim: Claim, folder: Path, code: int, begin: int) -> None:
+        """Note how a run has ended that has not done so itself."""
+        try:
+            own = claim if claim.is_mine else Claim(folder)  # its process has left a claim
+        except (FolderInUseError, OSError):
+            return  # it has been renamed, or a process of it lives on
+        state = read_state(folder, without=own.number)
+        is_noted = state.claim > claim.number and state.exit_code is not None
+        is_killed = code < 0 and not self._child.received and self._tries[folder] < TRIES
+        if not is_noted and not is_killed:
+            if self._child.received and code != 0:
+                own.end(128 + self._child.received[0], stopped_reason(folder, self._child.received[0]))
+            elif code == 0 and (folder / RESULT).is_file():
+                own.end(0)
+            else:
+                own.end(code or 1, _reason(folder, code, begin))
+        if own is not claim:
+            own.release()
+
+
+def _reason(folder: Path, code: int, begin: int) -> str:
+    """Why a run has failed: the last line that it wrote, or the signal that has ended it."""
+    if code < 0:
+        lack = ", often for lack of host memory" if code == -signal.SIGKILL else ""
+        return f"ended by {signal_name(-code)}{lack}"
+    last = last_line(folder, begin).removeprefix("- ")
+    short = last if len(last) <= REASON_LETTERS else f"{last[:REASON_LETTERS]}..."
+    return short or f"ended with exit code {code}" + ("" if code else f" and without {RESULT}")
+
+
+def _saved(folder: Path) -> int | None:
+    """When the last checkpoint of a run was written."""
+    with suppress(OSError):
+        return (folder / "checkpoints/last.pt").stat().st_mtime_ns
+    return None
+
+
+def _newest_sizes(folder: Path) -> list[str]:
+    """Overrides that let a search of sizes begin where that of the sweep's newest run has ended."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # there is none, or it is damaged
+        newest = max(folder.parent.glob(f"*/{AUTOBATCH}"), key=lambda file: file.stat().st_mtime)
+        found = json.loads(newest.read_text(encoding="utf-8"))
+        return [
+            f"DATA.AUTOBATCH.{key}={found[mode]['batch_size']}" for key, mode in STARTS.items() if found[mode]
+        ]
+    return []
+
+
+def local_prefix(num_processes: int) -> list[str]:
+    """What starts the program on this machine, once or in several ranks."""
+    ranks = ["linnaeus.sweep.torchrun", "--standalone", f"--nproc-per-node={num_processes}", "-m"]
+    return [sys.executable, "-m", *(ranks if num_processes > 1 else [])]
+
+
+def work_here(folder: Path, num_processes: int = 1) -> int:
+    """Take the runs of a sweep on this machine; returns the exit code, see `Worker.work`.
+
+    Args:
+        folder: of the sweep.
+        num_processes: ranks of each run.
+
+    Raises:
+        ConfigError: it is no sweep's, or a search cannot go on.
+    """
+    child = Child(is_step=False)
+    with child.listening():
+        return Worker(Sweep.read(folder), local_prefix(num_processes), os.environ, child).work()
+
+
+def _say(sentence: str) -> None:
+    print(sentence, flush=True)

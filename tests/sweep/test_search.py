@@ -1,0 +1,237 @@
+"""Searches: the space, the study that workers share, and pruning."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from linnaeus.cli.sweep import read
+from linnaeus.errors import ConfigError
+from linnaeus.run_folder import Claim, read_state
+from linnaeus.sweep.folder import Sweep, SweepRun
+from linnaeus.sweep.search import Study
+from linnaeus.sweep.space import Axis, read_space
+from tests.helpers.runs import Run, wait_until
+from tests.sweep.gated import GATE
+from tests.sweep.test_worker import GATED, TINY, figures, log_of, start
+
+optuna = pytest.importorskip("optuna")
+
+LR = "OPTIMIZER.LR"
+RATES = f"{LR}=interval(0.01,10)"
+AXES = [
+    (LR, "interval(0.1,0.9)", Axis(LR, 0.1, 0.9)),
+    (LR, "interval(1e-4,1e-1)", Axis(LR, 1e-4, 1e-1, is_log=True)),
+    (LR, "tag(linear,interval(1e-4,1e-1))", Axis(LR, 1e-4, 1e-1)),
+    (LR, "range(0.1,0.6,0.2)", Axis(LR, 0.1, 0.5, step=0.2)),
+    (LR, "0.1,0.2", Axis(LR, choices=("0.1", "0.2"))),
+    ("DATA.BATCH_SIZE", "interval(8,64)", Axis("DATA.BATCH_SIZE", 8, 64, is_whole=True)),
+    ("MODEL.width", "int(interval(8,64))", Axis("MODEL.width", 8, 64, is_whole=True)),
+    ("MODEL.width", "range(8,64,16)", Axis("MODEL.width", 8, 56, step=16, is_whole=True)),
+    ("model", "resnet18,vit_tiny", Axis("model", choices=("resnet18", "vit_tiny"))),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "expected"), AXES, ids=[f"{key}={text}" for key, text, _ in AXES])
+def test_the_values_of_a_key(key: str, text: str, expected: Axis) -> None:
+    space = read_space([f"{key}={text}", "TRAIN.EPOCHS=2"])
+    assert space.problems == []
+    [axis] = space.axes
+    for name in ("low", "high", "step"):
+        assert getattr(axis, name) == pytest.approx(getattr(expected, name))
+    for name in ("key", "is_log", "is_whole", "choices"):
+        assert getattr(axis, name) == getattr(expected, name)
+
+
+Open = Callable[..., Study]
+
+
+@pytest.fixture
+def open_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """The study of a command line, opened anew as by another worker."""
+    monkeypatch.chdir(tmp_path)
+
+    def open_it(*argv: str, trials: int = 3) -> Study:
+        request = read(
+            ["--search", "optuna", "--trials", str(trials), *argv, "EXPERIMENT.NAME=s", "TRAIN.EPOCHS=20"]
+        )
+        assert isinstance(request, tuple)
+        request[1].write()
+        return Study(Sweep.read(Path("runs/s")))
+
+    return open_it
+
+
+def end(run: SweepRun, value: float | None, code: int = 0) -> None:
+    """Let the run of a trial end; None for one without a result."""
+    claim = Claim(run.folder)
+    claim.begin()
+    if value is not None:
+        result = {"metrics": {"loss": 1 - value, "top1/a": value}, "headline": "top1/a"}
+        (run.folder / "result.json").write_text(json.dumps(result))
+    claim.end(code, pruned=code == 143)
+    claim.release()
+
+
+def states(study: Study) -> list[str]:
+    return [trial.state.name for trial in study.trials()]
+
+
+@pytest.mark.parametrize(("metric", "draws_near"), [("top1/a", True), ("loss", False)])
+def test_a_search_draws_near_to_the_best(open_study: Open, metric: str, draws_near: bool) -> None:
+    """Of a bowl; the control minimises the loss, which is highest at the best rate."""
+    space = f"{LR}=tag(linear,interval(0.01,10))"
+    study = open_study(space, "--metric", metric, trials=24)
+    distances = []
+    while (asked := study.ask()) is not None:
+        number, run = asked
+        distance = abs(float(run.values[LR]) - 0.3) / 10
+        distances.append(distance)
+        if metric == "loss":
+            end(run, distance)
+        else:
+            end(run, 1 - distance)
+        assert study.tell(number, run, read_state(run.folder))
+    assert len(distances) == 24
+    assert (sum(distances[-8:]) < sum(distances[:8])) == draws_near
+
+
+def test_two_workers_share_a_study_and_ask_for_no_trial_too_many(open_study: Open) -> None:
+    one, other = open_study(RATES), open_study(RATES)
+    runs = [asked for study in (one, other, one, other) if (asked := study.ask()) is not None]
+    assert [number for number, _ in runs] == [0, 1, 2]
+    assert len({run.values[LR] for _, run in runs}) == 3, "another seed for each trial"
+    assert [number for number, _ in other.waiting()] == [0, 1, 2], "those of a dead worker too"
+    for (number, run), (value, code) in zip(runs, [(0.5, 0), (None, 1), (None, 143)], strict=True):
+        end(run, value, code)
+        assert number in (0, 1, 2)
+    assert [*other.waiting()] == []
+    assert states(one) == ["COMPLETE", "FAIL", "PRUNED"]
+    assert f"{runs[0][1].title} with 0.5" in str(one.best())
+    assert open_study(RATES, trials=4).ask() is not None, "more trials are asked for"
+    assert one.ask() is None
+
+
+def test_a_run_that_was_interrupted_is_not_told(open_study: Open) -> None:
+    study = open_study(RATES)
+    asked = study.ask()
+    assert asked is not None
+    end(asked[1], None, 130)
+    assert [run.folder for _, run in study.waiting()] == [asked[1].folder]
+    claim = Claim(asked[1].folder)
+    assert [*study.waiting()] == [], "it goes on in a living process"
+    claim.release()
+    assert states(study) == ["RUNNING"]
+
+
+def test_equal_points_are_trained_once(open_study: Open) -> None:
+    study = open_study(f"{LR}=0.1,0.2", trials=6)
+    runs = [asked for _ in range(6) if (asked := study.ask()) is not None]
+    for folder in {run.folder for _, run in runs}:
+        end(next(run for _, run in runs if run.folder == folder), 0.5)
+    assert [*study.waiting()] == []
+    assert states(study) == ["COMPLETE"] * 6
+
+
+def test_a_trial_that_was_half_asked_has_failed(open_study: Open) -> None:
+    study = open_study(RATES)
+    study.study.ask()
+    assert study.ask() is not None
+    assert states(study) == ["FAIL", "RUNNING"]
+
+
+@pytest.mark.parametrize("prunes", [True, False])
+def test_the_worst_of_several_is_pruned(open_study: Open, prunes: bool) -> None:
+    """After a quarter of the epochs, and where two are left."""
+    study = open_study(RATES, *([] if prunes else ["--no-prune"]), trials=7)
+    ended = []
+    for number in range(7):
+        asked = study.ask()
+        assert asked is not None
+        value = 0.5 if number < 6 else 0.1
+        for epoch in range(1, 20):
+            if study.report(asked[0], {"loss": 0.5, "top1/a": value}, epoch, 20):
+                ended.append((number, epoch))
+                break
+        else:
+            end(asked[1], value)
+            study.tell(*asked, read_state(asked[1].folder))
+    assert ended == ([(6, 6)] if prunes else [])
+
+
+def test_a_metric_that_no_run_has_ends_the_search(open_study: Open) -> None:
+    study = open_study(RATES, "--metric", "top5/a")
+    asked = study.ask()
+    assert asked is not None
+    with pytest.raises(ConfigError, match=r"--metric.*top5/a.*top1/a"):
+        study.report(asked[0], {"loss": 0.5, "top1/a": 0.1}, 1, 20)
+
+
+def test_a_search_does_not_mix_two_configurations(open_study: Open, tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("TRAIN: {AMP: bf16}")
+    study = open_study(RATES, "--cfg", "my.yaml")
+    study.check_configuration()
+    file.write_text("TRAIN: {AMP: 'off'}")
+    with pytest.raises(ConfigError, match=r"EXPERIMENT\.NAME"):
+        study.check_configuration()
+    with pytest.raises(ConfigError, match=r"EXPERIMENT\.NAME"):
+        open_study(f"{LR}=interval(0.1,10)", "--cfg", "my.yaml")
+
+
+def test_optuna_is_asked_for_where_it_is_missing(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    refused = run("sweep", "--search", "optuna", "--trials", "2", RATES)
+    assert (refused.code, "linnaeus[sweep]" in refused.err) == (2, True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_whole_search(run_in_child: Run, tmp_path: Path) -> None:
+    search = ("--search", "optuna", "--jobs", "2", "--trials", "3", "--plot", "sweep.svg")
+    outcome = run_in_child("sweep", *TINY, "TRAIN.EPOCHS=2", RATES, *search)
+    assert outcome.code == 0, outcome.out + outcome.err
+    entries = figures(tmp_path / "runs/tiny")
+    assert [entry["status"] for entry in entries] == ["finished"] * 3
+    best = max(entry["metrics"]["top1/class"] for entry in entries)
+    assert f" {best:.4f}" in outcome.out.splitlines()[-1]
+    study = Study(Sweep.read(tmp_path / "runs/tiny"))
+    assert states(study) == ["COMPLETE"] * 3
+    assert [len(trial.intermediate_values) for trial in study.trials()] == [2] * 3
+    (tmp_path / "elsewhere").mkdir()
+    assert start(tmp_path / "elsewhere", "work", "../runs/tiny").wait(100) == 0
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["shell.txt"]
+    assert not (tmp_path / "elsewhere/shell.txt").read_text()
+
+
+@pytest.mark.e2e
+def test_a_dead_worker_s_trial_is_taken_over(tmp_path: Path) -> None:
+    argv = (*GATED, RATES, "--search", "optuna", "--trials", "12", "--jobs", "2")
+    os.mkfifo(tmp_path / GATE)
+    sweep = start(tmp_path, "sweep", *argv)
+    folder = tmp_path / "runs/tiny"
+    wait_until(lambda: len([*folder.glob("*/checkpoints/last.pt")]) == 2, sweep)
+    one = next(folder.glob("*/checkpoints")).parent
+    holder = read_state(one).holder
+    assert holder is not None
+    process = psutil.Process(holder.pid)
+    for each in (process.parent(), process):
+        assert each is not None
+        each.send_signal(signal.SIGKILL)
+    with (tmp_path / GATE).open("w") as gate:
+        gate.write("go")
+        gate.flush()
+        (tmp_path / GATE).unlink()
+        assert sweep.wait(300) == 0, log_of(tmp_path)
+    trials = Study(Sweep.read(folder)).trials()
+    assert len(trials) == 12
+    assert all(trial.state.is_finished() for trial in trials)
+    assert read_state(one).status == "finished"

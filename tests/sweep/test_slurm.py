@@ -1,0 +1,138 @@
+"""The script of a job, its submission, and what the job does, with stand-ins for SLURM's commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from linnaeus.run_folder import read_state
+from linnaeus.sweep import slurm
+from linnaeus.sweep.slurm import problems_with
+from tests.helpers.runs import Run
+from tests.sweep.test_worker import TINY, figures
+
+SBATCH = """\
+#!/bin/sh
+echo "$*" >> said; printenv | grep -E '^(SBATCH|SLURM)_' >> said
+[ -e refuses ] && { echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1; }
+echo 42
+"""
+SRUN = """\
+#!/bin/sh
+shift 2
+exec "$@"
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of stand-ins: sbatch takes a job, squeue has none, srun runs the command here."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (
+        ("sbatch", SBATCH),
+        ("srun", SRUN),
+        ("squeue", "#!/bin/sh\n"),
+        ("scontrol", "#!/bin/sh\n"),
+    ):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"time": "4:00:00", "exclusive": None}, []),
+        ({"array": "1", "gpus": "2"}, ["array", "gpus"]),
+        ({"signal": "B:USR1@60"}, []),
+        ({"signal": "USR1@60"}, ["signal"]),
+        ({"signal": "B:USR1@0"}, ["signal"]),
+    ],
+)
+def test_options_that_would_take_the_place_of_ours_are_refused(
+    given: dict[str, str | None], expected: list[str]
+) -> None:
+    found = [re.match(r"--slurm ([\w-]+)", problem) for problem in problems_with(given)]
+    assert [match and match[1] for match in found] == expected
+
+
+def test_a_run_is_submitted_with_the_script_that_a_dry_run_shows(commands: Path, run: Run) -> None:
+    words = ("train", *TINY, "--launcher", "slurm", "--slurm", "time=30", "exclusive", "partition=gpu")
+    shown = run(*words, "--dry-run")
+    assert shown.code == 0, shown.err
+    assert not Path("slurm").exists()
+    for line in ("time=30", "exclusive", "partition=gpu", "requeue", "ntasks-per-node=1"):
+        assert f"#SBATCH --{line}\n" in shown.out
+    done = run(*words)
+    assert done.code == 0, done.err
+    assert "scancel 42" in done.out
+    assert "runs/tiny" in shown.out, "the job resumes its own run"
+    [script] = Path("slurm").glob("*.sh")
+    assert script.read_text() == shown.out
+    assert str(script) in Path("said").read_text()
+    Path("refuses").touch()
+    refused = run(*words)
+    assert (refused.code, "invalid partition" in refused.err) == (1, True)
+
+
+def test_options_of_an_outer_job_are_not_taken_over(
+    commands: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SBATCH_ARRAY", "SLURM_ARRAY_TASK_ID", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    assert run("train", *TINY, "--launcher", "slurm").code == 0
+    assert "SLURM_CONF" in (said := Path("said").read_text())
+    assert "ARRAY" not in said
+
+
+def test_a_sweep_is_an_array_of_workers(commands: Path, run: Run, tmp_path: Path) -> None:
+    words = ("sweep", *TINY, "EXPERIMENT.SEED=0,1,2", "--launcher", "slurm", "--slurm", "time=30")
+    assert "#SBATCH --array=0-2\n" in run(*words, "--dry-run").out
+    done = run(*words, "--jobs", "2")  # which has ended at once
+    assert done.code == 1
+    assert "42" in done.out
+    [script] = Path("runs/tiny/slurm").glob("*.sh")
+    assert "#SBATCH --array=0-1\n" in script.read_text()
+    assert script.read_text().endswith(f"linnaeus.sweep.slurm work {tmp_path}/runs/tiny\n")
+    assert [entry["status"] for entry in figures(tmp_path / "runs/tiny")] == ["not run"] * 3
+
+
+@pytest.mark.e2e
+def test_what_a_job_does(
+    commands: Path, run: Run, run_in_child: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker takes the runs; the same job, queued again, goes on with its own run and with no other."""
+    assert run("sweep", *TINY, "EXPERIMENT.SEED=0,1", "--launcher", "slurm").code == 1
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    assert slurm.main(["work", "runs/tiny"]) == 0
+    folders = [Path(f"runs/tiny/EXPERIMENT.SEED={seed}") for seed in (0, 1)]
+    assert [read_state(folder).status for folder in folders] == ["finished"] * 2
+    assert json.loads((folders[0] / "run.json").read_text())["job"] == "42"
+    words = ["--run", "runs/one", "train", *TINY, "EXPERIMENT.NAME=one"]
+    assert slurm.main(words) == 0
+    assert slurm.main(words) == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "43")
+    assert slurm.main(words) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["one", "one.1", "tiny"]
+
+
+def test_ranks_follow_from_the_job() -> None:
+    env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    words = slurm.prefix(env, "n1:1")
+    assert {"srun", "--nodes=2", "--ntasks=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:1"} <= {*words}
+    assert slurm.prefix(env, "n1:1", alone=True) == [
+        "srun",
+        "--nodes=1",
+        "--ntasks=1",
+        sys.executable,
+        "-u",
+        "-m",
+    ]

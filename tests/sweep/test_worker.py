@@ -1,0 +1,241 @@
+"""Workers take the runs of a sweep, each run in a process of its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from linnaeus.cli.sweep import read
+from linnaeus.run_folder import CLAIMS, OUTPUT, Claim, Holder, read_state
+from tests.helpers import forks
+from tests.helpers.forks import ROOT, Process
+from tests.helpers.runs import Run, wait_until
+from tests.sweep.gated import GATE, Gated
+
+TINY = (
+    "DATA.DATASET._target_=tests.cli.tiny.Points", "MODEL._target_=tests.cli.tiny.Perceptron",
+    "MODEL.width=4", "DATA.BATCH_SIZE=16", "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny",
+)  # fmt: skip
+GATED = (*TINY, f"DATA.DATASET._target_={Gated.__module__}.Gated", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3")
+
+
+def start(folder: Path, *argv: str) -> Process:
+    with (folder / "shell.txt").open("a") as log:
+        return forks.start(
+            ["-m", "linnaeus.main", *argv], cwd=folder, env={"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
+        )
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "shell.txt").read_text()
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = json.loads((folder / "figures.json").read_text())["runs"]
+    return runs
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The table without times: equal for an undisturbed sweep."""
+    return [
+        {**run["values"], "status": run["status"], "epoch": run["epoch"], **run["metrics"]}
+        for run in figures(folder)
+    ]
+
+
+def steps(folder: Path) -> list[int]:
+    """The optimizer steps in the metrics of a run."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["split"] == "val"]
+
+
+def times_begun(folder: Path) -> int:
+    return (folder / OUTPUT).read_text().count("starting fresh")
+
+
+def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Path) -> None:
+    """The second has a class that only the child can look for."""
+    key, model = "MODEL._target_", "tests.cli.tiny.Perceptron"
+    argv = ("sweep", *TINY, f"{key}={model},{model}s", "--plot", "sweep.svg")
+    outcome = run_in_child(*argv)
+    assert outcome.code == 1, outcome
+    folder = tmp_path / "runs/tiny"
+    good, bad = figures(folder)
+    assert (good["status"], good["exit_code"], good["values"]) == ("finished", 0, {key: model})
+    assert (bad["status"], bad["exit_code"], bad["metrics"]) == ("failed", 2, {})
+    assert f"{model}s" in bad["reason"]
+    assert bad["reason"] in outcome.out
+    assert "Traceback" not in outcome.out + outcome.err
+    first, second = csv.DictReader((folder / "sweep.csv").read_text().splitlines())
+    assert [row["status"] for row in (first, second)] == ["finished", "failed"]
+    assert (tmp_path / "sweep.svg").exists()
+    by_hand = run("compare", "runs", "--output", "again.json")
+    assert by_hand.code == 0, by_hand.err
+    same, other = json.loads((tmp_path / "again.json").read_text())["runs"]
+    assert (other["status"], other["reason"]) == ("failed", bad["reason"])
+    assert {**same, "run": None} == {**good, "run": None}
+    ids = {
+        json.loads((folder / f"{key}={model}" / name).read_text())[entry]
+        for name, entry in (("run.json", "id"), ("result.json", "run"))
+    }
+    assert len(ids) == 1
+    assert f"RUN: {ids.pop()}" in (folder / f"{key}={model}/config.yaml").read_text()
+
+    (tmp_path / "elsewhere").mkdir()  # a worker leaves what has failed, the command tries it again
+    worker = start(tmp_path / "elsewhere", "work", "../runs/tiny")
+    assert worker.wait(100) == 0
+    assert (tmp_path / "elsewhere/shell.txt").read_text() == ""
+    before = (folder / f"{key}={model}s" / OUTPUT).stat().st_size
+    again = run_in_child(*argv)
+    assert again.code == 1
+    assert (folder / f"{key}={model}s" / OUTPUT).stat().st_size > before
+    assert steps(folder / f"{key}={model}") == [good["total_steps"]], "what has finished is left alone"
+
+
+@pytest.mark.parametrize(
+    "argv", [["EXPERIMENT.SEED=0,1,2"], ["EXPERIMENT.SEED=0,1", "OPTIMIZER.LR=0.5"], ["TRAIN.EPOCHS=1"]]
+)
+def test_other_values_in_the_folder_of_a_sweep_are_refused(tmp_path: Path, run: Run, argv: list[str]) -> None:
+    planned = read([*TINY, "EXPERIMENT.SEED=0,1"])
+    assert isinstance(planned, tuple)
+    planned[1].write()
+    planned[1].write()  # the same again
+    words = ("train" if "TRAIN.EPOCHS=1" in argv else "sweep", *TINY, *argv)
+    refused = run(*words)
+    assert refused.code == 2
+    assert "EXPERIMENT.NAME" in refused.err
+    assert "runs/tiny" in refused.err
+
+
+@pytest.mark.e2e
+def test_a_run_starts_its_search_where_another_one_ended(run_in_child: Run, tmp_path: Path) -> None:
+    argv = (*TINY, "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=48", "OPTIMIZER.LR=0.1,0.2")
+    outcome = run_in_child("sweep", *argv)
+    assert outcome.code == 0, outcome.err
+    tried = []
+    for rate in ("0.1", "0.2"):
+        found = json.loads((tmp_path / f"runs/tiny/OPTIMIZER.LR={rate}/autobatch.json").read_text())
+        tried.append([trial["batch_size"] for trial in found["train"]["trials"]])
+    assert [sizes[0] for sizes in tried] == [16, 48]
+
+
+@pytest.mark.e2e
+def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(
+    tmp_path: Path, run_in_child: Run
+) -> None:
+    """Ctrl-C too: the run is given back with a checkpoint."""
+    argv = ("sweep", *GATED, "EXPERIMENT.SEED=range(0,8)", "--jobs", "2")
+    os.mkfifo(tmp_path / GATE)
+    sweep, folder = start(tmp_path, *argv), tmp_path / "runs/tiny"
+    begun = [folder / f"EXPERIMENT.SEED={seed}" for seed in range(2)]
+    wait_until(lambda: all((one / "checkpoints/last.pt").exists() for one in begun), sweep)
+    killed = read_state(begun[0]).holder
+    assert killed is not None
+    worker = psutil.Process(killed.pid).parent()
+    assert worker is not None
+    worker.kill()
+    psutil.Process(killed.pid).kill()
+    sweep.send_signal(signal.SIGINT)
+    assert sweep.wait(100) == 130, log_of(tmp_path)
+    assert [read_state(one).status for one in begun] == ["interrupted"] * 2
+    (tmp_path / GATE).unlink()
+    third = start(tmp_path, "work", "runs/tiny")
+    assert third.wait(100) == 0, log_of(tmp_path)
+    assert start(tmp_path, *argv).wait(100) == 0, log_of(tmp_path)
+    assert run_in_child(*argv, "EXPERIMENT.NAME=calm").code == 0
+    assert metrics_of(folder) == metrics_of(tmp_path / "runs/calm")
+    assert [times_begun(one) for one in begun] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_sweep_that_is_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """Of the processes of the sweep, a worker or a run is killed; workers are started in their place."""
+    argv = ("sweep", *TINY, "TRAIN.EPOCHS=40", "EXPERIMENT.SEED=range(0,8)", "--jobs", "2")
+    folder, chance = tmp_path / "runs/tiny", random.Random(0)
+    workers = [start(tmp_path, *argv)]
+    num_kills = 0
+    while num_kills < 20:
+        victims = [
+            process
+            for process in psutil.process_iter()
+            if _is_of(process, str(tmp_path)) and process.pid != workers[0].pid
+        ]
+        if victims:
+            with suppress(psutil.Error):
+                chance.choice(victims).kill()
+                num_kills += 1
+        states = [read_state(one).status for one in folder.glob("EXPERIMENT*")]
+        if states.count("finished") == 8:
+            break
+        if not victims:
+            workers.append(start(tmp_path, "work", "runs/tiny"))
+        time.sleep(chance.uniform(0, 1))
+    for worker in workers:
+        worker.wait(600)
+    assert num_kills == 20
+    assert start(tmp_path, *argv).wait(900) == 0, log_of(tmp_path)
+    assert start(tmp_path, *argv, "EXPERIMENT.NAME=calm").wait(900) == 0
+    assert metrics_of(folder) == metrics_of(tmp_path / "runs/calm")
+    for one in folder.glob("EXPERIMENT*"):
+        assert len(steps(one)) == 40
+        assert json.loads((one / "run.json").read_text())["ended"]["exit_code"] == 0
+
+
+def _is_of(process: psutil.Process, folder: str) -> bool:
+    with suppress(psutil.Error):
+        return process.cwd() == folder and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("how", ["renamed", "deleted"])
+def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(tmp_path: Path, how: str) -> None:
+    """A second start of the same name at that moment has the folder for itself."""
+    os.mkfifo(tmp_path / GATE)
+    first, folder = start(tmp_path, "train", *GATED), tmp_path / "runs/tiny"
+    wait_until((folder / "checkpoints/last.pt").exists, first)
+    away = folder.rename(folder.with_name("away"))
+    if how == "deleted":
+        shutil.rmtree(away)
+    second = start(tmp_path, "train", *GATED)
+    wait_until((folder / "checkpoints/last.pt").exists, second)
+    with (tmp_path / GATE).open("w") as gate:
+        gate.write("go")
+        gate.flush()
+        assert first.wait(100) == 1
+        assert second.wait(100) == 0, log_of(tmp_path)
+    assert "renamed or deleted" in log_of(tmp_path)
+    assert read_state(folder).status == "finished"
+    assert len(steps(folder)) == 3
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "tiny"] == (
+        ["away"] if how == "renamed" else []
+    )
+
+
+def test_a_worker_takes_only_what_nobody_has(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of another machine is left to it; nothing is trained here."""
+    planned = read([*TINY, "EXPERIMENT.SEED=0,1"])
+    assert isinstance(planned, tuple)
+    planned[1].write()
+    mine = Claim(tmp_path / "runs/tiny/EXPERIMENT.SEED=0")
+    other = tmp_path / "runs/tiny/EXPERIMENT.SEED=1" / CLAIMS
+    other.mkdir(parents=True)
+    holder = {**vars(Holder.this_process()), "host": "node7", "boot": ""}
+    (other / "1").write_text(json.dumps(holder))
+    done = run("work", "runs/tiny")
+    assert (done.code, done.out) == (0, "")
+    mine.release()
