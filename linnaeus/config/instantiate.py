@@ -58,7 +58,7 @@ def prepare(node: Mapping[str, Any], where: str) -> functools.partial[Any]:
         text, _, key = str(error).partition("\nfull_key: ")
         if "HYDRA_FULL_ERROR" in text:  # Hydra leaves the reason to the traceback
             root = error.__cause__ and (error.__cause__.__cause__ or error.__cause__)
-            text = f"{text.partition(',')[0]}: {root}"
+            key, text = f"{key}._target_", f"{text.partition(',')[0]}: {root}"
         text = textwrap.shorten(text, 300, placeholder=" ...")
         raise ConfigError(f"{key or where}: {text}{place_of(error)}") from error
 
