@@ -19,9 +19,6 @@ from typing import Any
 from linnaeus.config.values import escape
 from linnaeus.errors import ConfigError
 
-Convert = Callable[[inspect.Parameter, Any], Any]
-"""Gives the value that a node sets for a parameter the form that the parameter takes."""
-
 _NOT_THE_USERS = (
     "<frozen ",
     str(Path(__file__).resolve().parents[1]),
@@ -68,7 +65,7 @@ def call_target(
     where: str,
     *positional: Any,
     offer: Mapping[str, Any] | None = None,
-    convert: Convert | None = None,
+    convert: Callable[[inspect.Parameter, Any], Any] | None = None,
 ) -> Any:
     """Instantiate a node, offering it values that the framework knows.
 
@@ -77,7 +74,7 @@ def call_target(
         where: the node's key, for messages.
         positional: arguments that come before the node's own.
         offer: keyword arguments, each passed where the signature names it and the node does not set it.
-        convert: applied to each value that the node sets for a named parameter.
+        convert: gives a value that the node sets the form that its parameter takes.
 
     Raises:
         ConfigError: when the call fails; the cause is named, and where in the user's code it was raised.

@@ -33,15 +33,10 @@ WANTED: Mapping[Any, str] = {
     list: "a list such as [a, b]", dict: "a mapping such as {name: value}",
 }  # fmt: skip
 """What a key of each type takes."""
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -206,26 +201,21 @@ def evaluate(text: str) -> int | float:
     # The length bounds the depth of the tree, so that no text can exhaust the stack.
     if len(text) > 200 or not re.fullmatch(r"[0-9a-fA-FxX_.+\-*/() \t]+", text):
         raise ValueError(text)
-    return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    return typing.cast("int | float", _evaluate(ast.parse(text.strip(), mode="eval").body))
 
 
-def _evaluate(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return typing.cast("int | float", node.value)
+def _evaluate(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant):
+        return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        result = _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-        return typing.cast("int | float", result)
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return typing.cast("int | float", _OPERATORS[type(node.op)](_evaluate(node.operand)))
+        return _OPERATORS[type(node.op)](_evaluate(node.operand))
     raise ValueError("not arithmetic")
 
 
 def register(chosen: Mapping[str, str]) -> None:
-    """Register our resolvers with OmegaConf, or replace them: arithmetic, `${now:...}`, `${hydra:...}`.
-
-    Args:
-        chosen: the name chosen in each group.
-    """
+    """Register arithmetic, `${now:...}` and `${hydra:...}` with OmegaConf; `chosen` has a name by group."""
 
     def resolve_number(text: str, kind: str) -> int | float | None:
         """Arithmetic without interpolations; None where a term is null."""
