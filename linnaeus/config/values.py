@@ -198,6 +198,8 @@ def evaluate(text: str) -> int | float:
         ValueError, SyntaxError: the text is something else.
         ZeroDivisionError: as in Python.
     """
+    if re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):  # 007 too, which Python's syntax lacks
+        return int(text)
     # The length bounds the depth of the tree, so that no text can exhaust the stack.
     if len(text) > 200 or not re.fullmatch(r"[0-9a-fA-FxX_.+\-*/() \t]+", text):
         raise ValueError(text)
@@ -234,9 +236,8 @@ def register(chosen: Mapping[str, str]) -> None:
         known = {f"runtime.choices.{group}": choice for group, choice in chosen.items()}
         known["runtime.cwd"] = str(Path.cwd())
         if name not in known:
-            raise ValueError(
-                f"there is no hydra:{name} here; there are {', '.join(known)}, job.name, run.dir"
-            )
+            there = "runtime.choices.GROUP, runtime.cwd, job.name, run.dir"
+            raise ValueError(f"there is no hydra:{name} here; there are {there}")
         return known[name]
 
     for name, resolver in (("number", resolve_number), ("now", now), ("hydra", hydra)):
