@@ -53,25 +53,17 @@ def strip_optional(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def node_class(field: dataclasses.Field[Any], hint: Any) -> type | None:
-    """The dataclass of a field that is a group of keys, else None."""
-    for candidate in (hint, field.default_factory):
-        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
-            return candidate
-    return None
-
-
 def _walk(cls: type, path: Path) -> Iterator[Key | tuple[Path, str]]:
     """Every key, and the path and doc of every group of keys."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         here, hint = (*path, field.name), hints[field.name]
-        node = node_class(field, hint)
+        factory: Any = field.default_factory
+        node: Any = next(filter(dataclasses.is_dataclass, (hint, factory)), None)
         if node is not None:
             yield here, field.metadata["doc"]
             yield from _walk(node, here)
             continue
-        factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
         yield Key(here, hint, default, **field.metadata)
 

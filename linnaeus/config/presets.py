@@ -15,61 +15,26 @@ EXPERIMENT = "experiment"
 
 
 def available(*folders: FilePath) -> dict[str, list[str]]:
-    """Names of the files of each group in some folders, by default the presets; nested groups included."""
+    """Names of the presets of each group, and of the files of some folders; nested groups included."""
     found: dict[str, set[str]] = {}
-    for folder in folders or (FOLDER,):
-        for group, files in files_of(folder).items():
-            found.setdefault(group, set()).update(file.stem for file in files)
+    for folder in (FOLDER, *folders):
+        for file in folder.rglob("*.y*ml"):
+            if file.suffix in SUFFIXES and file.parent != folder and file.is_file():
+                found.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
     return {group: sorted(found[group]) for group in sorted(found)}
 
 
-def files_of(folder: FilePath, *, is_top: bool = False) -> dict[str, list[FilePath]]:
-    """The files of each group in a folder, one for each name; with `is_top` those at its top, in `.`."""
-    found: dict[str, dict[str, FilePath]] = {}
-    for suffix in SUFFIXES:
-        for file in folder.glob(f"*{suffix}") if is_top else folder.rglob(f"*{suffix}"):
-            group = file.parent.relative_to(folder).as_posix()
-            if (is_top or group != ".") and is_file(file):
-                found.setdefault(group, {}).setdefault(file.stem, file)
-    return {group: [found[group][name] for name in sorted(found[group])] for group in sorted(found)}
+def names_in(group: str, folders: Sequence[FilePath]) -> list[str]:
+    """The names to choose from in a group; of the group "" the files at the top."""
+    files = (file for folder in folders for file in (folder / group).glob("*.y*ml"))
+    return sorted({file.stem for file in files if file.suffix in SUFFIXES and file.is_file()})
 
 
 def find(path: str, folders: Sequence[FilePath]) -> FilePath | None:
     """The file of a path such as `model/resnet50`, in the first folder that has it."""
     names = [path] if path.endswith(SUFFIXES) else [f"{path}{suffix}" for suffix in SUFFIXES]
-    return next((folder / name for folder in folders for name in names if is_file(folder / name)), None)
-
-
-def names_in(group: str, folders: Sequence[FilePath]) -> list[str]:
-    """The names to choose from in a group; of the group "" the files at the top."""
-    files = (
-        file for folder in folders for suffix in SUFFIXES for file in (folder / group).glob(f"*{suffix}")
-    )
-    return sorted({file.stem for file in files if is_file(file)})
-
-
-def is_file(path: FilePath) -> bool:
-    """Whether there is such a file; a name that cannot be one is none."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # too long, a circle of links, a NUL
-        return False
-
-
-def is_folder(path: FilePath) -> bool:
-    """Whether there is such a folder; a name that cannot be one is none."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
-
-
-def expanded(name: str) -> FilePath:
-    """The path of a name, with `~` replaced where there is such a home."""
-    try:
-        return FilePath(name).expanduser()
-    except (RuntimeError, ValueError):  # no such home, a NUL
-        return FilePath(name)
+    files = (folder / name for folder in folders for name in names)
+    return next((file for file in files if file.is_file()), None)
 
 
 def node_of(group: str) -> str | None:

@@ -249,7 +249,7 @@ def test_origins() -> None:
     expected = {
         "EPOCHS: 3": "my.yaml 3", "NAME: resnet50": "model=resnet50", "LOG_EVERY: 6": "${TRAIN.EPOCHS}",
         "SEED: 0": "default", "BATCH_SIZE_VAL: 3": "default ${DATA.BATCH_SIZE}", "a:": "my.yaml 4",
-        "x: 3": "my.yaml 5 ${TRAIN.EPOCHS}", "y: {}": "files",
+        "x: 3": "my.yaml 5 ${TRAIN.EPOCHS}", "y: {}": "my.yaml 5",
     }  # fmt: skip
     assert {
         line: [word for word in words.split() if word not in found[line]] for line, words in expected.items()
