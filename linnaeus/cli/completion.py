@@ -13,8 +13,7 @@ from pathlib import Path
 
 from linnaeus.cli.main import COMMANDS, part_of
 from linnaeus.cli.parser import CommandParser
-from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, TARGET, dotted, strip_optional
-from linnaeus.config.presets import available
+from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, TARGET, available, dotted, strip_optional
 
 NAMES = {dotted(path): key.doc for path, key in KEYS.items()} | {
     f"{dotted(path)}.{TARGET}": "a class of your own" for path in PLUGGABLE_PATHS

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linnaeus.config.aliases import alias
-from linnaeus.config.keys import KEYS, closest, suggest
+from linnaeus.config.keys import KEYS, available, closest, suggest
 from linnaeus.config.overrides import OPTIONS
-from linnaeus.config.presets import available
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import suggest_path, temporary_name

@@ -18,8 +18,8 @@ from hydra.version import Version, getbase, setbase
 from omegaconf import OmegaConf
 
 from linnaeus.config.files import File, Files
+from linnaeus.config.keys import EXPERIMENT, available, names_in, node_of
 from linnaeus.config.overrides import Override
-from linnaeus.config.presets import EXPERIMENT, available, names_in, node_of
 
 _PRIMARY = "__command_line__"
 """Path of the configuration whose defaults list is that of the command line."""
@@ -97,9 +97,8 @@ def order_files(
             overrides.append(f"{key}{value}" if is_of_node or not is_new else f"+{key}{value}")
             lowest += [key] if is_of_node and is_new else []
     found = ask(skip_missing=False)
-    paths = [(file.config_path.removesuffix(".yaml"), file.package) for file in found.defaults]
     chosen = {group: str(name) for group, name in found.overrides.known_choices.items() if name}
-    return [(path, package) for path, package in paths if path != _PRIMARY], chosen
+    return [(file.config_path, file.package) for file in found.defaults], chosen
 
 
 def _depth(choice: Override) -> float:

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from linnaeus.config.presets import FOLDER, find
+from linnaeus.config.keys import PRESETS, SUFFIXES
 from linnaeus.config.values import Bare, Setting
 from linnaeus.files import suggest_path
 
@@ -52,10 +52,11 @@ class Files:
 
     def get(self, path: str) -> File | None:
         """The file at a path such as `model/resnet50`; None where there is none."""
-        path = path.removesuffix(".yaml")
-        file = None if path in self.read else find(path, self.folders)
+        path = path.removesuffix(".yaml").removesuffix(".yml")
+        places = (folder / f"{path}{suffix}" for folder in self.folders for suffix in SUFFIXES)
+        file = None if path in self.read else next((place for place in places if place.is_file()), None)
         if file is not None:
-            preset = "=".join(path.rsplit("/", 1)) if file.is_relative_to(FOLDER) else None
+            preset = "=".join(path.rsplit("/", 1)) if file.is_relative_to(PRESETS) else None
             self.read[path] = read_file(str(file), "defaults", preset)
         return self.read.get(path)
 
@@ -75,7 +76,7 @@ def read_file(name: str, asked_by: str, preset: str | None = None) -> File:
         content = OmegaConf.to_container(OmegaConf.create(text)) if root is not None else {}
     except OSError as error:
         hint = suggest_path(path) if isinstance(error, FileNotFoundError) else ""
-        hint = "; download it first, and name the file" if "://" in name else hint
+        hint = "; it is a URL: download it, and name the file" if "://" in name else hint
         file.problem = f"{name}: {str(error.strerror).lower()} ({asked_by}){hint}"
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)

@@ -15,6 +15,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, Vali
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.keys import (
+    EXPERIMENT,
     KEYS,
     NODES,
     PLUGGABLE_PATHS,
@@ -26,7 +27,6 @@ from linnaeus.config.keys import (
     strip_optional,
     suggest,
 )  # fmt: skip
-from linnaeus.config.presets import EXPERIMENT
 from linnaeus.config.resolvers import register
 from linnaeus.config.schema import Config
 from linnaeus.config.tree import COMMAND_LINE, leaves, sweep_hint

@@ -14,10 +14,21 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from linnaeus.config.aliases import alias
-from linnaeus.config.files import Files, read_file
-from linnaeus.config.keys import KEYS, NODES, Path, closest, dotted, is_open, suggest
+from linnaeus.config.files import File, Files, read_file
+from linnaeus.config.keys import (
+    EXPERIMENT,
+    KEYS,
+    NODES,
+    PRESETS,
+    Path,
+    available,
+    closest,
+    dotted,
+    is_open,
+    names_in,
+    suggest,
+)
 from linnaeus.config.overrides import CommandLine, Override
-from linnaeus.config.presets import EXPERIMENT, FOLDER, available, names_in
 from linnaeus.config.values import Bare, Setting, from_command_line, show, tree_of, untyped
 
 COMMAND_LINE = "command line"
@@ -64,33 +75,33 @@ def _read_files(line: CommandLine, given: Given) -> None:
     own = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
     given.problems += [f"{folder}: no such folder (--config-dir)" for folder in own if not folder.is_dir()]
     files = Files(
-        [*own, *(FilePath(name).parent for option, name in line.sources if option == "--cfg"), FOLDER]
+        [*own, *(FilePath(name).parent for option, name in line.sources if option == "--cfg"), PRESETS]
     )
-    names: list[str] = []
+    roots: dict[str, File] = {}
     for option, name in line.sources:
         if option == "--cfg":
-            names.append(f"__cfg{len(names)}__")
-            files.read[names[-1]] = read_file(name, option)
-        elif option == "--config-name" and files.get(name) is not None:
-            names.append(name.removesuffix(".yaml"))
+            roots[f"__cfg{len(roots)}__"] = read_file(name, option)
+        elif option == "--config-name" and (file := files.get(name)):
+            roots[name] = file
         elif option == "--config-name":
             hint = suggest(name, names_in("", files.folders))
             given.problems.append(f"{name}: no such file in --config-dir (--config-name){hint}")
+    files.read |= roots
     wrong = {group: _problem_of_choice(choice, files, own) for group, choice in line.groups.items()}
     given.problems += filter(None, wrong.values())
     choices = [choice for group, choice in line.groups.items() if not wrong[group]]
-    order = [(name, files.read[name].package or "") for name in names]
-    if choices or any(files.read[name].defaults is not None for name in names):
+    order = [(path, file.package or "") for path, file in roots.items()]
+    if choices or any(file.defaults is not None for file in roots.values()):
         from linnaeus.config.compose import order_files  # here, because Hydra takes long to import
 
         try:
-            order, given.chosen = order_files(files, names, choices)
+            order, given.chosen = order_files(files, [*roots], choices)
         except Exception as error:  # Hydra raises errors of many kinds for a list that it cannot read
             given.is_complete = False
             if not any(file.problem for file in files.read.values()):
                 given.problems.append(_from_hydra(error, files))
     for path, package in order:
-        part = files.read[path].tree
+        part = file.tree if (file := files.get(path)) else {}
         for name in reversed(package.removeprefix("_global_").split(".")):
             part = {name: part} if name and part else part
         merge(given.tree, part)
@@ -98,7 +109,7 @@ def _read_files(line: CommandLine, given: Given) -> None:
     given.problems += unread
     given.is_complete &= not unread
     if given.is_complete:
-        given.warnings = _warnings(given.tree, files, names, line)
+        given.warnings = _warnings(given.tree, files, tuple(file.name for file in roots.values()), line)
 
 
 def _problem_of_choice(choice: Override, files: Files, own: Sequence[FilePath]) -> str | None:
@@ -126,10 +137,9 @@ def sweep_hint(key: str, typed: str) -> str:
     return f"; to run with each of them: linnaeus sweep {key}={typed}" if is_sweep else ""
 
 
-def _warnings(tree: Any, files: Files, names: Sequence[str], line: CommandLine) -> list[str]:
-    """Name the choices of the command line whose keys a file of `--cfg` sets otherwise."""
+def _warnings(tree: Any, files: Files, own: tuple[str, ...], line: CommandLine) -> list[str]:
+    """Name the choices of the command line whose keys a file of `--cfg` sets otherwise; `own` are these."""
     winners, typed = dict(leaves(tree)), {override.key for override in line.overrides}
-    own = tuple(files.read[name].name for name in names)
     return [
         f"{dotted(key)} of {winner.origin} wins over {choice.key}={choice.text}: files win over groups of "
         "the command line; keys there win over both"
@@ -181,10 +191,9 @@ def overridden(overrides: Sequence[Override]) -> Iterator[tuple[Path, Any]]:
         path = tuple(override.key.split("."))
         value: Any = None if override.text is None else from_command_line(override.text)
         takes_mapping = path not in KEYS or KEYS[path].is_mapping
-        if isinstance(value, Bare) and value.text.lstrip().startswith("{") and takes_mapping:
-            meaning = untyped(value, check=False)
-            value = meaning if isinstance(meaning, dict) else value
-        yield path, tree_of(value, COMMAND_LINE)
+        is_braced = isinstance(value, Bare) and value.text.lstrip().startswith("{")
+        meaning = untyped(value, check=False) if takes_mapping and is_braced else value
+        yield path, tree_of(meaning if isinstance(meaning, dict) else value, COMMAND_LINE)
 
 
 def _apply(tree: dict[Any, Any], override: Override) -> str | None:

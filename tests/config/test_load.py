@@ -23,8 +23,9 @@ from linnaeus.cli.analyze.options import read as analyze
 from linnaeus.cli.sweep.grid import read_grid
 from linnaeus.cli.train import read as train
 from linnaeus.config.instantiate import call_target
+from linnaeus.config.keys import PRESETS as FOLDER
+from linnaeus.config.keys import available
 from linnaeus.config.load import load_config, save_config, to_yaml, with_batch_sizes
-from linnaeus.config.presets import FOLDER, available
 from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
 from linnaeus.errors import ConfigError
 from tests.helpers.configs import load, write
