@@ -223,7 +223,8 @@ class CommandParser(argparse.ArgumentParser):
             key = name.lstrip("-")
             real = closest(key) if "." in key or key.isupper() else None
             meaning = f"keys have no dashes: {real}" if real else alias(name, value or following)
-            return problem + (f"; {meaning}" if meaning else suggest(name, known)), bool(meaning)
+            hint = f"; {meaning}" if meaning else suggest(name, known) if len(key) > 1 else ""
+            return problem + hint, bool(meaning)
         if Path(token).exists() or not token.startswith("--"):
             return f"{token}: no such option; give a file of this name as ./{token}", False
         return f"{token}: no such option{suggest(name, known)}", False

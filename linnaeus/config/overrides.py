@@ -104,10 +104,9 @@ def _choose(line: CommandLine, sign: str | None, group: str, text: str | None) -
             f"{sign}{group}: is {name!r} here and {earlier.text!r} before (command line); give it once, as "
             f"{group}=[A,B] for several"
         )
-    if sign == "~" or name == "null":
-        line.groups[group] = Override(group, name if name not in ("", "null") else None, delete=True)
-    else:
-        line.groups[group] = Override(group, name)
+    is_left_out = sign == "~" or name == "null"
+    text = None if is_left_out and name in ("", "null") else name
+    line.groups[group] = Override(group, text, is_left_out)
 
 
 def _is_key(name: str) -> bool:

@@ -13,21 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from linnaeus.config.aliases import alias
 from linnaeus.config.files import File, Files, read_file
-from linnaeus.config.keys import (
-    EXPERIMENT,
-    KEYS,
-    NODES,
-    PRESETS,
-    Path,
-    available,
-    closest,
-    dotted,
-    is_open,
-    names_in,
-    suggest,
-)
+from linnaeus.config.keys import KEYS, NODES, PRESETS, Path, closest, dotted, is_open, names_in, suggest
 from linnaeus.config.overrides import CommandLine, Override
 from linnaeus.config.values import Bare, Setting, from_command_line, show, tree_of, untyped
 
@@ -87,19 +74,19 @@ def _read_files(line: CommandLine, given: Given) -> None:
             hint = suggest(name, names_in("", files.folders))
             given.problems.append(f"{name}: no such file in --config-dir (--config-name){hint}")
     files.read |= roots
-    wrong = {group: _problem_of_choice(choice, files, own) for group, choice in line.groups.items()}
-    given.problems += filter(None, wrong.values())
-    choices = [choice for group, choice in line.groups.items() if not wrong[group]]
     order = [(path, file.package or "") for path, file in roots.items()]
-    if choices or any(file.defaults is not None for file in roots.values()):
-        from linnaeus.config.compose import order_files  # here, because Hydra takes long to import
+    if line.groups or any(file.defaults is not None for file in roots.values()):
+        from linnaeus.config import compose  # here, because Hydra takes long to import
 
+        wrong = {group: compose.problem_of(choice, files, own) for group, choice in line.groups.items()}
+        given.problems += filter(None, wrong.values())
+        choices = [choice for group, choice in line.groups.items() if not wrong[group]]
         try:
-            order, given.chosen = order_files(files, [*roots], choices)
+            order, given.chosen = compose.order_files(files, [*roots], choices)
         except Exception as error:  # Hydra raises errors of many kinds for a list that it cannot read
             given.is_complete = False
             if not any(file.problem for file in files.read.values()):
-                given.problems.append(_from_hydra(error, files))
+                given.problems.append(compose.sentence(error, files))
     for path, package in order:
         part = file.tree if (file := files.get(path)) else {}
         for name in reversed(package.removeprefix("_global_").split(".")):
@@ -110,24 +97,6 @@ def _read_files(line: CommandLine, given: Given) -> None:
     given.is_complete &= not unread
     if given.is_complete:
         given.warnings = _warnings(given.tree, files, tuple(file.name for file in roots.values()), line)
-
-
-def _problem_of_choice(choice: Override, files: Files, own: Sequence[FilePath]) -> str | None:
-    """What is wrong with a choice in a group, where there are no such files; `own` are the folders typed."""
-    group = choice.key.partition("@")[0]
-    there = names_in(group, files.folders)
-    if not there:
-        groups = [*available(*own)]  # a `--cfg` file may lie beside anything
-        hint = None if group == EXPERIMENT else alias(group, choice.text)
-        hint = hint or f"groups are {', '.join(groups)}{suggest(group, groups)}"
-        return f"{group}: no such key or preset group ({COMMAND_LINE}); {hint}"
-    text = choice.text or ""
-    names = re.findall(r"[^\s,'\"]+", text[1:-1]) if text.startswith("[") else [text]
-    missing = next((name for name in names if name not in there), None)
-    if missing is None or choice.text is None:
-        return None
-    hint = sweep_hint(choice.key, text) or suggest(missing, there)
-    return f"{group}: no preset {missing!r} ({COMMAND_LINE}); there are {', '.join(there)}{hint}"
 
 
 def sweep_hint(key: str, typed: str) -> str:
@@ -149,17 +118,6 @@ def _warnings(tree: Any, files: Files, own: tuple[str, ...], line: CommandLine) 
         if (winner := winners.get(key)) and winner.origin.startswith(own) and dotted(key) not in typed
         if untyped(winner, check=False) != untyped(setting, check=False)
     ]
-
-
-def _from_hydra(error: Exception, files: Files) -> str:
-    """What Hydra finds wrong, in one sentence."""
-    if isinstance(error, RecursionError):
-        return "defaults: the files lead back to themselves, or are nested too deeply"
-    text = re.split(r"Config search path:| : Override\(", str(error))[0]
-    text = " ".join(text.strip().replace("\n\n", "; ").split()) or type(error).__name__
-    for path, file in files.read.items():
-        text = text.replace(path, file.name) if path.startswith("__cfg") else text
-    return f"defaults: {text}"
 
 
 # The tree
