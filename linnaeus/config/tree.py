@@ -160,10 +160,11 @@ def _apply(tree: dict[Any, Any], override: Override) -> str | None:
     node: Any = tree
     for depth, name in enumerate(path[:-1], 1):
         child = node.get(name)
-        if isinstance(untyped(child, check=False), list):
-            return f"{dotted(path[:depth])} is a list, which can only be set as a whole"
-        node[name] = child if isinstance(child, dict) else {}
-        node = node[name]
+        if not isinstance(child, dict):
+            if isinstance(untyped(child, check=False), list):
+                return f"{dotted(path[:depth])} is a list, which can only be set as a whole"
+            child = node[name] = {}
+        node = child
     if not override.delete:
         merge(node, {path[-1]: setting})
         return None

@@ -22,7 +22,8 @@ COMMAND_LINES = (
     "--config-name", "my_exp.yaml", "resnet50", "DATA..BATCH_SIZE=8", "--cfg none.yaml", "--cfg .",
     "--config-dir nowhere", "--config-name base",
     # keys
-    "EXPERIMENT.NAME DATA.BATCH_SIZE=8", "DATA.FOO=1", "~DATA.FOO", "~MODEL.KWARGS.foo", "~TRAIN.COMPILE=true",
+    "EXPERIMENT.NAME DATA.BATCH_SIZE=8", "DATA.FOO=1", "~DATA.FOO", "~MODEL.KWARGS.foo",
+    "~TRAIN.COMPILE=true",
     "TRAIN.AMP=bf16 ~TRAIN.AMP=fp16", "DATA.BATCHSIZE=8", "data.batch_size=8", "LR=1", "TRAIN.EPOCH=1",
     "DATA.AUTOBATCH={ENABLE:true}", "DATA.BATCH_SIZE.x=8", "DATA=8", "DATA._target_=x.Y", "MODEL.width=8",
     "LOSS.LABEL_SMOTHING=0.1", "MODEL=mlp", "DATA.AUGMENT=strong", "MODEL.KWARGS.x=[1,2] MODEL.KWARGS.x.0=5",
