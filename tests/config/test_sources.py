@@ -78,7 +78,7 @@ def test_overrides_are_choices_that_can_be_left_out() -> None:
 
 
 def test_a_choice_that_a_list_leaves_to_the_command_line() -> None:
-    write({"my": "defaults: [{model: ???}]\nTRAIN: {EPOCHS: 3}"})
+    write({"my": "defaults:\n- model: ???\nTRAIN: {EPOCHS: 3}"})
     assert figures("--cfg=my.yaml", "model=vit_tiny")[:2] == (VIT, 3)
     assert problems("--cfg=my.yaml", "optimizer=sgd")[0].startswith("defaults: ")
 
