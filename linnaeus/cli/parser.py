@@ -156,8 +156,8 @@ class CommandParser(argparse.ArgumentParser):
             options: its attributes are filled; `launch` with `LaunchOptions`, and `run` with the path of RUN.
 
         Returns:
-            The other words, with options that set keys as overrides in their place, and one sentence for each
-            problem.
+            The other words, with the configuration's own options among them and overrides in place of options
+            that set keys; and one sentence for each problem.
         """
         words, problems, launch = list[str](), list[str](), LaunchOptions()
         gathered: dict[str, list[str]] = {}
