@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from itertools import pairwise
+from pathlib import Path
 
 from linnaeus.cli.main import COMMANDS, part_of
 from linnaeus.cli.parser import CommandParser
-from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, TARGET, dotted, strip_optional
-from linnaeus.config.presets import FOLDER, expanded, files_of
+from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, TARGET, available, dotted, strip_optional
+from linnaeus.config.overrides import parse_command_line
 
 NAMES = {dotted(path): key.doc for path, key in KEYS.items()} | {
     f"{dotted(path)}.{TARGET}": "a class of your own" for path in PLUGGABLE_PATHS
@@ -98,10 +98,6 @@ def _values(name: str) -> dict[str, str]:
 
 def _groups(words: Sequence[str]) -> dict[str, dict[str, str]]:
     """Presets by group: those of the package, and of the folders that the words before name."""
-    pairs = [word.split("=", 1) for word in words if "=" in word] + [list(pair) for pair in pairwise(words)]
-    folders = [expanded(value) for name, value in pairs if name in ("--config-dir", "-cd")]
-    found: dict[str, dict[str, str]] = {}
-    for folder in [FOLDER, *folders]:
-        for group, files in files_of(folder).items():
-            found.setdefault(group, {}).update(dict.fromkeys([file.stem for file in files], ""))
-    return found
+    sources = parse_command_line(words).sources
+    folders = [Path(name) for option, name in sources if option == "--config-dir"]
+    return {group: dict.fromkeys(names, "") for group, names in available(*folders).items()}

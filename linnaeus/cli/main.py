@@ -146,8 +146,8 @@ def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
     if command != "train" or {"-h", "--help", "--version"}.intersection(tokens):
         return command, rest
     from linnaeus.config.aliases import alias
+    from linnaeus.config.keys import available
     from linnaeus.config.overrides import parse_command_line
-    from linnaeus.config.presets import available
 
     late = [word for word in parse_command_line(rest).stray if word in COMMANDS]
     if late:

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linnaeus.config.keys import suggest
-from linnaeus.config.presets import available
+from linnaeus.config.aliases import alias
+from linnaeus.config.keys import KEYS, available, closest, suggest
+from linnaeus.config.overrides import OPTIONS
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import suggest_path, temporary_name
@@ -41,14 +42,12 @@ class _Option:
             what is wrong. None for an option without a value.
         keys: the configuration keys that get the value, in place of an attribute.
         takes: whether a word is one of its values; None where there is one value.
-        for_config: whether the configuration reads the option.
         launches: whether it is an attribute of `LaunchOptions`.
     """
 
     read: Callable[[Any], Any] | None = None
     keys: Sequence[str] = ()
     takes: Callable[[str], bool] | None = None
-    for_config: bool = False
     launches: bool = False
 
     def apply(self, name: str, texts: list[str], options: object) -> list[str]:
@@ -56,8 +55,6 @@ class _Option:
         if self.read is not None and not all(texts or [""]):
             raise ValueError("needs a value; --help shows examples")
         value = True if self.read is None else self.read(texts if self.takes else texts[0])
-        if self.for_config:
-            return [name if self.read is None else f"{name}={value}"]
         if not self.keys:
             setattr(options, name.removeprefix("--").replace("-", "_"), value)
         return [f"{key}={value}" for key in self.keys]
@@ -100,20 +97,18 @@ class CommandParser(argparse.ArgumentParser):
         self._options: dict[str, _Option] = {}
         self._launching = self.add_argument_group("where to run")
         self.switch("--help", "print this text and exit", short="-h")
-        flag, source = _Option(for_config=True), _Option(_read_local, for_config=True)
         if takes_overrides:
-            self._add(flag, "--print-config", text=print_config)
-            self._add(flag, "--origin", text="with --print-config: where each value comes from")
+            self.add_argument("--print-config", action="store_true", help=print_config)
+            text = "with --print-config: where each value comes from"
+            self.add_argument("--origin", action="store_true", help=text)
         if takes_overrides and not takes_run:
-            self._add(
-                source, "--cfg", metavar="FILE",
-                text="read a YAML file with the keys that differ from the defaults; a later file wins",
-            )  # fmt: skip
-            self._add(
-                source, "--config-dir", "-cd", metavar="DIR", text="a folder of groups and files of your own"
-            )
-            self._add(source, "--config-name", "-cn", metavar="NAME", text="a file of it, as with --cfg")
-            self._add(flag, "--opts", text="may come before the keys; changes nothing")
+            text = "read a YAML file with the keys that differ from the defaults; a later file wins"
+            self.add_argument("--cfg", metavar="FILE", help=text)
+            text = "a folder of groups and files of your own"
+            self.add_argument("--config-dir", "-cd", metavar="DIR", help=text)
+            self.add_argument("--config-name", "-cn", metavar="NAME", help="a file of it, as with --cfg")
+            text = "may come before the keys; changes nothing"
+            self.add_argument("--opts", action="store_true", help=text)
         self.option(
             "--launcher", "local|slurm", partial(read_choice, ("local", "slurm")),
             "where to run: this machine (default), or a job of SLURM", launches=True,
@@ -161,8 +156,8 @@ class CommandParser(argparse.ArgumentParser):
             options: its attributes are filled; `launch` with `LaunchOptions`, and `run` with the path of RUN.
 
         Returns:
-            The other words, with options that set keys as overrides in their place, and one sentence for each
-            problem.
+            The other words, with the configuration's own options among them and overrides in place of options
+            that set keys; and one sentence for each problem.
         """
         words, problems, launch = list[str](), list[str](), LaunchOptions()
         gathered: dict[str, list[str]] = {}
@@ -175,10 +170,13 @@ class CommandParser(argparse.ArgumentParser):
                 words.append(argv[begin])
             elif name in ("--install-completion", "--show-completion"):
                 return [], [f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"]
+            elif self.takes_overrides and name in OPTIONS:
+                words.append(argv[begin])  # with the word that follows, if it is the value
             elif option is None:
-                unknown = self._unknown(argv[begin])
-                problems += unknown
-                words += [] if unknown else [argv[begin]]
+                following = argv[at] if at < end and not has_value else "-"
+                problem, is_setting = self._unknown(argv[begin], following)
+                problems.append(problem)
+                at += is_setting and not re.match(r"-|.*=", following) and not _is_key(following)
             elif option.read is None and has_value:
                 problems.append(f"{name}: takes no value")
             else:
@@ -212,18 +210,24 @@ class CommandParser(argparse.ArgumentParser):
         vars(options)["launch"] = launch
         return words, problems
 
-    def _unknown(self, token: str) -> list[str]:
-        """What is wrong with an unknown option; empty where the configuration says it."""
-        name = token.partition("=")[0]
-        close = [known for known in self._options if known.startswith(name) and len(name) > 3]
-        close += get_close_matches(name, self._options, n=1, cutoff=0.86)
+    def _unknown(self, token: str, following: str) -> tuple[str, bool]:
+        """What is wrong with an unknown option, and whether it is meant as a setting."""
+        name, _, value = token.partition("=")
+        known = [*self._options, *(OPTIONS if self.takes_overrides else ())]
+        problem = f"{name}: no such option"
+        close = [option for option in known if option.startswith(name) and len(name) > 3]
+        close += get_close_matches(name, known, n=1, cutoff=0.86)
         if close:
-            return [f"{name}: no such option; did you mean {close[0]}?"]
+            return f"{problem}; did you mean {close[0]}?", False
         if self.takes_overrides:
-            return []
+            key = name.lstrip("-")
+            real = closest(key) if "." in key or key.isupper() else None
+            meaning = f"keys have no dashes: {real}" if real else alias(name, value or following)
+            hint = f"; {meaning}" if meaning else suggest(name, known) if len(key) > 1 else ""
+            return problem + hint, bool(meaning)
         if Path(token).exists() or not token.startswith("--"):
-            return [f"{token}: no such option; give a file of this name as ./{token}"]
-        return [f"{token}: no such option{suggest(name, self._options)}"]
+            return f"{token}: no such option; give a file of this name as ./{token}", False
+        return f"{token}: no such option{suggest(name, known)}", False
 
     def _take_run(self, words: list[str], options: object) -> list[str]:
         """Move the first word to `options.run`; returns the problem with it as a list of at most one."""
@@ -240,6 +244,10 @@ def _is_option(token: str) -> bool:
     return token[:1] == "-" and token != "-" and not _NUMBER.match(token)
 
 
+def _is_key(word: str) -> bool:
+    return tuple(word.split(".")) in KEYS
+
+
 def _is_sbatch(word: str) -> bool:
     """Whether a word is an option of sbatch: a known one, or KEY=VALUE that chooses no preset."""
     name, has_value, _ = word.partition("=")
@@ -250,12 +258,6 @@ def _is_sbatch(word: str) -> bool:
 def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
     parts = [word.partition("=") for word in words]
     return {name: value if has_value else None for name, has_value, value in parts}
-
-
-def _read_local(text: str) -> str:
-    if "://" in text:
-        raise ValueError(f"{text} is a URL; download it first, and name the file")
-    return text
 
 
 def add_run_options(parser: CommandParser) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from linnaeus.cli.completion import candidates
 from linnaeus.cli.main import COMMANDS
-from linnaeus.config.keys import KEYS, dotted
-from linnaeus.config.presets import available
+from linnaeus.config.keys import KEYS, available, dotted
 from tests.helpers.forks import ROOT
 
 
