@@ -30,11 +30,7 @@ def alias(word: str, value: str | None = None) -> str | None:
         The setting to write, or what there is in its place; None for an unknown word.
     """
     name = word.partition("=")[0].lstrip("-+~").lower().replace("-", "_")
-    if name.startswith(("hydra.", "hydra/")):
-        return (
-            "settings of Hydra itself have no counterpart here; a run's folder is "
-            "EXPERIMENT.OUTPUT_DIR/EXPERIMENT.NAME"
-        )
+    name = "hydra" if name.startswith(("hydra.", "hydra/")) else name
     meaning = aliases().get(name) or aliases().get(name.rpartition(".")[2])
     if meaning is None or not re.match(r"[\w.]+=", meaning):
         return meaning

@@ -92,12 +92,9 @@ def _warn(sentence: str) -> None:
 
 def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:
     """A copy of the configuration with other batch sizes; None keeps a size."""
-    data = dataclasses.replace(
-        config.DATA,
-        BATCH_SIZE=config.DATA.BATCH_SIZE if train is None else train,
-        BATCH_SIZE_VAL=config.DATA.BATCH_SIZE_VAL if val is None else val,
-    )
-    return dataclasses.replace(config, DATA=data)
+    sizes = {"BATCH_SIZE": train, "BATCH_SIZE_VAL": val}
+    changed: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    return dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, **changed))
 
 
 _MISREAD = re.compile(r"none|null|[-+]?[\d_.]+e[-+]?\d+", re.IGNORECASE)
@@ -106,10 +103,6 @@ _MISREAD = re.compile(r"none|null|[-+]?[\d_.]+e[-+]?\d+", re.IGNORECASE)
 
 class _Dumper(yaml.SafeDumper):
     """Writes YAML that OmegaConf reads back as the same values."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write equal values out."""
-        return True
 
 
 def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -125,6 +118,7 @@ def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
 
 _Dumper.add_representer(str, _represent_str)
 _Dumper.add_representer(list, _represent_list)
+_Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
 
 
 def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
@@ -153,8 +147,7 @@ def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str,
     target = FilePath(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = to_yaml(config, plan)
-        write_atomically(target, lambda file: file.write(text.encode()))
+        write_atomically(target, lambda file: file.write(to_yaml(config, plan).encode()))
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error.strerror} (EXPERIMENT.OUTPUT_DIR)") from error
 

@@ -207,9 +207,7 @@ class AutoBatchConfig:
     )
     MIN_BATCH_SIZE: int = _search_key("min_batch_size")
     MIN_BATCH_SIZE_VAL: int = key("${DATA.AUTOBATCH.MIN_BATCH_SIZE}", "MIN_BATCH_SIZE of validation", ge=1)
-    MAX_BATCH_SIZE: int | None = _search_key(
-        "max_batch_size", "largest size tried; null: what data and memory allow"
-    )
+    MAX_BATCH_SIZE: int | None = _search_key("max_batch_size", "largest size; null: as data and memory allow")
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
     )

@@ -120,9 +120,6 @@ def _warnings(tree: Any, files: Files, own: tuple[str, ...], line: CommandLine) 
     ]
 
 
-# The tree
-
-
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Setting]]:
     """Every setting of a tree with its key."""
     if isinstance(tree, Setting):
