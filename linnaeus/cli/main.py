@@ -41,7 +41,7 @@ COMMANDS = {
     "export": "a trained run as safetensors, ONNX, torch.export or timm files",
 }
 """The commands, each with what it does."""
-ALONE = {
+NOT_WITH_TORCHRUN = {
     "analyze": "the analysis measures one device in one process",
     "plan": "sizes are timed on one device in one process (see --world-size)",
     "sweep": "a sweep starts a process for each run by itself",
@@ -84,7 +84,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
             return 0
         launch = request[0].launch
         submits = launch.launcher == "slurm" and command != "sweep"  # which submits its runs
-        alone = "a job of SLURM starts torchrun by itself" if submits else ALONE.get(command)
+        alone = "a job of SLURM starts torchrun by itself" if submits else NOT_WITH_TORCHRUN.get(command)
         if alone and rank is not None:
             raise ConfigError(f"torchrun: {alone}; run it alone: linnaeus {shlex.join(tokens)}")
     except ConfigError as error:  # every rank has read the same command line
@@ -103,7 +103,9 @@ def cli(argv: Sequence[str] | None = None) -> int:
             if command == "train":
                 experiment = request[1].EXPERIMENT
                 folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
-            print(submit_command(launch, command, launch.argv, command not in ALONE, folder), end="")
+            print(
+                submit_command(launch, command, launch.argv, command not in NOT_WITH_TORCHRUN, folder), end=""
+            )
             return 0
         exit_code: int = part_of(command, "run")(*request)
         return exit_code
@@ -128,6 +130,8 @@ def console() -> int:
 
 def part_of(command: str, name: str) -> Any:
     """`PARSER`, `read` or `run` of a command."""
+    if command == "plan":  # other defaults of the same options
+        command, name = "analyze", "read_plan" if name == "read" else name
     module = import_module(f"linnaeus.cli.{command}")
     if not hasattr(module, name):
         module = import_module(f"{module.__name__}.{'session' if name == 'run' else 'options'}")
@@ -151,8 +155,10 @@ def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
 
     late = [word for word in parse_command_line(rest).stray if word in COMMANDS]
     if late:
-        others = [token for token in tokens if token != late[0]]
-        raise ConfigError(f"{late[0]!r}: the command comes first: linnaeus {late[0]} {shlex.join(others)}")
+        raise ConfigError(
+            f"{late[0]!r}: the command comes first: linnaeus {late[0]} ...; "
+            f"linnaeus {late[0]} --help shows what may follow"
+        )
     word = tokens[0] if tokens else ""
     is_name = re.fullmatch(r"[A-Za-z][A-Za-z_-]*", word) and not word.isupper()
     if is_name and word not in ("train", *available()):

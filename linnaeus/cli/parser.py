@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -26,9 +26,9 @@ COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
 """What a shell's start-up file needs for completion with TAB."""
 CHECKPOINT_OPTION = (
     "--checkpoint", "best|last|FILE", str,
-    "checkpoint of the run: best (the default), last, or a file; RUN itself where that is a checkpoint",
+    "checkpoint of the run: best (the default), last, or a file; not where RUN is a checkpoint itself",
 )  # fmt: skip
-"""Arguments of `CommandParser.option`."""
+"""Arguments of `CommandParser.option`; the attribute that it fills is None by default."""
 _NUMBER = re.compile(r"-[.\d]")
 
 
@@ -124,15 +124,19 @@ class CommandParser(argparse.ArgumentParser):
         )  # fmt: skip
         self._add(_Option(launches=True), "--dry-run", text="print what would be started, and start nothing")
 
-    def _add(self, option: _Option, *names: str, text: str, metavar: str | None = None) -> None:
-        kind: dict[str, Any] = {"action": "store_true"} if option.read is None else {"metavar": metavar}
+    def _add(
+        self, option: _Option, *names: str, text: str, metavar: str | None = None, choices: Iterable[str] = ()
+    ) -> None:
+        kind: dict[str, Any] = {"action": "store_true"}
+        if option.read is not None:
+            kind = {"metavar": metavar, "choices": tuple(choices)}
         group = self._launching if option.launches else self
         group.add_argument(*names, help=text.replace("%", "%%"), **kind)
         self._options |= dict.fromkeys(names, option)
 
     def option(
         self, name: str, metavar: str, read: Callable[[Any], Any], text: str, keys: Sequence[str] = (),
-        takes: Callable[[str], bool] | None = None, launches: bool = False,
+        takes: Callable[[str], bool] | None = None, launches: bool = False, choices: Iterable[str] = (),
     ) -> None:  # fmt: skip
         """Add an option with a value.
 
@@ -144,10 +148,13 @@ class CommandParser(argparse.ArgumentParser):
             keys: the configuration keys that the option sets; it fills no attribute then.
             takes: whether a word is one of several values; `read` then gets the list of all.
             launches: fills an attribute of `LaunchOptions`.
+            choices: what completion offers, also behind a comma, where `metavar` is no `a|b`.
         """
         if keys:
             text += f" ({', and '.join([keys[0], *('_VAL' for _ in keys[1:])])})"
-        self._add(_Option(read, keys, takes, launches=launches), name, text=text, metavar=metavar)
+        self._add(
+            _Option(read, keys, takes, launches=launches), name, text=text, metavar=metavar, choices=choices
+        )
 
     def switch(self, name: str, text: str, short: str | None = None) -> None:
         """Add an option without a value."""
@@ -232,6 +239,8 @@ class CommandParser(argparse.ArgumentParser):
             return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
         path = Path(words.pop(0)).expanduser()
         vars(options)["run"] = path
+        if path.is_file() and vars(options)["checkpoint"] is not None:
+            return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
         remedy = suggest_path(path) or "; name the folder of a run, such as runs/birds"
         return [] if path.exists() else [f"RUN: there is no run or checkpoint {path}{remedy}"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from linnaeus.cli.parser import CommandParser, add_run_options, check_files, read_count, read_table
 from linnaeus.cli.tables import UnixLines
 from linnaeus.errors import ConfigError
-from linnaeus.files import not_written, temporary_name
+from linnaeus.files import CHECKPOINTS, not_written, temporary_name
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
 from linnaeus.signals import StopRequest
 from linnaeus.words import counted
@@ -61,7 +61,7 @@ class Options:
 
     run: Path = Path()
     images: list[str] = field(default_factory=list)
-    checkpoint: str = "best"
+    checkpoint: str | None = None
     output: Path | None = None
     top: int = 5
     path: bool = False
@@ -80,7 +80,11 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     options.images, problems = PARSER.words(argv, options)
     if not options.images:
         problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
-    problems += [f"IMAGES: {word}: {problem}" for word in options.images if (problem := problem_of(word))]
+    for word in options.images:
+        if (Path(word) / CHECKPOINTS).is_dir():
+            problems.append(f"IMAGES: {word}: is a run, and RUN comes first: linnaeus predict {word} IMAGES")
+        elif problem := problem_of(word):
+            problems.append(f"IMAGES: {word}: {problem}")
     if options.images.count(STDIN) > 1:
         problems.append("IMAGES: - stands there twice, but standard input can be read once")
     if problems:
@@ -107,7 +111,7 @@ def run(options: Options) -> int:
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with StopRequest().listening():
-            trained = load_run(options.run, checkpoint=options.checkpoint, device=options.device)
+            trained = load_run(options.run, checkpoint=options.checkpoint or "best", device=options.device)
             logger.info("%s", trained.description)
             return _predict(trained, options, console)
     except BrokenPipeError:

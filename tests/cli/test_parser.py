@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from linnaeus.cli.main import ALONE, COMMANDS, cli, part_of
+from linnaeus.cli.main import COMMANDS, NOT_WITH_TORCHRUN, cli, part_of
 from linnaeus.cli.parser import check_files
 from linnaeus.errors import ConfigError
 from tests.helpers.forks import ROOT
@@ -146,7 +146,7 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
         first, *rest = words_of(line)
         assert first == ("analyze" if command == "plan" else command)
         assert read(command, *rest), line
-    if command in ALONE:
+    if command in NOT_WITH_TORCHRUN:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")
         words = words_of(lines[0])

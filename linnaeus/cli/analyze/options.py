@@ -85,10 +85,17 @@ class Options:
     world_size: int | None = None
 
 
-OF_A_RUN = ("--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-budget", "--world-size")
+IMPLY_THROUGHPUT = (
+    "--sizes",
+    "--dataset-length",
+    "--epochs",
+    "--noise-scale",
+    "--time-budget",
+    "--world-size",
+)
 """Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
 WITHOUT_PREDICT = {
-    **dict.fromkeys(("--throughput", *OF_A_RUN[:-1]), "speed is not predicted"),
+    **dict.fromkeys(("--throughput", *IMPLY_THROUGHPUT[:-1]), "speed is not predicted"),
     "--steps": "there are no trials",
     "--plot": "there are no trials to draw",
     "--strategy": "there is no search",
@@ -112,7 +119,7 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
 
     def check(options: Options) -> list[str]:
         if not options.predict:
-            options.throughput |= not given.isdisjoint(OF_A_RUN)
+            options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
             return [f"{name}: needs --predict" for name in ("--gpu", "--device-memory-gb") if name in given]
         return [
             f"{name}: not with --predict, because {reason}; leave it out"
@@ -192,10 +199,10 @@ PARSER.option(
     "--fractions", "F,F,...", partial(_ascending, read_fraction),
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
 )  # fmt: skip
-PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val")
+PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val", choices=MODES)
 PARSER.option("--steps", "N", read_count, "steps that one trial runs", _both("STEPS_PER_TRIAL"))
 PARSER.option(
-    "--strategy", "NAME", partial(read_choice, [*STRATEGIES]), f"one of {', '.join(STRATEGIES)}",
+    "--strategy", "|".join(STRATEGIES), partial(read_choice, [*STRATEGIES]), "how sizes are searched",
     [f"{AUTOBATCH}.STRATEGY"],
 )  # fmt: skip
 PARSER.switch(
@@ -228,5 +235,5 @@ PARSER.switch(
     "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; nothing "
     "is run",
 )
-PARSER.option("--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}")
+PARSER.option("--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}", choices=GPUS)
 PARSER.option("--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory")

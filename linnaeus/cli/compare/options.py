@@ -53,7 +53,7 @@ def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
     options = Options()
     names, problems = PARSER.words(argv, options)
     if not names and not problems:
-        problems.append("there is nothing to compare: name the folders of runs, such as runs, or 'runs/lr*'")
+        problems.append("RUN: name the folders of runs, such as runs, or 'runs/lr*'")
     folders = find_runs(names, problems)
     if problems:
         raise ConfigError(problems)
@@ -77,9 +77,11 @@ def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
         for run in runs:
             found.setdefault(run.resolve(), run)
         if not folders:
-            problems.append(f"{name}: no such folder{suggest_path(path)}")
+            problems.append(f"RUN: {name}: no such folder{suggest_path(path)}")
         elif not runs:
-            problems.append(f"{name}: holds no run (a folder with metrics.jsonl, result.json or checkpoints)")
+            problems.append(
+                f"RUN: {name}: holds no run (a folder with metrics.jsonl, result.json or checkpoints)"
+            )
     return list(found.values())
 
 

@@ -96,7 +96,7 @@ def run(options: Options, config: Config, own: Config) -> int:
             world.check_equal(configuration_facts(dataclasses.asdict(config)))
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
-            trained = load_run(options.run, checkpoint=options.checkpoint, device=str(world.device))
+            trained = load_run(options.run, checkpoint=options.checkpoint or "best", device=str(world.device))
             _evaluate(Session(options, config, own, trained, world, console))
     except RankEnded as ended:
         ended.leave()
@@ -292,7 +292,7 @@ def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any
 def _name(session: Session, data: EvaluationData) -> str:
     """That of the checkpoint, and of the data and the image size where they are not the run's."""
     options = session.options
-    names = [options.run.stem if options.run.is_file() else Path(options.checkpoint).stem]
+    names = [options.run.stem if options.run.is_file() else Path(options.checkpoint or "best").stem]
     if not session.is_own_dataset:
         source = Path(data.source)
         is_part = source.name in _PARTS and source.parent.name
