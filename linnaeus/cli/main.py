@@ -103,9 +103,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
             if command == "train":
                 experiment = request[1].EXPERIMENT
                 folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
-            print(
-                submit_command(launch, command, launch.argv, command not in NOT_WITH_TORCHRUN, folder), end=""
-            )
+            has_ranks = command not in NOT_WITH_TORCHRUN
+            print(submit_command(launch, command, launch.argv, has_ranks, folder), end="")
             return 0
         exit_code: int = part_of(command, "run")(*request)
         return exit_code

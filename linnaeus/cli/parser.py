@@ -152,9 +152,8 @@ class CommandParser(argparse.ArgumentParser):
         """
         if keys:
             text += f" ({', and '.join([keys[0], *('_VAL' for _ in keys[1:])])})"
-        self._add(
-            _Option(read, keys, takes, launches=launches), name, text=text, metavar=metavar, choices=choices
-        )
+        option = _Option(read, keys, takes, launches=launches)
+        self._add(option, name, text=text, metavar=metavar, choices=choices)
 
     def switch(self, name: str, text: str, short: str | None = None) -> None:
         """Add an option without a value."""

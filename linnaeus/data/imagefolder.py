@@ -126,8 +126,8 @@ def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:
     if train is None:
         if val is not None or _are_splits(subfolders):
             raise ConfigError(
-                f"DATA.DATASET.ROOT: {root} has no folder `train`; name the training folder in DATA.DATASET.TRAIN "
-                "(`.` is ROOT itself)"
+                f"DATA.DATASET.ROOT: {root} has no folder `train`; name the training folder in "
+                "DATA.DATASET.TRAIN (`.` is ROOT itself)"
             )
         return root, None
     if val is None:

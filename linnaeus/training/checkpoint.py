@@ -84,7 +84,8 @@ class TrainingState:
                 continue  # most losses have none, and older checkpoints no entry for it
             if part.name not in state:
                 raise ConfigError(
-                    f"EXPERIMENT.NAME: the checkpoint has no {part.name}; it was written with another configuration. {REMEDY}"
+                    f"EXPERIMENT.NAME: the checkpoint has no {part.name}; it was written with "
+                    f"another configuration. {REMEDY}"
                 )
             content = state[part.name]
             try:
@@ -94,7 +95,8 @@ class TrainingState:
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = _misfit(target, content, changes) or first_line(error)
                 raise ConfigError(
-                    f"EXPERIMENT.NAME: the checkpoint's {part.name} does not fit this configuration: {reason}. {REMEDY}"
+                    f"EXPERIMENT.NAME: the checkpoint's {part.name} does not fit this configuration: "
+                    f"{reason}. {REMEDY}"
                 ) from error
 
 

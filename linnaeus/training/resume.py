@@ -140,8 +140,8 @@ def check_changes(changes: Sequence[Change], resume_with: str | None) -> None:
         remedy = "Set them back" if len(refused) > 1 else "Set it back"
         remedy += ", take this configuration's with TRAIN.RESUME_WITH lr" if takes_lr else ""
         raise ConfigError(
-            f"EXPERIMENT.NAME: the checkpoint was written with another configuration: {', '.join(map(str, refused))}. "
-            f"{remedy}, or start anew: {REMEDY[0].lower()}{REMEDY[1:]}"
+            f"EXPERIMENT.NAME: the checkpoint was written with another configuration: "
+            f"{', '.join(map(str, refused))}. {remedy}, or start anew: {REMEDY[0].lower()}{REMEDY[1:]}"
         )
     for change in fixed:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)

@@ -86,13 +86,8 @@ class Options:
 
 
 IMPLY_THROUGHPUT = (
-    "--sizes",
-    "--dataset-length",
-    "--epochs",
-    "--noise-scale",
-    "--time-budget",
-    "--world-size",
-)
+    "--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-budget", "--world-size",
+)  # fmt: skip
 """Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
 WITHOUT_PREDICT = {
     **dict.fromkeys(("--throughput", *IMPLY_THROUGHPUT[:-1]), "speed is not predicted"),

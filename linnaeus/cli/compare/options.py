@@ -79,9 +79,7 @@ def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
         if not folders:
             problems.append(f"RUN: {name}: no such folder{suggest_path(path)}")
         elif not runs:
-            problems.append(
-                f"RUN: {name}: holds no run (a folder with metrics.jsonl, result.json or checkpoints)"
-            )
+            problems.append(f"RUN: {name}: no run in it (a folder with {METRICS}, {RESULT} or {CHECKPOINTS})")
     return list(found.values())
 
 
