@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -317,27 +316,21 @@ def check_files(files: Mapping[str, Path | None]) -> None:
     Raises:
         ConfigError: names each file that cannot be written.
     """
-    problems = [
-        f"{name}: {path} cannot be written: {reason}; choose another file"
-        for name, path in files.items()
-        if path is not None and (reason := _why_not_writable(path)) is not None
-    ]
+    problems = []
+    for name, path in files.items():
+        reason = None
+        try:
+            if path is not None and path.is_dir():
+                reason = "it is a folder"
+            elif path is not None:
+                temporary_name(path).touch()
+                temporary_name(path).unlink()
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
+            problems.append(f"{name}: {path} cannot be written: {reason}; choose another file")
     if problems:
         raise ConfigError(problems)
-
-
-def _why_not_writable(path: Path) -> str | None:
-    try:
-        if path.is_dir():
-            return "it is a folder"
-        if path.exists() and not os.access(path, os.W_OK):
-            return "it is write-protected"
-        temporary = temporary_name(path)
-        temporary.touch()
-        temporary.unlink()
-    except OSError as error:
-        return error.strerror
-    return None
 
 
 def read_path(endings: Sequence[str], text: str) -> Path:
@@ -367,25 +360,13 @@ def read_choice(choices: Sequence[str], text: str) -> str:
     return text
 
 
-def read_positive(what: str, text: str) -> float:
-    """A positive number, which messages call `what`, such as "number of GiB"; `ValueError` for others."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{text!r} is not a positive {what}")
-    return value
-
-
-def read_fraction(text: str) -> float:
-    """A fraction of the device's memory, in (0, 1]; `ValueError` for anything else."""
-    fraction = _number(text)
-    if not 0 < fraction <= 1:
-        problem = f"{text!r} is not a number" if math.isnan(fraction) else f"{text} is outside (0, 1]"
-        raise ValueError(f"{problem}; give fractions of the device's memory in (0, 1], such as 0.6,0.8")
-    return fraction
-
-
-def _number(text: str) -> float:
+def read_number(what: str, text: str, most: float = math.inf) -> float:
+    """A positive number of at most `most`, which messages call `what`; `ValueError` for others."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        return math.nan
+        value = math.nan
+    if not 0 < value <= most or value == math.inf:
+        bound = "" if most == math.inf else f" of at most {most:g}"
+        raise ValueError(f"{text!r} is not a positive {what}{bound}")
+    return value

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from linnaeus.cli.parser import CommandParser, add_run_options, check_files, read_count, read_table
-from linnaeus.cli.tables import UnixLines
 from linnaeus.errors import ConfigError
-from linnaeus.files import CHECKPOINTS, not_written, temporary_name
+from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
 from linnaeus.signals import StopRequest
 from linnaeus.words import counted
@@ -167,7 +166,7 @@ def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:
     rows = [["path", "reason"], *([image.source, image.reason] for image in images)]
     try:
         with table.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            csv.writer(UnixLines(file)).writerows(rows)
+            csv.writer(file, lineterminator="\n").writerows(rows)
     except OSError as error:
         raise not_written(table, error) from error
     logger.info("what is left out is listed in %s", table)
@@ -191,9 +190,8 @@ class Writer:
         """Write one prediction."""
         if self.ending == ".csv":
             cells = _cells(prediction)
-            csv.writer(UnixLines(self.file)).writerows(
-                [cells.values()] if self.number else [cells, cells.values()]
-            )
+            table = csv.writer(self.file, lineterminator="\n")
+            table.writerows([cells.values()] if self.number else [cells, cells.values()])
         elif self.ending:
             content = prediction.as_dict()
             name = str(prediction.source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -241,39 +239,37 @@ def _text(prediction: Prediction) -> str:
 
 @contextmanager
 def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterator[Writer]:
-    """A writer to a file, which appears once it is whole; or to standard output where `output` is None.
+    """A writer to a file, or to standard output where `output` is None.
 
-    Where all images were unreadable, no file is written. Where the context ends with an exception, the
-    predictions so far are kept in a file with `.partial` added to the name.
+    A file is written as FILE.partial, which becomes FILE at the end unless all images were unreadable. Where
+    the context ends with an exception, FILE.partial keeps the predictions so far.
 
     Raises:
         LinnaeusError: the file cannot be written.
     """
+    writer: Writer | None = None
     if output is None:
         writer = Writer(sys.stdout, "")
         yield writer
         writer.end()
         return
-    temporary = temporary_name(output)
+    partial = output.with_name(f"{output.name}.partial")
     try:
-        with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        with partial.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             writer = Writer(file, output.suffix.lower())
             try:
                 yield writer
             finally:
                 writer.end()
-            os.fsync(file.fileno())
         if writer.number or not unreadable:
-            temporary.replace(output)
-    except BaseException as error:
-        if temporary.exists() and temporary.stat().st_size:
-            kept = temporary.replace(output.with_name(f"{output.name}.partial"))
-            print(f"what was predicted so far is kept in {kept}", file=sys.stderr)
-        if isinstance(error, OSError):
-            raise not_written(output, error) from error
-        raise
+            partial.replace(output)
+    except OSError as error:
+        raise not_written(output, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if writer is not None and not writer.number:
+            partial.unlink(missing_ok=True)
+        elif writer is not None and partial.exists():
+            print(f"what was predicted so far is kept in {partial}", file=sys.stderr)
 
 
 def printable(text: str) -> str:

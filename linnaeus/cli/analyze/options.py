@@ -17,9 +17,8 @@ from linnaeus.cli.parser import (
     CommandParser,
     read_choice,
     read_count,
-    read_fraction,
+    read_number,
     read_plot,
-    read_positive,
     read_request,
     read_table,
 )
@@ -163,7 +162,7 @@ def read_gpus(text: str) -> list[Gpu]:
 
 
 def _memories(text: str) -> list[Gpu]:
-    sizes = [read_positive("number of GiB", part) for part in text.split(",")]
+    sizes = [read_number("number of GiB", part) for part in text.split(",")]
     return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
 
 
@@ -187,11 +186,11 @@ PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .
 PARSER.option("--min-bs", "N", read_count, "smallest size tried", _both("MIN_BATCH_SIZE"))
 PARSER.option("--max-bs", "N", read_count, "largest size tried", _both("MAX_BATCH_SIZE"))
 PARSER.option(
-    "--memory-limit-gb", "X", partial(read_positive, "number of GiB"),
+    "--memory-limit-gb", "X", partial(read_number, "number of GiB"),
     "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
 )  # fmt: skip
 PARSER.option(
-    "--fractions", "F,F,...", partial(_ascending, read_fraction),
+    "--fractions", "F,F,...", partial(_ascending, partial(read_number, "fraction of the memory", most=1)),
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
 )  # fmt: skip
 PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val", choices=MODES)
@@ -208,7 +207,7 @@ PARSER.option(
     "--time-budget", "T", read_duration, "mark the sizes with which it ends in time: 90s, 30m, 2h, 1d"
 )
 PARSER.option(
-    "--noise-scale", "X", partial(read_positive, "number of samples"),
+    "--noise-scale", "X", partial(read_number, "number of samples"),
     "gradient noise scale, in samples; gives the time to the same loss",
 )  # fmt: skip
 PARSER.option(

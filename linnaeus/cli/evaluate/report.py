@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from linnaeus.cli.plots import BLUE, INK, VERMILION, decorate, drawing
-from linnaeus.cli.tables import Figures, cell
+from linnaeus.cli.tables import Figures, cell, table
 from linnaeus.inference.figures import Distance, LevelFigures
 from linnaeus.inference.tally import NUM_BINS
 from linnaeus.words import counted
@@ -137,42 +136,6 @@ def compare_with_logged(
 
 def show(evaluation: Evaluation, console: Console) -> None:
     """Print the tables and the notes."""
-    if evaluation.levels:
-        console.print(_levels_table(evaluation))
-    finest = next((level for level in reversed(evaluation.levels) if level.num_samples), None)
-    if finest is not None and (worst := finest.worst(NUM_SHOWN)):
-        name, classes, found = finest.level.name, finest.level.classes, finest.classes
-        rows = [
-            (
-                classes[n],
-                f"{found.num_samples[n]}",
-                f"{found.recall[n]:.4f}",
-                f"{found.precision[n]:.4f}".replace("nan", ""),
-            )
-            for n in worst
-        ]
-        headings = ["class", "samples", "recall", "precision"]
-        console.print(_table(f"Lowest recall: {name}", headings, rows))
-        rows = [
-            (each.true, each.predicted, str(each.samples), f"{each.share:.1%}")
-            for each in finest.confusions(NUM_SHOWN)
-        ]
-        headings = ["class", "taken for", "samples", "of the class"]
-        console.print(_table(f"Largest confusions: {name}", headings, rows, num_texts=2))
-    for note in notes(evaluation):
-        console.print(note, markup=False, soft_wrap=True)
-
-
-def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> Table:
-    table = Table(*headings[:num_texts], title=title, title_justify="left")
-    for heading in headings[num_texts:]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _levels_table(evaluation: Evaluation) -> Table:
     headings = {
         "samples": "samples", "unlabelled": "unlabelled", "top1": "top-1", "top5": "top-5",
         "macro_recall": "macro recall", "macro_precision": "precision", "macro_f1": "F1",
@@ -181,9 +144,28 @@ def _levels_table(evaluation: Evaluation) -> Table:
     rows = []
     for level in evaluation.levels:
         row = evaluation.level_row(level)
-        cells = (cell(row[name], "d" if isinstance(row[name], int) else ".4f") for name in headings)
-        rows.append((level.level.name, *cells))
-    return _table(evaluation.data_title, ["rank", *headings.values()], rows)
+        cells = [cell(row[name], "d" if isinstance(row[name], int) else ".4f") for name in headings]
+        rows.append([level.level.name, *cells])
+    if rows:
+        console.print(table(evaluation.data_title, ["rank", *headings.values()], rows, left=("rank",)))
+    finest = next((level for level in reversed(evaluation.levels) if level.num_samples), None)
+    if finest is not None and (worst := finest.worst(NUM_SHOWN)):
+        name, found = finest.level.name, finest.classes
+        rows = [
+            [finest.level.classes[n], str(int(found.num_samples[n]))]
+            + [f"{values[n]:.4f}".replace("nan", "") for values in (found.recall, found.precision)]
+            for n in worst
+        ]
+        columns = ["class", "samples", "recall", "precision"]
+        console.print(table(f"Lowest recall: {name}", columns, rows, left=("class",)))
+        rows = [
+            [each.true, each.predicted, str(each.samples), f"{each.share:.1%}"]
+            for each in finest.confusions(NUM_SHOWN)
+        ]
+        columns = ["class", "taken for", "samples", "of the class"]
+        console.print(table(f"Largest confusions: {name}", columns, rows, left=("class", "taken for")))
+    for note in notes(evaluation):
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def notes(evaluation: Evaluation) -> list[str]:
