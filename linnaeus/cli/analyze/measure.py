@@ -243,33 +243,23 @@ def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
 def break_down(
     mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: int, has_buckets: bool = False
 ) -> Breakdown:
-    """Split a peak.
+    """Split a peak, of which `held_bytes` were held between the trials, without the buckets of gradients.
 
     >>> parts = break_down("train", StateBytes(100, 4, 0, 100, 200), peak_bytes=1500, held_bytes=600)
     >>> parts.activations, parts.rest
     (600, 496)
 
-    A training trial allocates the optimizer state; in validation it is there from the start.
-
-    Args:
-        mode: which step.
-        state: counted on the same model.
-        peak_bytes: peak of a trial.
-        held_bytes: bytes that the process held between the trials, without buckets.
-        has_buckets: whether the gradients are views of buckets, which then are held all the time.
+    A training trial allocates the optimizer state; in validation it is there from the start. With buckets
+    (of DistributedDataParallel), whose views they are, gradients are there in validation too.
     """
-    resident = state.parameters + state.buffers + state.average
-    buckets = state.gradients if has_buckets else 0
-    gradients = state.gradients if mode == "train" and not has_buckets else 0
-    allocated = gradients + buckets + (state.optimizer_state if mode == "train" else 0)
+    gradients = state.gradients if mode == "train" or has_buckets else 0
+    kept = state.parameters + state.buffers + state.average
     if mode == "val":
-        resident += state.optimizer_state
-    return Breakdown(
-        **asdict(replace(state, gradients=gradients)),
-        buckets=buckets,
-        activations=peak_bytes - held_bytes - allocated,
-        rest=held_bytes - resident,
-    )
+        kept += state.optimizer_state
+    allocated = gradients + (state.optimizer_state if mode == "train" else 0)
+    activations = peak_bytes - held_bytes - allocated
+    counts = asdict(replace(state, gradients=gradients))
+    return Breakdown(**counts, activations=activations, rest=held_bytes - kept)
 
 
 # Remedies, at the sizes to paste. Measured ones have the unchanged configuration beside them, so that before

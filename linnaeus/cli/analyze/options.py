@@ -88,13 +88,8 @@ IMPLY_THROUGHPUT = (
     "--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-budget", "--world-size",
 )  # fmt: skip
 """Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
-WITHOUT_PREDICT = {
-    **dict.fromkeys(("--throughput", *IMPLY_THROUGHPUT[:-1]), "speed is not predicted"),
-    "--steps": "there are no trials",
-    "--plot": "there are no trials to draw",
-    "--strategy": "there is no search",
-}
-"""Options that make no sense with `--predict`, and why."""
+NOT_WITH_PREDICT = ("--throughput", *IMPLY_THROUGHPUT[:-1], "--steps", "--plot", "--strategy")
+"""Options for what is run."""
 
 
 def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Options, Config]:
@@ -115,11 +110,8 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
         if not options.predict:
             options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
             return [f"{name}: needs --predict" for name in ("--gpu", "--device-memory-gb") if name in given]
-        return [
-            f"{name}: not with --predict, because {reason}; leave it out"
-            for name, reason in WITHOUT_PREDICT.items()
-            if name in given
-        ]
+        wrong = [name for name in NOT_WITH_PREDICT if name in given]
+        return [f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong]
 
     request = read_request(PARSER, argv, options or Options(), check)
     if not isinstance(request, str):

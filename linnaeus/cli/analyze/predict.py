@@ -94,7 +94,7 @@ def target_of(options: Options, config: Config) -> Target:
 def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
     """Predict the size for every device, mode and fraction; errors are those of the functions below."""
     search = build_on_meta(setup)
-    environment = {
+    analysis.environment = environment = {
         "predicted": True,
         "devices": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in target.gpus],
         "base_bytes": target.base_bytes,
@@ -104,11 +104,8 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
         "world_size": setup.world.world_size,
         **run_settings(setup.config.MODEL, search),
     }
-    analysis.environment = environment
-    environment["not_compared"] = _not_compared(setup.config, environment, options.modes)
     logger.info("%s", _sentence(environment))
-    if names := ", ".join(environment["not_compared"]):
-        logger.info("not compared with a GPU: %s; see docs/prediction.md", names)
+    logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
     for mode in options.modes:
         rows = [  # of each device, the largest fraction comes first
             Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes)
@@ -249,25 +246,6 @@ def _why_nothing_fits(row: Row, step: PredictedStep, limit_gb: float | None) -> 
         f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
         f"{prediction.base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
     )
-
-
-# What the figures hold for.
-
-
-def _not_compared(config: Config, environment: dict[str, Any], modes: Sequence[Mode]) -> list[str]:
-    """What of the configuration no measurement on a GPU stands behind."""
-    settings = {
-        "a model of your own": is_target(config.MODEL),
-        environment["precision"]: environment["precision"] != "float32",
-        environment["optimizer"]: environment["optimizer"] != "SGD",
-        "gradient checkpointing": environment["gradient_checkpointing"],
-        "accumulation": environment["accumulation_steps"] > 1,
-        "EMA": environment["ema"],
-        "channels-last": config.TRAIN.CHANNELS_LAST,
-        "gradient buckets": environment["world_size"] > 1,
-        "validation": "val" in modes,
-    }
-    return [name for name, applies in settings.items() if applies]
 
 
 def _sentence(environment: dict[str, Any]) -> str:

@@ -26,14 +26,11 @@ class Breakdown(StateBytes):
     """The parts of a peak, in bytes; they add up to it.
 
     Attributes:
-        buckets: those of DistributedDataParallel. The gradients are views of them, and count here instead; in
-            validation they are still held.
         activations: the peak less all other parts: activations, the batch, workspaces of kernels.
         rest: all else that the process holds between steps: runtime and libraries on the CPU, workspaces and
             rounding of the caching allocator on an accelerator.
     """
 
-    buckets: int = 0
     activations: int = 0
     rest: int = 0
 
@@ -193,12 +190,8 @@ def timed_size(
     >>> size.seconds_per_step, size.epoch_s, size.relative_steps, size.relative_seconds
     (0.5, 250.0, 4.0, 2.0)
 
-    Args:
-        batch_size: micro-batch size.
-        rate: samples per second of one process.
-        goal: the run.
-        accumulation_steps: micro-batches per optimizer step.
-        plan: other attributes, from the batch plan.
+    `batch_size` is that of a micro-batch, `rate` counts samples per second of one process, and `plan` has the
+    attributes that the batch plan gives.
     """
     rate *= goal.world_size
     batch = batch_size * accumulation_steps * goal.world_size

@@ -370,13 +370,7 @@ class Comparison(Figures):
 
 
 def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = None) -> Comparison:
-    """Put runs side by side, in their order.
-
-    Args:
-        runs: as they were read; their names and values are filled.
-        names: what to call each.
-        metric: the metric that is compared; None for the one of most runs.
-    """
+    """Put runs side by side, in their order, with their names and values; `metric` is that of --metric."""
     keys = differing_keys([run.config for run in runs if run.config is not None])
     for run, name in zip(runs, names, strict=True):
         run.name, run.values = name, {key: _shown(run, key) for key in keys}
@@ -388,11 +382,6 @@ def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = Non
         notes.append(
             f"the runs have different data ({', '.join(of_data)}): a metric of one cannot be compared with "
             "that of another"
-        )
-    of_loss = [key for key in keys if key.startswith("LOSS.")]
-    if of_loss and is_smaller_better(shown):
-        notes.append(
-            f"the runs have different losses ({', '.join(of_loss)}): their {shown} is not the same figure"
         )
     if without := [run.name for run in runs if run.metrics and shown not in run.metrics]:
         notes.append(f"{shown}: not measured by {', '.join(without)}; --metric compares another one")

@@ -95,7 +95,6 @@ def test_one_prediction_answers_for_several_devices(run: Run) -> None:
         "gradient_checkpointing": True, "accumulation_steps": 1, "ema": False, "image_size": [64, 64],
     }  # fmt: skip
     assert expected.items() <= environment.items()
-    assert environment["not_compared"][1:] == ["AdamW", "gradient checkpointing", "validation"]
     assert environment["devices"][2] == {"name": "4 GiB", "total_bytes": 4 * GIB}
     for row in rows[1::2]:
         key = "BATCH_SIZE" if row["mode"] == "train" else "BATCH_SIZE_VAL"
@@ -229,9 +228,7 @@ def test_gradient_buckets_are_a_part() -> None:
     alone, two = row_of("train", *WIDE).breakdown, row_of("train", *WIDE, "--world-size", "2").breakdown
     assert alone is not None
     assert two is not None
-    assert alone.buckets == 0
-    assert two.buckets == pytest.approx(WIDTH, abs=1000)
-    assert two.gradients == 0, "they are views of the buckets"
+    assert alone.gradients == two.gradients == pytest.approx(WIDTH, abs=1000), "views of the buckets"
     assert two.activations < 4 * WIDTH
 
 
