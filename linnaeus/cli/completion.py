@@ -40,11 +40,7 @@ def complete() -> int:
 
 
 def candidates(words: Sequence[str], word: str) -> dict[str, str]:
-    """The words that begin with `word`, each with a short text.
-
-    Args:
-        words: those before it, after `linnaeus`.
-        word: the unfinished one; may be empty.
+    """The words that begin with `word`, each with a short text; `words` stand before it, after `linnaeus`.
 
     >>> list(candidates([], "DATA.AUTOBATCH.STR")), list(candidates(["TRAIN.AMP"], "b"))
     (['DATA.AUTOBATCH.STRATEGY='], ['bf16'])

@@ -69,8 +69,6 @@ class CommandParser(argparse.ArgumentParser):
     loses the order of options and keys.
 
     Args:
-        command: the word after `linnaeus`.
-        description: what the command does.
         details: the end of the help: what else to know, examples, exit codes.
         print_config: help of `--print-config`.
         takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`.
@@ -141,9 +139,7 @@ class CommandParser(argparse.ArgumentParser):
 
         Args:
             name: with its dashes; `--some-name` fills the attribute `some_name`.
-            metavar: names the value in the help.
             read: the value from its text; raises `ValueError` with what is wrong.
-            text: explains the option in the help.
             keys: the configuration keys that the option sets; it fills no attribute then.
             takes: whether a word is one of several values; `read` then gets the list of all.
             launches: fills an attribute of `LaunchOptions`.
@@ -282,11 +278,7 @@ def read_request(
 ) -> str | tuple[Filled, Config]:
     """Read the command line of a command with a configuration, and make sure that its files can be written.
 
-    Args:
-        parser: knows the command's options.
-        argv: the tokens after the command.
-        options: filled.
-        check: one sentence for each problem of options with each other.
+    `options` are filled; `check` gives one sentence for each problem of options with each other.
 
     Returns:
         The configuration as text where it is asked for, else the arguments of the command's `run`.

@@ -177,8 +177,7 @@ def _time_sizes(
 ) -> None:  # fmt: skip
     """Time training sizes, the largest first, and add them to the rates and speeds.
 
-    Without sizes to time beside the largest, until smaller ones only cost or the timeout is over. `plan`
-    gives the arguments of `timed_size` if a size is the largest that fits.
+    Without sizes to time beside the largest, until smaller ones only cost or the timeout is over.
     """
     top = largest.batch_size
 

@@ -64,9 +64,7 @@ def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
 def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
     """The folders of runs, each once, in the order in which they were named; those inside one folder by name.
 
-    Args:
-        names: folders of runs, folders with runs below them, and patterns such as `runs/lr*`.
-        problems: gets a sentence for each name that gives no run.
+    `problems` get a sentence for each name that gives no run.
     """
     found: dict[Path, Path] = {}
     for name in names:

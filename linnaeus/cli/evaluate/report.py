@@ -118,11 +118,9 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 def compare_with_logged(
     logged: Mapping[str, float], metrics: Mapping[str, float], other_settings: Sequence[str]
 ) -> dict[str, Any]:
-    """The figures that training has logged for the checkpoint, beside those of an evaluation.
+    """The figures that training has logged for the checkpoint, and which of an evaluation's are not the same.
 
-    Returns:
-        `metrics` (the logged ones), `unequal` (names of those that differ in the last digit, or that only one
-        of both has), `same`, and `other_settings`: what the evaluation does otherwise than the run did.
+    `other_settings` says what the evaluation does otherwise than the run did.
     """
     before, now = _finite(logged), _finite(metrics)
     unequal = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -193,10 +191,7 @@ def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> 
     settings = f" with {', '.join(logged['other_settings'])}" if logged["other_settings"] else ""
     if logged["same"]:
         return f"same figures as in training, to the last digit{settings}"
-    reason = settings or (
-        ", although data, sizes and device are the run's: the files may have changed since training, or the "
-        "device does not repeat its sums"
-    )
+    reason = settings or ", although data, sizes and device are the run's"
     unequal = []
     for name in logged["unequal"]:
         now, before = (cell(values.get(name), ".6g") or "absent" for values in (metrics, logged["metrics"]))
