@@ -41,15 +41,8 @@ COMMANDS = {
     "export": "a trained run as safetensors, ONNX, torch.export or timm files",
 }
 """The commands, each with what it does."""
-NOT_WITH_TORCHRUN = {
-    "analyze": "the analysis measures one device in one process",
-    "plan": "sizes are timed on one device in one process (see --world-size)",
-    "sweep": "a sweep starts a process for each run by itself",
-    "compare": "a comparison reads files in one process",
-    "predict": "prediction runs on one device in one process",
-    "export": "an export is written by one process",
-}
-"""Why torchrun cannot run a command; the others it can."""
+NOT_WITH_TORCHRUN = ("analyze", "plan", "sweep", "compare", "predict", "export")
+"""Commands of one process; a sweep starts those of its runs."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
 LEAVE_AFTER_S = 3.0
@@ -84,9 +77,11 @@ def cli(argv: Sequence[str] | None = None) -> int:
             return 0
         launch = request[0].launch
         submits = launch.launcher == "slurm" and command != "sweep"  # which submits its runs
-        alone = "a job of SLURM starts torchrun by itself" if submits else NOT_WITH_TORCHRUN.get(command)
-        if alone and rank is not None:
-            raise ConfigError(f"torchrun: {alone}; run it alone: linnaeus {shlex.join(tokens)}")
+        if rank is not None and (submits or command in NOT_WITH_TORCHRUN):
+            raise ConfigError(
+                f"torchrun: {command} starts all processes that it needs; run it alone: linnaeus "
+                f"{shlex.join(tokens)}"
+            )
     except ConfigError as error:  # every rank has read the same command line
         if is_main:
             print(error, file=sys.stderr, flush=True)

@@ -174,12 +174,9 @@ def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:
 
 @dataclass
 class Writer:
-    """Writes predictions to an open file, one after another.
+    """Writes predictions to an open file, one after another, and counts them.
 
-    Attributes:
-        file: opened with `newline=""`.
-        ending: .csv, .json (a list with an object per line) or .jsonl; empty for text for people.
-        number: predictions so far.
+    `ending` is .csv, .json (a list with an object per line) or .jsonl; empty for text for people.
     """
 
     file: TextIO

@@ -63,7 +63,7 @@ class Setup:
 
 
 def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Search every mode and fraction, and time sizes."""
+    """Search every mode and fraction, time sizes and try remedies."""
     search, config = setup.search(), setup.config
     plan = None
     if options.throughput:
@@ -89,6 +89,10 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
     logger.info("%s", device_sentence(analysis.environment))
     for mode in options.modes:
         _measure_mode(search, mode, options, analysis, setup.status, plan if mode == "train" else None)
+    if options.remedies:
+        del search
+        gc.collect()
+        try_remedies(setup, analysis, partial(run_sizes, timed=options.throughput), common_changes(setup))
 
 
 def _measure_mode(
@@ -277,9 +281,7 @@ Run = Callable[[Setup, Sequence[Row], int], Sequence[dict[str, Any]]]
 """Runs the training sizes of rows, each divided by a number; gives attributes of `Remedy` for each row."""
 
 
-def try_remedies(
-    setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup], Iterable[Change]]
-) -> None:
+def try_remedies(setup: Setup, analysis: Analysis, run: Run, changes: Iterable[Change]) -> None:
     """Find the effect of each change at each training size to paste.
 
     Rows get a remedy as soon as it is known. What `run` raises is the reason why there is no peak.
@@ -291,7 +293,7 @@ def try_remedies(
     if not analysis.is_predicted:  # otherwise the same would be predicted again
         logger.info("remedies: measuring the configuration as it is again")
         before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
-    for change in changes(setup):
+    for change in changes:
         logger.info("remedies: %s", change.name)
         setup.status.update(f"remedies: {change.name}")
         config = setup.config

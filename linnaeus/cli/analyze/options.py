@@ -60,12 +60,8 @@ exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (
 class Options:
     """What to measure, and where the figures go: the options of these names.
 
-    Attributes:
-        output: file for programs; its ending says the format.
-        plot: picture; None draws none.
-        fractions: ascending; empty for the configured one.
-        sizes: ascending; None for those around the fastest.
-        time_budget: seconds.
+    Fractions and sizes are ascending; without fractions the configured one counts, and without sizes those
+    around the fastest. The time budget is in seconds.
     """
 
     output: Path = Path("batch_sizes.json")

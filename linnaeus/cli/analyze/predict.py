@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from linnaeus.cli.analyze.measure import (
     counting,
     run_settings,
     settings_sentence,
+    try_remedies,
 )
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.results import Analysis, Row
@@ -45,11 +47,6 @@ from linnaeus.words import counted
 logger = logging.getLogger("linnaeus.analysis")
 
 META = torch.device("meta")
-CAUSES = (
-    "What commonly needs values: logging or printing of them (`.item()`, f-strings), checks such as "
-    "`torch.isnan(x).any()` in an `if`, `clip_grad_norm_(error_if_nonfinite=True)`, and boolean masks "
-    "(`x[x > 0]`)."
-)
 LARGEST = 1 << 20
 """No batch is predicted to be larger, unless MAX_BATCH_SIZE allows it."""
 ALIGNED_PIXELS = 32
@@ -58,11 +55,7 @@ ALIGNED_PIXELS = 32
 
 @dataclass(frozen=True)
 class Target:
-    """The devices to predict for; the base is in use on each beside the allocator.
-
-    Attributes:
-        base: `measured` on this machine's device, or `assumed`.
-    """
+    """The devices to predict for; the base, `measured` or `assumed`, is used on each beside the allocator."""
 
     gpus: Sequence[Gpu]
     base_bytes: int
@@ -92,7 +85,7 @@ def target_of(options: Options, config: Config) -> Target:
 
 
 def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Predict the size for every device, mode and fraction; errors are those of the functions below."""
+    """Predict the size for every device, mode and fraction, and the effect of remedies."""
     search = build_on_meta(setup)
     analysis.environment = environment = {
         "predicted": True,
@@ -121,6 +114,8 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
             for row in rows:
                 fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
         analysis.rows += rows
+    if options.remedies:
+        try_remedies(setup, analysis, partial(trace_sizes, target), more_changes(setup))
 
 
 # A step, without running it.
@@ -198,8 +193,8 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
     except UntraceableError as error:
         name = {"train": "training", "val": "validation"}[mode]
         raise ConfigError(
-            f"--predict: the {name} step cannot be traced without a GPU: {error}. {CAUSES} "
-            "Measure it instead: leave --predict out on a machine with the GPU"
+            f"--predict: the {name} step cannot be traced without a GPU: {error}. See docs/prediction.md, or "
+            "measure it: leave --predict out on a machine with the GPU"
         ) from error
     return PredictedStep(mode, prediction, kept, candidates, bound, search.world.is_distributed)
 

@@ -46,7 +46,6 @@ class Remedy:
         batch_size: micro-batch size with the change.
         peak_bytes_before: peak without the change, measured like the one with it.
         peak_bytes: peak with the change; None when it was skipped or did not fit.
-        samples_per_s: speed with the change.
         reason: why there is no peak.
         safe_batch_size: with the change, the largest micro-batch size predicted to fit with the margin; None
             where it was measured, or none fits.
@@ -82,10 +81,8 @@ class Row:
         samples_per_s: speed of one process at that size.
         trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
-        breakdown: parts of the peak.
         remedies: at that size, with `--remedies`.
         device: GPU that the row is predicted for, or its memory, such as `24 GiB`; empty if measured.
-        device_bytes: memory of that GPU.
         safe_batch_size: the largest size whose predicted peak times the margin fits; None when there is none.
     """
 
@@ -133,13 +130,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Goal:
-    """The run whose time is predicted.
-
-    Attributes:
-        dataset_length: number of training samples.
-        noise_scale: gradient noise scale, in samples; None where it is not known.
-        time_budget_s: seconds that the run may take; None for no limit.
-    """
+    """The run whose time is predicted; the gradient noise scale counts samples."""
 
     dataset_length: int
     epochs: int
@@ -157,7 +148,6 @@ class TimedSize:
         samples_per_s: of all processes, if they do not wait for each other.
         effective_batch: samples per optimizer step over all processes.
         seconds_per_step: of one optimizer step.
-        epoch_s, run_s: seconds of an epoch and of all epochs.
         in_time: whether the run ends within the time budget; None without one.
         relative_steps, relative_seconds: to the same loss, as multiples of S_min; None without a noise scale.
         learning_rate: its peak; None where the configuration allows no run with this size.
@@ -209,11 +199,7 @@ def timed_size(
 
 @dataclass
 class Speeds:
-    """The training sizes that were timed with `--throughput`; what chooses among them needs at least one.
-
-    Attributes:
-        left_out: why a size that was asked for was not timed, by size.
-    """
+    """The training sizes that were timed, and why others were not; choosing among them needs at least one."""
 
     sizes: dict[int, TimedSize] = field(default_factory=dict)
     left_out: dict[int, str] = field(default_factory=dict)
@@ -254,14 +240,13 @@ class Speeds:
             **figures,
             "relative_time": None if best is None or seconds is None else seconds / best,
             "marks": " ".join(marks),
-            "warnings": " ".join(size.warnings),
         }
 
     def as_dict(self) -> dict[str, Any]:
         """The entry of the JSON file."""
         return {
             **{mark: getattr(self, mark).batch_size for mark in ("largest", "fastest", "recommended")},
-            "timings": [{**self.figures(each), "warnings": list(each.warnings)} for each in self.ascending()],
+            "timings": [self.figures(each) for each in self.ascending()],
             "left_out": {str(size): reason for size, reason in self.left_out.items()},
         }
 
@@ -275,8 +260,6 @@ class Analysis(Figures):
         interrupted: whether Ctrl-C or an error ended the measuring early.
         fraction: that of the sizes to paste, where it is among those asked for.
         rows: in the order measured.
-        speeds: of the training sizes that were timed with `--throughput`.
-        goal: the run whose time is predicted, with `--throughput`.
     """
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -332,7 +315,7 @@ class Analysis(Figures):
             sizes = {f"{name}_bytes": row.breakdown and num_bytes for name, num_bytes in parts.items()}
             rows.append({**row.figures(), "num_trials": len(row.trials), **sizes})
         for size in self.speeds.ascending():
-            cells = {"mode": "train", **self.speeds.figures(size)}
+            cells = {"mode": "train", **self.speeds.figures(size), "warnings": " ".join(size.warnings)}
             same = [each for each in rows if (each["mode"], each["batch_size"]) == ("train", size.batch_size)]
             for each in same:
                 each.update(cells)

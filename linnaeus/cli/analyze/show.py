@@ -35,20 +35,15 @@ MARGIN_NOTE = f"predicted with {100 * (MARGIN - 1):.3g} % margin"
 
 def show(analysis: Analysis, console: Console) -> None:
     """Print the tables of sizes, speeds and remedies, each with its notes, and YAML to paste."""
-    console.print(sizes_table(analysis))
-    _print(console, _notes(analysis))
+    parts = [sizes_table(analysis), *_notes(analysis)]
     if analysis.speeds.sizes:
-        console.print(speeds_table(analysis.speeds))
-        _print(console, _speed_notes(analysis.speeds, analysis.goal))
+        parts += [speeds_table(analysis.speeds), *_speed_notes(analysis.speeds, analysis.goal)]
     if any(row.remedies for row in analysis.rows):
-        console.print(remedies_table(analysis))
+        parts.append(remedies_table(analysis))
     if text := yaml_blocks(analysis):
-        _print(console, [f"To paste into a configuration:\n\n{text}"])
-
-
-def _print(console: Console, lines: list[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        parts.append(f"To paste into a configuration:\n\n{text}")
+    for part in parts:
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
 def sizes_table(analysis: Analysis) -> Table:

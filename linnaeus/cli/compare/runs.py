@@ -180,7 +180,6 @@ class Row:
 
     Attributes:
         values: the text of each key in which the runs differ.
-        folder: where its files are.
         outcome: how its process ended; None for a run that goes on, or whose end nobody saw.
         job: who runs it, if a launcher has started it and it goes on.
         pruned: whether a search has ended it before its end.
@@ -309,13 +308,7 @@ class Row:
 
 @dataclass
 class Comparison(Figures):
-    """Runs side by side, finished or not.
-
-    Attributes:
-        rows: in the order in which they are shown.
-        wanted_metric: from `--metric`.
-        notes: sentences about what the figures do not say.
-    """
+    """Runs side by side, finished or not, in the order shown; the notes say what the figures do not."""
 
     rows: list[Row] = field(default_factory=list)
     wanted_metric: str | None = None

@@ -80,17 +80,16 @@ def sort_rows(runs: Comparison, key: str) -> None:
     name = runs.metric if wanted == "metric" else full.get(wanted, wanted)
     is_metric = name in runs.metrics
     column = f"best {name}" if is_metric else name
-    figures = [(row, row.scalars(runs.metrics)) for row in runs.rows]
-    known = figures[0][1]
+    values = {row.folder: row.scalars(runs.metrics) for row in runs.rows}
+    known = values[runs.rows[0].folder]
     if column not in known:
         close = get_close_matches(wanted, ["metric", *full, *known], 5, cutoff=0)
         raise ConfigError(
             f"--sort: {wanted!r} is no metric, column or key that differs; closest are {', '.join(close)}"
         )
-    with_value = [(row, values[column]) for row, values in figures if values[column] not in (None, "")]
+    in_order = [row for row in runs.rows if values[row.folder][column] not in (None, "")]
     is_reversed = key.startswith("-") != (is_metric and not is_smaller_better(name))
-    with_value.sort(key=lambda found: _order(found[1]), reverse=is_reversed)
-    in_order = [row for row, _ in with_value]
+    in_order.sort(key=lambda row: _order(values[row.folder][column]), reverse=is_reversed)
     runs.rows = in_order + [row for row in runs.rows if row not in in_order]
 
 

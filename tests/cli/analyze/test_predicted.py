@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import json
 import re
 from collections.abc import Callable
@@ -16,9 +15,8 @@ import torch
 from linnaeus.autobatch.memory.storages import StorageTracer
 from linnaeus.autobatch.predict.gpus import GIB, GPUS
 from linnaeus.autobatch.predict.prediction import MARGIN
-from linnaeus.cli.analyze.measure import try_remedies
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.predict import more_changes, predict_sizes, target_of, trace_sizes
+from linnaeus.cli.analyze.predict import predict_sizes, target_of
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import yaml_blocks
 from linnaeus.data.taxonomy import Level, Taxonomy
@@ -42,10 +40,7 @@ from tests.helpers.runs import Run
 def analysis_of(*argv: str) -> Analysis:
     options, config = parsed(*argv)
     analysis = Analysis()
-    target, setup = target_of(options, config), setup_of(options, config)
-    predict_sizes(target, setup, options, analysis)
-    if options.remedies:
-        try_remedies(setup, analysis, functools.partial(trace_sizes, target), more_changes)
+    predict_sizes(target_of(options, config), setup_of(options, config), options, analysis)
     return analysis
 
 
