@@ -195,12 +195,8 @@ def _time_sizes(
             speeds.sizes[size] = timed_size(rate=rate, **run)
 
     if sizes is not None:
-        for size in sizes:
-            if size < finder.min_size:
-                speeds.left_out[size] = f"below {finder.min_size}, the smallest that training can take"
-            elif size > top:
-                bound = f"above {top}, the largest that fits (limited by {largest.limited_by})"
-                speeds.left_out[size] = bound
+        reason = f"training takes {finder.min_size} to {top} (limited by {largest.limited_by})"
+        speeds.left_out |= {size: reason for size in sizes if not finder.min_size <= size <= top}
         for size in sorted({top, *sizes} - speeds.left_out.keys(), reverse=True):
             add(size)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,14 +118,13 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
 def read_plan(argv: Sequence[str]) -> str | tuple[Options, Config]:
     """Read the tokens after `plan`: speeds of training at the configured fraction of the memory.
 
-    >>> options, _ = read_plan(["--fraction", "0.7"])
+    >>> options, _ = read_plan(["--fractions", "0.7"])
     >>> options.fractions, options.modes, options.throughput
     ([0.7], ['train'], True)
 
     Raises:
         ConfigError: as `read` does.
     """
-    argv = [re.sub("^--fraction(?==|$)", "--fractions", token) for token in argv]
     return read(argv, Options(fractions=[], modes=["train"], throughput="--predict" not in argv))
 
 

@@ -127,7 +127,6 @@ class PredictedStep:
 
     Attributes:
         prediction: its peak at any batch size, the base of the device included.
-        state: the tensors that it keeps.
         candidates: the batch sizes that are allowed, ascending.
         bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
         has_buckets: whether the gradients are views of buckets of DistributedDataParallel.

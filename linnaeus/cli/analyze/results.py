@@ -40,8 +40,6 @@ class Remedy:
     """The effect of one change of the configuration on the memory of one size.
 
     Attributes:
-        name: `bf16`, `gradient_checkpointing` or `accumulation`; if predicted, `optimizer` and `image_size`
-            too.
         keys: the changed keys and their new values.
         batch_size: micro-batch size with the change.
         peak_bytes_before: peak without the change, measured like the one with it.

@@ -111,9 +111,12 @@ def print_runs(runs: Comparison, console: Console) -> None:
     unlimited = console.options.update(max_width=10**6)
     for count in range(len(expendable) + 1):
         left_out = {*keys[_MOST_KEYS:], *expendable[:count]}
-        if Measurement.get(console, unlimited, _table(runs, left_out, _LETTERS)).maximum <= console.width:
+        table = _table(runs, left_out)
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
-    console.print(_table(runs, left_out))
+    for column in table.columns:
+        column.max_width = None  # the width that is left is for names and values
+    console.print(table)
     sentences = [f"note: {note}" for note in runs.notes]
     sentences += [f"{row.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))]
     for sentence in sentences:
@@ -131,10 +134,10 @@ def _said_of(row: Row) -> str:
     return f"{row.reason} ({output})" if output.exists() else row.reason
 
 
-def _table(runs: Comparison, left_out: Collection[str], letters: int | None = None) -> Table:
+def _table(runs: Comparison, left_out: Collection[str]) -> Table:
     """One line per run: what differs, the batch plan, the metric at the end and at its best.
 
-    Names and values are folded at so many letters, but no heading is.
+    Names and values are folded, but no heading is.
     """
     names = short_names(runs.keys)
     keys = [key for key in runs.keys if key not in left_out]
@@ -143,7 +146,7 @@ def _table(runs: Comparison, left_out: Collection[str], letters: int | None = No
     has_names = bool(hidden) or not keys or any("=" not in (row.name or "=") for row in runs.rows)
     table = Table(title="Runs", title_justify="left")
     for heading in (*(["run"] if has_names else []), *(names[key] for key in keys)):
-        most = letters and max(letters, len(heading))
+        most = max(_LETTERS, len(heading))
         table.add_column(heading, overflow="fold", min_width=len(heading), max_width=most)
     figures = {
         heading: text

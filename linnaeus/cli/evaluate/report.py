@@ -84,16 +84,12 @@ class Evaluation(Figures):
     def level_row(self, level: LevelFigures) -> dict[str, Any]:
         """The figures of a level that are single numbers."""
         return _finite({
-            "samples": level.num_samples,
-            "unlabelled": level.num_unlabelled,
-            "classes": len(level.level.classes),
-            "classes_with_samples": level.num_classes_with_samples,
+            "samples": level.num_samples, "unlabelled": level.num_unlabelled,
+            "classes": len(level.level.classes), "classes_with_samples": level.num_classes_with_samples,
             "top1": level.top1,
             "top5": self.metrics.get(f"top5/{level.level.name}") if level.num_samples else None,
-            "macro_recall": level.macro_recall,
-            "macro_precision": level.macro_precision,
-            "macro_f1": level.macro_f1,
-            "calibration_error": level.calibration_error,
+            "macro_recall": level.macro_recall, "macro_precision": level.macro_precision,
+            "macro_f1": level.macro_f1, "calibration_error": level.calibration_error,
             "cross_entropy": level.cross_entropy,
         })  # fmt: skip
 

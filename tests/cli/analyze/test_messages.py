@@ -27,7 +27,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         "--throughput=1", "--foo", "DATA.BATCHSIZE=3",
     ]),
     "values of options of a run": (read_plan, [
-        "--sizes=8,0", "--noise-scale=-1", "--time-budget=2", "--world-size=1.5", "--fraction=2",
+        "--sizes=8,0", "--noise-scale=-1", "--time-budget=2", "--world-size=1.5", "--fractions=2",
     ]),
     "options that need --predict": (read, ["--gpu=t4", "--device-memory-gb=24"]),
     "options that do not go with --predict": (read, [
