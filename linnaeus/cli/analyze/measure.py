@@ -6,13 +6,13 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from torch.utils.hooks import RemovableHandle
 
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
@@ -102,11 +102,11 @@ def _measure_mode(
     """Search every fraction of one mode, the largest first. One at which nothing fits has the reason."""
     rows = [Row(mode, fraction) for fraction in sorted(options.fractions, reverse=True)]
     try:
+        state, largest = StateBytes(), None
         with (
-            counting(search.assembly, search.world.device) as state,
+            count_after_steps(state, search.assembly, search.world.device),
             search.finder(mode, status) as finder,
         ):
-            largest = None
             for row in rows:
                 analysis.rows.append(row)
                 found = _find(finder, row, is_first=largest is None)
@@ -226,17 +226,11 @@ def planned(config: Config, facts: Facts, goal: Goal, size: int) -> dict[str, An
     return {**plan, "goal": goal, "batch_size": found.micro_batch_size}
 
 
-@contextmanager
-def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
-    """Count bytes after each optimizer step inside the context, before the gradients are cleared."""
-    state = StateBytes()
-    handle = assembly.optimizer.register_step_post_hook(
+def count_after_steps(state: StateBytes, assembly: Assembly, device: torch.device) -> RemovableHandle:
+    """Count bytes after each optimizer step, before the gradients are cleared, until the context ends."""
+    return assembly.optimizer.register_step_post_hook(
         lambda *_: vars(state).update(vars(state_bytes(assembly, device)))
     )
-    try:
-        yield state
-    finally:
-        handle.remove()
 
 
 def break_down(

@@ -27,7 +27,7 @@ from linnaeus.cli.analyze.measure import (
     Setup,
     break_down,
     common_changes,
-    counting,
+    count_after_steps,
     run_settings,
     settings_sentence,
     try_remedies,
@@ -186,8 +186,9 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
             f"prediction ({mode}): DATA.AUTOBATCH.MULTIPLE_OF is {config.MULTIPLE_OF}; it has no multiple "
             f"from {low} to {high}"
         )
+    kept = StateBytes()
     try:
-        with counting(search.assembly, META) as kept:
+        with count_after_steps(kept, search.assembly, META):
             prediction = search.predict(mode, base_bytes)
     except UntraceableError as error:
         name = {"train": "training", "val": "validation"}[mode]
@@ -202,17 +203,32 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
 
 
 def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
-    """Find the largest sizes within the row's fraction of its device, with the margin and without."""
+    """Find the largest sizes within the row's fraction of its device, with the margin and without.
+
+    `limit_gb` is MEMORY_LIMIT_GB. Where nothing fits, the row has the reason.
+    """
     prediction = step.prediction
     row.budget_bytes = int(row.memory_fraction * row.device_bytes)
+    is_limited = False
     if limit_gb is not None:
-        of_limit = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
-        limit_gb = limit_gb if of_limit < row.budget_bytes else None
-        row.budget_bytes = min(row.budget_bytes, of_limit)
+        limit_bytes = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
+        is_limited = limit_bytes < row.budget_bytes
+        row.budget_bytes = min(row.budget_bytes, limit_bytes)
     row.safe_batch_size = largest_within(step.candidates, row.budget_bytes, prediction.safe_bytes)
     largest = largest_within(step.candidates, row.budget_bytes, prediction.peak_bytes)
     if largest is None:
-        row.reason = _why_nothing_fits(row, step, limit_gb)
+        size = step.candidates[0]
+        margin = f", with the margin of {100 * (MARGIN - 1):.3g} %"
+        remedy = device_that_would_do(prediction.safe_bytes(size) / row.memory_fraction, margin)
+        origin = row.memory
+        if is_limited:
+            remedy = "raise that limit"
+            origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
+        row.reason = (
+            f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
+            f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
+            f"{prediction.base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
+        )
         return
     row.batch_size = max(largest, row.safe_batch_size or 0)
     row.limited_by = step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
@@ -223,23 +239,6 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
         step.mode, state, peak_bytes=row.peak_bytes, has_buckets=step.has_buckets,
         held_bytes=held_bytes + (state.optimizer_state if step.mode == "val" else 0),
     )  # fmt: skip
-
-
-def _why_nothing_fits(row: Row, step: PredictedStep, limit_gb: float | None) -> str:
-    """What the smallest size takes, and with which device it fits with the margin."""
-    prediction, size = step.prediction, step.candidates[0]
-    note = f", with the margin of {100 * (MARGIN - 1):.3g} %"
-    origin = row.memory
-    remedy = device_that_would_do(prediction.safe_bytes(size) / row.memory_fraction, note)
-    if limit_gb is not None:
-        origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
-        remedy = "raise that limit"
-    budget_gib = (row.budget_bytes or 0) / GIB
-    return (
-        f"prediction ({row.mode}): no batch size fits. The budget is {budget_gib:.2f} GiB, "
-        f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
-        f"{prediction.base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
-    )
 
 
 def _sentence(environment: dict[str, Any]) -> str:

@@ -293,11 +293,8 @@ class Analysis(Figures):
 
     def sorted_rows(self) -> list[Row]:
         """The rows by mode and device, each in the order asked for, and fraction."""
-
-        def place(row: Row) -> tuple[int, int, float]:
-            return self.modes.index(row.mode), self.devices.index(row.device), row.memory_fraction
-
-        return sorted(self.rows, key=place)
+        places = [(row.mode, row.device) for row in self.rows]
+        return sorted(self.rows, key=lambda row: (places.index((row.mode, row.device)), row.memory_fraction))
 
     def chosen_rows(self) -> list[Row]:
         """Of each mode and device, the row of the fraction to paste: `fraction`, else the largest."""

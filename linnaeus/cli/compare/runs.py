@@ -33,11 +33,6 @@ _NOT_COMPARED = (
     "DATA.AUTOBATCH.START_VAL",
 )  # fmt: skip
 """Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
-_SEARCHED_BY = {
-    "DATA.BATCH_SIZE": "DATA.AUTOBATCH.ENABLED",
-    "DATA.BATCH_SIZE_VAL": "DATA.AUTOBATCH.ENABLED_VAL",
-}
-"""Batch-size keys, each with the switch that makes AutoBatch write it: then a result, not a setting."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
 _PLANNED = {
     "MICRO_BATCH": "batch_size", "ACCUMULATION_STEPS": "accumulation_steps", "WORLD_SIZE": "world_size",
@@ -85,7 +80,9 @@ def differing_keys(configs: Sequence[Flat]) -> list[str]:
 
 
 def _is_searched(config: Flat, key: str) -> bool:
-    return key in _SEARCHED_BY and config.get(_SEARCHED_BY[key]) is True
+    """Whether AutoBatch writes a batch size: then it is a result, not a setting."""
+    switch = key.replace("BATCH_SIZE", "AUTOBATCH.ENABLED")
+    return key in ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL") and config.get(switch) is True
 
 
 def _comparable(config: Flat, key: str) -> str | None:
