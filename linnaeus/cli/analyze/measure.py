@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -259,20 +259,12 @@ def break_down(
 # and after come from a process in the same state: on the CPU it does not give back all memory that it took.
 
 
-class Change(NamedTuple):
-    """A remedy: its name in `Remedy`, keys with their new values, and what divides the micro-batch size."""
-
-    name: str
-    keys: dict[str, Any]
-    divisor: int = 1
-
-
 Run = Callable[[Setup, Sequence[Row], int], Sequence[dict[str, Any]]]
 """Runs the training sizes of rows, each divided by a number; gives attributes of `Remedy` for each row."""
 
 
-def try_remedies(setup: Setup, analysis: Analysis, run: Run, changes: Iterable[Change]) -> None:
-    """Find the effect of each change at each training size to paste.
+def try_remedies(setup: Setup, analysis: Analysis, run: Run, changes: Iterable[dict[str, Any]]) -> None:
+    """Find the effect of each change of keys at each training size to paste.
 
     Rows get a remedy as soon as it is known. What `run` raises is the reason why there is no peak.
     """
@@ -283,34 +275,35 @@ def try_remedies(setup: Setup, analysis: Analysis, run: Run, changes: Iterable[C
     if not analysis.is_predicted:  # otherwise the same would be predicted again
         logger.info("remedies: measuring the configuration as it is again")
         before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
-    for change in changes:
-        logger.info("remedies: %s", change.name)
-        setup.status.update(f"remedies: {change.name}")
+    for keys in changes:
+        logger.info("remedies: %s", ", ".join(keys))
+        setup.status.update(f"remedies: {', '.join(keys)}")
         config = setup.config
-        for key, value in change.keys.items():
+        for key, value in keys.items():
             node, name = key.split(".")
             config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
+        divisor = config.TRAIN.ACCUMULATION_STEPS // setup.config.TRAIN.ACCUMULATION_STEPS
         try:
-            found = run(replace(setup, config=config), rows, change.divisor)
+            found = run(replace(setup, config=config), rows, divisor)
         except Exception as error:  # a user's model may not take every precision
             logger.debug("a remedy failed", exc_info=True)
             kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
             found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
         for row, peak_bytes, effect in zip(rows, before, found, strict=True):
-            size = max(1, (row.batch_size or 0) // change.divisor)
-            row.remedies.append(Remedy(change.name, change.keys, size, peak_bytes, **effect))
+            size = max(1, (row.batch_size or 0) // divisor)
+            row.remedies.append(Remedy(keys, size, peak_bytes, **effect))
 
 
-def common_changes(setup: Setup) -> Iterator[Change]:
-    """The remedies that change something, in order."""
+def common_changes(setup: Setup) -> Iterator[dict[str, Any]]:
+    """The remedies that change something, in order, as keys with their new values."""
     train, device = setup.config.TRAIN, setup.world.device
     if train.AMP == "off" and (
         device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     ):
-        yield Change("bf16", {"TRAIN.AMP": "bf16"})
+        yield {"TRAIN.AMP": "bf16"}
     if not train.GRADIENT_CHECKPOINTING:
-        yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True})
-    yield Change("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, 2)
+        yield {"TRAIN.GRADIENT_CHECKPOINTING": True}
+    yield {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}
 
 
 def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates
 from linnaeus.cli.analyze.measure import (
-    Change,
     Setup,
     break_down,
     common_changes,
@@ -273,16 +272,14 @@ def trace_sizes(target: Target, setup: Setup, rows: Sequence[Row], divisor: int)
     ]
 
 
-def more_changes(setup: Setup) -> Iterator[Change]:
+def more_changes(setup: Setup) -> Iterator[dict[str, Any]]:
     """The remedies of a measured analysis, and two more."""
     yield from common_changes(setup)
-
     optimizer = setup.config.OPTIMIZER
     if not is_target(optimizer) and optimizer.NAME.lower() not in ("sgd", "nesterov", "momentum"):
         # The arguments of another optimizer are not those of SGD.
-        more: dict[str, Any] = {"OPTIMIZER.KWARGS": {}} if optimizer.KWARGS else {}
-        yield Change("optimizer", {"OPTIMIZER.NAME": "sgd", **more})
+        yield {"OPTIMIZER.NAME": "sgd", **({"OPTIMIZER.KWARGS": {}} if optimizer.KWARGS else {})}
     # Of each side, the next smaller multiple of 32 pixels: 192 of 224, 288 of 300.
     sides: Any = [(side - 1) // ALIGNED_PIXELS * ALIGNED_PIXELS for side in setup.data.img_size or [0]]
     if min(sides) >= ALIGNED_PIXELS:
-        yield Change("image_size", {"DATA.IMG_SIZE": sides[0] if len({*sides}) == 1 else sides})
+        yield {"DATA.IMG_SIZE": sides[0] if len({*sides}) == 1 else sides}

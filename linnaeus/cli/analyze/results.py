@@ -49,7 +49,6 @@ class Remedy:
             where it was measured, or none fits.
     """
 
-    name: str
     keys: dict[str, Any]
     batch_size: int
     peak_bytes_before: int | None = None
