@@ -84,8 +84,7 @@ class TrainingState:
                 continue  # most losses have none, and older checkpoints no entry for it
             if part.name not in state:
                 raise ConfigError(
-                    f"EXPERIMENT.NAME: the checkpoint has no {part.name}; it was written with "
-                    f"another configuration. {REMEDY}"
+                    f"EXPERIMENT.NAME: the checkpoint of another configuration has no {part.name}. {REMEDY}"
                 )
             content = state[part.name]
             try:
@@ -95,8 +94,7 @@ class TrainingState:
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = _misfit(target, content, changes) or first_line(error)
                 raise ConfigError(
-                    f"EXPERIMENT.NAME: the checkpoint's {part.name} does not fit this configuration: "
-                    f"{reason}. {REMEDY}"
+                    f"EXPERIMENT.NAME: the checkpoint's {part.name} does not fit: {reason}. {REMEDY}"
                 ) from error
 
 

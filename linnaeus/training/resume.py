@@ -105,8 +105,7 @@ def find_checkpoint(
         world: the processes.
 
     Raises:
-        CheckpointError: it cannot be read; on every rank.
-        ConfigError: it has another optimizer, schedule or seed; on every rank.
+        CheckpointError, ConfigError: it cannot be read; it has another optimizer, schedule or seed.
     """
     checkpoint = checkpoints.load_latest(world)
     if checkpoint is None:

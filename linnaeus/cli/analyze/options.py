@@ -121,9 +121,6 @@ def read_plan(argv: Sequence[str]) -> str | tuple[Options, Config]:
     >>> options, _ = read_plan(["--fractions", "0.7"])
     >>> options.fractions, options.modes, options.throughput
     ([0.7], ['train'], True)
-
-    Raises:
-        ConfigError: as `read` does.
     """
     return read(argv, Options(fractions=[], modes=["train"], throughput="--predict" not in argv))
 
