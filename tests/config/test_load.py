@@ -149,6 +149,8 @@ def test_one_mistake_is_one_problem() -> None:
     cycle = ["OPTIMIZER.LR", "OPTIMIZER.WEIGHT_DECAY"]
     found = subjects("OPTIMIZER.LR=${OPTIMIZER.WEIGHT_DECAY}", "OPTIMIZER.WEIGHT_DECAY=${OPTIMIZER.LR}*1")
     assert found == cycle
+    found = subjects("LOSS._target_=my.Loss", "LOSS.a=${x", "LOSS.b=1", "LOSS.c=${LOSS.b}")
+    assert found == ["LOSS.a"], "not the arguments beside it"
     write({"my": "lr: 0.1\nOPTIMIZER: {LR: '${lr}'}"})
     assert subjects("--cfg=my.yaml") == ["lr"]
 

@@ -14,6 +14,7 @@ from linnaeus.config.instantiate import call_target
 from linnaeus.config.load import load_config
 from linnaeus.errors import ConfigError
 from tests.helpers.configs import problems, write
+from tests.helpers.forks import ROOT
 from tests.helpers.messages import Golden, error_of
 
 COMMAND_LINES = (
@@ -117,10 +118,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "error of a nested node": {"inner": STRICT},
     "nested target": {"inner": [{"_target_": "math.nothing"}]},
     "nested special key": {"inner": {"_target_": "math.sqrt", "_args_": 1}},
-    "_partial_": {"_partial_": "perhaps"},
     "_recursive_": {"_recursive_": 2},
-    "_args_": {"_args_": "ab"},
-    "_convert_": {"_convert_": "some"},
+    "_args_": {"_args_": 1},
 }
 """Keys of a node that cannot be called."""
 
@@ -196,7 +195,7 @@ def test_messages(
     monkeypatch.setenv("WORLD_SIZE", "2")  # as srun sets it
     found["`${now:}` of several machines"] = error_of(load_config, ["EXPERIMENT.NAME=${now:%Y}"])
     by_title = {title.encode("unicode_escape").decode(): text for title, text in found.items()}
-    golden("config", by_title)
+    golden("config", by_title, root=ROOT)
 
 
 def test_a_file_without_a_bottom_is_a_mistake() -> None:

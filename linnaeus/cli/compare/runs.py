@@ -15,7 +15,6 @@ import yaml
 
 from linnaeus.cli.tables import Figures
 from linnaeus.config.keys import KEYS, dotted
-from linnaeus.config.load import FastLoader, unescape
 from linnaeus.config.tree import PLAN
 from linnaeus.files import ASKED, CHECKPOINTS, CONFIG, LOCK, METRICS, OUTCOME, SWEEP, read_holder
 from linnaeus.launchers.interface import Job, JobKind
@@ -419,7 +418,8 @@ def _read_config(run: Row) -> None:
     # Before its first step, a run that a sweep has started only has what it was asked for.
     path = next((folder / name for name in (CONFIG, ASKED) if (folder / name).exists()), folder / CONFIG)
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=FastLoader)
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the parser in C, where PyYAML has it
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
         if not isinstance(content, dict):
             raise ValueError("it holds no keys")
     except FileNotFoundError:
@@ -428,7 +428,7 @@ def _read_config(run: Row) -> None:
         run.problem = f"{path.name} cannot be read: {' '.join(str(error).split())}"
     else:
         plan = content.pop(PLAN, None)
-        run.config = {key: unescape(value) for key, value in flattened(content).items()}
+        run.config = flattened(content)
         if isinstance(plan, Mapping):
             run.plan = {name: plan[key] for key, name in _PLANNED.items() if key in plan}
 
