@@ -50,10 +50,7 @@ LEAVE_AFTER_S = 3.0
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.
-
-    Args:
-        argv: tokens after the program's name; the process's own by default.
+    """Run what the command line asks for, by default that of the process.
 
     Returns:
         The exit code: 0 done, 2 configuration or option, 3 no batch size fits, or training ran out of

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -131,13 +131,11 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     if STDIN in options.images:  # names of files may be no valid UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     with (
-        ExitStack() as at_end,
         open_writer(options.output, unreadable) as writer,
         # Between printed lines a bar would only get in the way.
         ProgressBar(console if options.output else None) as bar,
         closing(predictor.run(walk(options.images, sys.stdin))) as results,
     ):
-        at_end.callback(_list_unreadable, options.output, unreadable)
         bar.start("predicting", None)
         for found in results:
             if not isinstance(found, Unreadable):
@@ -155,10 +153,8 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     return 0 if is_written else 1
 
 
-def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:
+def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:
     """Write FILE.skipped.csv, or remove that of an earlier call."""
-    if output is None:
-        return
     table = output.with_name(f"{output.name}.skipped.csv")
     table.unlink(missing_ok=True)
     if not images:
@@ -239,7 +235,8 @@ def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterat
     """A writer to a file, or to standard output where `output` is None.
 
     A file is written as FILE.partial, which becomes FILE at the end unless all images were unreadable. Where
-    the context ends with an exception, FILE.partial keeps the predictions so far.
+    the context ends with an exception, FILE.partial keeps the predictions so far. What was unreadable by then
+    is listed in FILE.skipped.csv.
 
     Raises:
         LinnaeusError: the file cannot be written.
@@ -263,6 +260,7 @@ def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterat
     except OSError as error:
         raise not_written(output, error) from error
     finally:
+        _list_unreadable(output, unreadable)
         if writer is not None and not writer.number:
             partial.unlink(missing_ok=True)
         elif writer is not None and partial.exists():

@@ -104,11 +104,6 @@ class Row:
         """The fraction and of what: `90%`, or `90% of rtx-4090`."""
         return f"{self.memory_fraction:.0%}" + (f" of {self.device}" if self.device else "")
 
-    @property
-    def safe_size(self) -> int | None:
-        """The size to configure: the measured one, or the one predicted with the margin."""
-        return self.safe_batch_size if self.device else self.batch_size
-
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
         lists = {"trials", "breakdown", "remedies"}
@@ -275,11 +270,6 @@ class Analysis(Figures):
     def modes(self) -> list[Mode]:
         """Those with rows, in order."""
         return list(dict.fromkeys(row.mode for row in self.rows))
-
-    @property
-    def devices(self) -> list[str]:
-        """The devices that predictions are for, in the order asked for; one without a name if measured."""
-        return list(dict.fromkeys(row.device for row in self.rows))
 
     @property
     def reasons(self) -> list[str]:

@@ -170,11 +170,11 @@ def remedies_table(analysis: Analysis) -> Table:
 def yaml_blocks(analysis: Analysis) -> str:
     """YAML to paste into a configuration: one block for each device."""
     chosen, blocks = analysis.chosen_rows(), []
-    for device in analysis.devices:
+    for device in dict.fromkeys(row.device for row in chosen):  # one without a name where sizes were measured
         rows = [row for row in chosen if row.device == device]
-        sizes = {row.mode: row.safe_size for row in rows}
-        heading = f"{rows[0].memory_fraction:.0%} of {device or 'the memory'}" if rows else ""
-        if analysis.is_predicted:
+        heading = f"{rows[0].memory_fraction:.0%} of {device or 'the memory'}"
+        sizes = {row.mode: row.safe_batch_size if device else row.batch_size for row in rows}
+        if device:
             heading += f", {MARGIN_NOTE}"
         if analysis.speeds.sizes:
             heading = "recommended"

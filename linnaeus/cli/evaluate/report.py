@@ -114,10 +114,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 def compare_with_logged(
     logged: Mapping[str, float], metrics: Mapping[str, float], other_settings: Sequence[str]
 ) -> dict[str, Any]:
-    """The figures that training has logged for the checkpoint, and which of an evaluation's are not the same.
-
-    `other_settings` says what the evaluation does otherwise than the run did.
-    """
+    """What training has logged, which figures are not the same, and what the evaluation does otherwise."""
     before, now = _finite(logged), _finite(metrics)
     unequal = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {

@@ -108,12 +108,12 @@ def test_where_nothing_fits_at_all(run: Run) -> None:
 def test_which_device_would_do() -> None:
     """The smallest size fits there with the margin, and with a hundredth of a GiB less it does not."""
     row = row_of("train", *WIDE, fraction=0.5, gib=1.0)
-    assert (row.batch_size, row.safe_size) == (None, None)
+    assert (row.batch_size, row.safe_batch_size) == (None, None)
     assert row.reason is not None
     needed = float(re.findall(r"\d+\.\d\d", row.reason.replace("15 %", ""))[-1])
-    assert row_of("train", *WIDE, fraction=0.5, gib=needed).safe_size is not None
+    assert row_of("train", *WIDE, fraction=0.5, gib=needed).safe_batch_size is not None
     row = row_of("train", *WIDE, fraction=0.5, gib=needed - 0.01)
-    assert row.safe_size is None
+    assert row.safe_batch_size is None
     if row.batch_size is not None:  # without the margin
         assert yaml_blocks(Analysis(rows=[row])) == ""
 
@@ -150,16 +150,16 @@ def test_tables_for_programs(tmp_path: Path) -> None:
 )
 def test_bounds(argv: tuple[str, ...], size: int, limited_by: str) -> None:
     row = row_of("val", *argv)
-    assert (row.batch_size, row.safe_size, row.limited_by) == (size, size, limited_by)
+    assert (row.batch_size, row.safe_batch_size, row.limited_by) == (size, size, limited_by)
 
 
 def test_sizes_are_multiples_and_a_limit_counts_as_the_memory() -> None:
     free = row_of("train", *GROWING, gib=24, fraction=0.8)
     limited = row_of("train", *GROWING, "DATA.AUTOBATCH.MULTIPLE_OF=32", gib=24, fraction=0.8, limit_gb=2)
     assert limited.batch_size is not None
-    assert limited.safe_size is not None
+    assert limited.safe_batch_size is not None
     assert free.batch_size is not None
-    assert limited.batch_size % 32 == limited.safe_size % 32 == 0
+    assert limited.batch_size % 32 == limited.safe_batch_size % 32 == 0
     assert limited.budget_bytes == BASE + int(0.8 * 2 * GIB)
     assert (limited.peak_bytes or 0) <= limited.budget_bytes
     assert limited.batch_size < free.batch_size / 5
