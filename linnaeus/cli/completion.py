@@ -40,11 +40,7 @@ def complete() -> int:
 
 
 def candidates(words: Sequence[str], word: str) -> dict[str, str]:
-    """The words that begin with `word`, each with a short text.
-
-    Args:
-        words: those before it, after `linnaeus`.
-        word: the unfinished one; may be empty.
+    """The words that begin with `word`, each with a short text; `words` stand before it, after `linnaeus`.
 
     >>> list(candidates([], "DATA.AUTOBATCH.STR")), list(candidates(["TRAIN.AMP"], "b"))
     (['DATA.AUTOBATCH.STRATEGY='], ['bf16'])
@@ -60,23 +56,27 @@ def candidates(words: Sequence[str], word: str) -> dict[str, str]:
 
 
 def _candidates(words: Sequence[str], word: str) -> tuple[str, dict[str, str]]:
-    """What stands before the candidates in the word, and the candidates; none where a file may stand."""
+    """What stands before the candidates in the word, and the candidates; none where a file may stand.
+
+    Of several values with commas between them, the last one is completed.
+    """
     command = words[0] if words and words[0] in COMMANDS else "train"
     parser: CommandParser = part_of(command, "PARSER")
     options = {name: action for action in parser._actions for name in action.option_strings}
     name, has_value, _ = word.partition("=")
+    begin = word[: max(word.rfind(","), len(name)) + 1] if has_value else word[: word.rfind(",") + 1]
     option = options.get(name if has_value else words[-1] if words else "")
     if option is not None and option.nargs != 0:
-        choices = [part for part in str(option.metavar).split("|") if part.islower()]
-        return f"{name}=" if has_value else "", dict.fromkeys(choices, "")
+        choices = option.choices or [part for part in str(option.metavar).split("|") if part.islower()]
+        return begin, dict.fromkeys(choices, "")
     if word.startswith("-"):
         return "", {name: action.help or "" for name, action in options.items()}
     if not parser.takes_overrides or (parser.takes_run and len(words) == 1):
         return "", {}
     groups = _groups(words)
-    if has_value:  # of several values for a sweep, the last one
+    if has_value:
         bare = name.lstrip("+~").partition("@")[0]
-        return word[: max(word.rfind(","), len(name)) + 1], _values(bare) or groups.get(bare, {})
+        return begin, _values(bare) or groups.get(bare, {})
     if words and words[-1] in NAMES:
         return "", _values(words[-1])
     sign = word[: len(word) - len(word.lstrip("+~"))]

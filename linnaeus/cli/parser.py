@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -27,9 +26,9 @@ COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
 """What a shell's start-up file needs for completion with TAB."""
 CHECKPOINT_OPTION = (
     "--checkpoint", "best|last|FILE", str,
-    "checkpoint of the run: best (the default), last, or a file; RUN itself where that is a checkpoint",
+    "checkpoint of the run: best (the default), last, or a file; not where RUN is a checkpoint itself",
 )  # fmt: skip
-"""Arguments of `CommandParser.option`."""
+"""Arguments of `CommandParser.option`; the attribute that it fills is None by default."""
 _NUMBER = re.compile(r"-[.\d]")
 
 
@@ -67,8 +66,6 @@ class CommandParser(argparse.ArgumentParser):
     loses the order of options and keys.
 
     Args:
-        command: the word after `linnaeus`.
-        description: what the command does.
         details: the end of the help: what else to know, examples, exit codes.
         print_config: help of `--print-config`.
         takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`.
@@ -119,30 +116,34 @@ class CommandParser(argparse.ArgumentParser):
         )  # fmt: skip
         self._add(_Option(launches=True), "--dry-run", text="print what would be started, and start nothing")
 
-    def _add(self, option: _Option, *names: str, text: str, metavar: str | None = None) -> None:
-        kind: dict[str, Any] = {"action": "store_true"} if option.read is None else {"metavar": metavar}
+    def _add(
+        self, option: _Option, *names: str, text: str, metavar: str | None = None, choices: Iterable[str] = ()
+    ) -> None:
+        kind: dict[str, Any] = {"action": "store_true"}
+        if option.read is not None:
+            kind = {"metavar": metavar, "choices": tuple(choices)}
         group = self._launching if option.launches else self
         group.add_argument(*names, help=text.replace("%", "%%"), **kind)
         self._options |= dict.fromkeys(names, option)
 
     def option(
         self, name: str, metavar: str, read: Callable[[Any], Any], text: str, keys: Sequence[str] = (),
-        takes: Callable[[str], bool] | None = None, launches: bool = False,
+        takes: Callable[[str], bool] | None = None, launches: bool = False, choices: Iterable[str] = (),
     ) -> None:  # fmt: skip
         """Add an option with a value.
 
         Args:
             name: with its dashes; `--some-name` fills the attribute `some_name`.
-            metavar: names the value in the help.
             read: the value from its text; raises `ValueError` with what is wrong.
-            text: explains the option in the help.
             keys: the configuration keys that the option sets; it fills no attribute then.
             takes: whether a word is one of several values; `read` then gets the list of all.
             launches: fills an attribute of `LaunchOptions`.
+            choices: what completion offers, also behind a comma, where `metavar` is no `a|b`.
         """
         if keys:
             text += f" ({', and '.join([keys[0], *('_VAL' for _ in keys[1:])])})"
-        self._add(_Option(read, keys, takes, launches=launches), name, text=text, metavar=metavar)
+        option = _Option(read, keys, takes, launches=launches)
+        self._add(option, name, text=text, metavar=metavar, choices=choices)
 
     def switch(self, name: str, text: str, short: str | None = None) -> None:
         """Add an option without a value."""
@@ -236,6 +237,8 @@ class CommandParser(argparse.ArgumentParser):
             return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
         path = Path(words.pop(0)).expanduser()
         vars(options)["run"] = path
+        if path.is_file() and vars(options)["checkpoint"] is not None:
+            return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
         remedy = suggest_path(path) or "; name the folder of a run, such as runs/birds"
         return [] if path.exists() else [f"RUN: there is no run or checkpoint {path}{remedy}"]
 
@@ -277,11 +280,7 @@ def read_request(
 ) -> str | tuple[Filled, Config]:
     """Read the command line of a command with a configuration, and make sure that its files can be written.
 
-    Args:
-        parser: knows the command's options.
-        argv: the tokens after the command.
-        options: filled.
-        check: one sentence for each problem of options with each other.
+    `options` are filled; `check` gives one sentence for each problem of options with each other.
 
     Returns:
         The configuration as text where it is asked for, else the arguments of the command's `run`.
@@ -311,27 +310,21 @@ def check_files(files: Mapping[str, Path | None]) -> None:
     Raises:
         ConfigError: names each file that cannot be written.
     """
-    problems = [
-        f"{name}: {path} cannot be written: {reason}; choose another file"
-        for name, path in files.items()
-        if path is not None and (reason := _why_not_writable(path)) is not None
-    ]
+    problems = []
+    for name, path in files.items():
+        reason = None
+        try:
+            if path is not None and path.is_dir():
+                reason = "it is a folder"
+            elif path is not None:
+                temporary_name(path).touch()
+                temporary_name(path).unlink()
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
+            problems.append(f"{name}: {path} cannot be written: {reason}; choose another file")
     if problems:
         raise ConfigError(problems)
-
-
-def _why_not_writable(path: Path) -> str | None:
-    try:
-        if path.is_dir():
-            return "it is a folder"
-        if path.exists() and not os.access(path, os.W_OK):
-            return "it is write-protected"
-        temporary = temporary_name(path)
-        temporary.touch()
-        temporary.unlink()
-    except OSError as error:
-        return error.strerror
-    return None
 
 
 def read_path(endings: Sequence[str], text: str) -> Path:
@@ -361,25 +354,13 @@ def read_choice(choices: Sequence[str], text: str) -> str:
     return text
 
 
-def read_positive(what: str, text: str) -> float:
-    """A positive number, which messages call `what`, such as "number of GiB"; `ValueError` for others."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{text!r} is not a positive {what}")
-    return value
-
-
-def read_fraction(text: str) -> float:
-    """A fraction of the device's memory, in (0, 1]; `ValueError` for anything else."""
-    fraction = _number(text)
-    if not 0 < fraction <= 1:
-        problem = f"{text!r} is not a number" if math.isnan(fraction) else f"{text} is outside (0, 1]"
-        raise ValueError(f"{problem}; give fractions of the device's memory in (0, 1], such as 0.6,0.8")
-    return fraction
-
-
-def _number(text: str) -> float:
+def read_number(what: str, text: str, most: float = math.inf) -> float:
+    """A positive number of at most `most`, which messages call `what`; `ValueError` for others."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        return math.nan
+        value = math.nan
+    if not 0 < value <= most or value == math.inf:
+        bound = "" if most == math.inf else f" of at most {most:g}"
+        raise ValueError(f"{text!r} is not a positive {what}{bound}")
+    return value
