@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -52,26 +51,9 @@ def test_what_the_framework_gives_comes_untouched() -> None:
     assert call_target({"_target_": "builtins.dict", "a": 1}, "MODEL", offer={"a": 2, "b": 3}) == {"a": 1}
 
 
-# --- Hydra's special keys ---
-
-
 def test_positional_arguments_follow_those_of_the_framework() -> None:
     node = {"_target_": THING, "_args_": [1, {"_target_": "math.sqrt", "_args_": [9]}]}
     assert call_target(node, "MODEL", 0).args == (0, 1, 3.0)
-
-
-def test_a_partial_waits_for_its_call() -> None:
-    inner = {"_target_": THING, "_partial_": True, "size": 4}
-    thing = call_target({"_target_": THING, "inner": inner}, "MODEL")
-    assert isinstance(thing.inner, functools.partial)
-    assert (thing.inner(size=5).size, thing.inner().size) == (5, 4)
-    assert isinstance(call_target({**inner, "_partial_": False}, "MODEL"), Thing)
-
-
-def test_without_recursion_nested_nodes_arrive_as_they_are() -> None:
-    node = {"_target_": THING, "_recursive_": False, "inner": LEAF, "size": [LEAF], "_convert_": "object"}
-    thing = call_target(node, "MODEL")
-    assert (thing.inner, thing.size) == (LEAF, [LEAF])
 
 
 def test_values_are_converted_where_the_signature_names_them() -> None:

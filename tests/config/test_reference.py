@@ -14,8 +14,7 @@ reference = HOOKS["reference"]
 
 def test_every_key_has_a_row_with_its_meaning_and_every_group_a_heading() -> None:
     lines = reference().splitlines()
-    for path in NODES:
-        assert any(line == f"{'#' * (len(path) + 1)} {dotted(path)}" for line in lines)
+    assert {f"{'#' * (len(path) + 1)} {dotted(path)}" for path in NODES} <= {*lines}
     rows = [line for line in lines if line.startswith("| `")]
     assert len(rows) == len(KEYS)
     for key in KEYS.values():
