@@ -1,7 +1,7 @@
 """Write scikit-learn's handwritten digits as a folder of images; nothing is downloaded.
 
     python examples/write_digits.py data/digits
-    python -m linnaeus.train --cfg configs/digits_image_folder.yaml
+    linnaeus train --cfg configs/digits_image_folder.yaml
 
 The folders are nested, one level for each taxonomic rank: `data/digits/train/looped/8/0008.png`. This is the
 layout that `DATA.DATASET.NAME imagefolder` reads. `--rare 1 3 8 9` keeps a tenth of the training images of

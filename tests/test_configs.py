@@ -67,7 +67,7 @@ def header_of(config: Path) -> str:
 def earlier_runs(config: Path) -> list[list[str]]:
     """Arguments of the header's commands that train under a name of their own."""
     text = re.sub(r"\\\n#\s*", "", header_of(config)).replace("configs/", f"{ROOT}/configs/")
-    commands = re.findall(r"^#   python -m linnaeus\.train (.* EXPERIMENT\.NAME=.*)$", text, re.MULTILINE)
+    commands = re.findall(r"^#   linnaeus train (.* EXPERIMENT\.NAME=.*)$", text, re.MULTILINE)
     return [shlex.split(command) for command in commands]
 
 
