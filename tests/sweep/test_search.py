@@ -229,7 +229,6 @@ def test_a_dead_worker_s_trial_is_taken_over(tmp_path: Path) -> None:
     with (tmp_path / GATE).open("w") as gate:
         gate.write("go")
         gate.flush()
-        (tmp_path / GATE).unlink()
         assert sweep.wait(300) == 0, log_of(tmp_path)
     trials = Study(Sweep.read(folder)).trials()
     assert len(trials) == 12
