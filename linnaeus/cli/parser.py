@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,7 +178,8 @@ class CommandParser(argparse.ArgumentParser):
                 following = argv[at] if at < end and not has_value else "-"
                 problem, is_setting = self._unknown(argv[begin], following)
                 problems.append(problem)
-                at += is_setting and not re.match(r"-|.*=", following) and not _is_key(following)
+                path = tuple(following.split("."))
+                at += is_setting and path not in KEYS and not re.match(r"-|.*=", following)
             elif option.read is None and has_value:
                 problems.append(f"{name}: takes no value")
             else:
@@ -235,7 +237,7 @@ class CommandParser(argparse.ArgumentParser):
         if not words or ((words[0].startswith("-") or "=" in words[0]) and not Path(words[0]).exists()):
             found = f", not {words[0]!r}" if words else ""
             return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
-        path = Path(words.pop(0)).expanduser()
+        path = Path(os.path.expanduser(words.pop(0)))  # noqa: PTH111 (that of Path fails for an unknown user)
         vars(options)["run"] = path
         if path.is_file() and vars(options)["checkpoint"] is not None:
             return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
@@ -245,10 +247,6 @@ class CommandParser(argparse.ArgumentParser):
 
 def _is_option(token: str) -> bool:
     return token[:1] == "-" and token != "-" and not _NUMBER.match(token)
-
-
-def _is_key(word: str) -> bool:
-    return tuple(word.split(".")) in KEYS
 
 
 def _is_sbatch(word: str) -> bool:

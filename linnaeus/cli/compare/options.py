@@ -68,7 +68,7 @@ def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for name in names:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))  # noqa: PTH111 (that of Path fails for an unknown user)
         # Not `Path.glob`, which has no absolute patterns.
         folders = [path] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         runs = [run for folder in folders for run in _runs_in(Path(folder))]
