@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.keys import KEYS, available, closest, suggest
-from linnaeus.config.overrides import OPTIONS
+from linnaeus.config.overrides import OPTIONS, expanded
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import suggest_path, temporary_name
@@ -237,7 +236,7 @@ class CommandParser(argparse.ArgumentParser):
         if not words or ((words[0].startswith("-") or "=" in words[0]) and not Path(words[0]).exists()):
             found = f", not {words[0]!r}" if words else ""
             return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
-        path = Path(os.path.expanduser(words.pop(0)))  # noqa: PTH111 (that of Path fails for an unknown user)
+        path = Path(expanded(words.pop(0)))
         vars(options)["run"] = path
         if path.is_file() and vars(options)["checkpoint"] is not None:
             return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
