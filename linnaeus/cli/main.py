@@ -77,8 +77,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         submits = launch.launcher == "slurm" and command != "sweep"  # which submits its runs
         if rank is not None and (submits or command in NOT_WITH_TORCHRUN):
             raise ConfigError(
-                f"torchrun: {command} starts all processes that it needs; run it alone: linnaeus "
-                f"{shlex.join(tokens)}"
+                f"torchrun: {command} takes no processes from it; run it alone: linnaeus {shlex.join(tokens)}"
             )
     except ConfigError as error:  # every rank has read the same command line
         if is_main:

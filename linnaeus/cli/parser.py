@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.keys import KEYS, available, closest, suggest
-from linnaeus.config.overrides import OPTIONS
+from linnaeus.config.overrides import OPTIONS, expanded
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import suggest_path, temporary_name
@@ -176,7 +176,8 @@ class CommandParser(argparse.ArgumentParser):
                 following = argv[at] if at < end and not has_value else "-"
                 problem, is_setting = self._unknown(argv[begin], following)
                 problems.append(problem)
-                at += is_setting and not re.match(r"-|.*=", following) and not _is_key(following)
+                path = tuple(following.split("."))
+                at += is_setting and path not in KEYS and not re.match(r"-|.*=", following)
             elif option.read is None and has_value:
                 problems.append(f"{name}: takes no value")
             else:
@@ -234,7 +235,7 @@ class CommandParser(argparse.ArgumentParser):
         if not words or ((words[0].startswith("-") or "=" in words[0]) and not Path(words[0]).exists()):
             found = f", not {words[0]!r}" if words else ""
             return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
-        path = Path(words.pop(0)).expanduser()
+        path = Path(expanded(words.pop(0)))
         vars(options)["run"] = path
         if path.is_file() and vars(options)["checkpoint"] is not None:
             return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
@@ -244,10 +245,6 @@ class CommandParser(argparse.ArgumentParser):
 
 def _is_option(token: str) -> bool:
     return token[:1] == "-" and token != "-" and not _NUMBER.match(token)
-
-
-def _is_key(word: str) -> bool:
-    return tuple(word.split(".")) in KEYS
 
 
 def _is_sbatch(word: str) -> bool:

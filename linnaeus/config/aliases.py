@@ -31,7 +31,7 @@ def alias(word: str, value: str | None = None) -> str | None:
     """
     name = word.partition("=")[0].lstrip("-+~").lower().replace("-", "_")
     name = "hydra" if name.startswith(("hydra.", "hydra/")) else name
-    meaning = aliases().get(name) or aliases().get(name.rpartition(".")[2])
+    meaning = aliases().get(name) or aliases().get(name.rpartition(".")[2] if name[-2:-1] != "." else "")
     if meaning is None or not re.match(r"[\w.]+=", meaning):
         return meaning
     typed = value or word.partition("=")[2]

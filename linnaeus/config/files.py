@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from linnaeus.config.keys import PRESETS, SUFFIXES
 from linnaeus.config.values import Bare, Setting
@@ -78,9 +77,9 @@ def read_file(name: str, asked_by: str, preset: str | None = None) -> File:
         hint = suggest_path(path) if isinstance(error, FileNotFoundError) else ""
         hint = "; it is a URL: download it, and name the file" if "://" in name else hint
         file.problem = f"{name}: {str(error.strerror).lower()} ({asked_by}){hint}"
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+    except Exception as error:  # PyYAML and OmegaConf raise errors of many kinds for what is not a mapping
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0] or "not keys with values"
         reason = "values are nested too deeply" if isinstance(error, RecursionError) else reason
         file.problem = f"{name}{f', line {mark.line + 1}' if mark else ''}: broken YAML: {reason}"
     else:

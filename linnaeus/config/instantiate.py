@@ -21,8 +21,8 @@ from linnaeus.errors import ConfigError
 
 _NOT_THE_USERS = (
     "<frozen ",
-    str(Path(__file__).resolve().parents[1]),
-    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    f"{Path(__file__).resolve().parents[1]}/",
+    *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
 
 

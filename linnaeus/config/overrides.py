@@ -19,6 +19,7 @@ SOURCES |= {"-cd": "--config-dir", "-cn": "--config-name"}
 """The options that name what is read, with their long names."""
 OPTIONS = ("--print-config", "--origin", *SOURCES, "--opts")
 """Every option of the configuration; a command has others beside them."""
+expanded = os.path.expanduser  # that of Path fails for an unknown user
 _KEY = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
 _GROUP = re.compile(r"(\+\+|\+|~)?([a-z][\w-]*(?:/[\w-]+)*(?:@\w+(?:\.\w+)*)?)(?:=(.*))?", re.DOTALL)
 
@@ -74,8 +75,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
             if "=" not in token and tokens and not tokens[0].startswith("-"):
                 value = tokens.popleft()
             if value and "\0" not in value:
-                path = os.path.expanduser(value)  # noqa: PTH111 (that of Path fails for an unknown user)
-                line.sources.append((SOURCES[name], path))
+                line.sources.append((SOURCES[name], expanded(value)))
             else:
                 line.problems.append(f"{name}: needs a value")
         elif token in OPTIONS:

@@ -127,8 +127,8 @@ class Resolver:
                 value = value[name]
             if isinstance(value, Container):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-                if key and self._followed(path):  # OmegaConf checks the type of what is assigned
-                    _assign(self._typed, path, escape(value))
+            if key and self._followed(path):  # OmegaConf checks the type of what is assigned
+                _assign(self._typed, path, escape(value))
         except (OmegaConfBaseException, RecursionError) as error:
             if given == MISSING:
                 return f"has no value yet, and needs one ({origin})"

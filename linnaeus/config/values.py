@@ -33,6 +33,7 @@ WANTED: Mapping[Any, str] = {
     list: "a list such as [a, b]", dict: "a mapping such as {name: value}",
 }  # fmt: skip
 """What a key of each type takes."""
+_BOOLS = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg,
@@ -146,6 +147,8 @@ def convert(value: Any, hint: Any) -> Any:
         return _list(value, typing.get_args(hint)[0])
     if isinstance(value, str) and "${" in value:
         return _interpolation(value, hint)
+    if hint is bool and not isinstance(value, bool) and str(value).lower() not in _BOOLS:
+        raise ValueError(f"{show(value)} is not {WANTED[bool]}")
     return number(value, hint) if hint in (int, float) else value
 
 
@@ -189,15 +192,7 @@ def number(value: Any, kind: type) -> int | float:
 
 
 def evaluate(text: str) -> int | float:
-    """The value of a number or of arithmetic, without `eval`.
-
-    >>> evaluate("2 * (3 + 4) // 4"), evaluate("1e-3"), evaluate("0x10")
-    (3, 0.001, 16)
-
-    Raises:
-        ValueError, SyntaxError: the text is something else.
-        ZeroDivisionError: as in Python.
-    """
+    """The value of a number or of arithmetic; raises `ValueError` or `SyntaxError` for all else."""
     if re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):  # 007 too, which Python's syntax lacks
         return int(text)
     # The length bounds the depth of the tree, so that no text can exhaust the stack.
@@ -207,7 +202,7 @@ def evaluate(text: str) -> int | float:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))

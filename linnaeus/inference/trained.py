@@ -311,7 +311,7 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
     found = sorted(file.name for file in (path / CHECKPOINTS).glob("*.pt"))
     if not found:
         raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)")
-    raise CheckpointError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")
+    raise ConfigError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")
 
 
 def _spec(content: Mapping[str, Any], file: Path) -> ModelSpec:

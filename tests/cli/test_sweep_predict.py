@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,7 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.sweep.folder import PlannedRun
 from tests.helpers.consoles import plain_console
 
+pytestmark = pytest.mark.usefixtures("run")  # in an empty folder
 ON = "DATA.AUTOBATCH.ENABLED=True"
 POINTS = (
     "MODEL._target_=tests.cli.tiny.Growing", "DATA.DATASET._target_=tests.cli.tiny.Points",
@@ -27,10 +27,7 @@ def planned(*argv: str) -> list[PlannedRun]:
     return request[2]
 
 
-def test_runs_whose_sizes_cannot_differ_are_one_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_runs_whose_sizes_cannot_differ_are_one_group() -> None:
     rates = ("OPTIMIZER.LR=0.1,0.2", "EXPERIMENT.SEED=0,1")
     assert [len(group.runs) for group in groups_of(planned(ON, *rates))] == [4]
     assert [len(group.runs) for group in groups_of(planned(ON, *rates[:1], "TRAIN.AMP=off,bf16"))] == [2, 2]

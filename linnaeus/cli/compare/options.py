@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table
+from linnaeus.config.overrides import expanded
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, LOGS, METRICS, RESULT, suggest_path
 from linnaeus.run_folder import CLAIMS, RUN
@@ -69,7 +70,7 @@ def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for name in names:
-        path = Path(name).expanduser()
+        path = Path(expanded(name))
         # Not `Path.glob`, which has no absolute patterns.
         folders = [path] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         runs = [run for folder in folders for run in _runs_in(Path(folder))]

@@ -111,7 +111,7 @@ def _base(options: Options) -> tuple[list[str], Mapping[Any, Any]]:
     folder = path.parent.parent if path.is_file() and path.parent.name == CHECKPOINTS else path
     file = folder / "config.yaml"
     if file.is_file():
-        return ["--cfg", str(file)], {}
+        return [f"--cfg={file}"], {}
     from linnaeus.config.load import settings_of
     from linnaeus.inference.trained import find_checkpoint_file
     from linnaeus.training.checkpoint import load_checkpoint
