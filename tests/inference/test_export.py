@@ -12,9 +12,9 @@ import safetensors
 import timm
 import torch
 
-from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
+from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.inference.export import files
+from linnaeus.inference.export import formats
 from linnaeus.inference.export import run as export_module
 from linnaeus.inference.export.check import samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
@@ -41,7 +41,7 @@ def probabilities(run: TrainedRun, inputs: torch.Tensor) -> dict[str, torch.Tens
     return {name: out.softmax(1) for name, out in zip(run.classes, run.model(inputs), strict=True)}
 
 
-def check_description(content: dict[str, Any], outputs: str | None) -> None:
+def check_description(content: dict[str, Any], outputs: str | None, size: int = 32) -> None:
     assert [level["name"] for level in content["levels"]] == list(BIRDS.names)
     assert [tuple(level["classes"]) for level in content["levels"]] == [
         level.classes for level in BIRDS.levels
@@ -49,7 +49,7 @@ def check_description(content: dict[str, Any], outputs: str | None) -> None:
     assert content["levels"][1]["parents"] == list(BIRDS.parents[0])
     assert content["outputs"] == outputs
     expected = {
-        "name": "images", "channels": 3, "height": 32, "width": 32, "mean": [0.5, 0.4, 0.3],
+        "name": "images", "channels": 3, "height": size, "width": size, "mean": [0.5, 0.4, 0.3],
         "std": [0.2, 0.3, 0.25], "crop_fraction": 0.9,
     }  # fmt: skip
     assert content["input"] == expected
@@ -74,7 +74,7 @@ def test_safetensors_keep_the_number_format(inputs: torch.Tensor, tmp_path: Path
 
     run = trained("bf16")
     again = load_run(run.export("safetensors", tmp_path / "run.safetensors").path, device="cpu")
-    assert again.amp == "bf16"
+    assert again.train["AMP"] == "bf16"
     image = inputs[0].clamp(0, 1)
     assert repr(again.predict(image)) == repr(run.predict(image)) != repr(trained("off").predict(image))
 
@@ -195,21 +195,22 @@ def test_weights_of_a_model_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e  # seconds to import what writes ONNX
-def test_onnx_gives_logits_under_names_that_clash_with_its_own(tmp_path: Path) -> None:
+def test_onnx_gives_logits(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    names = ("images", "linear", "val_0", "view")
-    taxonomy = Taxonomy(tuple(Level(name, ("a", "b")) for name in names))
-    run = flat_run(tmp_path / "run", taxonomy=taxonomy)
+    run = flat_run(tmp_path / "run")
     batch = torch.randn(3, 3, 4, 4)
     path = run.export("onnx", outputs="logits").path
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     metadata = json.loads(onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map["linnaeus"])
-    assert (metadata["outputs"], [level["name"] for level in metadata["levels"]]) == ("logits", list(names))
+    assert (metadata["outputs"], [level["name"] for level in metadata["levels"]]) == (
+        "logits",
+        [*run.classes],
+    )
     found = onnx_outputs(path, batch)
     with torch.no_grad():
         expected = run.model(batch)
-    assert tuple(found) == names
-    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in names)
+    assert tuple(found) == tuple(run.classes)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in run.classes)
 
 
 @pytest.mark.parametrize(
@@ -237,55 +238,49 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
 
     monkeypatch.setattr(export_module, "_write", write)
     with pytest.raises(LinnaeusError, match="'species'"):
-        run.export(format, old / f"model{export_module.ENDINGS[format]}")
+        run.export(format, old / export_module.NAMES[format])
     assert list(old.iterdir()) == []
 
 
 def test_the_images_of_a_check(birds: TrainedRun, tmp_path: Path) -> None:
     exported = load_run(birds.export("safetensors", tmp_path / "birds.safetensors").path, device="cpu")
     assert "birds.safetensors" in samples_of(exported).origin  # which does not name the run's dataset
-    for split in ("train", "val"):
-        write_images(tmp_path / "data" / split / "a", 9)
-    (tmp_path / "data" / "val" / "a" / "000.png").write_text("damaged")
-    folder = run_with_config(tmp_path / "run", f"NAME: imagefolder, ROOT: {tmp_path / 'data'}")
-    run = load_run(folder, device="cpu")
-    assert samples_of(run).origin.split() == ["7", "images", "of", str(tmp_path / "data" / "val")]
-    (tmp_path / "data" / "val").rename(tmp_path / "gone")
-    assert samples_of(run).origin.split() == ["8", "images", "of", str(tmp_path / "data" / "train")]
-    (tmp_path / "data" / "train").rename(tmp_path / "gone too")
-    assert "noise" in samples_of(run).origin
-    named = samples_of(run, [str(tmp_path / "gone" / "a" / "001.png")])
+    data = tmp_path / "data"
+    write_images(data / "val" / "Passeriformes" / "Sitta", 8)
+    (data / "val" / "Passeriformes" / "Sitta" / "000.png").write_text("damaged")
+    run = run_with_config(tmp_path / "run", f"NAME: imagefolder, ROOT: {data}")
+    samples = samples_of(run)
+    assert samples.origin.split()[:4] == ["7", "images", "of", str(data / "val")]
+    named = samples_of(run, [str(data / "val" / "Passeriformes" / "Sitta" / "001.png")])
     assert (len(named.inputs), named.origin.split()[-1]) == (2, "--images")
+    assert torch.equal(named.inputs[0], samples.inputs[0])
+    (data / "val").rename(tmp_path / "gone")
+    assert "noise" in samples_of(run).origin
+    own = run_with_config(tmp_path / "own", f"_target_: {__name__}.Own", is_of_files=False)
+    assert float(samples_of(own).inputs.sum()) == 0 + 1 + 2
 
 
-def run_with_config(folder: Path, dataset: str, **spec: Any) -> Path:
+def run_with_config(folder: Path, dataset: str, **spec: Any) -> TrainedRun:
     """A run whose `config.yaml` names its dataset, as training writes it."""
     save_run(folder, spec_of(**spec))
     (folder / "config.yaml").write_text(f"DATA: {{DATASET: {{{dataset}}}, IMG_SIZE: 32}}\n")
-    return folder
-
-
-def test_the_images_of_a_check_are_those_of_validation(tmp_path: Path) -> None:
-    own = run_with_config(tmp_path / "own", f"_target_: {__name__}.Own", is_of_files=False)
-    samples = samples_of(load_run(own, device="cpu"))
-    assert "validation" in samples.origin
-    assert float(samples.inputs.sum()) == 0 + 1 + 2
+    return load_run(folder, device="cpu")
 
 
 class Own(torch.utils.data.Dataset[Any]):
-    """Images whose sum is their position."""
+    """Three images for validation, whose sum is their position."""
 
     def __init__(self, split: str) -> None:
-        self.number = 9 if split == "train" else 3
+        assert split == "val"
 
     def __len__(self) -> int:
-        return self.number
+        return 3
 
     def __getitem__(self, index: int) -> Any:
-        return torch.full((3, 32, 32), index / (3 * 32 * 32)), torch.tensor(0)
+        return torch.full((3, 32, 32), index / (3 * 32 * 32)), torch.tensor([0, 0])
 
 
 def test_packages_that_are_missing_are_named(birds: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_NEEDED", ("onnx", "no_such_package"))
+    monkeypatch.setattr(formats, "_NEEDED", ("onnx", "no_such_package"))
     with pytest.raises(ConfigError, match=r"no_such_package.*linnaeus\[export\]"):
         birds.export("onnx")
