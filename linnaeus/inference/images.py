@@ -119,9 +119,7 @@ def _of_tensor(tensor: Tensor, channels: int) -> Tensor:
     elif tensor.dtype != torch.uint8:
         raise DataError(f"a tensor of {tensor.dtype} is no image: give uint8, or fractions in [0, 1]")
     tensor = tensor.cpu()
-    if tensor.shape[0] == channels:
-        return tensor.clone()
-    if channels == 1:
+    if channels == 1 and tensor.shape[0] == 3:
         grey: Tensor = functional.rgb_to_grayscale(tensor)
         return grey
     return tensor.expand(channels, -1, -1).clone()

@@ -102,9 +102,18 @@ def predictions_of(
         ConfigError: the outputs have another form.
         LinnaeusError: they are not finite, or not one for each class.
     """
-    logs = log_probabilities_per_level(outputs, taxonomy, are_logs=are_logs)
+    logs: list[Tensor] = []
     best: list[list[list[tuple[str, float]]]] = []  # by level and image
-    for level, log in zip(taxonomy.levels, logs, strict=True):
+    for level, logits in zip(taxonomy.levels, logits_per_level(outputs, taxonomy.names), strict=True):
+        if logits.ndim != 2 or logits.shape[1] != len(level.classes):
+            raise LinnaeusError(
+                f"the model gives outputs {list(logits.shape)} for the {len(level.classes)} classes of rank "
+                f"{level.name!r}; [B, {len(level.classes)}] is needed"
+            )
+        log = log_probabilities(logits, are_logs=are_logs)
+        if bool(log.isnan().any()):
+            raise not_finite(level.name)
+        logs.append(log)
         found = log.topk(min(top, log.shape[1]), dim=1)
         rows = zip(found.indices.tolist(), found.values.exp().tolist(), strict=True)
         best.append([[(level.classes[label], p) for label, p in zip(*row, strict=True)] for row in rows])
@@ -144,19 +153,3 @@ def _best_paths(
         label = parents.gather(1, label[:, None])[:, 0]
         labels.insert(0, label)
     return torch.stack(labels, dim=1).tolist(), value.exp().tolist()
-
-
-def log_probabilities_per_level(outputs: Any, taxonomy: Taxonomy, *, are_logs: bool) -> list[Tensor]:
-    """Logarithms of the probabilities [B, classes] of each level, float32; see `predictions_of`."""
-    logs = []
-    for level, logits in zip(taxonomy.levels, logits_per_level(outputs, taxonomy.names), strict=True):
-        if logits.ndim != 2 or logits.shape[1] != len(level.classes):
-            raise LinnaeusError(
-                f"the model gives outputs {list(logits.shape)} for the {len(level.classes)} classes of rank "
-                f"{level.name!r}; [B, {len(level.classes)}] is needed"
-            )
-        log = log_probabilities(logits, are_logs=are_logs)
-        if bool(log.isnan().any()):
-            raise not_finite(level.name)
-        logs.append(log)
-    return logs

@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +33,6 @@ MAX_BATCH_SIZE_CPU = 64
 
 logger = logging.getLogger("linnaeus.predict")
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 _Loaded = tuple[str | int, Tensor | Unreadable]
 
 
@@ -83,10 +80,7 @@ class Predictor:
             images = chain(first, images)
             if len(first) <= MAX_UNSEARCHED:
                 self.batch_size = max(1, len(first))
-        loaded = read_ahead(
-            self._load, enumerate(images), num_workers=self.num_workers,
-            num_ahead=lambda: (self.batch_size or MAX_UNSEARCHED) + 2 * self.num_workers,
-        )  # fmt: skip
+        loaded = self._load_ahead(images)
         if self.batch_size is None:
             loaded = self._find_size(loaded)
         pending: list[_Loaded] = []
@@ -99,6 +93,24 @@ class Predictor:
                 yield from self._predict(pending)
                 pending, num_inputs = [], 0
         yield from self._predict(pending)
+
+    def _load_ahead(self, images: Iterable[ImageLike | Unreadable]) -> Iterator[_Loaded]:
+        """Load images in threads, in order. They are taken in this thread, about a batch ahead."""
+        items = enumerate(images)
+        if self.num_workers == 0:
+            yield from map(self._load, items)
+            return
+        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="load images")
+        pending: deque[Future[_Loaded]] = deque()
+        try:
+            while True:
+                room = (self.batch_size or MAX_UNSEARCHED) + 2 * self.num_workers - len(pending)
+                pending.extend(pool.submit(self._load, item) for item in islice(items, max(0, room)))
+                if not pending:
+                    return
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _load(self, item: tuple[int, ImageLike | Unreadable]) -> _Loaded:
         position, image = item
@@ -122,8 +134,8 @@ class Predictor:
         if isinstance(sample, Tensor):
             device = self.precision.device
             self.batch_size = auto_find_batch_size(
-                lambda batch: self._forward(batch, range(len(batch))),
-                lambda size: self._placed([sample] * size),
+                lambda inputs: self._forward(inputs, range(len(inputs))),
+                lambda size: [sample] * size,
                 state=(self.model,), mode="val", device=device, tolerance=0.1, group=False,
                 max_batch_size=MAX_BATCH_SIZE_CPU if device.type == "cpu" else MAX_BATCH_SIZE,
             ).batch_size  # fmt: skip
@@ -143,7 +155,7 @@ class Predictor:
             size = min(self.batch_size or 1, len(inputs) - start)
             part = slice(start, start + size)
             try:
-                found = self._forward(self._placed(inputs[part]), sources[part])
+                found = self._forward(inputs[part], sources[part])
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -163,50 +175,12 @@ class Predictor:
             yield from found
             start += size
 
-    def _placed(self, inputs: Sequence[Tensor]) -> Tensor:
-        batch: Tensor = self.precision.place(Batch(torch.stack(list(inputs)), None)).inputs
-        return batch
-
     @torch.no_grad()
-    def _forward(self, batch: Tensor, sources: Sequence[str | int]) -> list[Prediction]:
+    def _forward(self, inputs: Sequence[Tensor], sources: Sequence[str | int]) -> list[Prediction]:
+        batch = self.precision.place(Batch(torch.stack(list(inputs)), None))
         with self.precision.autocast():
-            outputs: Any = self.model(batch)
+            outputs = self.model(batch.inputs)
         return predictions_of(
             outputs, sources, self.taxonomy, top=self.top, path=self.path,
             are_logs=gives_log_probabilities(self.model),
         )  # fmt: skip
-
-
-def read_ahead(
-    function: Callable[[Item], Result],
-    items: Iterable[Item],
-    *,
-    num_workers: int,
-    num_ahead: Callable[[], int],
-) -> Iterator[Result]:
-    """The results of a function on items, in the order of the items.
-
-    >>> list(read_ahead(abs, [-3, 2, -1], num_workers=2, num_ahead=lambda: 2))
-    [3, 2, 1]
-
-    Args:
-        function: is called in threads. Its error is raised in place of its result.
-        items: are taken in the caller's thread, when there is room for them.
-        num_workers: number of threads; 0 calls the function in the caller's thread.
-        num_ahead: most items that are taken before the result of the first of them is; it may change.
-    """
-    if num_workers == 0:
-        yield from map(function, items)
-        return
-    items = iter(items)
-    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="read ahead")
-    try:
-        pending: deque[Future[Result]] = deque()
-        while True:
-            room = max(0, num_ahead() - len(pending))
-            pending.extend(pool.submit(function, item) for item in islice(items, room))
-            if not pending:
-                return
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

@@ -230,7 +230,15 @@ def load_run(
                 "`linnaeus export --format safetensors`"
             ) from error
     state = content.pop("state", {})
-    spec = _spec(content, file)
+    if "model_spec" not in content:
+        raise CheckpointError(
+            f"{file} does not hold the model's classes and preprocessing: an older version of Linnaeus has "
+            "written it. Resume the run with TRAIN.AUTO_RESUME True and one epoch more, which adds them"
+        )
+    try:
+        spec = ModelSpec.from_dict(content["model_spec"])
+    except (LookupError, TypeError, ValueError, AttributeError, DataError) as error:
+        raise CheckpointError(f"{file}: its model_spec cannot be used ({error})") from error
     model = spec.build()
     weights = saved_weights(state)
     if not weights:
@@ -296,15 +304,3 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
     if not found:
         raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)")
     raise CheckpointError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")
-
-
-def _spec(content: Mapping[str, Any], file: Path) -> ModelSpec:
-    if "model_spec" not in content:
-        raise CheckpointError(
-            f"{file} does not hold the model's classes and preprocessing: an older version of Linnaeus has "
-            "written it. Resume the run with TRAIN.AUTO_RESUME True and one epoch more, which adds them"
-        )
-    try:
-        return ModelSpec.from_dict(content["model_spec"])
-    except (LookupError, TypeError, ValueError, AttributeError, DataError) as error:
-        raise CheckpointError(f"{file}: its model_spec cannot be used ({error})") from error

@@ -17,7 +17,7 @@ from torch import nn
 
 from linnaeus.inference.export.check import largest_difference, samples_of
 from linnaeus.inference.paths import problem_of
-from linnaeus.inference.prediction import log_probabilities_per_level
+from linnaeus.inference.prediction import predictions_of
 from linnaeus.inference.trained import TrainedRun, load_run
 from tests.helpers.messages import Golden, error_and_code_of
 from tests.helpers.trained import ONE_RANK, Untraceable, picture, save_checkpoint, save_run, spec_of
@@ -79,7 +79,7 @@ def other_head() -> TrainedRun:
     return run
 
 
-levels = functools.partial(log_probabilities_per_level, taxonomy=ONE_RANK, are_logs=False)
+levels = functools.partial(predictions_of, sources=range(2), taxonomy=ONE_RANK, top=1)
 
 
 def difference(factor: float, name: str = "a") -> float | None:

@@ -134,13 +134,13 @@ def largest_difference(model: Model, expected: Model, inputs: Tensor, *, probabi
     """
     largest = 0.0
     for part in (slice(None), slice(0, 1)):
-        found = {name: output.cpu().double() for name, output in model(inputs[part]).items()}
-        right = {name: output.cpu().double() for name, output in expected(inputs[part]).items()}
-        shapes, right_shapes = (
-            {name: list(output.shape) for name, output in outputs.items()} for outputs in (found, right)
+        found, right = (
+            {name: output.cpu().double() for name, output in each(inputs[part]).items()}
+            for each in (model, expected)
         )
-        if list(shapes.items()) != list(right_shapes.items()):
-            raise LinnaeusError(f"the exported model gives outputs {shapes}, not {right_shapes}")
+        shapes = [{name: list(output.shape) for name, output in each.items()} for each in (found, right)]
+        if [*shapes[0].items()] != [*shapes[1].items()]:
+            raise LinnaeusError(f"the exported model gives outputs {shapes[0]}, not {shapes[1]}")
         for name, output in right.items():
             if not output.numel():
                 continue
