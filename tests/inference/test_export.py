@@ -18,34 +18,37 @@ from linnaeus.inference.export import formats
 from linnaeus.inference.export import run as export_module
 from linnaeus.inference.export.check import samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
-from tests.helpers.trained import BIRDS, Flat, save_run, spec_of, write_images
+from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of, write_images
 
 
-def run_of(folder: Path, name: str = "test_resnet", **spec: Any) -> TrainedRun:
-    return load_run(save_run(folder, spec_of(name, **spec)), device="cpu")
+def run_of(folder: Path, name: str = "test_resnet", config: Any = None, **spec: Any) -> TrainedRun:
+    return load_run(save_run(folder, spec_of(name, **spec), config=config or {}), device="cpu")
+
+
+def flat_run(folder: Path, **spec: Any) -> TrainedRun:
+    """A tiny model, for what does not depend on the architecture."""
+    return run_of(folder, **{"node": {"_target_": f"{Flat.__module__}.Flat"}, "size": (4, 4), **spec})
 
 
 @pytest.fixture(scope="module")
 def birds(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    return run_of(tmp_path_factory.mktemp("runs") / "birds")
-
-
-@pytest.fixture(scope="module")
-def inputs(birds: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    paths = write_images(tmp_path_factory.mktemp("photos"), 3)
-    return torch.stack([birds.transform(path) for path in paths])
+    return run_of(tmp_path_factory.mktemp("runs") / "birds", config={"TRAIN": {"AMP": "bf16"}})
 
 
 @torch.no_grad()
-def probabilities(run: TrainedRun, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: out.softmax(1) for name, out in zip(run.classes, run.model(inputs), strict=True)}
+def outputs_of(run: TrainedRun, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    outputs = run.model(batch)
+    return outputs if isinstance(outputs, dict) else dict(zip(run.classes, outputs, strict=True))
+
+
+def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected)
 
 
 def check_description(content: dict[str, Any], outputs: str | None, size: int = 32) -> None:
-    assert [level["name"] for level in content["levels"]] == list(BIRDS.names)
-    assert [tuple(level["classes"]) for level in content["levels"]] == [
-        level.classes for level in BIRDS.levels
-    ]
+    levels = [(level["name"], tuple(level["classes"])) for level in content["levels"]]
+    assert levels == [(level.name, level.classes) for level in BIRDS.levels]
     assert content["levels"][1]["parents"] == list(BIRDS.parents[0])
     assert content["outputs"] == outputs
     expected = {
@@ -55,40 +58,30 @@ def check_description(content: dict[str, Any], outputs: str | None, size: int = 
     assert content["input"] == expected
 
 
-def test_safetensors(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) -> None:
+def test_safetensors(birds: TrainedRun, tmp_path: Path) -> None:
     exported = birds.export("safetensors", tmp_path / "birds.safetensors")
     assert exported.difference == 0
     with safetensors.safe_open(exported.path, "pt") as file:
         check_description(json.loads(file.metadata()["linnaeus"]), None)
-        names = set(file.keys())
-    assert names == set(birds.model.state_dict())
+        assert {*file.keys()} == set(birds.model.state_dict())
     assert exported.path.stat().st_mode & stat.S_IRGRP
-    again = load_run(exported.path, device="cpu")
-    assert repr(again.predict(inputs[0].clamp(0, 1))) == repr(birds.predict(inputs[0].clamp(0, 1)))
-
-
-def test_safetensors_keep_the_number_format(inputs: torch.Tensor, tmp_path: Path) -> None:
-    def trained(amp: str) -> TrainedRun:
-        folder = save_run(tmp_path / amp, spec_of(), config={"TRAIN": {"AMP": amp}})
-        return load_run(folder, device="cpu")
-
-    run = trained("bf16")
-    again = load_run(run.export("safetensors", tmp_path / "run.safetensors").path, device="cpu")
-    assert again.train["AMP"] == "bf16"
-    image = inputs[0].clamp(0, 1)
-    assert repr(again.predict(image)) == repr(run.predict(image)) != repr(trained("off").predict(image))
+    found = load_run(exported.path, device="cpu").predict(picture(0))
+    assert repr(found) == repr(birds.predict(picture(0)))
+    in_full = run_of(tmp_path / "off")
+    assert repr(found) != repr(in_full.predict(picture(0))), "it keeps the number format"
 
 
 def onnx_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path)
     names = [entry.name for entry in session.get_outputs()]
-    (image,) = [entry.name for entry in session.get_inputs()]
-    return dict(zip(names, map(torch.from_numpy, session.run(None, {image: batch.numpy()})), strict=True))
+    return dict(zip(names, map(torch.from_numpy, session.run(None, {"images": batch.numpy()})), strict=True))
 
 
-def program_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.export.load(path).module()(batch)
+def program_outputs(path: Path, batch: torch.Tensor, about: str) -> dict[str, torch.Tensor]:
+    extra = {"linnaeus.json": ""}
+    found: dict[str, torch.Tensor] = torch.export.load(path, extra_files=extra).module()(batch)
+    assert json.loads(extra["linnaeus.json"])["outputs"] == about
     return found
 
 
@@ -98,26 +91,19 @@ def test_networks_of_timm_as_computations(name: str, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", name)
     onnx, program = run.export("onnx").path, run.export("torch-export").path
     for batch in (torch.randn(3, 3, 32, 32), torch.randn(1, 3, 32, 32)):
-        expected = probabilities(run, batch)
-        for found in (onnx_outputs(onnx, batch), program_outputs(program, batch)):
-            assert list(found) == list(expected)
-            assert all(torch.allclose(found[level], expected[level], rtol=1e-3) for level in expected)
+        expected = {level: logits.softmax(1) for level, logits in outputs_of(run, batch).items()}
+        check_equal(onnx_outputs(onnx, batch), expected)
+        check_equal(program_outputs(program, batch, "probabilities"), expected)
 
 
-def test_a_program_says_what_it_means(tmp_path: Path) -> None:
-    run = flat_run(tmp_path / "run", size=(32, 32))
-    batch = torch.rand(1, 3, 32, 32)
-    with torch.no_grad():
-        expected = {level: logits.softmax(1) for level, logits in run.model(batch).items()}
-    exported = run.export("torch-export", tmp_path / "out" / "birds.pt2", outputs="probabilities")
-    path = exported.path
+def test_a_program_gives_probabilities(tmp_path: Path) -> None:
+    run = flat_run(tmp_path / "run")
+    exported = run.export("torch-export", tmp_path / "out" / "birds.pt2")
     assert "noise" in exported.origin
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["birds.pt2"]
-    extra = {"linnaeus.json": ""}
-    torch.export.load(path, extra_files=extra)
-    check_description(json.loads(extra["linnaeus.json"]), "probabilities")
-    found = program_outputs(path, batch)
-    assert all(torch.allclose(found[level], expected[level]) for level in expected)
+    batch = torch.rand(1, 3, 4, 4)
+    expected = {level: logits.softmax(1) for level, logits in outputs_of(run, batch).items()}
+    check_equal(program_outputs(exported.path, batch, "probabilities"), expected)
 
 
 @pytest.mark.slow
@@ -126,16 +112,12 @@ def test_a_marginal_head_as_a_computation(tmp_path: Path) -> None:
     taxonomy = Taxonomy(BIRDS.levels, ((0, 0, 1, UNKNOWN, 0),))
     run = run_of(tmp_path / "run", taxonomy=taxonomy, HEAD="marginal")
     batch = torch.randn(3, 3, 32, 32)
-    with torch.no_grad():
-        expected = dict(zip(run.classes, run.model(batch), strict=True))
-    found = program_outputs(run.export("torch-export").path, batch)
-    assert all(torch.allclose(found[level], logs.exp(), rtol=1e-3) for level, logs in expected.items())
+    expected = outputs_of(run, batch)
+    found = program_outputs(run.export("torch-export").path, batch, "probabilities")
+    check_equal(found, {level: logs.exp() for level, logs in expected.items()})
     assert not torch.allclose(found["order"], expected["order"].softmax(1), rtol=1e-2)
     logs = run.export("torch-export", outputs="logits").path
-    assert torch.allclose(program_outputs(logs, batch)["order"], expected["order"], atol=1e-3)
-    extra = {"linnaeus.json": ""}
-    torch.export.load(logs, extra_files=extra)
-    assert json.loads(extra["linnaeus.json"])["outputs"] == "log-probabilities"
+    check_equal(program_outputs(logs, batch, "log-probabilities"), expected)
 
 
 BIAS = ("heads.1.bias", "layers.species.bias")
@@ -152,35 +134,30 @@ def test_plain_timm_loads_its_folder(case: str, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", name, **arguments)
     exported = run.export("timm", tmp_path / "out")
     model = timm.create_model(f"local-dir:{exported.path}", pretrained=True).eval()
-    level = list(run.classes)[-1]
-    assert list(model.pretrained_cfg["label_names"]) == list(run.classes[level])
-    batch = torch.randn(2, run.spec.in_chans or 0, *(run.spec.img_size or ()))
+    assert list(model.pretrained_cfg["label_names"]) == list(run.classes["species"])
+    size = (run.spec.in_chans or 0, *(run.spec.img_size or ()))
+    batch = torch.randn(2, *size)
     with torch.no_grad():
-        assert torch.allclose(model(batch), run.model(batch)[-1], rtol=1e-4, atol=1e-4)
-    data = timm.data.resolve_model_data_config(model)
-    preprocessing = run.spec.preprocessing
+        assert torch.allclose(model(batch), outputs_of(run, batch)["species"], rtol=1e-4, atol=1e-4)
+    data, preprocessing = timm.data.resolve_model_data_config(model), run.spec.preprocessing
     assert preprocessing is not None
-    assert data["input_size"] == (run.spec.in_chans, *(run.spec.img_size or ()))
+    assert data["input_size"] == size
     assert (tuple(data["mean"]), tuple(data["std"])) == (preprocessing.mean, preprocessing.std)
     assert (data["crop_pct"], data["interpolation"]) == (0.9, "bilinear")
 
 
-def test_timm_takes_the_head_of_another_rank(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) -> None:
+def test_timm_takes_the_head_of_another_rank(birds: TrainedRun, tmp_path: Path) -> None:
     folder = birds.export("timm", tmp_path / "out", level="order").path
     config = json.loads((folder / "config.json").read_text())
     assert (config["label_names"], config["linnaeus"]["level"]) == (list(BIRDS.levels[0].classes), "order")
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    batch = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
-        assert torch.allclose(model(inputs).softmax(1), probabilities(birds, inputs)["order"], rtol=1e-4)
+        assert torch.allclose(model(batch), outputs_of(birds, batch)["order"], rtol=1e-4, atol=1e-4)
     birds.export("timm", folder)  # replaces its own files
     (folder / "notes.txt").touch()
     with pytest.raises(ConfigError, match="out"):
         birds.export("timm", folder)
-
-
-def flat_run(folder: Path, **spec: Any) -> TrainedRun:
-    """A tiny model, for what does not depend on the architecture."""
-    return run_of(folder, **{"node": {"_target_": f"{Flat.__module__}.Flat"}, "size": (4, 4), **spec})
 
 
 def test_weights_of_a_model_of_ones_own(tmp_path: Path) -> None:
@@ -188,7 +165,7 @@ def test_weights_of_a_model_of_ones_own(tmp_path: Path) -> None:
     exported = flat_run(tmp_path / "run", is_of_files=False).export("safetensors")
     assert exported.difference == 0
     assert exported.path == tmp_path / "run" / "export" / "model.safetensors"
-    untraceable = run_of(tmp_path / "two", node={"_target_": f"{Flat.__module__}.Untraceable"}, size=(4, 4))
+    untraceable = flat_run(tmp_path / "two", node={"_target_": f"{Flat.__module__}.Untraceable"})
     with pytest.raises(LinnaeusError):
         untraceable.export("torch-export")
     assert not list((tmp_path / "two" / "export").iterdir())
@@ -198,19 +175,12 @@ def test_weights_of_a_model_of_ones_own(tmp_path: Path) -> None:
 def test_onnx_gives_logits(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     run = flat_run(tmp_path / "run")
-    batch = torch.randn(3, 3, 4, 4)
     path = run.export("onnx", outputs="logits").path
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    metadata = json.loads(onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map["linnaeus"])
-    assert (metadata["outputs"], [level["name"] for level in metadata["levels"]]) == (
-        "logits",
-        [*run.classes],
-    )
-    found = onnx_outputs(path, batch)
-    with torch.no_grad():
-        expected = run.model(batch)
-    assert tuple(found) == tuple(run.classes)
-    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in run.classes)
+    metadata = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+    check_description(json.loads(metadata["linnaeus"]), "logits", size=4)
+    batch = torch.randn(3, 3, 4, 4)
+    check_equal(onnx_outputs(path, batch), outputs_of(run, batch))
 
 
 @pytest.mark.parametrize(
@@ -222,8 +192,6 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
     """A negative control: what is written is the model with one weight changed."""
     run = birds if format in ("timm", "safetensors") else flat_run(tmp_path / "run")
     real = export_module._write
-    old = tmp_path / "out"
-    old.mkdir()
 
     def write(run: TrainedRun, *arguments: Any) -> Any:
         bias = next(tensor for name, tensor in run.model.named_parameters() if name.endswith(BIAS))
@@ -231,15 +199,14 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
         with torch.no_grad():
             bias[0] += 1.0
         try:
-            model = real(run, *arguments)
+            return real(run, *arguments)
         finally:
             bias.data = kept
-        return model
 
     monkeypatch.setattr(export_module, "_write", write)
     with pytest.raises(LinnaeusError, match="'species'"):
-        run.export(format, old / export_module.NAMES[format])
-    assert list(old.iterdir()) == []
+        run.export(format, tmp_path / "out" / export_module.NAMES[format])
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_the_images_of_a_check(birds: TrainedRun, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
 from linnaeus.inference import figures as module
 from linnaeus.inference.figures import EvaluationMetrics, LevelFigures, distance_of_mistakes
-from tests.helpers.ledger import Ledger
 
 CPU = torch.device("cpu")
 TAXONOMY = Taxonomy(
@@ -144,20 +143,3 @@ def test_the_distance_of_a_mistake_is_the_height_of_the_common_ancestor() -> Non
         assert (found.mean_over_mistakes, found.mean_over_samples) == (height, 2 * height / 5)
         assert (found.num_mistakes, found.num_left_out) == (2, 4)
     assert distance_of_mistakes(Taxonomy(TAXONOMY.levels), finest) is None
-
-
-def test_ten_thousand_classes_take_the_memory_of_the_pairs_that_occur() -> None:
-    """A dense matrix has 10^8 entries, which would be seen here with a byte for each."""
-    count, generator = 10_000, torch.Generator().manual_seed(0)
-    taxonomy = Taxonomy((Level("class", tuple(map(str, range(count)))),))
-    batches = [torch.randn(16, count, generator=generator) for _ in range(3)]
-    labels = [logits.argmax(dim=1, keepdim=True) for logits in batches]
-    for rows in labels:
-        rows[::3] = (rows[::3] + 1) % count
-    with Ledger() as ledger:
-        (found,) = figures(zip(batches, labels, strict=True), taxonomy)
-        assert len(found.confusions(100)) == 3 * 6
-        assert ledger.peak_bytes < count**2 / 10
-        torch.zeros(count**2, dtype=torch.int8)
-        assert ledger.peak_bytes >= count**2
-    assert (found.num_samples, found.top1) == (3 * 16, 10 / 16)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,28 +37,20 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_images(tmp_path_factory.mktemp("photos"), 7)
 
 
-def validation_outputs(run: TrainedRun, paths: list[Path], batch_size: int) -> Iterator[Any]:
-    """What the run's validation computes for files."""
-    preprocessing = run.spec.preprocessing
-    assert preprocessing is not None
-    targets = torch.zeros(len(paths), len(run.classes), dtype=torch.int64)
-    names = [str(path) for path in paths]
-    dataset = ImageFiles(Path(), names, targets, preprocessing.channels, preprocessing.transform())
-    found: list[Any] = []
-    step = ValidationStep(
-        run.model, lambda *_: torch.zeros(()), run.precision, lambda out, *_: found.append(out)
-    )
-    for start in range(0, len(paths), batch_size):
-        part = [dataset[index] for index in range(start, min(start + batch_size, len(paths)))]
-        step(Batch(torch.stack([image for image, _ in part]), torch.stack([target for _, target in part])))
-    return iter(found)
-
-
 def test_predictions_are_those_of_validation_bit_for_bit(birds: TrainedRun, photos: list[Path]) -> None:
     found = birds.predict(photos, batch_size=3)
     assert [prediction.source for prediction in found] == [str(path) for path in photos]
-    outputs = zip(*validation_outputs(birds, photos, 3), strict=True)
-    for level, parts in zip(BIRDS.levels, outputs, strict=True):
+    preprocessing = birds.spec.preprocessing
+    assert preprocessing is not None
+    targets = torch.zeros(len(photos), len(birds.classes), dtype=torch.int64)
+    dataset = ImageFiles(Path(), list(map(str, photos)), targets, 3, preprocessing.transform())
+    outputs: list[Any] = []
+    step = ValidationStep(
+        birds.model, lambda *_: torch.zeros(()), birds.precision, lambda out, *_: outputs.append(out)
+    )
+    for batch in torch.utils.data.DataLoader(dataset, 3):
+        step(Batch(*batch))
+    for level, parts in zip(BIRDS.levels, zip(*outputs, strict=True), strict=True):
         best = torch.cat([part.log_softmax(1) for part in parts]).topk(min(5, len(level.classes)), dim=1)
         for prediction, labels, logs in zip(found, best.indices.tolist(), best.values, strict=True):
             names = [level.classes[label] for label in labels]
@@ -70,9 +63,7 @@ def test_the_batch_size_does_not_matter(birds: TrainedRun, photos: list[Path]) -
     for size in (1, 2, None):
         for a, b in zip(birds.predict(photos, batch_size=size), expected, strict=True):
             for level in a.levels:
-                assert [name for name, _ in a.levels[level]] == [name for name, _ in b.levels[level]]
-                for (_, p), (_, q) in zip(a.levels[level], b.levels[level], strict=True):
-                    assert p == pytest.approx(q, rel=1e-5)
+                assert dict(a.levels[level]) == pytest.approx(dict(b.levels[level]), rel=1e-5)
 
 
 def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path]) -> None:
@@ -93,19 +84,15 @@ def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path]) -> None:
     assert birds.predict(tensor[:1])[0].levels == birds.predict(grey)[0].levels != expected.levels
 
 
+@pytest.mark.parametrize("error", [TypeError("x"), torch.OutOfMemoryError("x")])
 def test_a_fault_of_the_program_is_no_unreadable_image(
-    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch
+    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     failing = birds.predictor(batch_size=2, num_workers=0)
-
-    def transform(_: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(failing.reader, "_transform", transform)
-    for error in (TypeError("x"), torch.OutOfMemoryError("x")):
-        with pytest.raises(type(error)):
-            list(failing.run([picture(0)]))
-    error = RuntimeError("no size")
+    monkeypatch.setattr(failing.reader, "_transform", Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        list(failing.run([picture(0)]))
+    monkeypatch.setattr(failing.reader, "_transform", Mock(side_effect=RuntimeError("no size")))
     (found,) = failing.run([picture(0)])
     assert isinstance(found, Unreadable)
 
@@ -245,21 +232,15 @@ def test_the_batch_size_is_searched_for_once_and_only_for_many(
     birds: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = with_model(birds, birds.model)
-    searches: list[int] = []
-    real = predictor.auto_find_batch_size
-
-    def search(*arguments: Any, **options: Any) -> Any:
-        searches.append(options["max_batch_size"])
-        return real(*arguments, **options)
-
+    search = Mock(side_effect=predictor.auto_find_batch_size)
     monkeypatch.setattr(predictor, "auto_find_batch_size", search)
     images = [picture(seed, (8, 8)) for seed in range(3)]
     before = rng_state(torch.device("cpu"))["torch"]
     run.predict(images)
-    assert searches == []
+    search.assert_not_called()
     assert len(run.predict(images * 12)) == 36
     assert len(list(run.stream(iter(images * 30)))) == 90
-    assert searches == [64]
+    search.assert_called_once()
     assert torch.equal(before, rng_state(torch.device("cpu"))["torch"])
 
 
