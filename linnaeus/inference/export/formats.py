@@ -87,7 +87,10 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
     try:
         session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors have no base class of their own
-        raise LinnaeusError(f"onnxruntime cannot load the exported file: {error}") from error
+        raise LinnaeusError(
+            f"onnxruntime cannot load the exported file: {first_line(error)}; --format torch-export or "
+            "safetensors may do"
+        ) from error
     (name,) = [entry.name for entry in session.get_inputs()]
     outputs = [entry.name for entry in session.get_outputs()]
 
