@@ -83,22 +83,17 @@ def test_the_size_of_batches_and_of_waiting_parts_changes_nothing(monkeypatch: p
         assert one.cross_entropy == pytest.approx(other.cross_entropy)
 
 
-def test_a_certain_prediction_is_in_the_last_bin() -> None:
-    logits = torch.tensor([[1000.0, 0.0], [0.0, 0.0]])
-    (found,) = figures([(logits, torch.tensor([[0], [0]]))], TWO)
-    assert found.bins[0].nonzero().flatten().tolist() == [7, 14]
+def test_log_probabilities_are_counted_as_they_are() -> None:
+    """Those of a marginal head need not add up to 1. A certain prediction is in the last bin."""
+    logs = torch.tensor([[0.6, 0.2], [1.0, 0.0]]).log()
+    for are_logs, expected, bins in ((True, 0.6, [9, 14]), (False, 0.75, [11, 14])):
+        (found,) = figures([(logs, torch.tensor([[0], [0]]))], TWO, are_logs=are_logs)
+        assert float(found.bins[1].nansum()) == pytest.approx(1 + expected)
+        assert found.bins[0].nonzero().flatten().tolist() == bins
+        assert found.cross_entropy == pytest.approx(-math.log(expected) / 2)
 
 
-@pytest.mark.parametrize(("are_logs", "expected"), [(True, 0.6), (False, 0.75)])
-def test_log_probabilities_are_counted_as_they_are(are_logs: bool, expected: float) -> None:
-    """Those of a marginal head need not add up to 1; a softmax would make 0.75 of 0.6."""
-    batch = (torch.tensor([[0.6, 0.2]]).log(), torch.tensor([[0]]))
-    (found,) = figures([batch], TWO, are_logs=are_logs)
-    assert float(found.bins[1].nansum()) == pytest.approx(expected)
-    assert found.cross_entropy == pytest.approx(-math.log(expected))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_outputs_that_are_not_finite_are_an_error(value: float) -> None:
     """With or without a label."""
     logits, labels = torch.tensor([[value, 0.0], [3.0, 0.0], [0.0, value]]), torch.tensor([[0], [0], [-1]])
