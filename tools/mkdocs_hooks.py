@@ -2,16 +2,91 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typing
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from linnaeus.config.reference import reference
+from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Key, Path, dotted, strip_optional
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
+_INTRODUCTION = """\
+# Every key
+
+`linnaeus train --print-config` prints all keys as YAML. A default in `${...}` follows another key. The search
+of this site finds keys by name; each row can be linked to: `#DATA.BATCH_SIZE`. Keys that few need are folded.
+"""
+_FEW_NEED = frozenset({
+    "CHANNELS", "DISTRIBUTE_BN", "FIND_UNUSED_PARAMETERS", "FOLDER_NAMES", "IMAGE_COLUMN", "LENGTH",
+    "LOG_LEVEL", "MAX_TRIALS", "MEMORY_LIMIT_GB", "NOISE", "NUM_SAMPLES", "NUM_SAMPLES_VAL",
+    "NUM_SPEC_SAMPLES", "OBJECTIVE", "PIN_MEMORY", "PREDICT", "PREFETCH_FACTOR", "RESUME_WITH", "START",
+    "START_MINUTES", "START_VAL", "STEPS_PER_TRIAL", "STRATEGY", "TIMEOUT_MINUTES", "UNFREEZE_EPOCH",
+    "UNKNOWN_FRACTION",
+})  # fmt: skip
+"""Last components of the keys that are folded, beside those that follow another key."""
+_NAMES = {int: "whole number", float: "number", str: "text", bool: "True or False", Any: "see the text"}
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the keys into the page about them, which in the repository only says how to see them."""
     return reference() if page.file.src_uri == "keys.md" else markdown
+
+
+def reference() -> str:
+    """The page of all keys, in Markdown: a table for each group of keys."""
+    return "\n".join([_INTRODUCTION, *(line for path, doc in NODES.items() for line in _section(path, doc))])
+
+
+def _section(path: Path, doc: str) -> Iterator[str]:
+    keys = [key for key in KEYS.values() if key.path[:-1] == path]
+    yield f"{'#' * (len(path) + 1)} {dotted(path)}\n"
+    yield f"{doc[0].upper()}{doc[1:]}.\n"
+    if path in PLUGGABLE_PATHS:
+        yield f"Or a class of your own: `{dotted(path)}._target_`, with its arguments beside it.\n"
+    few = [key for key in keys if key.path[-1] in _FEW_NEED or str(key.default).startswith("${")]
+    if usual := [key for key in keys if key not in few]:
+        yield from _table(usual)
+    if few:
+        yield f"<details markdown><summary>{', '.join(key.path[-1] for key in few)}</summary>\n"
+        yield from _table(few)
+        yield "</details>\n"
+
+
+def _table(keys: Sequence[Key]) -> Iterator[str]:
+    yield "| key | default | takes | meaning |"
+    yield "|---|---|---|---|"
+    yield from map(_row, keys)
+    yield ""
+
+
+def _row(key: Key) -> str:
+    unit = f" ({key.unit})" if key.unit else ""
+    default = "null" if key.default is None else key.default
+    cells = (f"`{key.path[-1]}`", f"`{default}`", _takes(key), f"{key.doc}{unit} {_anchor(key)}")
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _anchor(key: Key) -> str:
+    """A link to the row that shows the whole name, by which the search finds it."""
+    name = dotted(key.path)
+    return f'<a class="key" id="{name}" href="#{name}">{name}</a>'
+
+
+def _takes(key: Key) -> str:
+    """The type, the choices and the bounds, in words."""
+    hint, is_optional = strip_optional(key.hint)
+    words = ", ".join(f"`{choice}`" for choice in key.choices) if key.choices else _type(hint)
+    shown = {name: "2^63" if bound == 2**63 else f"{bound:g}" for name, bound in key.bounds.items()}
+    bounds = " and ".join(f"{_BOUNDS[name]} {bound}" for name, bound in shown.items())
+    return " ".join(part for part in (words, bounds, "*or null*" if is_optional else "") if part)
+
+
+def _type(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    if origin is list:
+        return f"list of {_type(typing.get_args(hint)[0])}"
+    return "mapping" if origin is dict else _NAMES[hint]

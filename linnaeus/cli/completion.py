@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from itertools import pairwise
+from pathlib import Path
 
 from linnaeus.cli.main import COMMANDS, part_of
 from linnaeus.cli.parser import CommandParser
-from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, TARGET, dotted, strip_optional
-from linnaeus.config.presets import FOLDER, expanded, files_of
+from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, TARGET, available, dotted, strip_optional
+from linnaeus.config.overrides import parse_command_line
 
 NAMES = {dotted(path): key.doc for path, key in KEYS.items()} | {
     f"{dotted(path)}.{TARGET}": "a class of your own" for path in PLUGGABLE_PATHS
@@ -40,11 +40,7 @@ def complete() -> int:
 
 
 def candidates(words: Sequence[str], word: str) -> dict[str, str]:
-    """The words that begin with `word`, each with a short text.
-
-    Args:
-        words: those before it, after `linnaeus`.
-        word: the unfinished one; may be empty.
+    """The words that begin with `word`, each with a short text; `words` stand before it, after `linnaeus`.
 
     >>> list(candidates([], "DATA.AUTOBATCH.STR")), list(candidates(["TRAIN.AMP"], "b"))
     (['DATA.AUTOBATCH.STRATEGY='], ['bf16'])
@@ -60,23 +56,27 @@ def candidates(words: Sequence[str], word: str) -> dict[str, str]:
 
 
 def _candidates(words: Sequence[str], word: str) -> tuple[str, dict[str, str]]:
-    """What stands before the candidates in the word, and the candidates; none where a file may stand."""
+    """What stands before the candidates in the word, and the candidates; none where a file may stand.
+
+    Of several values with commas between them, the last one is completed.
+    """
     command = words[0] if words and words[0] in COMMANDS else "train"
     parser: CommandParser = part_of(command, "PARSER")
     options = {name: action for action in parser._actions for name in action.option_strings}
     name, has_value, _ = word.partition("=")
+    begin = word[: max(word.rfind(","), len(name)) + 1] if has_value else word[: word.rfind(",") + 1]
     option = options.get(name if has_value else words[-1] if words else "")
     if option is not None and option.nargs != 0:
-        choices = [part for part in str(option.metavar).split("|") if part.islower()]
-        return f"{name}=" if has_value else "", dict.fromkeys(choices, "")
+        choices = option.choices or [part for part in str(option.metavar).split("|") if part.islower()]
+        return begin, dict.fromkeys(choices, "")
     if word.startswith("-"):
         return "", {name: action.help or "" for name, action in options.items()}
     if not parser.takes_overrides or (parser.takes_run and len(words) == 1):
         return "", {}
     groups = _groups(words)
-    if has_value:  # of several values for a sweep, the last one
+    if has_value:
         bare = name.lstrip("+~").partition("@")[0]
-        return word[: max(word.rfind(","), len(name)) + 1], _values(bare) or groups.get(bare, {})
+        return begin, _values(bare) or groups.get(bare, {})
     if words and words[-1] in NAMES:
         return "", _values(words[-1])
     sign = word[: len(word) - len(word.lstrip("+~"))]
@@ -98,10 +98,6 @@ def _values(name: str) -> dict[str, str]:
 
 def _groups(words: Sequence[str]) -> dict[str, dict[str, str]]:
     """Presets by group: those of the package, and of the folders that the words before name."""
-    pairs = [word.split("=", 1) for word in words if "=" in word] + [list(pair) for pair in pairwise(words)]
-    folders = [expanded(value) for name, value in pairs if name in ("--config-dir", "-cd")]
-    found: dict[str, dict[str, str]] = {}
-    for folder in [FOLDER, *folders]:
-        for group, files in files_of(folder).items():
-            found.setdefault(group, {}).update(dict.fromkeys([file.stem for file in files], ""))
-    return found
+    sources = parse_command_line(words).sources
+    folders = [Path(name) for option, name in sources if option == "--config-dir"]
+    return {group: dict.fromkeys(names, "") for group, names in available(*folders).items()}

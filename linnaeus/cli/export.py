@@ -44,7 +44,7 @@ class Options:
 
     run: Path = Path()
     format: str = ""
-    checkpoint: str = "best"
+    checkpoint: str | None = None
     output: Path | None = None
     outputs: str = "probabilities"
     level: str | None = None
@@ -85,7 +85,7 @@ def run(options: Options) -> int:
     from linnaeus.inference.trained import load_run
 
     with StopRequest().listening():
-        trained = load_run(options.run, checkpoint=options.checkpoint, device=options.device)
+        trained = load_run(options.run, checkpoint=options.checkpoint or "best", device=options.device)
         print(trained.description, file=sys.stderr)
         exported = export_run(
             trained, options.format, options.output, outputs=options.outputs, level=options.level,

@@ -41,15 +41,8 @@ COMMANDS = {
     "export": "a trained run as safetensors, ONNX, torch.export or timm files",
 }
 """The commands, each with what it does."""
-ALONE = {
-    "analyze": "the analysis measures one device in one process",
-    "plan": "sizes are timed on one device in one process (see --world-size)",
-    "sweep": "a sweep starts a process for each run by itself",
-    "compare": "a comparison reads files in one process",
-    "predict": "prediction runs on one device in one process",
-    "export": "an export is written by one process",
-}
-"""Why torchrun cannot run a command; the others it can."""
+NOT_WITH_TORCHRUN = ("analyze", "plan", "sweep", "compare", "predict", "export")
+"""Commands of one process; a sweep starts those of its runs."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
 LEAVE_AFTER_S = 3.0
@@ -57,10 +50,7 @@ LEAVE_AFTER_S = 3.0
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.
-
-    Args:
-        argv: tokens after the program's name; the process's own by default.
+    """Run what the command line asks for, by default that of the process.
 
     Returns:
         The exit code: 0 done, 2 configuration or option, 3 no batch size fits, or training ran out of
@@ -84,9 +74,11 @@ def cli(argv: Sequence[str] | None = None) -> int:
             return 0
         launch = request[0].launch
         submits = launch.launcher == "slurm" and command != "sweep"  # which submits its runs
-        alone = "a job of SLURM starts torchrun by itself" if submits else ALONE.get(command)
-        if alone and rank is not None:
-            raise ConfigError(f"torchrun: {alone}; run it alone: linnaeus {shlex.join(tokens)}")
+        if rank is not None and (submits or command in NOT_WITH_TORCHRUN):
+            raise ConfigError(
+                f"torchrun: {command} starts all processes that it needs; run it alone: linnaeus "
+                f"{shlex.join(tokens)}"
+            )
     except ConfigError as error:  # every rank has read the same command line
         if is_main:
             print(error, file=sys.stderr, flush=True)
@@ -103,7 +95,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
             if command == "train":
                 experiment = request[1].EXPERIMENT
                 folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
-            print(submit_command(launch, command, launch.argv, command not in ALONE, folder), end="")
+            has_ranks = command not in NOT_WITH_TORCHRUN
+            print(submit_command(launch, command, launch.argv, has_ranks, folder), end="")
             return 0
         exit_code: int = part_of(command, "run")(*request)
         return exit_code
@@ -128,6 +121,8 @@ def console() -> int:
 
 def part_of(command: str, name: str) -> Any:
     """`PARSER`, `read` or `run` of a command."""
+    if command == "plan":  # other defaults of the same options
+        command, name = "analyze", "read_plan" if name == "read" else name
     module = import_module(f"linnaeus.cli.{command}")
     if not hasattr(module, name):
         module = import_module(f"{module.__name__}.{'session' if name == 'run' else 'options'}")
@@ -146,13 +141,15 @@ def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
     if command != "train" or {"-h", "--help", "--version"}.intersection(tokens):
         return command, rest
     from linnaeus.config.aliases import alias
+    from linnaeus.config.keys import available
     from linnaeus.config.overrides import parse_command_line
-    from linnaeus.config.presets import available
 
     late = [word for word in parse_command_line(rest).stray if word in COMMANDS]
     if late:
-        others = [token for token in tokens if token != late[0]]
-        raise ConfigError(f"{late[0]!r}: the command comes first: linnaeus {late[0]} {shlex.join(others)}")
+        raise ConfigError(
+            f"{late[0]!r}: the command comes first: linnaeus {late[0]} ...; "
+            f"linnaeus {late[0]} --help shows what may follow"
+        )
     word = tokens[0] if tokens else ""
     is_name = re.fullmatch(r"[A-Za-z][A-Za-z_-]*", word) and not word.isupper()
     if is_name and word not in ("train", *available()):

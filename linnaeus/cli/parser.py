@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linnaeus.config.keys import suggest
-from linnaeus.config.presets import available
+from linnaeus.config.aliases import alias
+from linnaeus.config.keys import KEYS, available, closest, suggest
+from linnaeus.config.overrides import OPTIONS
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import suggest_path, temporary_name
@@ -26,9 +26,9 @@ COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
 """What a shell's start-up file needs for completion with TAB."""
 CHECKPOINT_OPTION = (
     "--checkpoint", "best|last|FILE", str,
-    "checkpoint of the run: best (the default), last, or a file; RUN itself where that is a checkpoint",
+    "checkpoint of the run: best (the default), last, or a file; not where RUN is a checkpoint itself",
 )  # fmt: skip
-"""Arguments of `CommandParser.option`."""
+"""Arguments of `CommandParser.option`; the attribute that it fills is None by default."""
 _NUMBER = re.compile(r"-[.\d]")
 
 
@@ -41,14 +41,12 @@ class _Option:
             what is wrong. None for an option without a value.
         keys: the configuration keys that get the value, in place of an attribute.
         takes: whether a word is one of its values; None where there is one value.
-        for_config: whether the configuration reads the option.
         launches: whether it is an attribute of `LaunchOptions`.
     """
 
     read: Callable[[Any], Any] | None = None
     keys: Sequence[str] = ()
     takes: Callable[[str], bool] | None = None
-    for_config: bool = False
     launches: bool = False
 
     def apply(self, name: str, texts: list[str], options: object) -> list[str]:
@@ -56,8 +54,6 @@ class _Option:
         if self.read is not None and not all(texts or [""]):
             raise ValueError("needs a value; --help shows examples")
         value = True if self.read is None else self.read(texts if self.takes else texts[0])
-        if self.for_config:
-            return [name if self.read is None else f"{name}={value}"]
         if not self.keys:
             setattr(options, name.removeprefix("--").replace("-", "_"), value)
         return [f"{key}={value}" for key in self.keys]
@@ -70,8 +66,6 @@ class CommandParser(argparse.ArgumentParser):
     loses the order of options and keys.
 
     Args:
-        command: the word after `linnaeus`.
-        description: what the command does.
         details: the end of the help: what else to know, examples, exit codes.
         print_config: help of `--print-config`.
         takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`.
@@ -100,20 +94,18 @@ class CommandParser(argparse.ArgumentParser):
         self._options: dict[str, _Option] = {}
         self._launching = self.add_argument_group("where to run")
         self.switch("--help", "print this text and exit", short="-h")
-        flag, source = _Option(for_config=True), _Option(_read_local, for_config=True)
         if takes_overrides:
-            self._add(flag, "--print-config", text=print_config)
-            self._add(flag, "--origin", text="with --print-config: where each value comes from")
+            self.add_argument("--print-config", action="store_true", help=print_config)
+            text = "with --print-config: where each value comes from"
+            self.add_argument("--origin", action="store_true", help=text)
         if takes_overrides and not takes_run:
-            self._add(
-                source, "--cfg", metavar="FILE",
-                text="read a YAML file with the keys that differ from the defaults; a later file wins",
-            )  # fmt: skip
-            self._add(
-                source, "--config-dir", "-cd", metavar="DIR", text="a folder of groups and files of your own"
-            )
-            self._add(source, "--config-name", "-cn", metavar="NAME", text="a file of it, as with --cfg")
-            self._add(flag, "--opts", text="may come before the keys; changes nothing")
+            text = "read a YAML file with the keys that differ from the defaults; a later file wins"
+            self.add_argument("--cfg", metavar="FILE", help=text)
+            text = "a folder of groups and files of your own"
+            self.add_argument("--config-dir", "-cd", metavar="DIR", help=text)
+            self.add_argument("--config-name", "-cn", metavar="NAME", help="a file of it, as with --cfg")
+            text = "may come before the keys; changes nothing"
+            self.add_argument("--opts", action="store_true", help=text)
         self.option(
             "--launcher", "local|slurm", partial(read_choice, ("local", "slurm")),
             "where to run: this machine (default), or a job of SLURM", launches=True,
@@ -124,30 +116,34 @@ class CommandParser(argparse.ArgumentParser):
         )  # fmt: skip
         self._add(_Option(launches=True), "--dry-run", text="print what would be started, and start nothing")
 
-    def _add(self, option: _Option, *names: str, text: str, metavar: str | None = None) -> None:
-        kind: dict[str, Any] = {"action": "store_true"} if option.read is None else {"metavar": metavar}
+    def _add(
+        self, option: _Option, *names: str, text: str, metavar: str | None = None, choices: Iterable[str] = ()
+    ) -> None:
+        kind: dict[str, Any] = {"action": "store_true"}
+        if option.read is not None:
+            kind = {"metavar": metavar, "choices": tuple(choices)}
         group = self._launching if option.launches else self
         group.add_argument(*names, help=text.replace("%", "%%"), **kind)
         self._options |= dict.fromkeys(names, option)
 
     def option(
         self, name: str, metavar: str, read: Callable[[Any], Any], text: str, keys: Sequence[str] = (),
-        takes: Callable[[str], bool] | None = None, launches: bool = False,
+        takes: Callable[[str], bool] | None = None, launches: bool = False, choices: Iterable[str] = (),
     ) -> None:  # fmt: skip
         """Add an option with a value.
 
         Args:
             name: with its dashes; `--some-name` fills the attribute `some_name`.
-            metavar: names the value in the help.
             read: the value from its text; raises `ValueError` with what is wrong.
-            text: explains the option in the help.
             keys: the configuration keys that the option sets; it fills no attribute then.
             takes: whether a word is one of several values; `read` then gets the list of all.
             launches: fills an attribute of `LaunchOptions`.
+            choices: what completion offers, also behind a comma, where `metavar` is no `a|b`.
         """
         if keys:
             text += f" ({', and '.join([keys[0], *('_VAL' for _ in keys[1:])])})"
-        self._add(_Option(read, keys, takes, launches=launches), name, text=text, metavar=metavar)
+        option = _Option(read, keys, takes, launches=launches)
+        self._add(option, name, text=text, metavar=metavar, choices=choices)
 
     def switch(self, name: str, text: str, short: str | None = None) -> None:
         """Add an option without a value."""
@@ -161,8 +157,8 @@ class CommandParser(argparse.ArgumentParser):
             options: its attributes are filled; `launch` with `LaunchOptions`, and `run` with the path of RUN.
 
         Returns:
-            The other words, with options that set keys as overrides in their place, and one sentence for each
-            problem.
+            The other words, with the configuration's own options among them and overrides in place of options
+            that set keys; and one sentence for each problem.
         """
         words, problems, launch = list[str](), list[str](), LaunchOptions()
         gathered: dict[str, list[str]] = {}
@@ -175,10 +171,13 @@ class CommandParser(argparse.ArgumentParser):
                 words.append(argv[begin])
             elif name in ("--install-completion", "--show-completion"):
                 return [], [f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"]
+            elif self.takes_overrides and name in OPTIONS:
+                words.append(argv[begin])  # with the word that follows, if it is the value
             elif option is None:
-                unknown = self._unknown(argv[begin])
-                problems += unknown
-                words += [] if unknown else [argv[begin]]
+                following = argv[at] if at < end and not has_value else "-"
+                problem, is_setting = self._unknown(argv[begin], following)
+                problems.append(problem)
+                at += is_setting and not re.match(r"-|.*=", following) and not _is_key(following)
             elif option.read is None and has_value:
                 problems.append(f"{name}: takes no value")
             else:
@@ -212,18 +211,24 @@ class CommandParser(argparse.ArgumentParser):
         vars(options)["launch"] = launch
         return words, problems
 
-    def _unknown(self, token: str) -> list[str]:
-        """What is wrong with an unknown option; empty where the configuration says it."""
-        name = token.partition("=")[0]
-        close = [known for known in self._options if known.startswith(name) and len(name) > 3]
-        close += get_close_matches(name, self._options, n=1, cutoff=0.86)
+    def _unknown(self, token: str, following: str) -> tuple[str, bool]:
+        """What is wrong with an unknown option, and whether it is meant as a setting."""
+        name, _, value = token.partition("=")
+        known = [*self._options, *(OPTIONS if self.takes_overrides else ())]
+        problem = f"{name}: no such option"
+        close = [option for option in known if option.startswith(name) and len(name) > 3]
+        close += get_close_matches(name, known, n=1, cutoff=0.86)
         if close:
-            return [f"{name}: no such option; did you mean {close[0]}?"]
+            return f"{problem}; did you mean {close[0]}?", False
         if self.takes_overrides:
-            return []
+            key = name.lstrip("-")
+            real = closest(key) if "." in key or key.isupper() else None
+            meaning = f"keys have no dashes: {real}" if real else alias(name, value or following)
+            hint = f"; {meaning}" if meaning else suggest(name, known) if len(key) > 1 else ""
+            return problem + hint, bool(meaning)
         if Path(token).exists() or not token.startswith("--"):
-            return [f"{token}: no such option; give a file of this name as ./{token}"]
-        return [f"{token}: no such option{suggest(name, self._options)}"]
+            return f"{token}: no such option; give a file of this name as ./{token}", False
+        return f"{token}: no such option{suggest(name, known)}", False
 
     def _take_run(self, words: list[str], options: object) -> list[str]:
         """Move the first word to `options.run`; returns the problem with it as a list of at most one."""
@@ -232,12 +237,18 @@ class CommandParser(argparse.ArgumentParser):
             return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
         path = Path(words.pop(0)).expanduser()
         vars(options)["run"] = path
+        if path.is_file() and vars(options)["checkpoint"] is not None:
+            return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
         remedy = suggest_path(path) or "; name the folder of a run, such as runs/birds"
         return [] if path.exists() else [f"RUN: there is no run or checkpoint {path}{remedy}"]
 
 
 def _is_option(token: str) -> bool:
     return token[:1] == "-" and token != "-" and not _NUMBER.match(token)
+
+
+def _is_key(word: str) -> bool:
+    return tuple(word.split(".")) in KEYS
 
 
 def _is_sbatch(word: str) -> bool:
@@ -250,12 +261,6 @@ def _is_sbatch(word: str) -> bool:
 def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
     parts = [word.partition("=") for word in words]
     return {name: value if has_value else None for name, has_value, value in parts}
-
-
-def _read_local(text: str) -> str:
-    if "://" in text:
-        raise ValueError(f"{text} is a URL; download it first, and name the file")
-    return text
 
 
 def add_run_options(parser: CommandParser) -> None:
@@ -275,11 +280,7 @@ def read_request(
 ) -> str | tuple[Filled, Config]:
     """Read the command line of a command with a configuration, and make sure that its files can be written.
 
-    Args:
-        parser: knows the command's options.
-        argv: the tokens after the command.
-        options: filled.
-        check: one sentence for each problem of options with each other.
+    `options` are filled; `check` gives one sentence for each problem of options with each other.
 
     Returns:
         The configuration as text where it is asked for, else the arguments of the command's `run`.
@@ -309,27 +310,21 @@ def check_files(files: Mapping[str, Path | None]) -> None:
     Raises:
         ConfigError: names each file that cannot be written.
     """
-    problems = [
-        f"{name}: {path} cannot be written: {reason}; choose another file"
-        for name, path in files.items()
-        if path is not None and (reason := _why_not_writable(path)) is not None
-    ]
+    problems = []
+    for name, path in files.items():
+        reason = None
+        try:
+            if path is not None and path.is_dir():
+                reason = "it is a folder"
+            elif path is not None:
+                temporary_name(path).touch()
+                temporary_name(path).unlink()
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
+            problems.append(f"{name}: {path} cannot be written: {reason}; choose another file")
     if problems:
         raise ConfigError(problems)
-
-
-def _why_not_writable(path: Path) -> str | None:
-    try:
-        if path.is_dir():
-            return "it is a folder"
-        if path.exists() and not os.access(path, os.W_OK):
-            return "it is write-protected"
-        temporary = temporary_name(path)
-        temporary.touch()
-        temporary.unlink()
-    except OSError as error:
-        return error.strerror
-    return None
 
 
 def read_path(endings: Sequence[str], text: str) -> Path:
@@ -359,25 +354,13 @@ def read_choice(choices: Sequence[str], text: str) -> str:
     return text
 
 
-def read_positive(what: str, text: str) -> float:
-    """A positive number, which messages call `what`, such as "number of GiB"; `ValueError` for others."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{text!r} is not a positive {what}")
-    return value
-
-
-def read_fraction(text: str) -> float:
-    """A fraction of the device's memory, in (0, 1]; `ValueError` for anything else."""
-    fraction = _number(text)
-    if not 0 < fraction <= 1:
-        problem = f"{text!r} is not a number" if math.isnan(fraction) else f"{text} is outside (0, 1]"
-        raise ValueError(f"{problem}; give fractions of the device's memory in (0, 1], such as 0.6,0.8")
-    return fraction
-
-
-def _number(text: str) -> float:
+def read_number(what: str, text: str, most: float = math.inf) -> float:
+    """A positive number of at most `most`, which messages call `what`; `ValueError` for others."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        return math.nan
+        value = math.nan
+    if not 0 < value <= most or value == math.inf:
+        bound = "" if most == math.inf else f" of at most {most:g}"
+        raise ValueError(f"{text!r} is not a positive {what}{bound}")
+    return value

@@ -13,13 +13,12 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from linnaeus.cli.tables import Figures
-from linnaeus.files import not_written, write_atomically, write_text_atomically
+from linnaeus.files import not_written, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,24 +56,11 @@ _STYLE = {
 }
 
 
-@dataclass
-class Picture:
-    """A figure of panels, whose points say something on hover.
-
-    Attributes:
-        panels: rows of axes.
-        tips: the text of each point, by the id of its element.
-    """
+class Picture(NamedTuple):
+    """A figure, and its panels in rows."""
 
     figure: Figure
     panels: list[list[Axes]]
-    tips: dict[str, str] = field(default_factory=dict)
-
-    def point(self, axes: Axes, x: float, y: float, marker: str, text: str, **style: Any) -> None:
-        """Draw one point, with the text that it says on hover."""
-        name = f"point-{len(self.tips)}"
-        self.tips[name] = text
-        axes.plot([x], [y], marker, **{"markersize": 6, "gid": name, "zorder": 4, **style})
 
 
 @contextmanager
@@ -82,16 +68,10 @@ def drawing(
     path: Path, title: str, figures: Figures, columns: Sequence[str], *, num_rows: int = 1,
     num_columns: int = 2, panel_height: float = 4.8,
 ) -> Iterator[Picture]:  # fmt: skip
-    """Draw a picture inside the context; it is written at its end, atomically.
+    """Draw a picture inside the context; it is written at its end, atomically, in the format of the ending.
 
-    Args:
-        path: ends in `.png`, `.svg` or `.html`, which is the format.
-        title: above the panels.
-        figures: the rows of the HTML page's table.
-        columns: of that table, in order.
-        num_rows: rows of panels.
-        num_columns: panels in a row.
-        panel_height: inches; a panel is 6.4 inches wide.
+    `figures` are the rows of an HTML page's table, `columns` its columns. A panel is 6.4 inches wide and
+    `panel_height` inches high.
 
     Raises:
         LinnaeusError: the file cannot be written.
@@ -109,14 +89,15 @@ def drawing(
         figure.suptitle(lines, fontsize=11)
         picture = Picture(figure, figure.subplots(num_rows, num_columns, squeeze=False).tolist())
         yield picture
+        buffer, ending = io.BytesIO(), path.suffix.lower()
+        kind = "png" if ending == ".png" else "svg"
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(buffer, format=kind, dpi=120, transparent=True, metadata=metadata)
+        content = buffer.getvalue()
+        if ending == ".html":
+            content = _html_page(content.decode(), title, columns, figures).encode()
         try:
-            if path.suffix.lower() == ".png":
-                write_atomically(path, lambda file: _save(figure, file, "png"))
-                return
-            text = _svg_text(picture)
-            if path.suffix.lower() == ".html":
-                text = _html_page(text, title, columns, figures)
-            write_text_atomically(path, text)
+            write_atomically(path, lambda file: file.write(content))
         except OSError as error:
             raise not_written(path, error) from error
 
@@ -142,26 +123,12 @@ def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def label_heights(axes: Axes, labels: Sequence[tuple[float, str]], colour: str) -> None:
-    """Write labels right of a panel at heights in data coordinates, so that none covers another.
-
-    The limits of the panel must be set.
-    """
+    """Write labels right of a panel, at heights in its data, so that none covers another; limits are set."""
     bottom, top = axes.get_ylim()
     place = -1.0
     for height, text in sorted(labels):
         place = max((height - bottom) / (top - bottom), place + 1 / LINES_PER_PANEL)
         axes.text(1.01, place, text, transform=axes.transAxes, color=colour, va="center", fontsize=9)
-
-
-def _svg_text(picture: Picture) -> str:
-    """SVG in which the text of each point is its title, which browsers show on hover."""
-    buffer = io.BytesIO()
-    _save(picture.figure, buffer, "svg")
-    text = buffer.getvalue().decode()
-    for name, tip in picture.tips.items():
-        title = f"<title>{html.escape(tip)}</title>"
-        text = text.replace(f'<g id="{name}">', f'<g id="{name}" class="point">{title}')
-    return text
 
 
 def _html_page(svg: str, title: str, columns: Sequence[str], figures: Figures) -> str:
@@ -178,8 +145,3 @@ def _html_page(svg: str, title: str, columns: Sequence[str], figures: Figures) -
     )
     page = Template(PAGE.read_text(encoding="utf-8"))
     return page.substitute(title=html.escape(title), svg=svg, head=head, body=body)
-
-
-def _save(figure: Figure, file: BinaryIO | io.BytesIO, kind: str) -> None:
-    metadata = {"Date": None} if kind == "svg" else None
-    figure.savefig(file, format=kind, dpi=120, transparent=True, metadata=metadata)

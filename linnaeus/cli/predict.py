@@ -9,15 +9,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from linnaeus.cli.parser import CommandParser, add_run_options, check_files, read_count, read_table
-from linnaeus.cli.tables import UnixLines
 from linnaeus.errors import ConfigError
-from linnaeus.files import not_written, temporary_name
+from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
 from linnaeus.signals import StopRequest
 from linnaeus.words import counted
@@ -61,7 +60,7 @@ class Options:
 
     run: Path = Path()
     images: list[str] = field(default_factory=list)
-    checkpoint: str = "best"
+    checkpoint: str | None = None
     output: Path | None = None
     top: int = 5
     path: bool = False
@@ -80,7 +79,11 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     options.images, problems = PARSER.words(argv, options)
     if not options.images:
         problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
-    problems += [f"IMAGES: {word}: {problem}" for word in options.images if (problem := problem_of(word))]
+    for word in options.images:
+        if (Path(word) / CHECKPOINTS).is_dir():
+            problems.append(f"IMAGES: {word}: is a run, and RUN comes first: linnaeus predict {word} IMAGES")
+        elif problem := problem_of(word):
+            problems.append(f"IMAGES: {word}: {problem}")
     if options.images.count(STDIN) > 1:
         problems.append("IMAGES: - stands there twice, but standard input can be read once")
     if problems:
@@ -107,7 +110,7 @@ def run(options: Options) -> int:
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with StopRequest().listening():
-            trained = load_run(options.run, checkpoint=options.checkpoint, device=options.device)
+            trained = load_run(options.run, checkpoint=options.checkpoint or "best", device=options.device)
             logger.info("%s", trained.description)
             return _predict(trained, options, console)
     except BrokenPipeError:
@@ -128,13 +131,11 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     if STDIN in options.images:  # names of files may be no valid UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     with (
-        ExitStack() as at_end,
         open_writer(options.output, unreadable) as writer,
         # Between printed lines a bar would only get in the way.
         ProgressBar(console if options.output else None) as bar,
         closing(predictor.run(walk(options.images, sys.stdin))) as results,
     ):
-        at_end.callback(_list_unreadable, options.output, unreadable)
         bar.start("predicting", None)
         for found in results:
             if not isinstance(found, Unreadable):
@@ -152,10 +153,8 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     return 0 if is_written else 1
 
 
-def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:
+def _list_unreadable(output: Path, images: Sequence[Unreadable]) -> None:
     """Write FILE.skipped.csv, or remove that of an earlier call."""
-    if output is None:
-        return
     table = output.with_name(f"{output.name}.skipped.csv")
     table.unlink(missing_ok=True)
     if not images:
@@ -163,7 +162,7 @@ def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:
     rows = [["path", "reason"], *([image.source, image.reason] for image in images)]
     try:
         with table.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            csv.writer(UnixLines(file)).writerows(rows)
+            csv.writer(file, lineterminator="\n").writerows(rows)
     except OSError as error:
         raise not_written(table, error) from error
     logger.info("what is left out is listed in %s", table)
@@ -171,12 +170,9 @@ def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:
 
 @dataclass
 class Writer:
-    """Writes predictions to an open file, one after another.
+    """Writes predictions to an open file, one after another, and counts them.
 
-    Attributes:
-        file: opened with `newline=""`.
-        ending: .csv, .json (a list with an object per line) or .jsonl; empty for text for people.
-        number: predictions so far.
+    `ending` is .csv, .json (a list with an object per line) or .jsonl; empty for text for people.
     """
 
     file: TextIO
@@ -187,9 +183,8 @@ class Writer:
         """Write one prediction."""
         if self.ending == ".csv":
             cells = _cells(prediction)
-            csv.writer(UnixLines(self.file)).writerows(
-                [cells.values()] if self.number else [cells, cells.values()]
-            )
+            table = csv.writer(self.file, lineterminator="\n")
+            table.writerows([cells.values()] if self.number else [cells, cells.values()])
         elif self.ending:
             content = prediction.as_dict()
             name = str(prediction.source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -237,39 +232,39 @@ def _text(prediction: Prediction) -> str:
 
 @contextmanager
 def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterator[Writer]:
-    """A writer to a file, which appears once it is whole; or to standard output where `output` is None.
+    """A writer to a file, or to standard output where `output` is None.
 
-    Where all images were unreadable, no file is written. Where the context ends with an exception, the
-    predictions so far are kept in a file with `.partial` added to the name.
+    A file is written as FILE.partial, which becomes FILE at the end unless all images were unreadable. Where
+    the context ends with an exception, FILE.partial keeps the predictions so far. What was unreadable by then
+    is listed in FILE.skipped.csv.
 
     Raises:
         LinnaeusError: the file cannot be written.
     """
+    writer: Writer | None = None
     if output is None:
         writer = Writer(sys.stdout, "")
         yield writer
         writer.end()
         return
-    temporary = temporary_name(output)
+    partial = output.with_name(f"{output.name}.partial")
     try:
-        with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        with partial.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             writer = Writer(file, output.suffix.lower())
             try:
                 yield writer
             finally:
                 writer.end()
-            os.fsync(file.fileno())
         if writer.number or not unreadable:
-            temporary.replace(output)
-    except BaseException as error:
-        if temporary.exists() and temporary.stat().st_size:
-            kept = temporary.replace(output.with_name(f"{output.name}.partial"))
-            print(f"what was predicted so far is kept in {kept}", file=sys.stderr)
-        if isinstance(error, OSError):
-            raise not_written(output, error) from error
-        raise
+            partial.replace(output)
+    except OSError as error:
+        raise not_written(output, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        _list_unreadable(output, unreadable)
+        if writer is not None and not writer.number:
+            partial.unlink(missing_ok=True)
+        elif writer is not None and partial.exists():
+            print(f"what was predicted so far is kept in {partial}", file=sys.stderr)
 
 
 def printable(text: str) -> str:

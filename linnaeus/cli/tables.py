@@ -8,34 +8,17 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from linnaeus.files import write_text_atomically
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 """Seconds."""
-
-
-class UnixLines:
-    r"""A file for `csv.writer`, whose rows end in a line feed alone.
-
-    With `lineterminator="\n"` a writer would leave a carriage return in a cell unquoted, and a reader would
-    take it for the end of a row.
-
-    >>> file = io.StringIO()
-    >>> csv.writer(UnixLines(file)).writerow(["a\rb", "c"])
-    8
-    >>> file.getvalue()
-    '"a\rb",c\n'
-    """
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, row: str) -> int:
-        """Write one row, which ends in `\\r\\n`; gives the number of characters."""
-        return self._file.write(row.removesuffix("\r\n") + "\n")
 
 
 class Figures(ABC):
@@ -63,7 +46,7 @@ class Figures(ABC):
             text = "".join(json.dumps(row) + "\n" for row in self.scalars())
         else:
             file = io.StringIO()
-            writer = csv.DictWriter(UnixLines(file), self.columns)
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.scalars())
             text = file.getvalue()
@@ -73,6 +56,21 @@ class Figures(ABC):
 def cell(value: float | None, form: str) -> str:
     """A number for people, in a format such as `.3g`; empty for None."""
     return "" if value is None else f"{value:{form}}"
+
+
+def table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()
+) -> Table:
+    """A table for people, with numbers on the right; `left` are the columns of texts."""
+    from rich.table import Table  # here: help and completion do not wait for rich
+
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        is_text = heading in left
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def read_duration(text: str) -> float:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from linnaeus.cli.main import COMMANDS
 from linnaeus.cli.parser import CommandParser, read_request
-from linnaeus.config.keys import NODES
-from linnaeus.config.presets import available
+from linnaeus.config.keys import NODES, available
 from linnaeus.config.schema import Config
 
 

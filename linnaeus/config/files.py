@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
@@ -11,12 +12,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from linnaeus.config.aliases import alias
+from linnaeus.config.keys import PRESETS, SUFFIXES
 from linnaeus.config.values import Bare, Setting
+from linnaeus.files import suggest_path
 
-DEFAULTS = "defaults"
-"""The key of a file's defaults list."""
-_PACKAGE = re.compile(r"\s*#\s*@package\s+(\w+(?:\.\w+)*)\s*")
+_PACKAGE = re.compile(r"^\s*#\s*@package\s+(\w+(?:\.\w+)*)\s*$", re.MULTILINE)
 
 
 @dataclass
@@ -38,54 +38,69 @@ class File:
     problem: str | None = None
 
 
-def read_file(name: str, asked_by: str) -> File:
-    """Read a configuration file; messages say that `asked_by` names it."""
-    file = File(name)
+@dataclass
+class Files:
+    """The files that are read for one command line, each once.
+
+    Attributes:
+        folders: where groups and files are looked up; the first that has a file counts.
+        read: every file read, by its path in the folders; those of `--cfg` by a name of their own.
+    """
+
+    folders: Sequence[FilePath]
+    read: dict[str, File] = field(default_factory=dict)
+
+    def get(self, path: str) -> File | None:
+        """The file at a path such as `model/resnet50`; None where there is none."""
+        path = path.removesuffix(".yaml").removesuffix(".yml")
+        places = (folder / f"{path}{suffix}" for folder in self.folders for suffix in SUFFIXES)
+        file = None if path in self.read else next((place for place in places if place.is_file()), None)
+        if file is not None:
+            preset = "=".join(path.rsplit("/", 1)) if file.is_relative_to(PRESETS) else None
+            self.read[path] = read_file(str(file), "defaults", preset)
+        return self.read.get(path)
+
+
+def read_file(name: str, asked_by: str, preset: str | None = None) -> File:
+    """Read a configuration file.
+
+    Args:
+        name: its path.
+        asked_by: what names it, for messages.
+        preset: group and name of a preset of the package, such as `model=resnet50`.
+    """
+    file, path = File(name), FilePath(name)
     try:
-        if "://" in name:
-            raise ValueError("it is a URL; download it first")
-        text = FilePath(name).expanduser().read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         content = OmegaConf.to_container(OmegaConf.create(text)) if root is not None else {}
-    except FileNotFoundError:
-        other = FilePath(name).expanduser().with_suffix(".yml" if name.endswith(".yaml") else ".yaml")
-        hint = f"; did you mean {other}?" if other.is_file() else ""
-        file.problem = f"{name}: no such file ({asked_by}){hint}"
-    except IsADirectoryError:
-        file.problem = f"{name}: is a folder, not a file ({asked_by})"
     except OSError as error:
-        file.problem = f"{name}: cannot be read: {error.strerror} ({asked_by})"
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        hint = suggest_path(path) if isinstance(error, FileNotFoundError) else ""
+        hint = "; it is a URL: download it, and name the file" if "://" in name else hint
+        file.problem = f"{name}: {str(error.strerror).lower()} ({asked_by}){hint}"
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        reason = "values are nested too deeply" if isinstance(error, RecursionError) else reason
         file.problem = f"{name}{f', line {mark.line + 1}' if mark else ''}: broken YAML: {reason}"
-    except RecursionError:
-        file.problem = f"{name}: broken YAML: an alias holds itself, or values are nested too deeply"
-    except (ValueError, RuntimeError, TypeError) as error:  # not UTF-8, a NUL
-        file.problem = f"{name}: is not a text file in YAML: {error} ({asked_by})"
     else:
-        file.package = next((match[1] for line in text.splitlines() if (match := _PACKAGE.match(line))), None)
-        if isinstance(root, yaml.MappingNode):
-            assert isinstance(content, dict)
-            if "hydra" in content:
-                file.problem = f"hydra: no such key ({name}); {alias('hydra.run')}"
-                return file
-            file.defaults = content.pop(DEFAULTS, None)
-            nodes = {key.value: child for key, child in root.value}
-            file.tree = {key: _tree(child, nodes.get(str(key)), name) for key, child in content.items()}
-        elif root is not None and root.tag != "tag:yaml.org,2002:null":
-            kind = "a list" if isinstance(content, list) else "a single value"
-            file.problem = f"{name}: must hold keys with values (KEY: value), not {kind}"
+        if isinstance(root, yaml.MappingNode) and isinstance(content, dict):
+            file.defaults = content.pop("defaults", None)
+            file.tree = _tree(content, root, name, preset) if content else {}
+        elif content:
+            file.problem = f"{name}: must hold keys with values (KEY: value)"
+        package = _PACKAGE.search(text)
+        file.package = package[1] if package else None
     return file
 
 
-def _tree(content: Any, node: yaml.Node | None, name: str) -> Any:
-    """The values with the lines on which their keys stand; a value that `<<` merges in has none."""
-    if not isinstance(content, dict) or not content:
-        line = "" if node is None else f", line {node.start_mark.line + 1}"
-        return Setting(_as_typed(content, node), f"{name}{line}")
-    nodes = {key.value: child for key, child in node.value} if isinstance(node, yaml.MappingNode) else {}
-    return {key: _tree(child, nodes.get(str(key)), name) for key, child in content.items()}
+def _tree(content: Any, node: yaml.Node | None, name: str, preset: str | None) -> Any:
+    """The values with the lines on which they begin; a value that `<<` merges in has none."""
+    if isinstance(content, dict) and content:
+        nodes = {key.value: child for key, child in node.value} if isinstance(node, yaml.MappingNode) else {}
+        return {key: _tree(child, nodes.get(str(key)), name, preset) for key, child in content.items()}
+    origin = f"{name}, line {node.start_mark.line + 1}" if node else name
+    return Setting(_as_typed(content, node), f"preset {preset}" if preset else origin, preset)
 
 
 def _as_typed(content: Any, node: yaml.Node | None) -> Any:

@@ -1,7 +1,9 @@
-"""The keys of the schema by path, what a path means, and the closest key to a misspelled one.
+"""The keys of the schema by path, the closest key to a misspelled one, and the groups of files that set keys.
 
 A path is a tuple of components, such as `("DATA", "BATCH_SIZE")`; users type it joined by dots. Keys of a
 file may be numbers or contain dots, so paths are compared, not dotted text.
+
+The presets of a group are `linnaeus/presets/<group>/<name>.yaml`; users have groups of their own.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path as FilePath
 from typing import Any
 
 from linnaeus.config.schema import PLUGGABLE, Config
@@ -19,6 +22,11 @@ from linnaeus.config.schema import PLUGGABLE, Config
 Path = tuple[Any, ...]
 
 TARGET = "_target_"
+PRESETS = FilePath(__file__).resolve().parent.parent / "presets"
+SUFFIXES = (".yaml", ".yml")
+"""Endings of files; where both are there, the first counts."""
+EXPERIMENT = "experiment"
+"""The group whose files set any node, as everywhere with Hydra, although there is a node EXPERIMENT."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +61,17 @@ def strip_optional(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def node_class(field: dataclasses.Field[Any], hint: Any) -> type | None:
-    """The dataclass of a field that is a group of keys, else None."""
-    for candidate in (hint, field.default_factory):
-        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
-            return candidate
-    return None
-
-
 def _walk(cls: type, path: Path) -> Iterator[Key | tuple[Path, str]]:
     """Every key, and the path and doc of every group of keys."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         here, hint = (*path, field.name), hints[field.name]
-        node = node_class(field, hint)
+        factory: Any = field.default_factory
+        node: Any = next(filter(dataclasses.is_dataclass, (hint, factory)), None)
         if node is not None:
             yield here, field.metadata["doc"]
             yield from _walk(node, here)
             continue
-        factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
         yield Key(here, hint, default, **field.metadata)
 
@@ -111,3 +111,32 @@ def suggest(word: str, candidates: Collection[str]) -> str:
     """`; did you mean X?` for the candidate most like the word; empty where none is like it."""
     matches = get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def available(*folders: FilePath) -> dict[str, list[str]]:
+    """Names of the presets of each group, and of the files of some folders; nested groups included."""
+    folders = (PRESETS, *folders)
+    found = {path.relative_to(top).as_posix() for top in folders for path in top.rglob("*") if path.is_dir()}
+    return {group: names for group in sorted(found) if (names := names_in(group, folders))}
+
+
+def names_in(group: str, folders: Sequence[FilePath]) -> list[str]:
+    """The names to choose from in a group; of the group "" the files at the top."""
+    files = (file for folder in folders for file in (folder / group).glob("*"))
+    return sorted({file.stem for file in files if file.suffix in SUFFIXES and file.is_file()})
+
+
+def node_of(group: str) -> str | None:
+    """The node that a group's files set where they have no `# @package` line; None where Hydra's rule holds.
+
+    >>> node_of("data/augment"), node_of("model/encoder"), node_of("experiment"), node_of("mine")
+    ('DATA.AUGMENT', 'MODEL.encoder', '_global_', None)
+    """
+    names = tuple(group.split("/"))
+    node = tuple(name.upper() for name in names)
+    if names[0] == EXPERIMENT:
+        return "_global_"
+    if node in NODES or (node in KEYS and KEYS[node].is_mapping):
+        return dotted(node)
+    above = next((node[:size] for size in range(1, len(node)) if node[:size] in PLUGGABLE_PATHS), None)
+    return dotted((*above, *names[len(above) :])) if above else None

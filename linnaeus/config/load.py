@@ -19,7 +19,7 @@ from linnaeus.config.overrides import parse_command_line
 from linnaeus.config.resolve import Resolver
 from linnaeus.config.schema import Config
 from linnaeus.config.tree import PLAN, read_tree
-from linnaeus.config.values import Setting, show, tree_of
+from linnaeus.config.values import Setting, escape, show, tree_of
 from linnaeus.errors import ConfigError
 from linnaeus.files import write_atomically
 
@@ -42,8 +42,11 @@ class LoadedConfig:
 
     def text(self) -> str:
         """What `--print-config` prints, with the origins where `--origin` asks for them."""
-        text = to_yaml(self.config)
-        return text if self.settings is None else _with_origins(text, self.settings)
+        if self.settings is None:
+            return to_yaml(self.config)
+        defaults = {path: Setting(key.default, "default") for path, key in KEYS.items()}
+        lines = _with_origins(escape(dataclasses.asdict(self.config)), {**defaults, **self.settings})
+        return "".join(f"{line}\n" for line in lines)
 
 
 def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> LoadedConfig:
@@ -77,7 +80,7 @@ def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> 
 
 def settings_of(nodes: Mapping[str, Any], origin: str) -> Mapping[Any, Any]:
     """The settings of the nodes of a resolved configuration; messages say that they come from `origin`."""
-    return {name: tree_of(node, origin) for name, node in _escape(dict(nodes)).items()}
+    return {name: tree_of(node, origin) for name, node in escape(dict(nodes)).items()}
 
 
 @functools.cache
@@ -89,28 +92,13 @@ def _warn(sentence: str) -> None:
 
 def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:
     """A copy of the configuration with other batch sizes; None keeps a size."""
-    data = dataclasses.replace(
-        config.DATA,
-        BATCH_SIZE=config.DATA.BATCH_SIZE if train is None else train,
-        BATCH_SIZE_VAL=config.DATA.BATCH_SIZE_VAL if val is None else val,
-    )
-    return dataclasses.replace(config, DATA=data)
+    sizes = {"BATCH_SIZE": train, "BATCH_SIZE_VAL": val}
+    changed: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    return dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, **changed))
 
 
-FLOAT_TAG = "tag:yaml.org,2002:float"
-EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?(?:[0-9][0-9_]*)?\.[0-9_]*[eE][0-9]+")
-"""Numbers such as 1e-3, which are text in YAML 1.1."""
-
-
-class FastLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads what `to_yaml` writes, where possible with PyYAML's parser in C."""
-
-
-FastLoader.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+0123456789."))
-FastLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in FastLoader.yaml_implicit_resolvers.items()
-}
+_MISREAD = re.compile(r"none|null|[-+]?[\d_.]+e[-+]?\d+", re.IGNORECASE)
+"""Texts that are null or a number to OmegaConf, although not to YAML 1.1."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -118,8 +106,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    # `None` without quotes would be read as null; line breaks and the like survive only in double quotes.
-    needs_quotes = text.lower() in ("none", "null") or not text.isprintable()
+    # Line breaks and the like survive only in double quotes.
+    needs_quotes = not text.isprintable() or _MISREAD.fullmatch(text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if needs_quotes else None)
 
 
@@ -128,7 +116,6 @@ def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_flat)
 
 
-_Dumper.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+0123456789."))
 _Dumper.add_representer(str, _represent_str)
 _Dumper.add_representer(list, _represent_list)
 _Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
@@ -139,34 +126,16 @@ def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
 
     `--cfg` reads the text back to an equal configuration; the plan is written below it for people to read.
     """
-    text = _dump(_escape(dataclasses.asdict(config)))
+    text = _dump(escape(dataclasses.asdict(config)))
     if plan is not None:
         text += "# Worked out for this run. `--cfg` leaves it out, and works it out again.\n"
-        text += _dump({PLAN: _escape(dict(plan))})
+        text += _dump({PLAN: escape(dict(plan))})
     return text
 
 
 def _dump(plain: Any) -> str:
     text: str = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
     return text
-
-
-def _escape(value: Any) -> Any:
-    """Escape `${`: a resolved configuration has no interpolations."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
-    return [_escape(item) for item in value] if isinstance(value, list) else value
-
-
-def unescape(value: Any) -> Any:
-    r"""The inverse of `_escape`, which doubles the backslashes before `${` and adds one, in a text.
-
-    >>> [unescape(_escape(text)) for text in ("${A}", r"\${A}", r"\\${A} \$")]
-    ['${A}', '\\${A}', '\\\\${A} \\$']
-    """
-    return re.sub(r"(\\*)\1\\\$\{", r"\1${", value) if isinstance(value, str) else value
 
 
 def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str, Any] | None = None) -> None:
@@ -178,39 +147,24 @@ def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str,
     target = FilePath(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = to_yaml(config, plan)
-        write_atomically(target, lambda file: file.write(text.encode()))
+        write_atomically(target, lambda file: file.write(to_yaml(config, plan).encode()))
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error.strerror} (EXPERIMENT.OUTPUT_DIR)") from error
 
 
-def _with_origins(text: str, settings: Mapping[Path, Setting]) -> str:
-    """The YAML text of a configuration, with a comment on the line of each value.
-
-    Args:
-        text: what `to_yaml` gives.
-        settings: the setting of each key that is not at its default.
-    """
-    defaults = {path: Setting(key.default, "default") for path, key in KEYS.items()}
-    origins = {tuple(map(str, path)): setting for path, setting in (defaults | {**settings}).items()}
-    lines = text.split("\n")
-    for path, number in _lines_of_values(yaml.compose(text, Loader=yaml.SafeLoader), ()):
-        prefixes = (path[:size] for size in range(len(path), 0, -1))
+def _with_origins(node: Mapping[str, Any], origins: Mapping[Path, Setting], path: Path = ()) -> Iterator[str]:
+    """The lines of a node as YAML, with a comment that says where each value comes from."""
+    for name, value in node.items():
+        here = (*path, name)
+        if isinstance(value, dict) and value:
+            yield _dump({name: {}}).removesuffix(" {}\n")
+            yield from (f"  {line}" for line in _with_origins(value, origins, here))
+            continue
+        first, *rest = _dump({name: value}).splitlines()
+        prefixes = (here[:size] for size in range(len(here), 0, -1))
         setting = next((origins[prefix] for prefix in prefixes if prefix in origins), None)
         if setting is not None:
             follows = isinstance(setting.text, str) and _REFERS.search(setting.text)
-            lines[number] += f"  # {' '.join(setting.origin.split())}"
-            lines[number] += f", follows {show(setting.text)[1:-1]}" if follows else ""
-    return "\n".join(lines)
-
-
-def _lines_of_values(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The path of each value, and the number of the line on which its key stands, from 0."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for name, child in node.value:
-        here = (*path, str(name.value))
-        if isinstance(child, yaml.MappingNode) and child.value:
-            yield from _lines_of_values(child, here)
-        else:
-            yield here, name.start_mark.line
+            first += f"  # {' '.join(setting.origin.split())}"
+            first += f", follows {show(setting.text)[1:-1]}" if follows else ""
+        yield from (first, *rest)

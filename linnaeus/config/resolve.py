@@ -6,14 +6,13 @@ import copy
 import functools
 import operator
 import re
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
 
-from linnaeus.config.aliases import alias
+from linnaeus.config.aliases import alias, not_a_value, unknown_key
 from linnaeus.config.keys import (
     KEYS,
     NODES,
@@ -26,11 +25,9 @@ from linnaeus.config.keys import (
     strip_optional,
     suggest,
 )  # fmt: skip
-from linnaeus.config.presets import EXPERIMENT
-from linnaeus.config.resolvers import register
 from linnaeus.config.schema import Config
 from linnaeus.config.tree import COMMAND_LINE, leaves, sweep_hint
-from linnaeus.config.values import MISSING, WANTED, Setting, convert, resolve_number, show, untyped
+from linnaeus.config.values import MISSING, WANTED, Setting, convert, escape, register, show, untyped
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -46,7 +43,7 @@ class Resolver:
     """
 
     def __init__(self, tree: Mapping[Any, Any], chosen: Mapping[str, str]) -> None:
-        register(resolve_number, chosen)
+        register(chosen)
         self.settings: dict[Path, Setting] = {}
         self.wrong: dict[Path, str] = {}
         self._typed = copy.deepcopy(_defaults())
@@ -58,8 +55,10 @@ class Resolver:
             if is_there and path not in self.wrong and (problem := self._problem(path)):
                 self.wrong[path] = problem
         self._check_bounds_of_sizes()
-        for path in [path for path in self.wrong if self._follows_a_wrong_key(path)]:
-            del self.wrong[path]
+        # A key that follows a wrong one is not listed, unless they follow each other.
+        ahead = {path: self._followed(path) & self.wrong.keys() for path in self.wrong}
+        first = [path for path in ahead if all(path in ahead[other] for other in ahead[path])]
+        self.wrong = {path: self.wrong[path] for path in first or ahead}
         self.config: Config | None = None if self.wrong else OmegaConf.to_object(self._typed)  # type: ignore[assignment]
 
     def _take(self, path: Path, child: Any) -> None:
@@ -76,14 +75,14 @@ class Resolver:
         elif path in NODES and is_tree:
             for name, below in child.items():
                 self._take((*path, name), below)
-        elif is_tree:
+        elif key is None or is_tree:
             for leaf, setting in leaves(child, path):
-                self.wrong[leaf] = _unknown(leaf, setting)
-        elif key is None:
-            if path not in NODES:
-                self.wrong[path] = _unknown(path, child)
-            elif child.value not in (None, {}):  # an empty section of a file sets nothing
-                self.wrong[path] = _not_a_value(path, child)
+                text, origin = setting.text, setting.origin
+                if leaf not in NODES:
+                    self.wrong[leaf] = f"no such key ({origin}){unknown_key(leaf, str(text))}"
+                elif setting.value not in (None, {}):  # an empty section of a file sets nothing
+                    problem = f"is a group of keys, not a key that takes {show(setting.value)} ({origin})"
+                    self.wrong[leaf] = problem + not_a_value(leaf, text if origin == COMMAND_LINE else None)
         elif not (key.is_mapping and child.value in (None, {})):
             self.settings[path] = child
             try:
@@ -93,23 +92,29 @@ class Resolver:
                 wanted = WANTED.get(getattr(hint, "__origin__", hint))
                 self.wrong[path] = f"{show(child.value)} is not {wanted} ({child.origin})"
             except ValueError as error:
-                self.wrong[path] = f"{error} ({child.origin}){_sweep_hint(path, child)}"
+                is_typed = child.origin == COMMAND_LINE and isinstance(child.text, str)
+                hint = sweep_hint(dotted(path), child.text) if is_typed else ""
+                self.wrong[path] = f"{error} ({child.origin}){hint}"
 
     def _take_free(self, path: Path, tree: dict[Any, Any]) -> None:
         """Assign a node that takes any key."""
-        is_whole = True
+        found: dict[Path, Setting] = {}
+        wrong: dict[Path, str] = {}
         for leaf, setting in leaves(tree, path):
             try:
                 if not all(isinstance(name, str) for name in leaf):
                     raise ValueError("the names of arguments must be text")
                 if path in KEYS and TARGET in leaf:
-                    self.wrong[leaf] = _unknown(leaf, setting)
+                    raise ValueError("no such key")
                 untyped(setting)
-                self.settings[leaf] = setting
+                found[leaf] = setting
             except ValueError as error:
-                self.wrong[leaf] = f"{error} ({setting.origin})"
-                is_whole = False
-        _assign(self._typed, path, untyped(tree) if is_whole else {})
+                wrong[leaf] = f"{error} ({setting.origin})"
+        if wrong:  # what the other arguments follow may be among these
+            self.wrong |= wrong
+        else:
+            self.settings |= found
+            _assign(self._typed, path, untyped(tree))
 
     def _problem(self, path: Path) -> str | None:
         """What is wrong with a resolved value."""
@@ -122,6 +127,8 @@ class Resolver:
                 value = value[name]
             if isinstance(value, Container):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+                if key and self._followed(path):  # OmegaConf checks the type of what is assigned
+                    _assign(self._typed, path, escape(value))
         except (OmegaConfBaseException, RecursionError) as error:
             if given == MISSING:
                 return f"has no value yet, and needs one ({origin})"
@@ -131,17 +138,10 @@ class Resolver:
             if path[-1] == TARGET and path[:-1] in self._free and not is_dotted_path:
                 return f"{show(value)} is not the dotted path of a class or function ({origin})"
             return None
-        hint, _ = strip_optional(key.hint)
-        kind = typing.get_origin(hint)
-        if kind is not None and value is not None and self._followed(path):
-            if not isinstance(value, kind):
-                return f"{show(value)} is not {WANTED[kind]} ({origin})"
-            try:
-                convert(value, hint)
-            except ValueError as error:
-                return f"{error} ({origin})"
         if key.choices and value is not None and value not in key.choices:
-            hint = suggest(str(value), key.choices)
+            meaning = alias(str(value))
+            is_here = meaning is not None and dotted(path) in meaning
+            hint = f"; {meaning}" if is_here else suggest(str(value), key.choices)
             return f"{show(value)} is not one of {', '.join(key.choices)} ({origin}){hint}"
         wrong = _out_of_bounds(key, value) or (key.check(value) if key.check else None)
         return f"{show(value)} is not allowed: {wrong} ({origin})" if wrong else None
@@ -163,21 +163,12 @@ class Resolver:
                 place = self._origin(low if low in self.settings else high)
                 self.wrong[low] = f"{least} is above {dotted(high)} {most} ({place})"
 
-    def _follows_a_wrong_key(self, path: Path) -> bool:
-        """Whether the problem is that of a key that this one follows, and not in a circle with it."""
-        ahead, seen = self._followed(path), set[Path]()
-        while ahead - seen:
-            seen |= ahead
-            ahead = {other for here in ahead for other in self._followed(here)}
-        return path not in seen and not seen.isdisjoint(self.wrong)
-
     def _followed(self, path: Path) -> set[Path]:
         """The keys in the interpolations of a value."""
         default = KEYS[path].default if path in KEYS else None
         text = self.settings[path].text if path in self.settings else default
-        return (
-            {tuple(name.split(".")) for name in _REFERENCE.findall(text)} if isinstance(text, str) else set()
-        )
+        names = _REFERENCE.findall(text) if isinstance(text, str) else ()
+        return {tuple(name.split(".")) for name in names}
 
 
 @functools.cache
@@ -219,50 +210,3 @@ def _out_of_bounds(key: Key, value: Any) -> str | None:
         return None
     allowed = " and ".join(f"{_SIGNS[name]} {bound}" for name, bound in bounds)
     return f"{'each' if isinstance(value, list) else 'it'} must be {allowed}"
-
-
-def _sweep_hint(path: Path, setting: Setting) -> str:
-    typed = setting.text if setting.origin == COMMAND_LINE else None
-    return sweep_hint(dotted(path), typed) if isinstance(typed, str) else ""
-
-
-def _unknown(path: Path, setting: Setting) -> str:
-    name, origin = dotted(path), setting.origin
-    problem = f"no such key ({origin})"
-    if path[0] == "hydra":
-        return f"{problem}; {alias(name)}"
-    if any("." in str(part) for part in path):
-        return f"{problem}; keys in a file are nested, not joined by dots"
-    if f"{path[0]}/" in origin:
-        return f"{problem}; put `# @package _global_` at the top of the file to set keys of any group"
-    upper = next((path[:size] for size in range(1, len(path)) if path[:size] in KEYS), None)
-    if upper and TARGET not in path:
-        return f"{problem}; {dotted(upper)} takes a value and has no keys below it"
-    node = next((node for node in PLUGGABLE_PATHS if path[:-1] == node), None)
-    real = closest(name)
-    other = None if real and real.lower() == name.lower() else alias(name, str(setting.text))
-    top = str(path[0]).upper()
-    if other:
-        return f"{problem}; {other}"
-    if real:
-        return f"{problem}; did you mean {real}?"
-    if node:
-        return f"{problem}; {dotted(node)} takes other keys when {dotted(node)}._target_ is set"
-    if top != path[0] and (top,) in NODES:
-        return f"{problem}; did you mean {dotted((top, *path[1:]))}?"
-    if ", line " in origin and top != path[0]:
-        return (
-            f"{problem}; a file has no variables of its own: refer to the key that holds the value "
-            "(${OPTIMIZER.LR}), or to the environment (${oc.env:NAME})"
-        )
-    return problem
-
-
-def _not_a_value(path: Path, setting: Setting) -> str:
-    problem = f"is a group of keys, not a key that takes {show(setting.value)} ({setting.origin})"
-    group = "/".join(map(str, path)).lower()
-    is_name = isinstance(setting.text, str) and re.fullmatch(r"[A-Za-z][\w.-]*", setting.text)
-    if setting.origin == COMMAND_LINE and is_name and group != EXPERIMENT:
-        return f"{problem}; did you mean {group}={setting.text}?"
-    first = next((dotted(key) for key in KEYS if key[: len(path)] == path), "")
-    return f"{problem}; set the keys below it{f', such as {first}' if first else ''}"

@@ -68,21 +68,12 @@ def _image_size(value: Any) -> str | None:
 
 
 def _run_name(value: str) -> str | None:
-    """A run's folder must lie inside the output folder."""
-    if value == "null":
-        return "a run has a name, not null; leave it out for the default"
-    if any("\ud800" <= character <= "\udfff" for character in value):  # logs could not be written
-        return "it has a character that is not in Unicode"
-    if "\0" in value:
-        return "the name of a folder has no NUL byte"
+    """A run's folder lies inside the output folder, and logs can hold its name."""
     path = PurePath(value)
-    if value.strip() and path.parts and not path.is_absolute() and ".." not in path.parts:
+    is_inside = path.parts and not path.is_absolute() and ".." not in path.parts
+    if is_inside and value.isprintable() and value.strip() not in ("", "null"):
         return None
-    return "must be the name of a folder inside EXPERIMENT.OUTPUT_DIR"
-
-
-def _one_name(value: str) -> str | None:
-    return "must be one name" if "," in value else None
+    return "must be the name of a folder inside EXPERIMENT.OUTPUT_DIR, in printable characters"
 
 
 def _not_empty(value: list[Any] | None) -> str | None:
@@ -132,9 +123,7 @@ class ExperimentConfig:
 
     NAME: str = key("digits", "name of the run, and of its folder in OUTPUT_DIR", check=_run_name)
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
-    SEED: int = key(
-        0, "seed of the initial weights, the order of the samples and the augmentation", ge=0, lt=2**63
-    )
+    SEED: int = key(0, "seed of initial weights, sample order and augmentation", ge=0, lt=2**63)
     DEVICE: str = key("auto", "torch device such as `cpu`, `cuda` or `cuda:1`; `auto` prefers an accelerator")
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
 
@@ -156,9 +145,7 @@ class DatasetConfig:
         None, "validation folder or manifest file, relative to ROOT; null is `val` or `val.csv` where it "
         "exists, else samples are held out of the training data",
     )  # fmt: skip
-    VAL_FRACTION: float = key(
-        0.2, "fraction held out for validation, where the data has no validation split", gt=0, lt=1
-    )
+    VAL_FRACTION: float = key(0.2, "fraction held out where the data has no validation split", gt=0, lt=1)
     FOLDER_NAMES: str = key(
         "auto", "how folder names give labels: with `nested`, each level of folders is a taxonomic rank; "
         "`inat2021` reads names such as `00000_Animalia_Chordata_...`; `auto` decides by the names",
@@ -174,9 +161,7 @@ class DatasetConfig:
     )
     NUM_SAMPLES: int = key(1024, "training samples of `synthetic`", gt=0)
     NUM_SAMPLES_VAL: int = key(256, "validation samples of `synthetic`", gt=0)
-    NOISE: float = key(
-        64.0, "standard deviation of the noise in the images of `synthetic`, on the 0-255 scale", ge=0
-    )
+    NOISE: float = key(64.0, "standard deviation of the noise of `synthetic`, on the 0-255 scale", ge=0)
     UNKNOWN_FRACTION: float = key(
         0.0, "fraction of the training samples of `digits` and `synthetic` whose label is known down to a "
         "random rank above the finest only", ge=0, lt=1,
@@ -194,31 +179,20 @@ class AugmentConfig:
     HFLIP: float = key(0.0, "probability of a horizontal flip", ge=0, le=1)
     ROTATION: float = key(0.0, "largest random rotation to either side", unit="degrees", ge=0, le=180)
     COLOR_JITTER: float = key(0.0, "strength of random changes of brightness, contrast and saturation", ge=0)
-    POLICY: str = key(
-        "none", "torchvision's automatic policy", choices=("none", "randaugment", "trivialaugment")
-    )
+    POLICY: str = key("none", "torchvision's policy", choices=("none", "randaugment", "trivialaugment"))
     ERASING: float = key(0.0, "probability that a random rectangle is erased", ge=0, le=1)
     MIXUP: float = key(
         0.0, "alpha of Mixup, which blends pairs of images of a micro-batch; 0 is off. Where CUTMIX is on "
         "too, each batch takes one of both at random", ge=0,
     )  # fmt: skip
-    CUTMIX: float = key(
-        0.0, "alpha of CutMix, which pastes a rectangle of another image of the micro-batch; 0 is off", ge=0
-    )
-    MIX_OFF_EPOCHS: int = key(
-        0, "last epochs, which are trained without MIXUP and CUTMIX", unit="epochs", ge=0
-    )
-    CROP_FRACTION: float = key(
-        1.0, "fraction of the resized image's side that the centre crop of validation keeps", gt=0, le=1
-    )
+    CUTMIX: float = key(0.0, "alpha of CutMix, which pastes a rectangle of another image; 0 is off", ge=0)
+    MIX_OFF_EPOCHS: int = key(0, "last epochs, without MIXUP and CUTMIX", unit="epochs", ge=0)
+    CROP_FRACTION: float = key(1.0, "fraction of the side that validation's centre crop keeps", gt=0, le=1)
     MEAN: list[float] | None = key(
         None, "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
         "each; for grey images, three values here and in STD become one"
     )  # fmt: skip
-    STD: list[float] | None = key(
-        None, "standard deviation of each channel; null is that of the pretrained weights, else 0.5 for each",
-        gt=0,
-    )  # fmt: skip
+    STD: list[float] | None = key(None, "standard deviation of each channel; null as for MEAN", gt=0)
 
 
 @dataclass
@@ -226,18 +200,14 @@ class AutoBatchConfig:
     """The search for the largest memory-safe batch size."""
 
     ENABLED: bool = key(False, "search for the training batch size, which replaces `DATA.BATCH_SIZE`")
-    ENABLED_VAL: bool = key(
-        "${DATA.AUTOBATCH.ENABLED}", "search for the validation size, which replaces `DATA.BATCH_SIZE_VAL`"
-    )
+    ENABLED_VAL: bool = key("${DATA.AUTOBATCH.ENABLED}", "the same for validation, `DATA.BATCH_SIZE_VAL`")
     TARGET_MEMORY_FRACTION: float = _search_key("target_memory_fraction")
     TARGET_MEMORY_FRACTION_VAL: float = key(
         "${DATA.AUTOBATCH.TARGET_MEMORY_FRACTION}", "TARGET_MEMORY_FRACTION of validation", gt=0, le=1
     )
     MIN_BATCH_SIZE: int = _search_key("min_batch_size")
     MIN_BATCH_SIZE_VAL: int = key("${DATA.AUTOBATCH.MIN_BATCH_SIZE}", "MIN_BATCH_SIZE of validation", ge=1)
-    MAX_BATCH_SIZE: int | None = _search_key(
-        "max_batch_size", "largest size tried; null: what data and memory allow"
-    )
+    MAX_BATCH_SIZE: int | None = _search_key("max_batch_size", "largest size; null: as data and memory allow")
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
     )
@@ -246,9 +216,7 @@ class AutoBatchConfig:
     )
     START_VAL: int | None = _search_key("start", "START of validation")
     STEPS_PER_TRIAL: int = _search_key("steps_per_trial")
-    STEPS_PER_TRIAL_VAL: int = key(
-        "${DATA.AUTOBATCH.STEPS_PER_TRIAL}", "validation batches that one trial runs", ge=1
-    )
+    STEPS_PER_TRIAL_VAL: int = key("${DATA.AUTOBATCH.STEPS_PER_TRIAL}", "validation batches per trial", ge=1)
     LOG_LEVEL: str = key(
         "INFO", "level of the `linnaeus.autobatch` logger during a search: INFO shows each trial, WARNING "
         "none", choices=_LOG_LEVELS,
@@ -265,9 +233,7 @@ class AutoBatchConfig:
     )  # fmt: skip
     MAX_TRIALS: int = _search_key("max_trials")
     TIMEOUT_MINUTES: float = _search_key("timeout_minutes", unit="minutes")
-    NUM_SPEC_SAMPLES: int = key(
-        32, "samples that are read to find the largest shape, which the trials use", ge=1
-    )
+    NUM_SPEC_SAMPLES: int = key(32, "samples read to find the largest shape, which trials use", ge=1)
 
 
 @dataclass
@@ -308,11 +274,9 @@ class ModelConfig:
 
     NAME: str = key(
         "resnet10t", "name of any timm model, with the tag of its weights or not; `hf-hub:OWNER/MODEL` is "
-        "one of the Hugging Face hub, `local-dir:FOLDER` one in a folder", check=_one_name,
+        "one of the Hugging Face hub, `local-dir:FOLDER` one in a folder",
     )  # fmt: skip
-    PRETRAINED: bool = key(
-        False, "start from the pretrained weights that NAME has in timm, on the hub or in its folder"
-    )
+    PRETRAINED: bool = key(False, "start from NAME's weights in timm, on the hub or in its folder")
     HEAD: str = key(
         "independent", "`independent` has a linear layer for each taxonomic rank; `marginal` has one over "
         "the finest classes, and the probability of a coarser class is the sum over the classes below it",
@@ -345,16 +309,14 @@ class LossConfig:
         None, "`balanced` weights each class by the inverse of its training samples; a file (.csv, .json, "
         ".yaml) gives weights by class name; null is 1 each", check=_weights_source,
     )  # fmt: skip
-    RANK_WEIGHTS: list[float] | None = key(
-        None, "weight of each taxonomic rank, coarse to fine; null is 1 each", ge=0
-    )
+    RANK_WEIGHTS: list[float] | None = key(None, "weight of each rank, coarse to fine; null is 1 each", ge=0)
 
 
 @dataclass
 class OptimizerConfig:
     """A timm optimizer."""
 
-    NAME: str = key("adamw", "any name that timm's optimizer factory knows", check=_one_name)
+    NAME: str = key("adamw", "any name that timm's optimizer factory knows")
     LR: float = key(2e-3, "peak learning rate, before LR_SCALING", gt=0)
     WEIGHT_DECAY: float = key(0.05, "weight decay; biases and norms have none", ge=0)
     LR_SCALING: str = key(
@@ -365,9 +327,7 @@ class OptimizerConfig:
         "none", "WEIGHT_DECAY grows with the square root of the effective batch size over BASE_BATCH_SIZE, "
         "or not", choices=("none", "sqrt"),
     )  # fmt: skip
-    BASE_BATCH_SIZE: int = key(
-        256, "effective batch size that LR and WEIGHT_DECAY are meant for", unit="samples", ge=1
-    )
+    BASE_BATCH_SIZE: int = key(256, "effective batch size of LR and WEIGHT_DECAY", unit="samples", ge=1)
     LAYER_DECAY: float | None = key(
         None, "learning rate of a layer as a fraction of that of the layer behind it; the heads have LR; "
         "null is the same rate for all", gt=0, le=1,
@@ -388,9 +348,7 @@ class ScheduleConfig:
     WARMUP_FRACTION: float | None = key(
         None, "the warm-up as a fraction of all optimizer steps; overrides WARMUP_EPOCHS", ge=0, le=1
     )
-    WARMUP_STEPS: int | None = key(
-        None, "the warm-up in optimizer steps; overrides WARMUP_FRACTION and WARMUP_EPOCHS", ge=0
-    )
+    WARMUP_STEPS: int | None = key(None, "warm-up in optimizer steps; overrides the two above", ge=0)
     MIN_LR_FRACTION: float = key(0.01, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
 
@@ -428,9 +386,7 @@ class BatchScheduleConfig:
 class NoiseScaleConfig:
     """The gradient noise scale: the effective batch size beyond which more samples per step gain little."""
 
-    ENABLED: bool = key(
-        False, "measure it; needs several micro-batches per optimizer step, or several processes"
-    )
+    ENABLED: bool = key(False, "measure it, over several micro-batches per step or several processes")
     EVERY: int = key(10, "optimizer steps from one measurement to the next", ge=1)
     DECAY: float = key(0.98, "fraction of the running averages kept at each measurement", ge=0, lt=1)
 
@@ -454,9 +410,7 @@ class TrainConfig:
     BATCH_SCHEDULE: BatchScheduleConfig = key(BatchScheduleConfig, "effective batch size that changes")
     NOISE_SCALE: NoiseScaleConfig = key(NoiseScaleConfig, "gradient noise scale")
     AMP: str = key("off", "type of automatic mixed precision", choices=("off", "bf16", "fp16"))
-    CLIP_GRAD_NORM: float | None = key(
-        1.0, "largest norm of the whole gradient, which is scaled down to it; null does not clip", gt=0
-    )
+    CLIP_GRAD_NORM: float | None = key(1.0, "largest norm of the whole gradient; null does not clip", gt=0)
     EMA: EmaConfig = key(EmaConfig, "average of the weights")
     GRADIENT_CHECKPOINTING: bool = key(False, "recompute activations in the backward pass to save memory")
     CHANNELS_LAST: bool = key(False, "use the channels-last memory format for model and images")
@@ -477,16 +431,11 @@ class TrainConfig:
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
     VALIDATE_EVERY: int = key(1, "epochs between two validations; the last epoch is always validated", ge=1)
     CHECKPOINT_EVERY: int = key(1, "epochs between two checkpoints; the last epoch always has one", ge=1)
-    CHECKPOINT_EVERY_STEPS: int | None = key(
-        None, "optimizer steps between two checkpoints within an epoch; null writes none by steps", ge=1
-    )
+    CHECKPOINT_EVERY_STEPS: int | None = key(None, "optimizer steps between checkpoints; null: none", ge=1)
     CHECKPOINT_EVERY_MINUTES: float | None = key(
         None, "time between two checkpoints within an epoch; null writes none by time", unit="minutes", gt=0
     )
-    KEEP_CHECKPOINTS: int = key(
-        0, "checkpoints that are kept as `step_<number>.pt`, beside `last.pt`, `previous.pt` and `best.pt`",
-        ge=0,
-    )  # fmt: skip
+    KEEP_CHECKPOINTS: int = key(0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0)
     AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
     RESUME_WITH: str | None = key(
         None, "what a resumed run takes from this configuration although its checkpoint has another value: "
@@ -502,9 +451,7 @@ class DistConfig:
     BACKEND: str = key("auto", "`auto` is nccl on CUDA, else gloo", choices=("auto", "nccl", "gloo"))
     FIND_UNUSED_PARAMETERS: bool = key(False, "allow steps in which some parameters get no gradient")
     TIMEOUT_MINUTES: float = key(10.0, "timeout of collectives in training", unit="minutes", gt=0)
-    START_MINUTES: float = key(
-        30.0, "how long processes wait for those that have not started yet", unit="minutes", gt=0
-    )
+    START_MINUTES: float = key(30.0, "longest wait for processes to start", unit="minutes", gt=0)
 
 
 @dataclass
@@ -514,10 +461,7 @@ class Config:
     EXPERIMENT: ExperimentConfig = key(ExperimentConfig, "name, place, seed, device and tracking of the run")
     DATA: DataConfig = key(DataConfig, "dataset, loading, batch sizes and AutoBatch")
     MODEL: Any = key(ModelConfig, "the network, or a `_target_` node")
-    LOSS: Any = key(
-        LossConfig, "the loss, or a `_target_` node; a mean over samples, else its gradient depends on how a "
-        "batch is split",
-    )  # fmt: skip
+    LOSS: Any = key(LossConfig, "the loss, or a `_target_` node whose value is a mean over the samples")
     OPTIMIZER: Any = key(OptimizerConfig, "the optimizer, or a `_target_` node")
     SCHEDULE: ScheduleConfig = key(ScheduleConfig, "learning rate over the run")
     TRAIN: TrainConfig = key(TrainConfig, "loop, step, precision, checkpoints")

@@ -1,37 +1,42 @@
 """What a user typed, in the form that OmegaConf's typed nodes take: numbers, arithmetic, lists, null.
 
 Every function raises `ValueError` with the predicate of a sentence whose subject is the key.
+
+OmegaConf keeps the resolvers of `${...}` for the whole process. Ours have names of their own, so that those
+of a program around Linnaeus that uses Hydra stay as they are.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import operator
+import os
 import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError
 
 from linnaeus.config.keys import strip_optional
-from linnaeus.config.resolvers import NUMBER, renamed
 
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
-_BOOLS = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+WANTED: Mapping[Any, str] = {
+    bool: "true or false", str: "text", int: "a whole number", float: "a number",
+    list: "a list such as [a, b]", dict: "a mapping such as {name: value}",
+}  # fmt: skip
+"""What a key of each type takes."""
+_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,15 @@ def show(value: Any) -> str:
     return shown if len(shown) <= 80 else f"{shown[:70]}...{shown[-7:]}"
 
 
+def escape(value: Any) -> Any:
+    """A resolved value as OmegaConf takes it: `${` in a text of it is no interpolation."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: escape(item) for key, item in value.items()}
+    return [escape(item) for item in value] if isinstance(value, list) else value
+
+
 def untyped(value: Any, *, check: bool = True) -> Any:
     """The value where the key has no type; with `check`, malformed interpolations are errors."""
     if isinstance(value, Setting):
@@ -115,46 +129,41 @@ def untyped(value: Any, *, check: bool = True) -> Any:
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """What a typed node takes for a value; text with an interpolation stays text, checked for its syntax.
+    """What OmegaConf's typed node takes for a value; text with an interpolation stays text.
 
     Args:
         value: a `Bare` scalar, or a Python value; text was then quoted.
         hint: the key's type hint. A number with an interpolation becomes a call of the arithmetic resolver.
     """
-    hint, optional = strip_optional(hint)
-    if hint is Any:
+    hint, is_optional = strip_optional(hint)
+    if hint is Any or typing.get_origin(hint) is dict:
         return untyped(value)
-    if value is None or (isinstance(value, Bare) and optional and value.text in ("null", "None", "none")):
-        if optional:
-            return None
-        raise ValueError("must have a value, not null")
-    given = value.text if isinstance(value, Bare) else value
-    if given == MISSING:
-        return given
+    if isinstance(value, Bare):
+        value = None if is_optional and value.text in ("null", "None", "none") else value.text
+    if value is None or value == MISSING:
+        return value
     if typing.get_origin(hint) is list:
-        return _list(given, typing.get_args(hint)[0])
-    if isinstance(given, str) and "${" in given:
-        return _interpolation(given, hint)
-    if hint in (int, float):
-        return number(given, hint)
-    if hint is bool and str(given).lower() not in _BOOLS:
-        raise ValueError(f"{show(given)} is not {WANTED[bool]}")
-    if isinstance(given, (list, dict)) and hint is str:
-        raise ValueError(f"{show(given)} is not {WANTED[hint]}")
-    return untyped(value) if typing.get_origin(hint) is dict else given
+        return _list(value, typing.get_args(hint)[0])
+    if isinstance(value, str) and "${" in value:
+        return _interpolation(value, hint)
+    return number(value, hint) if hint in (int, float) else value
 
 
-WANTED: Mapping[Any, str] = {
-    bool: "true or false", str: "text", int: "a whole number", float: "a number",
-    list: "a list such as [a, b]", dict: "a mapping such as {name: value}",
-}  # fmt: skip
-"""What a key of each type takes."""
+def _list(value: Any, element: Any) -> Any:
+    if isinstance(value, str):
+        text = value.strip()
+        if re.fullmatch(r"\$\{[^{}]*\}", text):
+            return _interpolation(text, list)
+        value = _hydra_value(text if text.startswith("[") else f"[{text}]")
+        if isinstance(value, str):
+            raise ValueError(f"{show(text)} is not {WANTED[list]}")
+    return [convert(item, element) for item in (value if isinstance(value, list) else [value])]
 
 
 def _interpolation(given: str, hint: Any) -> str:
     """Check the syntax. A number becomes a call of the resolver, so that other keys see its value."""
-    text = renamed(given)
-    wrapped = f"${{{NUMBER}:'{text}',{hint.__name__}}}" if hint in (int, float) else text
+    text = re.sub(r"(?<!\\)((?:\\\\)*\$\{)\s*(now|hydra)\s*:", r"\1linnaeus.\2:", given)
+    wrapped = f"${{linnaeus.number:'{text}',{hint.__name__}}}" if hint in (int, float) else text
     try:
         OmegaConf.create({"value": wrapped})  # parses it
     except GrammarParseError:
@@ -166,100 +175,89 @@ def _interpolation(given: str, hint: Any) -> str:
 
 def number(value: Any, kind: type) -> int | float:
     """A finite number of a kind, `int` or `float`, from a number, its text or arithmetic."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"{show(value)} is not {WANTED[kind]}")
+    hint = ""
     try:
-        found = _parse_number(value.strip()) if isinstance(value, str) else value
-        finite = math.isfinite(float(found))
+        found = evaluate(value) if isinstance(value, str) else value
+        if type(found) in (int, float) and math.isfinite(found) and (kind is float or found % 1 == 0):
+            return kind(found)  # type: ignore[no-any-return]
     except ZeroDivisionError:
         raise ValueError(f"{show(value)} divides by zero") from None
-    except OverflowError:
-        finite = False
-    except (ValueError, SyntaxError):
-        is_arithmetic = re.search(r"[-+*/%^()]|\$\{", str(value))
-        hint = ": arithmetic takes only + - * / //, numbers and parentheses" if is_arithmetic else ""
-        raise ValueError(f"{show(value)} is not {WANTED[kind]}{hint}") from None
-    if not finite:
-        raise ValueError(f"{show(value)} is not a finite number")
-    if kind is int and found != int(found):
-        result = "" if re.fullmatch(r"[\d.eE+-]+", str(value)) else f" = {found}"
-        raise ValueError(f"{show(value)}{result} is not a whole number")
-    return kind(found)  # type: ignore[no-any-return]
-
-
-def resolve_number(text: str, kind: str) -> int | float | None:
-    """The result of arithmetic without interpolations, as `int` or `float`; None where a term is null."""
-    return None if re.search(r"\b(None|null)\b", text) else number(text, {"int": int, "float": float}[kind])
-
-
-def _parse_number(text: str) -> int | float:
-    for parse in (int, lambda text: int(text, 0), float):
-        try:
-            return parse(text)
-        except ValueError:
-            continue
-    return evaluate(text)
+    except (ValueError, SyntaxError, OverflowError):
+        if re.search(r"[-+*/%^()]|\$\{", str(value)):
+            hint = ": arithmetic takes only + - * / //, numbers and parentheses"
+    raise ValueError(f"{show(value)} is not {WANTED[kind]}{hint}")
 
 
 def evaluate(text: str) -> int | float:
-    """Evaluate arithmetic, without `eval`.
+    """The value of a number or of arithmetic, without `eval`.
 
-    >>> evaluate("2 * (3 + 4) // 4")
-    3
+    >>> evaluate("2 * (3 + 4) // 4"), evaluate("1e-3"), evaluate("0x10")
+    (3, 0.001, 16)
 
     Raises:
         ValueError, SyntaxError: the text is something else.
         ZeroDivisionError: as in Python.
     """
+    if re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):  # 007 too, which Python's syntax lacks
+        return int(text)
     # The length bounds the depth of the tree, so that no text can exhaust the stack.
-    if len(text) > 200 or not re.fullmatch(r"[0-9eE_.+\-*/() \t]+", text):
+    if len(text) > 200 or not re.fullmatch(r"[0-9a-fA-FxX_.+\-*/() \t]+", text):
         raise ValueError(text)
-    return _evaluate(ast.parse(text, mode="eval").body)
+    return typing.cast("int | float", _evaluate(ast.parse(text.strip(), mode="eval").body))
 
 
-def _evaluate(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return typing.cast("int | float", node.value)
+def _evaluate(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant):
+        return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        result = _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-        return typing.cast("int | float", result)
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return typing.cast("int | float", _OPERATORS[type(node.op)](_evaluate(node.operand)))
+        return _OPERATORS[type(node.op)](_evaluate(node.operand))
     raise ValueError("not arithmetic")
 
 
-def _list(value: Any, element: Any) -> Any:
-    if isinstance(value, str):
-        items = split_list(value)
-        if items == [value.strip()] and "${" in value:
-            return _interpolation(value, list)
-        value = [from_command_line(item) for item in items]
-    if isinstance(value, dict):
-        raise ValueError(f"{show(value)} is not {WANTED[list]}")
-    return [convert(item, element) for item in (value if isinstance(value, list) else [value])]
+def register(chosen: Mapping[str, str]) -> None:
+    """Register arithmetic, `${now:...}` and `${hydra:...}` with OmegaConf; `chosen` has a name by group."""
+
+    def resolve_number(text: str, kind: str) -> int | float | None:
+        """Arithmetic without interpolations; None where a term is null."""
+        is_null = re.search(r"\b(None|null)\b", text)
+        return None if is_null else number(text, {"int": int, "float": float}[kind])
+
+    def now(form: str = "") -> str:
+        return moment().strftime(form or "%Y-%m-%d_%H-%M-%S")
+
+    def hydra(name: str, *, _root_: DictConfig) -> str:
+        experiment = _root_.EXPERIMENT
+        if name == "job.name":
+            return str(experiment.NAME)
+        if name in ("run.dir", "runtime.output_dir"):
+            return f"{experiment.OUTPUT_DIR}/{experiment.NAME}"
+        known = {f"runtime.choices.{group}": choice for group, choice in chosen.items()}
+        known["runtime.cwd"] = str(Path.cwd())
+        if name not in known:
+            there = "runtime.choices.GROUP, runtime.cwd, job.name, run.dir"
+            raise ValueError(f"there is no hydra:{name} here; there are {there}")
+        return known[name]
+
+    for name, resolver in (("number", resolve_number), ("now", now), ("hydra", hydra)):
+        OmegaConf.register_new_resolver(f"linnaeus.{name}", resolver, replace=True)
 
 
-def split_list(text: str) -> list[str]:
-    """Split `[a, b]` or `a,b` at the commas outside quotes and brackets; each part is stripped.
+@functools.cache
+def moment() -> datetime:
+    """The moment of this process, the same in all ranks of one machine: the one at which torchrun started.
 
-    >>> split_list("[0.5, 1.0]"), split_list("a,'b,c',${f:1,2}"), split_list("[]")
-    (['0.5', '1.0'], ['a', "'b,c'", '${f:1,2}'], [])
+    Raises:
+        ValueError: the ranks are started by several programs, which know of no common moment.
     """
-    text = text.strip()
-    if text.startswith("[") and text.endswith("]"):
-        text = text[1:-1].strip()
-    parts, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"" and not parts[-1].strip():
-            quote = character
-        elif character in "[{(":
-            depth += 1
-        elif character in "]})":
-            depth = max(0, depth - 1)
-        elif character == "," and depth == 0:
-            parts.append("")
-            continue
-        parts[-1] += character
-    return [part.strip() for part in parts] if text else []
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return datetime.now()
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        import psutil
+
+        return datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
+    raise ValueError(
+        "these processes were not all started by one torchrun, so each would take another moment; let the "
+        "shell put it in: EXPERIMENT.NAME=run-$(date +%F)"
+    )

@@ -29,8 +29,8 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     are read in sorted order. Hidden ones and files of other kinds are ignored; symbolic links are followed.
 
     Raises:
-        ConfigError: no `ROOT`, or `RANKS` that do not fit the folders.
-        DataError: a folder that is missing, unreadable, empty or of another depth; a level with one class; a
+        ConfigError: a folder that is missing, or `RANKS` that do not fit the folders.
+        DataError: a folder that is unreadable, empty or of another depth; a level with one class; a
             validation class without a training sample.
     """
     dataset: DatasetConfig = config.DATASET
@@ -87,7 +87,7 @@ def _evaluation_split(dataset: DatasetConfig, is_own: bool) -> Path | None:
     if dataset.VAL is not None:
         folder = root / dataset.VAL
         if not folder.is_dir():
-            raise DataError(f"DATA.DATASET.VAL: there is no folder {folder}{_folders_like(folder)}")
+            raise ConfigError(f"DATA.DATASET.VAL: there is no folder {folder}{_folders_like(folder)}")
         return folder
     names = _VAL_NAMES if is_own else (*_VAL_NAMES, "test")
     has_splits = _are_splits(subfolders) or (not is_own and bool(subfolders) and subfolders <= _SPLIT_NAMES)
@@ -116,16 +116,16 @@ def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:
         train = root / "train"
     if train is None:
         if val is not None or _are_splits(subfolders):
-            raise DataError(
-                f"{root}: there is no folder `train`; name the training folder in DATA.DATASET.TRAIN "
-                "(`.` is ROOT itself)"
+            raise ConfigError(
+                f"DATA.DATASET.ROOT: {root} has no folder `train`; name the training folder in "
+                "DATA.DATASET.TRAIN (`.` is ROOT itself)"
             )
         return root, None
     if val is None:
         val = next((root / name for name in _VAL_NAMES if name in subfolders and root / name != train), None)
     for key, folder in (("TRAIN", train), ("VAL", val)):
         if folder is not None and not folder.is_dir():
-            raise DataError(f"DATA.DATASET.{key}: there is no folder {folder}{_folders_like(folder)}")
+            raise ConfigError(f"DATA.DATASET.{key}: there is no folder {folder}{_folders_like(folder)}")
     return train, val
 
 
@@ -144,7 +144,7 @@ def _subfolders(root: Path) -> set[str]:
             if _kind(entry) == "folder" and not entry.name.startswith(".")
         }
     except OSError as error:
-        raise DataError(
+        raise ConfigError(
             f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{_folders_like(root)}"
         ) from error
 

@@ -32,7 +32,7 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
 
     Raises:
         ConfigError: neither `ROOT` nor `TRAIN` is set.
-        DataError: a manifest that is missing, empty or malformed (the message names file and line); a level
+        DataError: a manifest that is empty or malformed (the message names file and line); a level
             with one class; columns from fine to coarse; a validation class without a training sample.
     """
     dataset: DatasetConfig = config.DATASET
@@ -136,7 +136,7 @@ def _read(path: Path) -> _Table:
     """Read a CSV file, with or without a byte-order mark.
 
     Raises:
-        DataError: it cannot be read, has no header or no row, or a row has not as many cells as the header.
+        DataError: it has no header or no row, or a row has not as many cells as the header.
     """
     rows: list[tuple[int, list[str]]] = []
     line = 0
@@ -148,7 +148,7 @@ def _read(path: Path) -> _Table:
                 if any(cell.strip() for cell in cells):
                     rows.append((line, [cell.strip() for cell in cells]))
     except OSError as error:
-        raise DataError(f"cannot read manifest {path}: {error.strerror}") from error
+        raise ConfigError(f"DATA.DATASET: cannot read manifest {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}, line {line + 1} or after: not UTF-8 text; save it as `CSV UTF-8`"

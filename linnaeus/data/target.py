@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from linnaeus.autobatch.rng import preserved_generators
-from linnaeus.config.instantiate import instantiate, locate, place_of
+from linnaeus.config.instantiate import prepare
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
@@ -131,6 +131,7 @@ def build_target(config: DataConfig, *, seed: int) -> DataBundle:
     class names or their number), `classes` (names) or `num_classes`; for a `Subset`, from the dataset in it.
 
     Raises:
+        ConfigError: there is no such class, or an argument of it cannot be made.
         DataError: an unusable dataset, or an error of the user's own code; the message names the `_target_`.
     """
     node: Mapping[str, Any] = config.DATASET
@@ -197,14 +198,10 @@ def build_target_val(
 def _instantiate(node: Mapping[str, Any], name: str, split: str, seed: int) -> Any:
     with preserved_generators():
         seed_generators(seed)
-        try:
-            function = locate(name)
-        except Exception as error:
-            text = f"DATA.DATASET._target_: cannot import {name!r}: {error}"
-            raise DataError(text + place_of(error)) from error
-        argument = _split_argument(function, node, name, split)
+        build = prepare(node, "DATA.DATASET")
+        argument = _split_argument(build.func, node, name, split)
         with naming_errors(f"{name} ({split})"):
-            dataset = instantiate(node, where="DATA.DATASET", offer=argument)
+            dataset = build(**argument)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"{name} gave {describe(dataset)}; a dataset needs __len__ and __getitem__ (map style)"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linnaeus.config.instantiate import frame_of, shown
+from linnaeus.config.instantiate import place_of
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
 from linnaeus.errors import DataError, LinnaeusError
 
@@ -33,9 +33,7 @@ def naming_errors(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")
-        frame = frame_of(error)
-        place = "" if frame is None else f" ({shown(frame.filename)}, line {frame.lineno})"
-        wrapped = DataError(f"{where}: {text}{place}")
+        wrapped = DataError(f"{where}: {text}{place_of(error)}")
         wrapped.add_note("".join(traceback.format_exception(error)))
         raise wrapped from error
 

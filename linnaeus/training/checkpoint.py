@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, first_line
+from linnaeus.errors import CheckpointError, ConfigError, first_line
 from linnaeus.files import link_or_copy, why_not_written, write_atomically
 from linnaeus.training.ema import Ema
 
@@ -74,7 +74,7 @@ class TrainingState:
             changes: how the model's configuration differs from the checkpoint's, for the error's message.
 
         Raises:
-            CheckpointError: it belongs to another model or another configuration.
+            ConfigError: it belongs to another model or another configuration.
         """
         for part in fields(self):
             target = getattr(self, part.name)
@@ -83,8 +83,8 @@ class TrainingState:
             if part.name not in state and not target.state_dict():
                 continue  # most losses have none, and older checkpoints no entry for it
             if part.name not in state:
-                raise CheckpointError(
-                    f"the checkpoint has no {part.name}; it was written with another configuration. {REMEDY}"
+                raise ConfigError(
+                    f"EXPERIMENT.NAME: the checkpoint of another configuration has no {part.name}. {REMEDY}"
                 )
             content = state[part.name]
             try:
@@ -93,8 +93,8 @@ class TrainingState:
                 )
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = _misfit(target, content, changes) or first_line(error)
-                raise CheckpointError(
-                    f"the checkpoint's {part.name} does not fit this configuration: {reason}. {REMEDY}"
+                raise ConfigError(
+                    f"EXPERIMENT.NAME: the checkpoint's {part.name} does not fit: {reason}. {REMEDY}"
                 ) from error
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from linnaeus.autobatch.rng import set_rng_state
 from linnaeus.config.schema import Config
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError
+from linnaeus.errors import ConfigError
 from linnaeus.files import checkpoint_file
 from linnaeus.rng import derive_seed, seed_all
 from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder
@@ -105,7 +105,7 @@ def find_checkpoint(
         world: the processes.
 
     Raises:
-        CheckpointError: it cannot be read, or has another optimizer, schedule or seed; on every rank.
+        CheckpointError, ConfigError: it cannot be read; it has another optimizer, schedule or seed.
     """
     checkpoint = checkpoints.load_latest(world)
     if checkpoint is None:
@@ -130,7 +130,7 @@ def check_changes(changes: Sequence[Change], resume_with: str | None) -> None:
         resume_with: TRAIN.RESUME_WITH.
 
     Raises:
-        CheckpointError: names each key with both values, and the remedies.
+        ConfigError: names each key with both values, and the remedies.
     """
     fixed = [change for change in changes if _is_fixed(change)]
     refused = [change for change in fixed if not _may_change(change, resume_with)]
@@ -138,9 +138,9 @@ def check_changes(changes: Sequence[Change], resume_with: str | None) -> None:
         takes_lr = all(_may_change(change, "lr") for change in refused)
         remedy = "Set them back" if len(refused) > 1 else "Set it back"
         remedy += ", take this configuration's with TRAIN.RESUME_WITH lr" if takes_lr else ""
-        raise CheckpointError(
-            f"the checkpoint was written with another configuration: {', '.join(map(str, refused))}. "
-            f"{remedy}, or start anew: {REMEDY[0].lower()}{REMEDY[1:]}"
+        raise ConfigError(
+            f"EXPERIMENT.NAME: the checkpoint was written with another configuration: "
+            f"{', '.join(map(str, refused))}. {remedy}, or start anew: {REMEDY[0].lower()}{REMEDY[1:]}"
         )
     for change in fixed:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)

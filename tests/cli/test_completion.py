@@ -11,8 +11,7 @@ import pytest
 
 from linnaeus.cli.completion import candidates
 from linnaeus.cli.main import COMMANDS
-from linnaeus.config.keys import KEYS, dotted
-from linnaeus.config.presets import available
+from linnaeus.config.keys import KEYS, available, dotted
 from tests.helpers.forks import ROOT
 
 
@@ -34,6 +33,10 @@ from tests.helpers.forks import ROOT
         ("DATA.DATASET.ROOT=my", ["DATA.DATASET.ROOT=my_experiment.yaml"]),
         ("analyze --frac", ["--fractions"]),
         ("train --launcher s", ["slurm"]),
+        ("analyze --strategy g", ["guided"]),
+        ("plan --modes=train,v", ["--modes=train,val"]),
+        ("analyze --gpu t4,rtx-50", ["t4,rtx-5090"]),
+        ("predict runs/a --checkpoint l", ["last"]),
         ("export runs/a --format=on", ["--format=onnx"]),
         ("sweep TRAIN.AMP=off,b", ["TRAIN.AMP=off,bf16"]),
         ("evaluate my", ["my_experiment.yaml"]),

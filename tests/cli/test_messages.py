@@ -29,6 +29,7 @@ from tests.helpers.sweeps import Queue, Sweep
 
 LINES: dict[str, tuple[Any, list[str]]] = {
     "the run of evaluate": (evaluate, ["DATA.BATCH_SIZE_VAL=3"]),
+    "a checkpoint of a checkpoint": (evaluate, ["runs/one/checkpoints/last.pt", "--checkpoint=best"]),
     "a run that is not there": (evaluate, ["runs/tin"]),
     "keys of evaluate": (evaluate, [
         "runs/one", "TRAIN.EPOCHS=3", "DATA.BATCH_SIZE=3", "data=imagefolder", "--cfg=a.yaml",
@@ -38,6 +39,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         "runs/othr", "photo", "https://example.org/a.jpg", "x*.jpg", "-", "-", "--pat", "-x.png",
         "--top=0", "--workers=x", "--output=a.txt",
     ]),
+    "a run among the images": (predict, ["runs", "runs/one"]),
     "predict alone": (predict, []),
     "predict without images": (predict, ["runs/one"]),
     "words of export": (export, ["run/other", "--format=onyx", "--outputs=p", "--images", "x.jpg", "-"]),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from linnaeus.config.aliases import ALIASES, alias
+from linnaeus.config.aliases import alias, aliases
 from linnaeus.config.keys import KEYS
 from tests.helpers.configs import load, problems
 
-SETTINGS = sorted({meaning for meaning in ALIASES.values() if " " not in meaning})
+SETTINGS = sorted({meaning for meaning in aliases().values() if " " not in meaning})
 
 
 def test_every_setting_is_one_that_the_configuration_accepts() -> None:
@@ -17,7 +17,7 @@ def test_every_setting_is_one_that_the_configuration_accepts() -> None:
 
 
 def test_a_name_that_a_key_has_too_means_that_key() -> None:
-    for name, meaning in ALIASES.items():
+    for name, meaning in aliases().items():
         keys = [".".join(path) for path in KEYS if path[-1].lower() == name]
         assert not keys or meaning.partition("=")[0] in keys or " " in meaning
 
@@ -33,6 +33,13 @@ def test_a_name_that_a_key_has_too_means_that_key() -> None:
 )  # fmt: skip
 def test_a_name_is_found_as_it_is_typed(word: str, setting: str) -> None:
     assert setting in (alias(word) or "")
+
+
+def test_a_value_of_another_framework_leads_to_the_value_of_its_key() -> None:
+    (problem,) = problems("TRAIN.AMP=fp32")
+    assert "TRAIN.AMP=off" in problem
+    (problem,) = problems("TRAIN.AMP=bf61")
+    assert "TRAIN.AMP=off" not in problem
 
 
 def test_what_does_not_exist_is_said_and_an_unknown_word_has_no_hint() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from linnaeus.config.instantiate import call_target, find_target
+from linnaeus.config.instantiate import call_target
 from linnaeus.errors import ConfigError
 
 
@@ -52,39 +51,30 @@ def test_what_the_framework_gives_comes_untouched() -> None:
     assert call_target({"_target_": "builtins.dict", "a": 1}, "MODEL", offer={"a": 2, "b": 3}) == {"a": 1}
 
 
-# --- Hydra's special keys ---
-
-
 def test_positional_arguments_follow_those_of_the_framework() -> None:
     node = {"_target_": THING, "_args_": [1, {"_target_": "math.sqrt", "_args_": [9]}]}
     assert call_target(node, "MODEL", 0).args == (0, 1, 3.0)
 
 
-def test_a_partial_waits_for_its_call() -> None:
-    inner = {"_target_": THING, "_partial_": True, "size": 4}
-    thing = call_target({"_target_": THING, "inner": inner}, "MODEL")
-    assert isinstance(thing.inner, functools.partial)
-    assert (thing.inner(size=5).size, thing.inner().size) == (5, 4)
-    assert isinstance(call_target({**inner, "_partial_": False}, "MODEL"), Thing)
-
-
-def test_without_recursion_nested_nodes_arrive_as_they_are() -> None:
-    node = {"_target_": THING, "_recursive_": False, "inner": LEAF, "size": [LEAF], "_convert_": "object"}
-    thing = call_target(node, "MODEL")
-    assert (thing.inner, thing.size) == (LEAF, [LEAF])
-
-
-def test_values_are_converted_where_the_signature_names_them_nested_ones_too() -> None:
+def test_values_are_converted_where_the_signature_names_them() -> None:
     seen: list[tuple[str, Any]] = []
 
     def convert(parameter: inspect.Parameter, value: Any) -> Any:
         seen.append((parameter.name, value))
         return (value,) if parameter.name == "size" else value
 
-    node = {"_target_": THING, "inner": {"_target_": THING, "size": 1}, "size": 2}
-    thing = call_target(node, "MODEL", offer={"facts": 3}, convert=convert)
-    assert (thing.size, thing.inner.size, thing.facts) == ((2,), (1,), 3)
-    assert [name for name, _ in seen] == ["size", "inner", "size"]
+    thing = call_target(
+        {"_target_": THING, "inner": 1, "size": 2}, "MODEL", offer={"facts": 3}, convert=convert
+    )
+    assert (thing.size, thing.inner, thing.facts) == ((2,), 1, 3)
+    assert seen == [("inner", 1), ("size", 2)]
+
+
+def test_text_that_looks_like_an_interpolation_arrives_as_it_is() -> None:
+    assert call_target({"_target_": "builtins.dict", "a": "${x}", "b": [r"\${y}"]}, "MODEL") == {
+        "a": "${x}",
+        "b": [r"\${y}"],
+    }
 
 
 # --- the user's own lines ---
@@ -144,4 +134,4 @@ def test_an_error_shows_the_last_line_of_the_users_code(
 def test_a_module_that_cannot_be_imported_shows_its_line(package: Path, text: str) -> None:
     (package / "own_broken.py").write_text(text)
     with pytest.raises(ConfigError, match=r"own_broken\.py, line 2"):
-        find_target({"_target_": "own_broken.Model"}, "MODEL")
+        call_target({"_target_": "own_broken.Model"}, "MODEL")

@@ -21,12 +21,14 @@ from omegaconf import OmegaConf
 
 from linnaeus.cli.analyze.options import read as analyze
 from linnaeus.cli.sweep.grid import read_grid
+from linnaeus.cli.train import read as train
 from linnaeus.config.instantiate import call_target
+from linnaeus.config.keys import PRESETS as FOLDER
+from linnaeus.config.keys import available
 from linnaeus.config.load import load_config, save_config, to_yaml, with_batch_sizes
-from linnaeus.config.presets import FOLDER, available
 from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
 from linnaeus.errors import ConfigError
-from tests.helpers.configs import load, problems, write
+from tests.helpers.configs import load, write
 from tests.helpers.forks import ROOT
 
 PRESETS = [(group, name) for group, names in available().items() for name in names]
@@ -34,7 +36,9 @@ EXPERIMENTS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def subjects(*argv: str) -> list[str]:
-    return [problem.partition(":")[0] for problem in problems(*argv)]
+    with pytest.raises(ConfigError) as caught:
+        train(argv)
+    return [problem.partition(":")[0] for problem in caught.value.problems]
 
 
 def test_defaults_are_typed_and_resolved_and_shared_by_nobody() -> None:
@@ -149,6 +153,8 @@ def test_one_mistake_is_one_problem() -> None:
     cycle = ["OPTIMIZER.LR", "OPTIMIZER.WEIGHT_DECAY"]
     found = subjects("OPTIMIZER.LR=${OPTIMIZER.WEIGHT_DECAY}", "OPTIMIZER.WEIGHT_DECAY=${OPTIMIZER.LR}*1")
     assert found == cycle
+    found = subjects("LOSS._target_=my.Loss", "LOSS.a=${x", "LOSS.b=1", "LOSS.c=${LOSS.b}")
+    assert found == ["LOSS.a"], "not the arguments beside it"
     write({"my": "lr: 0.1\nOPTIMIZER: {LR: '${lr}'}"})
     assert subjects("--cfg=my.yaml") == ["lr"]
 

@@ -13,7 +13,8 @@ from linnaeus.cli.train import read
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.load import load_config
 from linnaeus.errors import ConfigError
-from tests.helpers.configs import problems, write
+from tests.helpers.configs import write
+from tests.helpers.forks import ROOT
 from tests.helpers.messages import Golden, error_of
 
 COMMAND_LINES = (
@@ -23,6 +24,7 @@ COMMAND_LINES = (
     "--config-dir nowhere", "--config-name base",
     # keys
     "EXPERIMENT.NAME DATA.BATCH_SIZE=8", "DATA.FOO=1", "~DATA.FOO", "~MODEL.KWARGS.foo",
+    "~TRAIN.COMPILE=true",
     "TRAIN.AMP=bf16 ~TRAIN.AMP=fp16", "DATA.BATCHSIZE=8", "data.batch_size=8", "LR=1", "TRAIN.EPOCH=1",
     "DATA.AUTOBATCH={ENABLE:true}", "DATA.BATCH_SIZE.x=8", "DATA=8", "DATA._target_=x.Y", "MODEL.width=8",
     "LOSS.LABEL_SMOTHING=0.1", "MODEL=mlp", "DATA.AUGMENT=strong", "MODEL.KWARGS.x=[1,2] MODEL.KWARGS.x.0=5",
@@ -48,7 +50,7 @@ COMMAND_LINES = (
     "EXPERIMENT.OUTPUT_DIR=${oc.env:LINNAEUS_NONE}", "EXPERIMENT.OUTPUT_DIR=${hydra:job.num}",
     "EXPERIMENT.OUTPUT_DIR=${hydra:runtime.choices.model}", "EXPERIMENT.NAME=${hydra:job.name}",
     # what Hydra's users type
-    "--multirun", "-m", "--cfg=job", "--info", "--resolve", "--config-path conf", "hydra.run.dir=/x",
+    "--cfg=job", "--info", "--resolve", "--config-path conf", "hydra.run.dir=/x",
     "hydra/launcher=joblib", "DATA.BATCH_SIZE=8,16", "model=resnet18,resnet50", "TRAIN.EPOCHS=range(1,4)",
 )  # fmt: skip
 """Command lines with one problem."""
@@ -117,10 +119,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "error of a nested node": {"inner": STRICT},
     "nested target": {"inner": [{"_target_": "math.nothing"}]},
     "nested special key": {"inner": {"_target_": "math.sqrt", "_args_": 1}},
-    "_partial_": {"_partial_": "perhaps"},
     "_recursive_": {"_recursive_": 2},
-    "_args_": {"_args_": "ab"},
-    "_convert_": {"_convert_": "some"},
+    "_args_": {"_args_": 1},
 }
 """Keys of a node that cannot be called."""
 
@@ -137,6 +137,12 @@ def batches() -> list[list[str]]:
             found.append(batch := {})
         batch["alone" if alone else key] = line
     return [list(batch.values()) for batch in found]
+
+
+def problems(*argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(argv)
+    return caught.value.problems
 
 
 def problem_of(line: str, text: str | None = None) -> str:
@@ -196,7 +202,7 @@ def test_messages(
     monkeypatch.setenv("WORLD_SIZE", "2")  # as srun sets it
     found["`${now:}` of several machines"] = error_of(load_config, ["EXPERIMENT.NAME=${now:%Y}"])
     by_title = {title.encode("unicode_escape").decode(): text for title, text in found.items()}
-    golden("config", by_title)
+    golden("config", by_title, root=ROOT)
 
 
 def test_a_file_without_a_bottom_is_a_mistake() -> None:

@@ -6,14 +6,15 @@ import runpy
 from types import SimpleNamespace
 
 from linnaeus.config.keys import KEYS, NODES, dotted
-from linnaeus.config.reference import reference
 from tests.helpers.forks import ROOT
+
+HOOKS = runpy.run_path(str(ROOT / "tools" / "mkdocs_hooks.py"))
+reference = HOOKS["reference"]
 
 
 def test_every_key_has_a_row_with_its_meaning_and_every_group_a_heading() -> None:
     lines = reference().splitlines()
-    for path in NODES:
-        assert any(line == f"{'#' * (len(path) + 1)} {dotted(path)}" for line in lines)
+    assert {f"{'#' * (len(path) + 1)} {dotted(path)}" for path in NODES} <= {*lines}
     rows = [line for line in lines if line.startswith("| `")]
     assert len(rows) == len(KEYS)
     for key in KEYS.values():
@@ -31,7 +32,7 @@ def test_every_row_has_four_cells_and_an_anchor() -> None:
 
 
 def test_the_site_shows_the_keys_in_place_of_how_to_see_them() -> None:
-    hook = runpy.run_path(str(ROOT / "tools" / "mkdocs_hooks.py"))["on_page_markdown"]
+    hook = HOOKS["on_page_markdown"]
     page, other = (SimpleNamespace(file=SimpleNamespace(src_uri=name)) for name in ("keys.md", "index.md"))
     assert (ROOT / "docs" / page.file.src_uri).is_file()
     assert hook("text", page, None, None) == reference()

@@ -12,16 +12,16 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from linnaeus.config import resolvers
+from linnaeus.config import values
 from tests.helpers.configs import load, problems, write
 from tests.helpers.runs import SMALL, Run
 
 
 @pytest.fixture(autouse=True)
 def _new_moment() -> Iterator[None]:
-    resolvers.moment.cache_clear()
+    values.moment.cache_clear()
     yield
-    resolvers.moment.cache_clear()
+    values.moment.cache_clear()
 
 
 def test_now_is_one_moment_of_the_process() -> None:
@@ -37,6 +37,7 @@ def test_now_is_one_moment_of_the_process() -> None:
         2 * (moment.year - 1900)
         == load("EXPERIMENT.NAME=${now:%f}", "TRAIN.EPOCHS=${now:1%y} * 2").TRAIN.EPOCHS
     )
+    assert f"{moment:%Y-%m-%d_%H-%M-%S}" == load("EXPERIMENT.NAME=${now:}").EXPERIMENT.NAME
     assert load(r"EXPERIMENT.NAME=\${now:%f}").EXPERIMENT.NAME == "${now:%f}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ def test_overrides_are_choices_that_can_be_left_out() -> None:
     assert problems("--cfg=my.yaml", "~model=vit_tiny")[0].startswith("defaults: ")
     assert load("--cfg=early.yaml").MODEL.NAME == VIT
     assert problems("--cfg=late.yaml")[0].startswith("defaults: ")
+
+
+def test_a_choice_that_a_list_leaves_to_the_command_line() -> None:
+    write({"my": "defaults:\n- model: ???\nTRAIN: {EPOCHS: 3}"})
+    assert figures("--cfg=my.yaml", "model=vit_tiny")[:2] == (VIT, 3)
+    assert problems("--cfg=my.yaml", "optimizer=sgd")[0].startswith("defaults: ")
 
 
 # Several files and their folders
@@ -228,6 +235,15 @@ def test_the_composition_is_that_of_hydra(tmp_path: Path, name: str) -> None:
         version.VersionBase.instance().version_base = before
 
 
+def test_threads_do_not_disturb_each_other() -> None:
+    write(
+        {f"t{number}": f"defaults: [model: resnet18]\nTRAIN: {{EPOCHS: {number}}}" for number in range(1, 9)}
+    )
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda number: figures(f"--cfg=t{number}.yaml", "optimizer=sgd")[1], range(1, 9))
+        assert [*found] == [*range(1, 9)]
+
+
 # Where values come from
 
 
@@ -249,7 +265,7 @@ def test_origins() -> None:
     expected = {
         "EPOCHS: 3": "my.yaml 3", "NAME: resnet50": "model=resnet50", "LOG_EVERY: 6": "${TRAIN.EPOCHS}",
         "SEED: 0": "default", "BATCH_SIZE_VAL: 3": "default ${DATA.BATCH_SIZE}", "a:": "my.yaml 4",
-        "x: 3": "my.yaml 5 ${TRAIN.EPOCHS}", "y: {}": "files",
+        "x: 3": "my.yaml 5 ${TRAIN.EPOCHS}", "y: {}": "my.yaml 5",
     }  # fmt: skip
     assert {
         line: [word for word in words.split() if word not in found[line]] for line, words in expected.items()

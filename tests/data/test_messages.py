@@ -22,6 +22,7 @@ from linnaeus.data.target import UserDataset
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing
 from tests.helpers import datasets
+from tests.helpers.forks import ROOT
 from tests.helpers.messages import Golden, error_and_code_of
 
 
@@ -237,4 +238,4 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / str(number)).mkdir()
         monkeypatch.chdir(tmp_path / str(number))
         found[title] = re.sub(r"\.py, line \d+", ".py, line N", error_and_code_of(mistake))
-    golden("data", found)
+    golden("data", found, root=ROOT)

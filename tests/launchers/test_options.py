@@ -20,7 +20,7 @@ SLURM = ("--launcher", "slurm", "--dry-run")
 LINES = [
     ("A.B=1 --slurm nodes=2 TRAIN.EPOCHS 2", {"nodes": "2"}, "A.B=1 TRAIN.EPOCHS 2"),
     ("--slurm=nodes=2 model=resnet18", {"nodes": "2"}, "model=resnet18"),
-    ("--slurm exclusive gres=gpu:a:4 --cfg x", {"exclusive": None, "gres": "gpu:a:4"}, "--cfg=x"),
+    ("--slurm exclusive gres=gpu:a:4 --cfg x", {"exclusive": None, "gres": "gpu:a:4"}, "--cfg x"),
     ("--slurm nodes=2 --slurm mem=0 nodes=4 ~LOSS", {"nodes": "4", "mem": "0"}, "~LOSS"),
     ("runs/birds --slurm comment=a=b hold photos", {"comment": "a=b", "hold": None}, "runs/birds photos"),
     ("--slurm nodes=2 -- exclusive --jobs", {"nodes": "2"}, "exclusive --jobs"),

@@ -18,7 +18,7 @@ from torch import nn
 
 from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError
+from linnaeus.errors import CheckpointError, ConfigError
 from linnaeus.rng import seed_all
 from linnaeus.signals import Interrupted, StopRequest
 from linnaeus.training.checkpoint import (
@@ -157,7 +157,7 @@ def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_us
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
 @pytest.mark.parametrize("content", [{}, {"param_groups": [5], "state": 3}])
 def test_a_state_that_does_not_fit_is_a_checkpoint_error(part: str, content: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=rf"\b{part}\b"):
+    with pytest.raises(ConfigError, match=rf"\b{part}\b"):
         make_state().load_state_dict(make_state().state_dict() | {part: content})
 
 

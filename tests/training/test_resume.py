@@ -12,7 +12,7 @@ import torch
 from linnaeus.autobatch.rng import rng_state
 from linnaeus.config.schema import LossConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError
+from linnaeus.errors import ConfigError
 from linnaeus.rng import seed_all
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.resume import (
@@ -46,7 +46,7 @@ def nodes_of(**options: Any) -> dict[str, Any]:
 
 def refusal(resume_with: str | None, now: dict[str, Any], before: dict[str, Any] | None = None) -> str:
     """The message for a run that may not be resumed."""
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ConfigError) as caught:
         check_changes(changes_of(before or nodes_of(), now), resume_with)
     return str(caught.value)
 
@@ -68,7 +68,7 @@ def test_a_key_that_the_checkpoint_does_not_know_has_its_default(
     folder = CheckpointFolder(tmp_path)
     folder.save(whole(config=before))
     if is_refused:
-        with pytest.raises(CheckpointError, match=r"OPTIMIZER.LAYER_DECAY"):
+        with pytest.raises(ConfigError, match=r"OPTIMIZER.LAYER_DECAY"):
             find_checkpoint(folder, now, None, "small", ALONE)
         return
     checkpoint = find_checkpoint(folder, now, None, "small", ALONE)

@@ -6,13 +6,13 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
+from torch.utils.hooks import RemovableHandle
 
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
@@ -63,7 +63,7 @@ class Setup:
 
 
 def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Search every mode and fraction, and time sizes."""
+    """Search every mode and fraction, time sizes and try remedies."""
     search, config = setup.search(), setup.config
     plan = None
     if options.throughput:
@@ -89,6 +89,10 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
     logger.info("%s", device_sentence(analysis.environment))
     for mode in options.modes:
         _measure_mode(search, mode, options, analysis, setup.status, plan if mode == "train" else None)
+    if options.remedies:
+        del search
+        gc.collect()
+        try_remedies(setup, analysis, partial(run_sizes, timed=options.throughput), common_changes(setup))
 
 
 def _measure_mode(
@@ -98,11 +102,11 @@ def _measure_mode(
     """Search every fraction of one mode, the largest first. One at which nothing fits has the reason."""
     rows = [Row(mode, fraction) for fraction in sorted(options.fractions, reverse=True)]
     try:
+        state, largest = StateBytes(), None
         with (
-            counting(search.assembly, search.world.device) as state,
+            count_after_steps(state, search.assembly, search.world.device),
             search.finder(mode, status) as finder,
         ):
-            largest = None
             for row in rows:
                 analysis.rows.append(row)
                 found = _find(finder, row, is_first=largest is None)
@@ -177,8 +181,7 @@ def _time_sizes(
 ) -> None:  # fmt: skip
     """Time training sizes, the largest first, and add them to the rates and speeds.
 
-    Without sizes to time beside the largest, until smaller ones only cost or the timeout is over. `plan`
-    gives the arguments of `timed_size` if a size is the largest that fits.
+    Without sizes to time beside the largest, until smaller ones only cost or the timeout is over.
     """
     top = largest.batch_size
 
@@ -192,12 +195,8 @@ def _time_sizes(
             speeds.sizes[size] = timed_size(rate=rate, **run)
 
     if sizes is not None:
-        for size in sizes:
-            if size < finder.min_size:
-                speeds.left_out[size] = f"below {finder.min_size}, the smallest that training can take"
-            elif size > top:
-                bound = f"above {top}, the largest that fits (limited by {largest.limited_by})"
-                speeds.left_out[size] = bound
+        reason = f"training takes {finder.min_size} to {top} (limited by {largest.limited_by})"
+        speeds.left_out |= {size: reason for size in sizes if not finder.min_size <= size <= top}
         for size in sorted({top, *sizes} - speeds.left_out.keys(), reverse=True):
             add(size)
         return
@@ -227,71 +226,45 @@ def planned(config: Config, facts: Facts, goal: Goal, size: int) -> dict[str, An
     return {**plan, "goal": goal, "batch_size": found.micro_batch_size}
 
 
-@contextmanager
-def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
-    """Count bytes after each optimizer step inside the context, before the gradients are cleared."""
-    state = StateBytes()
-    handle = assembly.optimizer.register_step_post_hook(
+def count_after_steps(state: StateBytes, assembly: Assembly, device: torch.device) -> RemovableHandle:
+    """Count bytes after each optimizer step, before the gradients are cleared, until the context ends."""
+    return assembly.optimizer.register_step_post_hook(
         lambda *_: vars(state).update(vars(state_bytes(assembly, device)))
     )
-    try:
-        yield state
-    finally:
-        handle.remove()
 
 
 def break_down(
     mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: int, has_buckets: bool = False
 ) -> Breakdown:
-    """Split a peak.
+    """Split a peak, of which `held_bytes` were held between the trials, without the buckets of gradients.
 
     >>> parts = break_down("train", StateBytes(100, 4, 0, 100, 200), peak_bytes=1500, held_bytes=600)
     >>> parts.activations, parts.rest
     (600, 496)
 
-    A training trial allocates the optimizer state; in validation it is there from the start.
-
-    Args:
-        mode: which step.
-        state: counted on the same model.
-        peak_bytes: peak of a trial.
-        held_bytes: bytes that the process held between the trials, without buckets.
-        has_buckets: whether the gradients are views of buckets, which then are held all the time.
+    A training trial allocates the optimizer state; in validation it is there from the start. With buckets
+    (of DistributedDataParallel), whose views they are, gradients are there in validation too.
     """
-    resident = state.parameters + state.buffers + state.average
-    buckets = state.gradients if has_buckets else 0
-    gradients = state.gradients if mode == "train" and not has_buckets else 0
-    allocated = gradients + buckets + (state.optimizer_state if mode == "train" else 0)
+    gradients = state.gradients if mode == "train" or has_buckets else 0
+    kept = state.parameters + state.buffers + state.average
     if mode == "val":
-        resident += state.optimizer_state
-    return Breakdown(
-        **asdict(replace(state, gradients=gradients)),
-        buckets=buckets,
-        activations=peak_bytes - held_bytes - allocated,
-        rest=held_bytes - resident,
-    )
+        kept += state.optimizer_state
+    allocated = gradients + (state.optimizer_state if mode == "train" else 0)
+    activations = peak_bytes - held_bytes - allocated
+    counts = asdict(replace(state, gradients=gradients))
+    return Breakdown(**counts, activations=activations, rest=held_bytes - kept)
 
 
 # Remedies, at the sizes to paste. Measured ones have the unchanged configuration beside them, so that before
 # and after come from a process in the same state: on the CPU it does not give back all memory that it took.
 
 
-class Change(NamedTuple):
-    """A remedy: its name in `Remedy`, keys with their new values, and what divides the micro-batch size."""
-
-    name: str
-    keys: dict[str, Any]
-    divisor: int = 1
-
-
 Run = Callable[[Setup, Sequence[Row], int], Sequence[dict[str, Any]]]
 """Runs the training sizes of rows, each divided by a number; gives attributes of `Remedy` for each row."""
 
 
-def try_remedies(
-    setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup], Iterable[Change]]
-) -> None:
-    """Find the effect of each change at each training size to paste.
+def try_remedies(setup: Setup, analysis: Analysis, run: Run, changes: Iterable[dict[str, Any]]) -> None:
+    """Find the effect of each change of keys at each training size to paste.
 
     Rows get a remedy as soon as it is known. What `run` raises is the reason why there is no peak.
     """
@@ -302,34 +275,35 @@ def try_remedies(
     if not analysis.is_predicted:  # otherwise the same would be predicted again
         logger.info("remedies: measuring the configuration as it is again")
         before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
-    for change in changes(setup):
-        logger.info("remedies: %s", change.name)
-        setup.status.update(f"remedies: {change.name}")
+    for keys in changes:
+        logger.info("remedies: %s", ", ".join(keys))
+        setup.status.update(f"remedies: {', '.join(keys)}")
         config = setup.config
-        for key, value in change.keys.items():
+        for key, value in keys.items():
             node, name = key.split(".")
             config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
+        divisor = config.TRAIN.ACCUMULATION_STEPS // setup.config.TRAIN.ACCUMULATION_STEPS
         try:
-            found = run(replace(setup, config=config), rows, change.divisor)
+            found = run(replace(setup, config=config), rows, divisor)
         except Exception as error:  # a user's model may not take every precision
             logger.debug("a remedy failed", exc_info=True)
             kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
             found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
         for row, peak_bytes, effect in zip(rows, before, found, strict=True):
-            size = max(1, (row.batch_size or 0) // change.divisor)
-            row.remedies.append(Remedy(change.name, change.keys, size, peak_bytes, **effect))
+            size = max(1, (row.batch_size or 0) // divisor)
+            row.remedies.append(Remedy(keys, size, peak_bytes, **effect))
 
 
-def common_changes(setup: Setup) -> Iterator[Change]:
-    """The remedies that change something, in order."""
+def common_changes(setup: Setup) -> Iterator[dict[str, Any]]:
+    """The remedies that change something, in order, as keys with their new values."""
     train, device = setup.config.TRAIN, setup.world.device
     if train.AMP == "off" and (
         device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     ):
-        yield Change("bf16", {"TRAIN.AMP": "bf16"})
+        yield {"TRAIN.AMP": "bf16"}
     if not train.GRADIENT_CHECKPOINTING:
-        yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True})
-    yield Change("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, 2)
+        yield {"TRAIN.GRADIENT_CHECKPOINTING": True}
+    yield {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}
 
 
 def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -> list[dict[str, Any]]:

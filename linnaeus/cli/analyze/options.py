@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +16,8 @@ from linnaeus.cli.parser import (
     CommandParser,
     read_choice,
     read_count,
-    read_fraction,
+    read_number,
     read_plot,
-    read_positive,
     read_request,
     read_table,
 )
@@ -61,12 +59,8 @@ exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (
 class Options:
     """What to measure, and where the figures go: the options of these names.
 
-    Attributes:
-        output: file for programs; its ending says the format.
-        plot: picture; None draws none.
-        fractions: ascending; empty for the configured one.
-        sizes: ascending; None for those around the fastest.
-        time_budget: seconds.
+    Fractions and sizes are ascending; without fractions the configured one counts, and without sizes those
+    around the fastest. The time budget is in seconds.
     """
 
     output: Path = Path("batch_sizes.json")
@@ -85,15 +79,12 @@ class Options:
     world_size: int | None = None
 
 
-OF_A_RUN = ("--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-budget", "--world-size")
+IMPLY_THROUGHPUT = (
+    "--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-budget", "--world-size",
+)  # fmt: skip
 """Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
-WITHOUT_PREDICT = {
-    **dict.fromkeys(("--throughput", *OF_A_RUN[:-1]), "speed is not predicted"),
-    "--steps": "there are no trials",
-    "--plot": "there are no trials to draw",
-    "--strategy": "there is no search",
-}
-"""Options that make no sense with `--predict`, and why."""
+NOT_WITH_PREDICT = ("--throughput", *IMPLY_THROUGHPUT[:-1], "--steps", "--plot", "--strategy")
+"""Options for what is run."""
 
 
 def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Options, Config]:
@@ -112,13 +103,10 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
 
     def check(options: Options) -> list[str]:
         if not options.predict:
-            options.throughput |= not given.isdisjoint(OF_A_RUN)
+            options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
             return [f"{name}: needs --predict" for name in ("--gpu", "--device-memory-gb") if name in given]
-        return [
-            f"{name}: not with --predict, because {reason}; leave it out"
-            for name, reason in WITHOUT_PREDICT.items()
-            if name in given
-        ]
+        wrong = [name for name in NOT_WITH_PREDICT if name in given]
+        return [f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong]
 
     request = read_request(PARSER, argv, options or Options(), check)
     if not isinstance(request, str):
@@ -130,14 +118,10 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
 def read_plan(argv: Sequence[str]) -> str | tuple[Options, Config]:
     """Read the tokens after `plan`: speeds of training at the configured fraction of the memory.
 
-    >>> options, _ = read_plan(["--fraction", "0.7"])
+    >>> options, _ = read_plan(["--fractions", "0.7"])
     >>> options.fractions, options.modes, options.throughput
     ([0.7], ['train'], True)
-
-    Raises:
-        ConfigError: as `read` does.
     """
-    argv = [re.sub("^--fraction(?==|$)", "--fractions", token) for token in argv]
     return read(argv, Options(fractions=[], modes=["train"], throughput="--predict" not in argv))
 
 
@@ -161,7 +145,7 @@ def read_gpus(text: str) -> list[Gpu]:
 
 
 def _memories(text: str) -> list[Gpu]:
-    sizes = [read_positive("number of GiB", part) for part in text.split(",")]
+    sizes = [read_number("number of GiB", part) for part in text.split(",")]
     return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
 
 
@@ -185,17 +169,17 @@ PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .
 PARSER.option("--min-bs", "N", read_count, "smallest size tried", _both("MIN_BATCH_SIZE"))
 PARSER.option("--max-bs", "N", read_count, "largest size tried", _both("MAX_BATCH_SIZE"))
 PARSER.option(
-    "--memory-limit-gb", "X", partial(read_positive, "number of GiB"),
+    "--memory-limit-gb", "X", partial(read_number, "number of GiB"),
     "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
 )  # fmt: skip
 PARSER.option(
-    "--fractions", "F,F,...", partial(_ascending, read_fraction),
+    "--fractions", "F,F,...", partial(_ascending, partial(read_number, "fraction of the memory", most=1)),
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
 )  # fmt: skip
-PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val")
+PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val", choices=MODES)
 PARSER.option("--steps", "N", read_count, "steps that one trial runs", _both("STEPS_PER_TRIAL"))
 PARSER.option(
-    "--strategy", "NAME", partial(read_choice, [*STRATEGIES]), f"one of {', '.join(STRATEGIES)}",
+    "--strategy", "|".join(STRATEGIES), partial(read_choice, [*STRATEGIES]), "how sizes are searched",
     [f"{AUTOBATCH}.STRATEGY"],
 )  # fmt: skip
 PARSER.switch(
@@ -206,7 +190,7 @@ PARSER.option(
     "--time-budget", "T", read_duration, "mark the sizes with which it ends in time: 90s, 30m, 2h, 1d"
 )
 PARSER.option(
-    "--noise-scale", "X", partial(read_positive, "number of samples"),
+    "--noise-scale", "X", partial(read_number, "number of samples"),
     "gradient noise scale, in samples; gives the time to the same loss",
 )  # fmt: skip
 PARSER.option(
@@ -228,5 +212,5 @@ PARSER.switch(
     "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; nothing "
     "is run",
 )
-PARSER.option("--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}")
+PARSER.option("--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}", choices=GPUS)
 PARSER.option("--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory")

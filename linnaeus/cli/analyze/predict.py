@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates
 from linnaeus.cli.analyze.measure import (
-    Change,
     Setup,
     break_down,
     common_changes,
-    counting,
+    count_after_steps,
     run_settings,
     settings_sentence,
+    try_remedies,
 )
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.results import Analysis, Row
@@ -45,11 +46,6 @@ from linnaeus.words import counted
 logger = logging.getLogger("linnaeus.analysis")
 
 META = torch.device("meta")
-CAUSES = (
-    "What commonly needs values: logging or printing of them (`.item()`, f-strings), checks such as "
-    "`torch.isnan(x).any()` in an `if`, `clip_grad_norm_(error_if_nonfinite=True)`, and boolean masks "
-    "(`x[x > 0]`)."
-)
 LARGEST = 1 << 20
 """No batch is predicted to be larger, unless MAX_BATCH_SIZE allows it."""
 ALIGNED_PIXELS = 32
@@ -58,11 +54,7 @@ ALIGNED_PIXELS = 32
 
 @dataclass(frozen=True)
 class Target:
-    """The devices to predict for; the base is in use on each beside the allocator.
-
-    Attributes:
-        base: `measured` on this machine's device, or `assumed`.
-    """
+    """The devices to predict for; the base, `measured` or `assumed`, is used on each beside the allocator."""
 
     gpus: Sequence[Gpu]
     base_bytes: int
@@ -92,9 +84,9 @@ def target_of(options: Options, config: Config) -> Target:
 
 
 def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Predict the size for every device, mode and fraction; errors are those of the functions below."""
+    """Predict the size for every device, mode and fraction, and the effect of remedies."""
     search = build_on_meta(setup)
-    environment = {
+    analysis.environment = environment = {
         "predicted": True,
         "devices": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in target.gpus],
         "base_bytes": target.base_bytes,
@@ -104,11 +96,8 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
         "world_size": setup.world.world_size,
         **run_settings(setup.config.MODEL, search),
     }
-    analysis.environment = environment
-    environment["not_compared"] = _not_compared(setup.config, environment, options.modes)
     logger.info("%s", _sentence(environment))
-    if names := ", ".join(environment["not_compared"]):
-        logger.info("not compared with a GPU: %s; see docs/prediction.md", names)
+    logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
     for mode in options.modes:
         rows = [  # of each device, the largest fraction comes first
             Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes)
@@ -124,6 +113,8 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
             for row in rows:
                 fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
         analysis.rows += rows
+    if options.remedies:
+        try_remedies(setup, analysis, partial(trace_sizes, target), more_changes(setup))
 
 
 # A step, without running it.
@@ -135,7 +126,6 @@ class PredictedStep:
 
     Attributes:
         prediction: its peak at any batch size, the base of the device included.
-        state: the tensors that it keeps.
         candidates: the batch sizes that are allowed, ascending.
         bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
         has_buckets: whether the gradients are views of buckets of DistributedDataParallel.
@@ -195,14 +185,15 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
             f"prediction ({mode}): DATA.AUTOBATCH.MULTIPLE_OF is {config.MULTIPLE_OF}; it has no multiple "
             f"from {low} to {high}"
         )
+    kept = StateBytes()
     try:
-        with counting(search.assembly, META) as kept:
+        with count_after_steps(kept, search.assembly, META):
             prediction = search.predict(mode, base_bytes)
     except UntraceableError as error:
         name = {"train": "training", "val": "validation"}[mode]
         raise ConfigError(
-            f"--predict: the {name} step cannot be traced without a GPU: {error}. {CAUSES} "
-            "Measure it instead: leave --predict out on a machine with the GPU"
+            f"--predict: the {name} step cannot be traced without a GPU: {error}. See docs/prediction.md, or "
+            "measure it: leave --predict out on a machine with the GPU"
         ) from error
     return PredictedStep(mode, prediction, kept, candidates, bound, search.world.is_distributed)
 
@@ -211,17 +202,32 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
 
 
 def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
-    """Find the largest sizes within the row's fraction of its device, with the margin and without."""
+    """Find the largest sizes within the row's fraction of its device, with the margin and without.
+
+    `limit_gb` is MEMORY_LIMIT_GB. Where nothing fits, the row has the reason.
+    """
     prediction = step.prediction
     row.budget_bytes = int(row.memory_fraction * row.device_bytes)
+    is_limited = False
     if limit_gb is not None:
-        of_limit = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
-        limit_gb = limit_gb if of_limit < row.budget_bytes else None
-        row.budget_bytes = min(row.budget_bytes, of_limit)
+        limit_bytes = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
+        is_limited = limit_bytes < row.budget_bytes
+        row.budget_bytes = min(row.budget_bytes, limit_bytes)
     row.safe_batch_size = largest_within(step.candidates, row.budget_bytes, prediction.safe_bytes)
     largest = largest_within(step.candidates, row.budget_bytes, prediction.peak_bytes)
     if largest is None:
-        row.reason = _why_nothing_fits(row, step, limit_gb)
+        size = step.candidates[0]
+        margin = f", with the margin of {100 * (MARGIN - 1):.3g} %"
+        remedy = device_that_would_do(prediction.safe_bytes(size) / row.memory_fraction, margin)
+        origin = row.memory
+        if is_limited:
+            remedy = "raise that limit"
+            origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
+        row.reason = (
+            f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
+            f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
+            f"{prediction.base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
+        )
         return
     row.batch_size = max(largest, row.safe_batch_size or 0)
     row.limited_by = step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
@@ -232,42 +238,6 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
         step.mode, state, peak_bytes=row.peak_bytes, has_buckets=step.has_buckets,
         held_bytes=held_bytes + (state.optimizer_state if step.mode == "val" else 0),
     )  # fmt: skip
-
-
-def _why_nothing_fits(row: Row, step: PredictedStep, limit_gb: float | None) -> str:
-    """What the smallest size takes, and with which device it fits with the margin."""
-    prediction, size = step.prediction, step.candidates[0]
-    note = f", with the margin of {100 * (MARGIN - 1):.3g} %"
-    origin = row.memory
-    remedy = device_that_would_do(prediction.safe_bytes(size) / row.memory_fraction, note)
-    if limit_gb is not None:
-        origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
-        remedy = "raise that limit"
-    budget_gib = (row.budget_bytes or 0) / GIB
-    return (
-        f"prediction ({row.mode}): no batch size fits. The budget is {budget_gib:.2f} GiB, "
-        f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
-        f"{prediction.base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
-    )
-
-
-# What the figures hold for.
-
-
-def _not_compared(config: Config, environment: dict[str, Any], modes: Sequence[Mode]) -> list[str]:
-    """What of the configuration no measurement on a GPU stands behind."""
-    settings = {
-        "a model of your own": is_target(config.MODEL),
-        environment["precision"]: environment["precision"] != "float32",
-        environment["optimizer"]: environment["optimizer"] != "SGD",
-        "gradient checkpointing": environment["gradient_checkpointing"],
-        "accumulation": environment["accumulation_steps"] > 1,
-        "EMA": environment["ema"],
-        "channels-last": config.TRAIN.CHANNELS_LAST,
-        "gradient buckets": environment["world_size"] > 1,
-        "validation": "val" in modes,
-    }
-    return [name for name, applies in settings.items() if applies]
 
 
 def _sentence(environment: dict[str, Any]) -> str:
@@ -302,16 +272,14 @@ def trace_sizes(target: Target, setup: Setup, rows: Sequence[Row], divisor: int)
     ]
 
 
-def more_changes(setup: Setup) -> Iterator[Change]:
+def more_changes(setup: Setup) -> Iterator[dict[str, Any]]:
     """The remedies of a measured analysis, and two more."""
     yield from common_changes(setup)
-
     optimizer = setup.config.OPTIMIZER
     if not is_target(optimizer) and optimizer.NAME.lower() not in ("sgd", "nesterov", "momentum"):
         # The arguments of another optimizer are not those of SGD.
-        more: dict[str, Any] = {"OPTIMIZER.KWARGS": {}} if optimizer.KWARGS else {}
-        yield Change("optimizer", {"OPTIMIZER.NAME": "sgd", **more})
+        yield {"OPTIMIZER.NAME": "sgd", **({"OPTIMIZER.KWARGS": {}} if optimizer.KWARGS else {})}
     # Of each side, the next smaller multiple of 32 pixels: 192 of 224, 288 of 300.
     sides: Any = [(side - 1) // ALIGNED_PIXELS * ALIGNED_PIXELS for side in setup.data.img_size or [0]]
     if min(sides) >= ALIGNED_PIXELS:
-        yield Change("image_size", {"DATA.IMG_SIZE": sides[0] if len({*sides}) == 1 else sides})
+        yield {"DATA.IMG_SIZE": sides[0] if len({*sides}) == 1 else sides}

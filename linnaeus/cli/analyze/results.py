@@ -26,14 +26,11 @@ class Breakdown(StateBytes):
     """The parts of a peak, in bytes; they add up to it.
 
     Attributes:
-        buckets: those of DistributedDataParallel. The gradients are views of them, and count here instead; in
-            validation they are still held.
         activations: the peak less all other parts: activations, the batch, workspaces of kernels.
         rest: all else that the process holds between steps: runtime and libraries on the CPU, workspaces and
             rounding of the caching allocator on an accelerator.
     """
 
-    buckets: int = 0
     activations: int = 0
     rest: int = 0
 
@@ -43,19 +40,15 @@ class Remedy:
     """The effect of one change of the configuration on the memory of one size.
 
     Attributes:
-        name: `bf16`, `gradient_checkpointing` or `accumulation`; if predicted, `optimizer` and `image_size`
-            too.
         keys: the changed keys and their new values.
         batch_size: micro-batch size with the change.
         peak_bytes_before: peak without the change, measured like the one with it.
         peak_bytes: peak with the change; None when it was skipped or did not fit.
-        samples_per_s: speed with the change.
         reason: why there is no peak.
         safe_batch_size: with the change, the largest micro-batch size predicted to fit with the margin; None
             where it was measured, or none fits.
     """
 
-    name: str
     keys: dict[str, Any]
     batch_size: int
     peak_bytes_before: int | None = None
@@ -85,10 +78,8 @@ class Row:
         samples_per_s: speed of one process at that size.
         trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
-        breakdown: parts of the peak.
         remedies: at that size, with `--remedies`.
         device: GPU that the row is predicted for, or its memory, such as `24 GiB`; empty if measured.
-        device_bytes: memory of that GPU.
         safe_batch_size: the largest size whose predicted peak times the margin fits; None when there is none.
     """
 
@@ -113,11 +104,6 @@ class Row:
         """The fraction and of what: `90%`, or `90% of rtx-4090`."""
         return f"{self.memory_fraction:.0%}" + (f" of {self.device}" if self.device else "")
 
-    @property
-    def safe_size(self) -> int | None:
-        """The size to configure: the measured one, or the one predicted with the margin."""
-        return self.safe_batch_size if self.device else self.batch_size
-
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
         lists = {"trials", "breakdown", "remedies"}
@@ -136,13 +122,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Goal:
-    """The run whose time is predicted.
-
-    Attributes:
-        dataset_length: number of training samples.
-        noise_scale: gradient noise scale, in samples; None where it is not known.
-        time_budget_s: seconds that the run may take; None for no limit.
-    """
+    """The run whose time is predicted; the gradient noise scale counts samples."""
 
     dataset_length: int
     epochs: int
@@ -160,7 +140,6 @@ class TimedSize:
         samples_per_s: of all processes, if they do not wait for each other.
         effective_batch: samples per optimizer step over all processes.
         seconds_per_step: of one optimizer step.
-        epoch_s, run_s: seconds of an epoch and of all epochs.
         in_time: whether the run ends within the time budget; None without one.
         relative_steps, relative_seconds: to the same loss, as multiples of S_min; None without a noise scale.
         learning_rate: its peak; None where the configuration allows no run with this size.
@@ -193,12 +172,8 @@ def timed_size(
     >>> size.seconds_per_step, size.epoch_s, size.relative_steps, size.relative_seconds
     (0.5, 250.0, 4.0, 2.0)
 
-    Args:
-        batch_size: micro-batch size.
-        rate: samples per second of one process.
-        goal: the run.
-        accumulation_steps: micro-batches per optimizer step.
-        plan: other attributes, from the batch plan.
+    `batch_size` is that of a micro-batch, `rate` counts samples per second of one process, and `plan` has the
+    attributes that the batch plan gives.
     """
     rate *= goal.world_size
     batch = batch_size * accumulation_steps * goal.world_size
@@ -216,11 +191,7 @@ def timed_size(
 
 @dataclass
 class Speeds:
-    """The training sizes that were timed with `--throughput`; what chooses among them needs at least one.
-
-    Attributes:
-        left_out: why a size that was asked for was not timed, by size.
-    """
+    """The training sizes that were timed, and why others were not; choosing among them needs at least one."""
 
     sizes: dict[int, TimedSize] = field(default_factory=dict)
     left_out: dict[int, str] = field(default_factory=dict)
@@ -261,14 +232,13 @@ class Speeds:
             **figures,
             "relative_time": None if best is None or seconds is None else seconds / best,
             "marks": " ".join(marks),
-            "warnings": " ".join(size.warnings),
         }
 
     def as_dict(self) -> dict[str, Any]:
         """The entry of the JSON file."""
         return {
             **{mark: getattr(self, mark).batch_size for mark in ("largest", "fastest", "recommended")},
-            "timings": [{**self.figures(each), "warnings": list(each.warnings)} for each in self.ascending()],
+            "timings": [self.figures(each) for each in self.ascending()],
             "left_out": {str(size): reason for size, reason in self.left_out.items()},
         }
 
@@ -282,8 +252,6 @@ class Analysis(Figures):
         interrupted: whether Ctrl-C or an error ended the measuring early.
         fraction: that of the sizes to paste, where it is among those asked for.
         rows: in the order measured.
-        speeds: of the training sizes that were timed with `--throughput`.
-        goal: the run whose time is predicted, with `--throughput`.
     """
 
     environment: dict[str, Any] = field(default_factory=dict)
@@ -304,11 +272,6 @@ class Analysis(Figures):
         return list(dict.fromkeys(row.mode for row in self.rows))
 
     @property
-    def devices(self) -> list[str]:
-        """The devices that predictions are for, in the order asked for; one without a name if measured."""
-        return list(dict.fromkeys(row.device for row in self.rows))
-
-    @property
     def reasons(self) -> list[str]:
         """Why there is no size: for each mode and device at the largest fraction where nothing fits."""
         found: dict[tuple[Mode, str], str] = {}
@@ -319,11 +282,8 @@ class Analysis(Figures):
 
     def sorted_rows(self) -> list[Row]:
         """The rows by mode and device, each in the order asked for, and fraction."""
-
-        def place(row: Row) -> tuple[int, int, float]:
-            return self.modes.index(row.mode), self.devices.index(row.device), row.memory_fraction
-
-        return sorted(self.rows, key=place)
+        places = [(row.mode, row.device) for row in self.rows]
+        return sorted(self.rows, key=lambda row: (places.index((row.mode, row.device)), row.memory_fraction))
 
     def chosen_rows(self) -> list[Row]:
         """Of each mode and device, the row of the fraction to paste: `fraction`, else the largest."""
@@ -339,7 +299,7 @@ class Analysis(Figures):
             sizes = {f"{name}_bytes": row.breakdown and num_bytes for name, num_bytes in parts.items()}
             rows.append({**row.figures(), "num_trials": len(row.trials), **sizes})
         for size in self.speeds.ascending():
-            cells = {"mode": "train", **self.speeds.figures(size)}
+            cells = {"mode": "train", **self.speeds.figures(size), "warnings": " ".join(size.warnings)}
             same = [each for each in rows if (each["mode"], each["batch_size"]) == ("train", size.batch_size)]
             for each in same:
                 each.update(cells)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.cli.analyze.measure import Setup, common_changes, measure_sizes, run_sizes, try_remedies
+from linnaeus.cli.analyze.measure import Setup, measure_sizes
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.predict import META, more_changes, predict_sizes, target_of, trace_sizes
+from linnaeus.cli.analyze.predict import META, predict_sizes, target_of
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import save_plot, show
 from linnaeus.config.schema import Config
@@ -40,14 +38,12 @@ def run(options: Options, config: Config) -> int:
     """
     analysis = Analysis(fraction=config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION)
     joining: AbstractContextManager[World]
-    find: Callable[[Setup, Options, Analysis], None] = measure_sizes
-    remedies = partial(run_sizes, timed=options.throughput), common_changes
-    if not options.predict:
-        joining = join(config.EXPERIMENT.DEVICE, config.DIST)
-    else:
-        target, num = target_of(options, config), options.world_size or 1
+    if options.predict:
+        num = options.world_size or 1
         joining = nullcontext(World(META, world_size=num, local_world_size=num))
-        find, remedies = partial(predict_sizes, target), (partial(trace_sizes, target), more_changes)
+        find = partial(predict_sizes, target_of(options, config))
+    else:
+        joining, find = join(config.EXPERIMENT.DEVICE, config.DIST), partial(measure_sizes)
     console = make_console()
     set_up_logging(None, rank=0, console=console)
     try:
@@ -64,10 +60,6 @@ def run(options: Options, config: Config) -> int:
             data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
             setup = Setup(config, data, world, RankStatus(line.update), console)
             find(setup, options, analysis)
-            if options.remedies:
-                analysis.save(options.output)  # remedies take longer, and the process may be killed meanwhile
-                gc.collect()  # the model that has been measured
-                try_remedies(setup, analysis, *remedies)
         analysis.interrupted = False
     except KeyboardInterrupt:
         logger.info("interrupted; what has been measured so far is written")

@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.predict.prediction import MARGIN
@@ -18,21 +17,12 @@ from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.cli.analyze.measure import settings_sentence
 from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Speeds, TimedSize
-from linnaeus.cli.plots import (
-    BLUE,
-    GREEN,
-    PURPLE,
-    VERMILION,
-    Picture,
-    decorate,
-    drawing,
-    label_heights,
-    size_axis,
-)
-from linnaeus.cli.tables import cell, show_duration
+from linnaeus.cli.plots import BLUE, GREEN, PURPLE, VERMILION, decorate, drawing, label_heights, size_axis
+from linnaeus.cli.tables import cell, show_duration, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from rich.table import Table
 
 KEYS = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
 COLUMNS = (
@@ -45,27 +35,15 @@ MARGIN_NOTE = f"predicted with {100 * (MARGIN - 1):.3g} % margin"
 
 def show(analysis: Analysis, console: Console) -> None:
     """Print the tables of sizes, speeds and remedies, each with its notes, and YAML to paste."""
-    console.print(sizes_table(analysis))
-    _print(console, _notes(analysis))
+    parts = [sizes_table(analysis), *_notes(analysis)]
     if analysis.speeds.sizes:
-        console.print(speeds_table(analysis.speeds))
-        _print(console, _speed_notes(analysis.speeds, analysis.goal))
+        parts += [speeds_table(analysis.speeds), *_speed_notes(analysis.speeds, analysis.goal)]
     if any(row.remedies for row in analysis.rows):
-        console.print(remedies_table(analysis))
+        parts.append(remedies_table(analysis))
     if text := yaml_blocks(analysis):
-        _print(console, [f"To paste into a configuration:\n\n{text}"])
-
-
-def _print(console: Console, lines: list[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _table(title: str, *headings: str, left: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
-    return table
+        parts.append(f"To paste into a configuration:\n\n{text}")
+    for part in parts:
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
 def sizes_table(analysis: Analysis) -> Table:
@@ -73,15 +51,11 @@ def sizes_table(analysis: Analysis) -> Table:
     predicted, modes = analysis.is_predicted, analysis.modes
     rows = {(row.device, row.memory_fraction, row.mode): row for row in analysis.sorted_rows()}
     figures = ("without margin",) if predicted else ("peak GiB", "samples/s")
-    table = _table(
-        f"Batch sizes, {MARGIN_NOTE}" if predicted else "Batch sizes", *(["device"] if predicted else []),
-        "memory", "budget GiB", *(heading for mode in modes for heading in (mode, *figures)),
-        left=("device",),
-    )  # fmt: skip
+    lines = []
     for device, fraction in dict.fromkeys(place[:2] for place in rows):
         of_place = [rows.get((device, fraction, mode)) for mode in modes]
         budgets = [row.budget_bytes for row in of_place if row is not None and row.budget_bytes is not None]
-        cells = [f"{fraction:.0%}", _gib(max(budgets, default=None))]
+        cells = [device] * predicted + [f"{fraction:.0%}", _gib(max(budgets, default=None))]
         for row in of_place:
             if row is None:
                 cells += [""] * (1 + len(figures))
@@ -89,8 +63,11 @@ def sizes_table(analysis: Analysis) -> Table:
                 cells += [_size(row.safe_batch_size), _size(row.batch_size)]
             else:
                 cells += [_size(row.batch_size), _gib(row.peak_bytes), cell(row.samples_per_s, ",.1f")]
-        table.add_row(*([device] if predicted else []), *cells)
-    return table
+        lines.append(cells)
+    headings = ["device"] * predicted + ["memory", "budget GiB"]
+    headings += [heading for mode in modes for heading in (mode, *figures)]
+    title = f"Batch sizes, {MARGIN_NOTE}" if predicted else "Batch sizes"
+    return table(title, headings, lines, left=("device",))
 
 
 def _size(size: int | None) -> str:
@@ -124,17 +101,14 @@ def _notes(analysis: Analysis) -> list[str]:
 
 
 def speeds_table(speeds: Speeds) -> Table:
-    """One line for each training size that was timed, with the run that it gives."""
+    """One line for each training size that was timed; a column that is empty in all lines is not shown."""
     lines = [_cells(size, speeds) for size in speeds.ascending()]
     shown = [heading for heading in lines[0] if any(line[heading] for line in lines)]
-    table = _table("Speed and time of training", *shown, left=("",))
-    for line in lines:
-        table.add_row(*(line[heading] for heading in shown))
-    return table
+    rows = ([line[heading] for heading in shown] for line in lines)
+    return table("Speed and time of training", shown, rows, left=("",))
 
 
 def _cells(size: TimedSize, speeds: Speeds) -> dict[str, str]:
-    """The cells of a line by their headings; a column that is empty in all lines is not shown."""
     figures = speeds.figures(size)
     steps, time = size.relative_steps, figures["relative_time"]
     return {
@@ -170,38 +144,37 @@ def _speed_notes(speeds: Speeds, goal: Goal | None) -> list[str]:
 
 def remedies_table(analysis: Analysis) -> Table:
     """The memory that each remedy saves at the sizes to paste, and what it brings on each device."""
-    kind, gain = "measured", "samples/s"
-    if analysis.is_predicted:
-        kind, gain = "predicted", "then fits with margin"
+    predicted = analysis.is_predicted
+    how = "predicted" if predicted else "measured"
+    gain = "then fits with margin" if predicted else "samples/s"
     headings = ("remedy", "batch size", "before GiB", "after GiB", "saved", gain)
-    table = _table(f"Remedies in training, {kind}", *headings, left=("remedy",))
     rows = [row for row in analysis.chosen_rows() if row.remedies]
+    lines = []
     for effects in zip(*(row.remedies for row in rows), strict=False):  # of one remedy on each device
         row, remedy = rows[0], effects[0]
         keys = " ".join(f"{key}={value}" for key, value in remedy.keys.items())
         if remedy.reason is not None:
-            table.add_row(f"{keys}: {remedy.reason}", str(row.batch_size))
+            lines.append([f"{keys}: {remedy.reason}", str(row.batch_size)])
             continue
         before, saved = remedy.peak_bytes_before or 0, remedy.saved_bytes
-        cells = [str(row.batch_size), _gib(remedy.peak_bytes_before), _gib(remedy.peak_bytes)]
-        cells.append("" if saved is None or not before else f"{saved / before:.1%}")
-        gains = [
-            f"{_size(each.safe_batch_size)} in {place.memory}"
-            for place, each in zip(rows, effects, strict=True)
-        ]
-        gain = cell(remedy.samples_per_s, ",.1f") if not row.device else "\n".join(gains)
-        table.add_row(keys, *cells, gain)
-    return table
+        share = "" if saved is None or not before else f"{saved / before:.1%}"
+        gains = [cell(remedy.samples_per_s, ",.1f")]
+        if predicted:
+            pairs = zip(rows, effects, strict=True)
+            gains = [f"{_size(each.safe_batch_size)} in {place.memory}" for place, each in pairs]
+        peaks = [_gib(remedy.peak_bytes_before), _gib(remedy.peak_bytes)]
+        lines.append([keys, str(row.batch_size), *peaks, share, "\n".join(gains)])
+    return table(f"Remedies in training, {how}", headings, lines, left=("remedy",))
 
 
 def yaml_blocks(analysis: Analysis) -> str:
     """YAML to paste into a configuration: one block for each device."""
     chosen, blocks = analysis.chosen_rows(), []
-    for device in analysis.devices:
+    for device in dict.fromkeys(row.device for row in chosen):  # one without a name where sizes were measured
         rows = [row for row in chosen if row.device == device]
-        sizes = {row.mode: row.safe_size for row in rows}
-        heading = f"{rows[0].memory_fraction:.0%} of {device or 'the memory'}" if rows else ""
-        if analysis.is_predicted:
+        heading = f"{rows[0].memory_fraction:.0%} of {device or 'the memory'}"
+        sizes = {row.mode: row.safe_batch_size if device else row.batch_size for row in rows}
+        if device:
             heading += f", {MARGIN_NOTE}"
         if analysis.speeds.sizes:
             heading = "recommended"
@@ -227,7 +200,7 @@ def save_plot(analysis: Analysis, path: Path) -> None:
     with drawing(path, title, analysis, columns, num_columns=len(panels)) as picture:
         [places] = picture.panels
         for axes, draw in zip(places, panels, strict=True):
-            draw(picture, axes)
+            draw(axes)
         # One legend below all panels, where it covers no point and no budget line.
         entries = [axes.get_legend_handles_labels() for axes in places]
         looks = {label: handle for each in entries for handle, label in zip(*each, strict=True)}
@@ -237,54 +210,47 @@ def save_plot(analysis: Analysis, path: Path) -> None:
         )  # fmt: skip
 
 
-def _memory_panel(analysis: Analysis, mode: Mode, picture: Picture, axes: Axes) -> None:
+def _memory_panel(analysis: Analysis, mode: Mode, axes: Axes) -> None:
     """Measured peaks and the line through them, the budgets and the sizes chosen."""
-    rows = [row for row in analysis.sorted_rows() if row.mode == mode]
     decorate(axes, f"{mode}: memory", "batch size", "peak memory (GiB)")
-    trials = {trial.size: trial.peak_bytes for row in rows for trial in row.trials}
-    points = [(size, peak / GIB) for size, peak in sorted(trials.items()) if peak is not None]
+    rows = [row for row in analysis.sorted_rows() if row.mode == mode]
+    trials = sorted({(trial.size, trial.peak_bytes) for row in rows for trial in row.trials})
+    measured = {size: peak / GIB for size, peak in trials if peak is not None}
     budgets = [(row.budget_bytes / GIB, row) for row in rows if row.budget_bytes is not None]
     refused = {
         trial.size: height for height, row in budgets for trial in row.trials if trial.peak_bytes is None
     }
-    heights = [height for height, _ in budgets] + [height for _, height in points]
+    chosen = {row.batch_size: row.peak_bytes / GIB for _, row in budgets if row.batch_size and row.peak_bytes}
+    heights = [height for height, _ in budgets] + [*measured.values()]
     if not heights:
         axes.text(0.5, 0.5, "no batch size is possible", ha="center", transform=axes.transAxes)
         return
-    right = 1.08 * max([*(size for size, _ in points), *refused], default=1)
-    if len(points) > 1:
-        slope, start = statistics.linear_regression(*zip(*points, strict=True))
+    if len(measured) > 1:
+        slope, start = statistics.linear_regression([*measured], [*measured.values()])
         axes.axline((0, start), slope=slope, color=BLUE, alpha=0.8, label="fitted line")
-    for size, height in points:
-        text = f"{mode}, batch size {size}: {height:.3f} GiB"
-        picture.point(axes, size, height, "o", text, color=BLUE, label="measured")
-    for size, height in refused.items():
-        text = f"{mode}, batch size {size}: out of memory"
-        picture.point(axes, size, height, "x", text, color=VERMILION, markersize=7, label="out of memory")
-    for height, row in budgets:
+    ring: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 2, "markersize": 9}
+    for places, look in (
+        (measured, {"marker": "o", "color": BLUE, "label": "measured"}),
+        (refused, {"marker": "x", "color": VERMILION, "label": "out of memory"}),
+        (chosen, {"marker": "D", "color": GREEN, "label": "size chosen", **ring}),
+    ):
+        if places:
+            axes.plot([*places], [*places.values()], linestyle="", zorder=4, **look)
+    for height, _ in budgets:
         axes.axhline(height, color=VERMILION, linestyle=(0, (5, 3)), label="budget, with the size chosen")
-        if row.batch_size is not None and row.peak_bytes is not None:
-            peak = row.peak_bytes / GIB
-            text = f"{mode}, {row.memory}, size chosen: batch size {row.batch_size}, {peak:.3f} GiB"
-            picture.point(
-                axes, row.batch_size, peak, "D", text, label="size chosen", color=GREEN,
-                markerfacecolor="none", markeredgewidth=2, markersize=9, zorder=5,
-            )  # fmt: skip
     low, high = min(heights), max(heights)
-    axes.set_xlim(0, right)
+    axes.set_xlim(0, 1.08 * max([*measured, *refused], default=1))
     axes.set_ylim(0 if low < 0.5 * high else low - 0.15 * (high - low), high + 0.12 * (high - low or high))
     labels = [(height, f"{row.memory}: {_size(row.batch_size)}") for height, row in budgets]
     label_heights(axes, labels, VERMILION)
 
 
-def _speed_panel(speeds: Speeds, picture: Picture, axes: Axes) -> None:
+def _speed_panel(speeds: Speeds, axes: Axes) -> None:
     """Samples per second of training against batch size."""
-    best, sizes = speeds.recommended.batch_size, speeds.ascending()
+    best = speeds.recommended.batch_size
+    sizes = [size.batch_size for size in speeds.ascending()]
     decorate(axes, "train: throughput", "batch size", "samples per second")
-    size_axis(axes, [size.batch_size for size in sizes])
-    axes.plot([size.batch_size for size in sizes], [size.samples_per_s for size in sizes], color=PURPLE)
-    for size in sizes:
-        text = f"train, batch size {size.batch_size}: {size.samples_per_s:.4g} samples/s"
-        picture.point(axes, size.batch_size, size.samples_per_s, "o", text, color=PURPLE)
+    size_axis(axes, sizes)
+    axes.plot(sizes, [speeds.sizes[size].samples_per_s for size in sizes], "o-", color=PURPLE)
     axes.set_ylim(0, 1.15 * speeds.fastest.samples_per_s)
     axes.axvline(best, color=GREEN, linestyle=":", label=f"recommended for training: {best}")

@@ -53,7 +53,7 @@ def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
     options = Options()
     names, problems = PARSER.words(argv, options)
     if not names and not problems:
-        problems.append("there is nothing to compare: name the folders of runs, such as runs, or 'runs/lr*'")
+        problems.append("RUN: name the folders of runs, such as runs, or 'runs/lr*'")
     folders = find_runs(names, problems)
     if problems:
         raise ConfigError(problems)
@@ -64,9 +64,7 @@ def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
 def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
     """The folders of runs, each once, in the order in which they were named; those inside one folder by name.
 
-    Args:
-        names: folders of runs, folders with runs below them, and patterns such as `runs/lr*`.
-        problems: gets a sentence for each name that gives no run.
+    `problems` get a sentence for each name that gives no run.
     """
     found: dict[Path, Path] = {}
     for name in names:
@@ -77,9 +75,9 @@ def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
         for run in runs:
             found.setdefault(run.resolve(), run)
         if not folders:
-            problems.append(f"{name}: no such folder{suggest_path(path)}")
+            problems.append(f"RUN: {name}: no such folder{suggest_path(path)}")
         elif not runs:
-            problems.append(f"{name}: holds no run (a folder with metrics.jsonl, result.json or checkpoints)")
+            problems.append(f"RUN: {name}: no run in it (a folder with {METRICS}, {RESULT} or {CHECKPOINTS})")
     return list(found.values())
 
 

@@ -15,7 +15,6 @@ import yaml
 
 from linnaeus.cli.tables import Figures
 from linnaeus.config.keys import KEYS, dotted
-from linnaeus.config.load import FastLoader, unescape
 from linnaeus.config.tree import PLAN
 from linnaeus.files import ASKED, CHECKPOINTS, CONFIG, LOCK, METRICS, OUTCOME, SWEEP, read_holder
 from linnaeus.launchers.interface import Job, JobKind
@@ -33,11 +32,6 @@ _NOT_COMPARED = (
     "DATA.AUTOBATCH.START_VAL",
 )  # fmt: skip
 """Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
-_SEARCHED_BY = {
-    "DATA.BATCH_SIZE": "DATA.AUTOBATCH.ENABLED",
-    "DATA.BATCH_SIZE_VAL": "DATA.AUTOBATCH.ENABLED_VAL",
-}
-"""Batch-size keys, each with the switch that makes AutoBatch write it: then a result, not a setting."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
 _PLANNED = {
     "MICRO_BATCH": "batch_size", "ACCUMULATION_STEPS": "accumulation_steps", "WORLD_SIZE": "world_size",
@@ -85,7 +79,9 @@ def differing_keys(configs: Sequence[Flat]) -> list[str]:
 
 
 def _is_searched(config: Flat, key: str) -> bool:
-    return key in _SEARCHED_BY and config.get(_SEARCHED_BY[key]) is True
+    """Whether AutoBatch writes a batch size: then it is a result, not a setting."""
+    switch = key.replace("BATCH_SIZE", "AUTOBATCH.ENABLED")
+    return key in ("DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL") and config.get(switch) is True
 
 
 def _comparable(config: Flat, key: str) -> str | None:
@@ -180,7 +176,6 @@ class Row:
 
     Attributes:
         values: the text of each key in which the runs differ.
-        folder: where its files are.
         outcome: how its process ended; None for a run that goes on, or whose end nobody saw.
         job: who runs it, if a launcher has started it and it goes on.
         pruned: whether a search has ended it before its end.
@@ -309,13 +304,7 @@ class Row:
 
 @dataclass
 class Comparison(Figures):
-    """Runs side by side, finished or not.
-
-    Attributes:
-        rows: in the order in which they are shown.
-        wanted_metric: from `--metric`.
-        notes: sentences about what the figures do not say.
-    """
+    """Runs side by side, finished or not, in the order shown; the notes say what the figures do not."""
 
     rows: list[Row] = field(default_factory=list)
     wanted_metric: str | None = None
@@ -370,13 +359,7 @@ class Comparison(Figures):
 
 
 def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = None) -> Comparison:
-    """Put runs side by side, in their order.
-
-    Args:
-        runs: as they were read; their names and values are filled.
-        names: what to call each.
-        metric: the metric that is compared; None for the one of most runs.
-    """
+    """Put runs side by side, in their order, with their names and values; `metric` is that of --metric."""
     keys = differing_keys([run.config for run in runs if run.config is not None])
     for run, name in zip(runs, names, strict=True):
         run.name, run.values = name, {key: _shown(run, key) for key in keys}
@@ -388,11 +371,6 @@ def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = Non
         notes.append(
             f"the runs have different data ({', '.join(of_data)}): a metric of one cannot be compared with "
             "that of another"
-        )
-    of_loss = [key for key in keys if key.startswith("LOSS.")]
-    if of_loss and is_smaller_better(shown):
-        notes.append(
-            f"the runs have different losses ({', '.join(of_loss)}): their {shown} is not the same figure"
         )
     if without := [run.name for run in runs if run.metrics and shown not in run.metrics]:
         notes.append(f"{shown}: not measured by {', '.join(without)}; --metric compares another one")
@@ -440,7 +418,8 @@ def _read_config(run: Row) -> None:
     # Before its first step, a run that a sweep has started only has what it was asked for.
     path = next((folder / name for name in (CONFIG, ASKED) if (folder / name).exists()), folder / CONFIG)
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=FastLoader)
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the parser in C, where PyYAML has it
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
         if not isinstance(content, dict):
             raise ValueError("it holds no keys")
     except FileNotFoundError:
@@ -449,7 +428,7 @@ def _read_config(run: Row) -> None:
         run.problem = f"{path.name} cannot be read: {' '.join(str(error).split())}"
     else:
         plan = content.pop(PLAN, None)
-        run.config = {key: unescape(value) for key, value in flattened(content).items()}
+        run.config = flattened(content)
         if isinstance(plan, Mapping):
             run.plan = {name: plan[key] for key, name in _PLANNED.items() if key in plan}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 EXPENDABLE = ("warm-up", "images/s", "training s", "rate", "size", "batch")
-"""Columns that a narrow terminal does without, in this order; the metric and the status are never cut."""
+"""Columns that a narrow terminal does without, in this order, and then those of keys that differ least."""
 _MOST_KEYS = 8
 """Differing keys that have a column; a preset may change dozens."""
-_NAME_LETTERS = 24
-"""Letters of a run's name that are not folded to keep a column."""
+_LETTERS = 24
+"""Letters of a name or a value that are not folded to keep a column."""
 _LABEL_LETTERS = 48
 _LOG_FACTOR = 8
 """Numbers that spread over more than this factor have a logarithmic axis."""
@@ -80,17 +80,16 @@ def sort_rows(runs: Comparison, key: str) -> None:
     name = runs.metric if wanted == "metric" else full.get(wanted, wanted)
     is_metric = name in runs.metrics
     column = f"best {name}" if is_metric else name
-    figures = [(row, row.scalars(runs.metrics)) for row in runs.rows]
-    known = figures[0][1]
+    values = {row.folder: row.scalars(runs.metrics) for row in runs.rows}
+    known = values[runs.rows[0].folder]
     if column not in known:
         close = get_close_matches(wanted, ["metric", *full, *known], 5, cutoff=0)
         raise ConfigError(
             f"--sort: {wanted!r} is no metric, column or key that differs; closest are {', '.join(close)}"
         )
-    with_value = [(row, values[column]) for row, values in figures if values[column] not in (None, "")]
+    in_order = [row for row in runs.rows if values[row.folder][column] not in (None, "")]
     is_reversed = key.startswith("-") != (is_metric and not is_smaller_better(name))
-    with_value.sort(key=lambda found: _order(found[1]), reverse=is_reversed)
-    in_order = [row for row, _ in with_value]
+    in_order.sort(key=lambda row: _order(values[row.folder][column]), reverse=is_reversed)
     runs.rows = in_order + [row for row in runs.rows if row not in in_order]
 
 
@@ -107,13 +106,17 @@ def _order(value: Any) -> tuple[float, str]:
 
 def print_runs(runs: Comparison, console: Console) -> None:
     """Show the table, what limits the comparison, who runs what, and why runs have not ended well."""
+    keys = sorted(runs.keys, key=lambda key: -len({row.values[key] for row in runs.rows}))
+    expendable = [*EXPENDABLE, *reversed(keys[:_MOST_KEYS])]
     unlimited = console.options.update(max_width=10**6)
-    for num_left_out in range(len(EXPENDABLE) + 1):
-        left_out = EXPENDABLE[:num_left_out]
-        folded = _table(runs, left_out, _NAME_LETTERS)
-        if Measurement.get(console, unlimited, folded).maximum <= console.width:
+    for count in range(len(expendable) + 1):
+        left_out = {*keys[_MOST_KEYS:], *expendable[:count]}
+        table = _table(runs, left_out)
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
             break
-    console.print(_table(runs, left_out))
+    for column in table.columns:
+        column.max_width = None  # the width that is left is for names and values
+    console.print(table)
     sentences = [f"note: {note}" for note in runs.notes]
     sentences += [f"{row.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))]
     for sentence in sentences:
@@ -131,18 +134,20 @@ def _said_of(row: Row) -> str:
     return f"{row.reason} ({output})" if output.exists() else row.reason
 
 
-def _table(runs: Comparison, left_out: Sequence[str], name_width: int | None = None) -> Table:
-    """One line per run: what differs, the batch plan, the metric at the end and at its best."""
-    most = sorted(runs.keys, key=lambda key: -len({row.values[key] for row in runs.rows}))[:_MOST_KEYS]
-    keys = [key for key in runs.keys if key in most]
+def _table(runs: Comparison, left_out: Collection[str]) -> Table:
+    """One line per run: what differs, the batch plan, the metric at the end and at its best.
+
+    Names and values are folded, but no heading is.
+    """
     names = short_names(runs.keys)
+    keys = [key for key in runs.keys if key not in left_out]
+    hidden = [key for key in runs.keys if key in left_out]
     # The names of a sweep's runs are their values.
-    has_names = len(most) < max(len(runs.keys), 1) or any("=" not in (row.name or "=") for row in runs.rows)
+    has_names = bool(hidden) or not keys or any("=" not in (row.name or "=") for row in runs.rows)
     table = Table(title="Runs", title_justify="left")
-    if has_names:
-        table.add_column("run", overflow="fold", max_width=name_width)
-    for key in keys:
-        table.add_column(names[key], overflow="fold")
+    for heading in (*(["run"] if has_names else []), *(names[key] for key in keys)):
+        most = max(_LETTERS, len(heading))
+        table.add_column(heading, overflow="fold", min_width=len(heading), max_width=most)
     figures = {
         heading: text
         for heading, text in _figures(runs).items()
@@ -153,8 +158,8 @@ def _table(runs: Comparison, left_out: Sequence[str], name_width: int | None = N
     for row in runs.rows:
         values = *(row.values[key] for key in keys), *(text(row) for text in figures.values()), row.status
         table.add_row(*([row.title] if has_names else []), *values)
-    if others := [key for key in runs.keys if key not in keys]:
-        table.caption = f"more keys that differ: {', '.join(others)}"
+    if hidden:
+        table.caption = f"more keys that differ: {', '.join(hidden)}"
     return table
 
 

@@ -53,7 +53,7 @@ class Options:
     """What to evaluate, and where the files go, as the help says; `output` has no ending."""
 
     run: Path = Path()
-    checkpoint: str = "best"
+    checkpoint: str | None = None
     output: Path | None = None
     plot: Path | None = None
     unknown: str = "error"
@@ -117,7 +117,7 @@ def _base(options: Options) -> tuple[list[str], Mapping[Any, Any]]:
     from linnaeus.training.checkpoint import load_checkpoint
 
     try:
-        checkpoint = find_checkpoint_file(path, options.checkpoint)
+        checkpoint = find_checkpoint_file(path, options.checkpoint or "best")
         nodes = load_checkpoint(checkpoint, mmap=True).get("config")
     except LinnaeusError as error:
         raise ConfigError(f"RUN: {error}") from error

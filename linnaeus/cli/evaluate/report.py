@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from linnaeus.cli.plots import BLUE, INK, VERMILION, decorate, drawing
-from linnaeus.cli.tables import Figures, cell
+from linnaeus.cli.tables import Figures, cell, table
 from linnaeus.inference.figures import NUM_BINS, Distance, LevelFigures
 from linnaeus.words import counted
 
@@ -84,16 +83,12 @@ class Evaluation(Figures):
     def level_row(self, level: LevelFigures) -> dict[str, Any]:
         """The figures of a level that are single numbers."""
         return _finite({
-            "samples": level.num_samples,
-            "unlabelled": level.num_unlabelled,
-            "classes": len(level.level.classes),
-            "classes_with_samples": level.num_classes_with_samples,
+            "samples": level.num_samples, "unlabelled": level.num_unlabelled,
+            "classes": len(level.level.classes), "classes_with_samples": level.num_classes_with_samples,
             "top1": level.top1,
             "top5": self.metrics.get(f"top5/{level.level.name}") if level.num_samples else None,
-            "macro_recall": level.macro_recall,
-            "macro_precision": level.macro_precision,
-            "macro_f1": level.macro_f1,
-            "calibration_error": level.calibration_error,
+            "macro_recall": level.macro_recall, "macro_precision": level.macro_precision,
+            "macro_f1": level.macro_f1, "calibration_error": level.calibration_error,
             "cross_entropy": level.cross_entropy,
         })  # fmt: skip
 
@@ -118,12 +113,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
 def compare_with_logged(
     logged: Mapping[str, float], metrics: Mapping[str, float], other_settings: Sequence[str]
 ) -> dict[str, Any]:
-    """The figures that training has logged for the checkpoint, beside those of an evaluation.
-
-    Returns:
-        `metrics` (the logged ones), `unequal` (names of those that differ in the last digit, or that only one
-        of both has), `same`, and `other_settings`: what the evaluation does otherwise than the run did.
-    """
+    """What training has logged, which figures are not the same, and what the evaluation does otherwise."""
     before, now = _finite(logged), _finite(metrics)
     unequal = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {
@@ -136,42 +126,6 @@ def compare_with_logged(
 
 def show(evaluation: Evaluation, console: Console) -> None:
     """Print the tables and the notes."""
-    if evaluation.levels:
-        console.print(_levels_table(evaluation))
-    finest = next((level for level in reversed(evaluation.levels) if level.num_samples), None)
-    if finest is not None and (worst := finest.worst(NUM_SHOWN)):
-        name, classes, found = finest.level.name, finest.level.classes, finest.classes
-        rows = [
-            (
-                classes[n],
-                f"{found.num_samples[n]}",
-                f"{found.recall[n]:.4f}",
-                f"{found.precision[n]:.4f}".replace("nan", ""),
-            )
-            for n in worst
-        ]
-        headings = ["class", "samples", "recall", "precision"]
-        console.print(_table(f"Lowest recall: {name}", headings, rows))
-        rows = [
-            (each.true, each.predicted, str(each.samples), f"{each.share:.1%}")
-            for each in finest.confusions(NUM_SHOWN)
-        ]
-        headings = ["class", "taken for", "samples", "of the class"]
-        console.print(_table(f"Largest confusions: {name}", headings, rows, num_texts=2))
-    for note in notes(evaluation):
-        console.print(note, markup=False, soft_wrap=True)
-
-
-def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> Table:
-    table = Table(*headings[:num_texts], title=title, title_justify="left")
-    for heading in headings[num_texts:]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _levels_table(evaluation: Evaluation) -> Table:
     headings = {
         "samples": "samples", "unlabelled": "unlabelled", "top1": "top-1", "top5": "top-5",
         "macro_recall": "macro recall", "macro_precision": "precision", "macro_f1": "F1",
@@ -180,9 +134,28 @@ def _levels_table(evaluation: Evaluation) -> Table:
     rows = []
     for level in evaluation.levels:
         row = evaluation.level_row(level)
-        cells = (cell(row[name], "d" if isinstance(row[name], int) else ".4f") for name in headings)
-        rows.append((level.level.name, *cells))
-    return _table(evaluation.data_title, ["rank", *headings.values()], rows)
+        cells = [cell(row[name], "d" if isinstance(row[name], int) else ".4f") for name in headings]
+        rows.append([level.level.name, *cells])
+    if rows:
+        console.print(table(evaluation.data_title, ["rank", *headings.values()], rows, left=("rank",)))
+    finest = next((level for level in reversed(evaluation.levels) if level.num_samples), None)
+    if finest is not None and (worst := finest.worst(NUM_SHOWN)):
+        name, found = finest.level.name, finest.classes
+        rows = [
+            [finest.level.classes[n], str(int(found.num_samples[n]))]
+            + [f"{values[n]:.4f}".replace("nan", "") for values in (found.recall, found.precision)]
+            for n in worst
+        ]
+        columns = ["class", "samples", "recall", "precision"]
+        console.print(table(f"Lowest recall: {name}", columns, rows, left=("class",)))
+        rows = [
+            [each.true, each.predicted, str(each.samples), f"{each.share:.1%}"]
+            for each in finest.confusions(NUM_SHOWN)
+        ]
+        columns = ["class", "taken for", "samples", "of the class"]
+        console.print(table(f"Largest confusions: {name}", columns, rows, left=("class", "taken for")))
+    for note in notes(evaluation):
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def notes(evaluation: Evaluation) -> list[str]:
@@ -210,10 +183,7 @@ def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> 
     settings = f" with {', '.join(logged['other_settings'])}" if logged["other_settings"] else ""
     if logged["same"]:
         return f"same figures as in training, to the last digit{settings}"
-    reason = settings or (
-        ", although data, sizes and device are the run's: the files may have changed since training, or the "
-        "device does not repeat its sums"
-    )
+    reason = settings or ", although data, sizes and device are the run's"
     unequal = []
     for name in logged["unequal"]:
         now, before = (cell(values.get(name), ".6g") or "absent" for values in (metrics, logged["metrics"]))

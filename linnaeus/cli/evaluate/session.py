@@ -76,10 +76,7 @@ class Session:
 def run(options: Options, config: Config, own: Config) -> int:
     """Evaluate, write the files and show the figures; returns the exit code, 0.
 
-    Args:
-        options: what to evaluate, and where to.
-        config: the run's configuration, with what the command line changes.
-        own: the run's.
+    `own` is the configuration of the run, `config` that with what the command line changes.
 
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
@@ -96,7 +93,7 @@ def run(options: Options, config: Config, own: Config) -> int:
             world.check_equal(configuration_facts(dataclasses.asdict(config)))
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
-            trained = load_run(options.run, checkpoint=options.checkpoint, device=str(world.device))
+            trained = load_run(options.run, checkpoint=options.checkpoint or "best", device=str(world.device))
             _evaluate(Session(options, config, own, trained, world, console))
     except RankEnded as ended:
         ended.leave()
@@ -235,17 +232,13 @@ def _compare_with_training(
     is_comparable = session.is_own_dataset and not data.num_left_out and not progress["samples"]
     if not (is_comparable and was_validated and progress["metrics"]):
         return None
-    before = _conditions(
-        own, session.trained.spec.preprocessing, content.get("plan", {}).get("WORLD_SIZE"),
-        content.get("environment", {}),
-    )  # fmt: skip
-    if session.trained.folder is None:  # a checkpoint that stands alone does not know the size found
-        before["DATA.BATCH_SIZE_VAL"] = None
+    num_before, environment = content.get("plan", {}).get("WORLD_SIZE"), content.get("environment", {})
+    before = _conditions(own, session.trained.spec.preprocessing, num_before, environment)
     now = _conditions(config, data.bundle.preprocessing, world.world_size, device_environment(world.device))
     other_settings = [
-        f"{name} {now[name]} ({'not known' if value is None else value} in the run)"
+        f"{name} {now.get(name)} ({value} in the run)"
         for name, value in before.items()
-        if value != now[name]
+        if value not in (None, now.get(name))
     ]
     return compare_with_logged(progress["metrics"], outcome.metrics, other_settings)
 
@@ -257,13 +250,10 @@ def _conditions(
     keys = (
         "DATA.BATCH_SIZE_VAL", "TRAIN.AMP", "TRAIN.CHANNELS_LAST", "TRAIN.COMPILE", "DATA.ON_BAD_IMAGE",
     )  # fmt: skip
-    return {
-        **{key: attrgetter(key)(config) for key in keys},
-        "processes": processes,
-        "image size": preprocessing and preprocessing.size,
-        "crop fraction": preprocessing and preprocessing.crop_fraction,
-        **{name: environment.get(name) for name in ("device_name", "torch")},
-    }
+    found = {key: attrgetter(key)(config) for key in keys} | {"processes": processes}
+    if preprocessing is not None:
+        found |= {"image size": preprocessing.size, "crop fraction": preprocessing.crop_fraction}
+    return found | {name: environment.get(name) for name in ("device_name", "torch")}
 
 
 # Names of the files.
@@ -278,10 +268,8 @@ def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any
     path, trained = session.options.output, session.trained
     if path is None:
         stem = (trained.folder or trained.checkpoint.parent) / "evaluations" / _name(session, data)
-        numbered = (stem.with_name(f"{stem.name}_{number}") for number in itertools.count(2))
-        path = next(
-            path for path in itertools.chain([stem], numbered) if not _is_of_other_data(path, about_data)
-        )
+        names = (f"{stem.name}_{n}" if n > 1 else stem.name for n in itertools.count(1))
+        path = next(each for name in names if _is_free(each := stem.with_name(name), about_data))
     with suppress(OSError):  # the check says why
         path.parent.mkdir(parents=True, exist_ok=True)
     check_files({"--output": _file(path, ".json")})
@@ -291,7 +279,7 @@ def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any
 def _name(session: Session, data: EvaluationData) -> str:
     """That of the checkpoint, and of the data and the image size where they are not the run's."""
     options = session.options
-    names = [options.run.stem if options.run.is_file() else Path(options.checkpoint).stem]
+    names = [options.run.stem if options.run.is_file() else Path(options.checkpoint or "best").stem]
     if not session.is_own_dataset:
         source = Path(data.source)
         is_part = source.name in _PARTS and source.parent.name
@@ -302,10 +290,9 @@ def _name(session: Session, data: EvaluationData) -> str:
     return re.sub(r"[^\w.-]+", "_", "_".join(names))
 
 
-def _is_of_other_data(path: Path, about_data: Mapping[str, Any]) -> bool:
-    """Whether there are files of this name that hold anything but an evaluation of this data."""
+def _is_free(path: Path, about_data: Mapping[str, Any]) -> bool:
+    """Whether there is no file of this name, or one of an evaluation of this data."""
     file = _file(path, ".json")
-    if not file.exists():
-        return False
     data = (read_json(file) or {}).get("data")
-    return not isinstance(data, dict) or data | json.loads(json.dumps(about_data)) != data
+    wanted = json.loads(json.dumps(about_data))
+    return not file.exists() or (isinstance(data, dict) and data | wanted == data)

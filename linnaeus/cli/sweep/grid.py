@@ -81,7 +81,7 @@ def read_grid(argv: Sequence[str]) -> Grid:
         except ValueError as error:
             grid.problems.append(f"{override.key}: {error}")
     swept = {axis[0].key for axis in axes if len(axis) > 1}
-    tokens = line.source_tokens()
+    tokens = [token for source in line.sources for token in source]
     for chosen in itertools.product(*axes):
         values = {override.key: override.text or "" for override in chosen if override.key in swept}
         grid.combinations.append(Combination(values, (*tokens, *map(token_of, chosen))))
@@ -93,12 +93,12 @@ def read_grid(argv: Sequence[str]) -> Grid:
 
 
 def effective(line: CommandLine) -> list[Override]:
-    """Presets and overrides in the order in which they are applied; a repeated key has its last place."""
+    """Groups and keys in the order in which they are applied; a repeated key has its last place."""
     last: dict[str, Override] = {}
     for override in line.overrides:
         last.pop(override.key, None)
         last[override.key] = override
-    return [*(Override(group, name) for group, name in line.presets.items()), *last.values()]
+    return [*line.groups.values(), *last.values()]
 
 
 def check_may_be_swept(key: str) -> None:

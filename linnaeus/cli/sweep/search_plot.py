@@ -47,10 +47,9 @@ def save_search_plot(sweep: Comparison, axes: Sequence[Axis], path: Path, *, sma
             decorate(panel, axis.key, "", sweep.metric)
             _scale(panel, axis)
         for n, row, value in points:
-            text = f"{row.title}: {sweep.metric} {value:.4g}"
-            style = {} if row.status == "finished" else {"markerfacecolor": "none"}
+            face = BLUE if row.status == "finished" else "none"
             for panel, x in zip(panels, [n, *(_x(row, axis) for axis in axes)], strict=True):
-                picture.point(panel, x, value, "o", text, color=BLUE, **style)
+                panel.plot([x], [value], "o", color=BLUE, markerfacecolor=face)
 
 
 def _scale(panel: Axes, axis: Axis) -> None:

@@ -75,7 +75,8 @@ class Space:
     def combination(self, texts: Mapping[str, str]) -> Combination:
         """The point with these values, by key."""
         chosen = (replace(each, text=texts.get(each.key, each.text)) for each in self._overrides)
-        return Combination(dict(texts), (*self.line.source_tokens(), *map(token_of, chosen)))
+        sources = (token for source in self.line.sources for token in source)
+        return Combination(dict(texts), (*sources, *map(token_of, chosen)))
 
     def corners(self) -> Iterator[Combination]:
         """Points with each end and each choice: what is wrong with a key alone shows in one of them."""

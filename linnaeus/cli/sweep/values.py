@@ -13,8 +13,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString, RangeSweep, Transformer
 from hydra.errors import HydraException
 
-from linnaeus.config.values import split_list
-
 
 def sweep_values(text: str) -> list[str]:
     """The values in a text, each as it is typed alone; equal ones count once.
@@ -30,7 +28,7 @@ def sweep_values(text: str) -> list[str]:
     try:
         override = OverridesParser.create().parse_override(f"value={text}")
     except (HydraException, RecursionError):
-        if not text.startswith("[") and len(split_list(text)) > 1:
+        if "," in text and not text.startswith("["):
             raise ValueError(
                 f"{text!r} cannot be read as a list of values; quotes make it one text: \"'{text}'\""
             ) from None

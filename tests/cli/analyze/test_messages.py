@@ -27,7 +27,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         "--throughput=1", "--foo", "DATA.BATCHSIZE=3",
     ]),
     "values of options of a run": (read_plan, [
-        "--sizes=8,0", "--noise-scale=-1", "--time-budget=2", "--world-size=1.5", "--fraction=2",
+        "--sizes=8,0", "--noise-scale=-1", "--time-budget=2", "--world-size=1.5", "--fractions=2",
     ]),
     "options that need --predict": (read, ["--gpu=t4", "--device-memory-gb=24"]),
     "options that do not go with --predict": (read, [
@@ -58,8 +58,8 @@ def measured() -> Analysis:
         row.samples_per_s = 100.0
         rows += [row, Row(mode, 0.5, reason=f"AutoBatch ({mode}): no batch size fits")]
     rows[0].remedies = [
-        Remedy("bf16", {"TRAIN.AMP": "bf16"}, 121, 500 * MIB, 300 * MIB, 150.0),
-        Remedy("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2}, 60, 5 * MIB, reason="no memory"),
+        Remedy({"TRAIN.AMP": "bf16"}, 121, 500 * MIB, 300 * MIB, 150.0),
+        Remedy({"TRAIN.ACCUMULATION_STEPS": 2}, 60, 5 * MIB, reason="no memory"),
     ]
     return Analysis(rows=rows)
 
@@ -92,6 +92,6 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     parts = Breakdown(parameters=MIB, activations=500 * MIB, rest=100 * MIB)
     row = Row("train", 0.9, 64, limited_by="memory", peak_bytes=601 * MIB, budget_bytes=GIB, breakdown=parts)
     row.device, row.device_bytes, row.safe_batch_size = "24 GiB", 24 * GIB, 50
-    row.remedies = [Remedy("bf16", {"TRAIN.AMP": "bf16"}, 64, 601 * MIB, 400 * MIB, safe_batch_size=90)]
+    row.remedies = [Remedy({"TRAIN.AMP": "bf16"}, 64, 601 * MIB, 400 * MIB, safe_batch_size=90)]
     said["a predicted analysis"] = shown(Analysis(rows=[row]))
     golden("analyze", said, folder=tmp_path)

@@ -110,9 +110,7 @@ def test_a_noise_scale_and_the_batch_plan(run: Run, tmp_path: Path) -> None:
     found = content["throughput"]["train"]
     rows = {row["batch_size"]: row for row in found["timings"]}
     assert list(rows) == [4, 8, 16]
-    assert {size: reason.split()[:2] for size, reason in found["left_out"].items()} == {
-        "1": ["below", "2,"], "99": ["above", "16,"],
-    }  # fmt: skip
+    assert [*found["left_out"]] == ["1", "99"]
     assert [row["effective_batch"] for row in rows.values()] == [16, 32, 64]
     assert [row["learning_rate"] for row in rows.values()] == pytest.approx([0.05, 0.1, 0.2])
     assert [row["total_steps"] for row in rows.values()] == [1200, 600, 300]
@@ -127,9 +125,7 @@ def test_a_noise_scale_and_the_batch_plan(run: Run, tmp_path: Path) -> None:
     assert any("BatchNorm" in text for text in rows[4]["warnings"])
     assert not any("BatchNorm" in text for text in rows[16]["warnings"])
     svg = ElementTree.parse(tmp_path / "plan.svg").getroot()
-    titles = " ".join(title.text or "" for title in svg.iter(f"{SVG}title"))
-    for row in rows.values():
-        assert f"{row['samples_per_s']:.4g}" in titles
+    assert f"recommended for training: {best}" in {text.text for text in svg.iter(f"{SVG}text")}
 
 
 def test_ctrl_c_writes_what_has_been_timed(run: Run, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from linnaeus.cli.compare.runs import Comparison, Row, compared, differing_keys, flattened, read_runs
-from linnaeus.config.load import FastLoader, load_config, to_yaml
+from linnaeus.config.load import load_config, to_yaml
 from linnaeus.launchers.outcome import Outcome
 from tests.helpers.run_files import result, write_run, write_validations
 
@@ -22,7 +22,7 @@ def config(*argv: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
 
 @functools.cache
 def _flat(*argv: str) -> dict[str, Any]:
-    return flattened(yaml.load(to_yaml(load_config(argv).config), Loader=FastLoader))
+    return flattened(yaml.safe_load(to_yaml(load_config(argv).config)))
 
 
 def differing(*runs: tuple[str, ...]) -> list[str]:

@@ -102,8 +102,7 @@ def test_a_whole_search(run_in_child: Run, run: Run, tmp_path: Path) -> None:
     best = max(entry["metrics"]["top1/class"] for entry in entries)
     assert f" {best:.4f}" in outcome.out.splitlines()[-1]
     svg = ElementTree.parse(tmp_path / "sweep.svg").getroot()
-    titles = [title.text or "" for title in svg.iter(f"{SVG}title")]
-    assert sum(f"top1/class {best:.4g}" in title for title in titles) >= 1
+    assert "best so far" in {text.text for text in svg.iter(f"{SVG}text")}
     assert run("sweep", "--status", "runs/tiny").out.count("finished") == 2
 
 
@@ -225,7 +224,7 @@ def test_a_search_that_sbatch_refuses_leaves_no_folder(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The study of a search would make it the folder of one."""
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     search = ("--search", "optuna", "--trials", "2")
     argv = (*SMALL, "EXPERIMENT.NAME=new", "DATA.BATCH_SIZE=16,8", "--launcher", "slurm", *search)
     assert "sbatch" in run("sweep", *argv).err
