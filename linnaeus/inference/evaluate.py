@@ -17,13 +17,7 @@ from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import World
-from linnaeus.errors import (
-    CheckpointError,
-    ConfigError,
-    OutOfMemoryError,
-    first_detail,
-    first_line,
-)
+from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError, first_detail, first_line
 from linnaeus.inference.figures import EvaluationMetrics, LevelFigures
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.freeze import Freezing

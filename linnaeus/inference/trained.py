@@ -69,9 +69,8 @@ class TrainedRun:
         """Checkpoint, model, input, classes and device, in one sentence."""
         spec = self.spec
         name = spec.node.get("NAME") or spec.node.get("_target_")
-        size = ""
-        if spec.img_size is not None:
-            size = f" on {spec.in_chans} x {' x '.join(map(str, spec.img_size))} inputs"
+        shape = " x ".join(map(str, (spec.in_chans, *(spec.img_size or ()))))
+        size = "" if spec.img_size is None else f" on {shape} inputs"
         ranks = [f"{counted(len(names), 'class')} of {level}" for level, names in self.classes.items()]
         return f"{self.checkpoint}: {name}{size}, {', '.join(ranks) or 'no classes'}, on {self.device}"
 
