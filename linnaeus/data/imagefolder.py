@@ -78,15 +78,6 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
     return Part(held_out, names, "samples held out of training", tuple(report), index)
 
 
-def example_folder(dataset: DatasetConfig) -> Path:
-    """A folder with images of a run's dataset: of validation where there is one, else of training.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    return _evaluation_split(dataset, is_own=True) or _split_folders(dataset)[0]
-
-
 def _evaluation_split(dataset: DatasetConfig, is_own: bool) -> Path | None:
     """The folder of the validation split; the one of training need not be there."""
     if dataset.ROOT is None:

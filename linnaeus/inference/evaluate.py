@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from linnaeus.autobatch.memory.device import failed_allocations
 from linnaeus.autobatch.memory.oom import is_out_of_memory
@@ -18,25 +17,14 @@ from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import World
-from linnaeus.errors import (
-    CheckpointError,
-    ConfigError,
-    LinnaeusError,
-    OutOfMemoryError,
-    first_detail,
-    first_line,
-)
-from linnaeus.inference.tally import LevelCounts, Tally
+from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError, first_detail, first_line
+from linnaeus.inference.figures import EvaluationMetrics, LevelFigures
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.freeze import Freezing
 from linnaeus.training.build import Assembly, build_precision
 from linnaeus.training.losses import build_loss, gives_log_probabilities
-from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.out_of_memory import SizeOrigin, validation_remedies
 from linnaeus.training.step import TrainStep, ValidationStep
-from linnaeus.words import counted
-
-logger = logging.getLogger("linnaeus.evaluate")
 
 
 @dataclass(frozen=True)
@@ -45,36 +33,13 @@ class Outcome:
 
     Attributes:
         metrics: those that training logs, computed as there; equal on all processes.
-        levels: the counts of each level, on rank 0; None on the others.
+        levels: the figures of each level, coarse to fine, on rank 0; None on the others.
         duration_s: of the pass over the data.
     """
 
     metrics: dict[str, float]
-    levels: list[LevelCounts] | None
+    levels: list[LevelFigures] | None
     duration_s: float
-
-
-class EvaluationMetrics:
-    """All that is counted of a batch.
-
-    Attributes:
-        logged: the metrics that training logs.
-        tally: what the others are computed from.
-    """
-
-    def __init__(self, logged: ClassificationMetrics, tally: Tally) -> None:
-        self.logged = logged
-        self.tally = tally
-
-    def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
-        """Add one batch; arguments as for `ClassificationMetrics.update`."""
-        self.logged.update(outputs, targets, loss)
-        self.tally.update(outputs, targets)
-
-    def reset(self) -> None:
-        """Forget all batches."""
-        self.logged.reset()
-        self.tally.reset()
 
 
 def assemble_evaluation(
@@ -88,9 +53,8 @@ def assemble_evaluation(
         config: the TRAIN node; precision, memory format and compilation are read from it.
 
     Returns:
-        The step as part of an assembly, as the search for a batch size takes it, and what the step counts.
-        Nothing is trained: its optimizer has one parameter that belongs to nothing, and its parameters take
-        no gradients.
+        The step as part of an assembly, as the search for a batch size takes it, and what the step updates.
+        The model takes no gradients; the optimizer has one parameter that belongs to nothing.
 
     Raises:
         CheckpointError: the state of the loss does not fit.
@@ -109,8 +73,7 @@ def assemble_evaluation(
         raise CheckpointError(
             f"{trained.checkpoint}: the state of its loss does not fit LOSS: {first_detail(error)}"
         ) from error
-    tally = Tally(taxonomy, are_logs=gives_log_probabilities(model))
-    metrics = EvaluationMetrics(ClassificationMetrics(taxonomy).to(device), tally)
+    metrics = EvaluationMetrics(taxonomy, device, are_logs=gives_log_probabilities(model))
     precision = build_precision(config, device)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros((), device=device), requires_grad=False)])
     scaler = torch.amp.GradScaler(device.type, enabled=False)
@@ -162,17 +125,15 @@ def evaluate(
     """Run the step on all batches of this process, and sum over the processes. Every process must call this.
 
     Args:
-        step: updates `metrics`.
-        metrics: are reset before.
+        step: updates `metrics`, which are reset before.
         batches: this process's part of the samples.
-        world: the processes.
         origin: of the batch size, for the error when memory runs out.
         on_batch: called after each batch.
 
     Raises:
         DataError: a sample cannot be read.
         OutOfMemoryError: a batch does not fit.
-        LinnaeusError: the model's outputs are not finite (on rank 0, which has the counts).
+        LinnaeusError: the model's outputs are not finite; on rank 0.
     """
     memory = failed_allocations(world.device)
     step.model.eval()
@@ -193,15 +154,7 @@ def evaluate(
         ) from error
     values = metrics.logged.compute(world)
     assert values is not None  # no process breaks off
-    levels = metrics.tally.collect(world)
-    for name, counts in zip(metrics.tally.level_names, levels or (), strict=False):
-        if counts.num_not_finite:
-            raise LinnaeusError(
-                f"the model's outputs for rank {name!r} are not finite, for "
-                f"{counted(counts.num_not_finite, 'sample')}: its weights are not, or its number format "
-                "(TRAIN.AMP) overflows"
-            )
-    return Outcome(values, levels, time.perf_counter() - started)
+    return Outcome(values, metrics.figures(world), time.perf_counter() - started)
 
 
 def evaluated_preprocessing(
@@ -212,14 +165,14 @@ def evaluated_preprocessing(
     Raises:
         ConfigError: the run's dataset gave tensors, so that there is none to change.
     """
-    preprocessing = trained.spec.preprocessing
-    changes: dict[str, Any] = {"size": size, "crop_fraction": crop_fraction}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if preprocessing is None:
-        if changes:
-            raise ConfigError(
-                "DATA.IMG_SIZE and DATA.AUGMENT.CROP_FRACTION: the dataset of the run gave tensors, which "
-                "pass as they are; leave both out"
-            )
-        return None
-    return dataclasses.replace(preprocessing, **changes)
+    before = trained.spec.preprocessing
+    if size is None and crop_fraction is None:
+        return before
+    if before is None:
+        raise ConfigError(
+            "DATA.IMG_SIZE and DATA.AUGMENT.CROP_FRACTION: the dataset of the run gave tensors, which "
+            "pass as they are; leave both out"
+        )
+    return dataclasses.replace(
+        before, size=size or before.size, crop_fraction=crop_fraction or before.crop_fraction
+    )

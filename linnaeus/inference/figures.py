@@ -1,15 +1,93 @@
-"""The figures of an evaluation, from its counts: per level, per class, confusions, distances of mistakes."""
+"""The figures of an evaluation: counted batch by batch, then computed for each level and class.
+
+Shapes: B samples in a batch, N samples in all, R levels, C classes of a level, K pairs of classes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
-from linnaeus.inference.tally import LevelCounts
+from linnaeus.dist import World
+from linnaeus.errors import LinnaeusError
+from linnaeus.training.losses import log_probabilities, logits_per_level
+from linnaeus.training.metrics import ClassificationMetrics
+from linnaeus.words import counted
+
+NUM_BINS = 15
+"""Bins of equal width over the confidences 0 to 1."""
+HELD_ON_DEVICE = 8192
+"""Samples whose predictions wait on the device, so that few batches synchronise with the host."""
+
+
+class EvaluationMetrics:
+    """What is kept of each batch: the logged metrics, and 16 bytes on the host per sample and level.
+
+    Args:
+        taxonomy: levels and classes; None keeps the logged metrics only.
+        device: of the model.
+        are_logs: see `linnaeus.training.losses.log_probabilities`.
+
+    Attributes:
+        logged: the metrics that training logs.
+    """
+
+    def __init__(self, taxonomy: Taxonomy | None, device: torch.device, *, are_logs: bool = False) -> None:
+        self.logged = ClassificationMetrics(taxonomy).to(device)
+        self._taxonomy, self._are_logs = taxonomy, are_logs
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self.logged.reset()
+        self._on_device: list[tuple[Tensor, Tensor]] = []
+        self._on_host: list[tuple[Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
+        """Add one batch; arguments as for `ClassificationMetrics.update`."""
+        self.logged.update(outputs, targets, loss)
+        if self._taxonomy is None:
+            return
+        logits = logits_per_level(outputs, self._taxonomy.names)
+        predicted = torch.stack([each.argmax(dim=1) for each in logits], dim=1)
+        labels = torch.stack([targets, predicted], dim=2)
+        log_p = [
+            log_probabilities(each, are_logs=self._are_logs).gather(1, labels[:, level].clamp_min(0))
+            for level, each in enumerate(logits)
+        ]
+        self._on_device.append((labels, torch.stack(log_p, dim=1)))
+        if sum(len(part) for part, _ in self._on_device) >= HELD_ON_DEVICE:
+            self._move_to_host()
+
+    def _move_to_host(self) -> None:
+        if self._on_device:
+            labels, log_p = (torch.cat(parts).cpu() for parts in zip(*self._on_device, strict=True))
+            self._on_host.append((labels.int(), log_p))
+            self._on_device = []
+
+    def figures(self, world: World) -> list[LevelFigures] | None:
+        """The figures of all levels, coarse to fine, over the samples of all processes.
+
+        A collective, which every process must call; None except on rank 0.
+
+        Raises:
+            LinnaeusError: outputs are not finite; on rank 0.
+        """
+        self._move_to_host()
+        gathered = world.gather_on_host(self._on_host)
+        if gathered is None or self._taxonomy is None:
+            return None if gathered is None else []
+        samples = [part for parts in gathered for part in parts]
+        labels, log_p = (torch.cat(parts) for parts in zip(*samples, strict=True))  # [N, R, 2] each
+        return [
+            LevelFigures.of(level, labels[:, position], log_p[:, position])
+            for position, level in enumerate(self._taxonomy.levels)
+        ]
 
 
 @dataclass(frozen=True)
@@ -19,7 +97,7 @@ class Confusion:
     Attributes:
         true, predicted: names of the classes.
         samples: how many.
-        share: as a fraction of the samples of the true class.
+        share: fraction of the samples of the true class.
     """
 
     true: str
@@ -41,21 +119,6 @@ class ClassFigures:
     num_samples: Tensor
     num_predicted: Tensor
     num_correct: Tensor
-
-    @classmethod
-    def of(cls, counts: LevelCounts) -> ClassFigures:
-        """The figures of all classes, those without a sample too."""
-        true, predicted = counts.pairs // counts.num_classes, counts.pairs % counts.num_classes
-        is_correct = true == predicted
-
-        def total(labels: Tensor, numbers: Tensor) -> Tensor:
-            return torch.zeros(counts.num_classes, dtype=torch.int64).index_add_(0, labels, numbers)
-
-        return cls(
-            total(true, counts.counts),
-            total(predicted, counts.counts),
-            total(true[is_correct], counts.counts[is_correct]),
-        )
 
     @property
     def recall(self) -> Tensor:
@@ -90,7 +153,9 @@ class LevelFigures:
         cross_entropy: mean negative log-probability of the true class.
         bins: [3, 15], float64: samples, mean confidence and accuracy of each bin; NaN in empty ones.
         classes: figures of each class.
-        counts: numbers of (true, predicted).
+        pairs: [K], the pairs of classes that occurred, as true * C + predicted, ascending. Of the C * C
+            pairs, most never occur.
+        pair_counts: [K], samples of each pair.
     """
 
     level: Level
@@ -104,28 +169,51 @@ class LevelFigures:
     cross_entropy: float | None
     bins: Tensor
     classes: ClassFigures
-    counts: LevelCounts
+    pairs: Tensor
+    pair_counts: Tensor
 
     @classmethod
-    def of(cls, level: Level, counts: LevelCounts) -> LevelFigures:
-        """The figures of a level from its counts."""
-        classes, num_samples = ClassFigures.of(counts), counts.num_samples
-        has_samples = classes.num_samples > 0
-        bins = torch.stack([counts.bins[0], counts.bins[1] / counts.bins[0], counts.bins[2] / counts.bins[0]])
+    def of(cls, level: Level, labels: Tensor, log_p: Tensor) -> LevelFigures:
+        """The figures of a level from its samples.
+
+        Args:
+            level: its name and classes.
+            labels: [N, 2], true and predicted; a true one is -1 where it is unknown.
+            log_p: [N, 2], log-probabilities of the true and of the predicted class.
+
+        Raises:
+            LinnaeusError: a log-probability is not a number.
+        """
+        num_not_finite = int(log_p[:, 1].isnan().sum())
+        if num_not_finite:
+            raise not_finite(level.name, f", for {counted(num_not_finite, 'sample')}")
+        is_known = labels[:, 0] != UNKNOWN
+        true, predicted = labels[is_known].long().unbind(dim=1)
+        log_true, log_predicted = log_p[is_known].double().unbind(dim=1)
+        is_correct, num_samples, num_classes = true == predicted, len(true), len(level.classes)
+        classes = ClassFigures(
+            *(part.bincount(minlength=num_classes) for part in (true, predicted, true[is_correct]))
+        )
+        pairs, pair_counts = torch.unique(true * num_classes + predicted, return_counts=True)
+        sums = _binned(log_predicted.exp(), is_correct)
 
         def mean(values: Tensor) -> float | None:
-            return float(values[has_samples].nan_to_num(0.0).mean()) if num_samples else None
+            values = values[classes.num_samples > 0].nan_to_num(0.0)
+            return float(values.mean()) if num_samples else None
 
-        gaps = (counts.bins[1] - counts.bins[2]).abs().sum()
+        def per_sample(total: Tensor) -> float | None:
+            return float(total) / num_samples if num_samples else None
+
         return cls(
-            level, num_samples, counts.num_unlabelled,
-            top1=int(classes.num_correct.sum()) / num_samples if num_samples else None,
+            level, num_samples, int((~is_known).sum()),
+            top1=per_sample(is_correct.sum()),
             macro_recall=mean(classes.recall),
             macro_precision=mean(classes.precision),
             macro_f1=mean(classes.f1),
-            calibration_error=float(gaps) / num_samples if num_samples else None,
-            cross_entropy=counts.cross_entropy / num_samples if num_samples else None,
-            bins=bins, classes=classes, counts=counts,
+            calibration_error=per_sample((sums[1] - sums[2]).abs().sum()),
+            cross_entropy=per_sample(-log_true.sum()),
+            bins=torch.stack([sums[0], sums[1] / sums[0], sums[2] / sums[0]]),
+            classes=classes, pairs=pairs, pair_counts=pair_counts,
         )  # fmt: skip
 
     @property
@@ -135,23 +223,43 @@ class LevelFigures:
 
     def confusions(self, limit: int) -> list[Confusion]:
         """The largest confusions, by number of samples, then by share."""
-        count = self.counts.num_classes
-        true, predicted = self.counts.pairs // count, self.counts.pairs % count
-        wrong = true != predicted
-        true, predicted, numbers = true[wrong], predicted[wrong], self.counts.counts[wrong]
-        shares = numbers.double() / self.classes.num_samples[true]
-        # by number; the share, at most 1, only breaks ties
-        order = torch.argsort(numbers.double() + shares / 2, descending=True, stable=True)[:limit].tolist()
         names = self.level.classes
+        true, predicted = self.pairs // len(names), self.pairs % len(names)
+        shares = self.pair_counts.double() / self.classes.num_samples[true]
+        # by number; the share, at most 1, only breaks ties
+        rank = torch.where(true == predicted, -1.0, self.pair_counts + shares / 2)
+        order = torch.argsort(rank, descending=True, stable=True)[:limit].tolist()
         return [
-            Confusion(names[true[i]], names[predicted[i]], int(numbers[i]), float(shares[i])) for i in order
+            Confusion(names[true[i]], names[predicted[i]], int(self.pair_counts[i]), float(shares[i]))
+            for i in order
+            if rank[i] > 0
         ]
 
     def worst(self, limit: int) -> list[int]:
-        """Labels of the classes with the lowest recall, of those with samples."""
+        """Labels of the classes with the lowest recall, of those with samples and a mistake."""
         recall = self.classes.recall.nan_to_num(2.0)
         order = torch.argsort(recall, stable=True)[:limit].tolist()
-        return [label for label in order if self.classes.num_samples[label] and recall[label] < 1]
+        return [label for label in order if recall[label] < 1]
+
+
+def not_finite(level_name: str, extent: str = "") -> LinnaeusError:
+    """The error for outputs of a model that are NaN or infinite."""
+    return LinnaeusError(
+        f"the model's outputs for rank {level_name!r} are not finite{extent}: its weights are not, or its "
+        "number format (TRAIN.AMP) overflows"
+    )
+
+
+def _binned(confidences: Tensor, is_correct: Tensor) -> Tensor:
+    """Samples, sum of confidences and correct ones [3, NUM_BINS] by confidence [N], float64.
+
+    A bin has its lower edge and not its upper one, as in torchmetrics; the last one has both. Edges are
+    those of float32, as the confidences.
+    """
+    edges = torch.linspace(0, 1, NUM_BINS + 1)
+    bins = (torch.bucketize(confidences.float(), edges, right=True) - 1).clamp(0, NUM_BINS - 1)
+    columns = torch.stack([torch.ones_like(confidences), confidences, is_correct.double()])
+    return torch.zeros(3, NUM_BINS, dtype=torch.float64).index_add_(1, bins, columns)
 
 
 @dataclass(frozen=True)
@@ -159,10 +267,9 @@ class Distance:
     """How far mistakes at the finest level are off in the taxonomy.
 
     The distance of a mistake is the number of edges from the finest level up to the lowest common ancestor
-    of the true and the predicted class: 1 for two species of a genus, 2 for two of a family, and the number
-    of levels for two that have nothing but the root in common. It is the height of Deng et al. (2010, What
-    does classifying more than 10,000 image categories tell us?) and of Bertinetto et al. (2020, Making better
-    mistakes, arXiv:1912.09393).
+    of the true and the predicted class: 1 for two species of a genus, and the number of levels for two that
+    share only the root. It is the height of Deng et al. (2010, What does classifying more than 10,000 image
+    categories tell us?) and of Bertinetto et al. (2020, Making better mistakes, arXiv:1912.09393).
 
     Attributes:
         mean_over_mistakes: mean over the mistakes; None without any.
@@ -177,46 +284,31 @@ class Distance:
     num_left_out: int
 
 
-def distance_of_mistakes(taxonomy: Taxonomy, finest: LevelCounts) -> Distance | None:
+def distance_of_mistakes(taxonomy: Taxonomy, finest: LevelFigures) -> Distance | None:
     """The mean distance; None for a single level, or where no parent is known.
 
     Args:
         taxonomy: levels and parents.
-        finest: the counts of its finest level.
+        finest: the figures of its finest level.
     """
     if not any(parent != UNKNOWN for row in taxonomy.parents for parent in row):
         return None
-    heights = pair_heights(taxonomy, finest.pairs // finest.num_classes, finest.pairs % finest.num_classes)
-    counts, is_known = finest.counts, heights != UNKNOWN
-    is_mistake = heights > 0
-    total = int((heights * counts)[is_mistake].sum())
-    num_mistakes, num_known = int(counts[is_mistake].sum()), int(counts[is_known].sum())
-    return Distance(
-        total / num_mistakes if num_mistakes else None,
-        total / num_known if num_known else None,
-        num_mistakes,
-        int(counts[~is_known].sum()),
-    )
-
-
-def pair_heights(taxonomy: Taxonomy, a: Tensor, b: Tensor) -> Tensor:
-    """Edges [N] from classes [N] of the finest level up to their lowest common ancestor.
-
-    0 for equal classes, -1 where an ancestor below the common one is unknown.
-    """
+    num_classes, counts = len(finest.level.classes), finest.pair_counts
+    a, b = finest.pairs // num_classes, finest.pairs % num_classes
     heights = torch.where(a == b, 0, UNKNOWN)
     is_open = a != b
     for height, row in enumerate(reversed(taxonomy.parents), start=1):
-        parents = torch.tensor([*row, UNKNOWN])
+        parents = torch.tensor([*row, UNKNOWN])  # the last one is the parent of an unknown class
         a, b = parents[a], parents[b]
         is_open &= (a != UNKNOWN) & (b != UNKNOWN)
         heights[is_open & (a == b)] = height
         is_open &= a != b
     heights[is_open] = len(taxonomy.levels)
-    return heights
-
-
-def figures_of(taxonomy: Taxonomy | None, counts: Sequence[LevelCounts]) -> list[LevelFigures]:
-    """The figures of all levels, coarse to fine."""
-    levels = () if taxonomy is None else taxonomy.levels
-    return [LevelFigures.of(level, each) for level, each in zip(levels, counts, strict=True)]
+    total = int((heights * counts)[heights > 0].sum())
+    num_mistakes, num_known = int(counts[heights > 0].sum()), int(counts[heights != UNKNOWN].sum())
+    return Distance(
+        total / num_mistakes if num_mistakes else None,
+        total / num_known if num_known else None,
+        num_mistakes,
+        int(counts[heights == UNKNOWN].sum()),
+    )

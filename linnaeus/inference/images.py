@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,28 +14,11 @@ from torchvision.transforms.v2 import functional
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.data.image import decode, to_tensor, why_unreadable
-from linnaeus.data.transforms import Transform
 from linnaeus.errors import DataError, first_line
 from linnaeus.models.spec import ModelSpec
 
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
 """A file, a Pillow image, an array [H, W] or [H, W, C] of uint8, or a tensor [C, H, W] (see `Reader`)."""
-
-_Source = TypeVar("_Source")
-
-
-def as_iterable(images: ImageLike | Iterable[ImageLike]) -> Iterable[ImageLike]:
-    """One image, or those of an iterable; an array or a tensor with a batch dimension is an iterable.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    is_batch = isinstance(images, np.ndarray | Tensor) and images.ndim > 3
-    if isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor) and not is_batch:
-        return [images]
-    if not isinstance(images, Iterable):
-        raise TypeError(f"images must be an image or an iterable of images, not {images!r:.100}")
-    return images
 
 
 class Reader:
@@ -53,7 +35,6 @@ class Reader:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._transform: Transform | None = None
         if spec.preprocessing is not None:
             self._transform = spec.preprocessing.transform()
 
@@ -69,9 +50,9 @@ class Reader:
             DataError: the image cannot be read or used; the message says why, and leaves naming it to the
             caller.
         """
-        if self._transform is None:
+        if self._spec.preprocessing is None:
             return self._own_input(image)
-        pixels = self._pixels(image)
+        pixels = self._pixels(image, self._spec.preprocessing.channels)
         try:
             return self._transform(pixels)
         except (ValueError, RuntimeError, ZeroDivisionError) as error:  # such as for a single row of pixels
@@ -80,22 +61,23 @@ class Reader:
             size = "x".join(map(str, pixels.shape[-2:]))
             raise DataError(f"{size} pixels cannot be resized and cropped: {first_line(error)}") from error
 
-    def _pixels(self, image: ImageLike) -> Tensor:
+    def _pixels(self, image: ImageLike, channels: int) -> Tensor:
         """[channels, any, any], uint8 or fractions."""
-        assert self._spec.preprocessing is not None
-        channels = self._spec.preprocessing.channels
-        if isinstance(image, str | os.PathLike):
-            return _decoded(decode, os.fspath(image), channels)
         if isinstance(image, np.ndarray):
             image = _of_array(image)
-        if isinstance(image, Image.Image):
-            return _decoded(to_tensor, image, channels)
         if isinstance(image, Tensor):
             return _of_tensor(image, channels)
-        raise DataError(
-            f"a {type(image).__name__} is no image: give a path, a Pillow image, an array [H, W, C] of uint8 "
-            "or a tensor [C, H, W]"
-        )
+        if not isinstance(image, str | os.PathLike | Image.Image):
+            raise DataError(
+                f"a {type(image).__name__} is no image: give a path, a Pillow image, an array [H, W, C] of "
+                "uint8 or a tensor [C, H, W]"
+            )
+        try:  # Pillow may decode an image that is open already only now
+            return to_tensor(image, channels) if isinstance(image, Image.Image) else decode(image, channels)
+        except MemoryError:
+            raise
+        except Exception as error:  # on damaged data, Pillow raises many types
+            raise DataError(why_unreadable(error)) from error
 
     def _own_input(self, image: ImageLike) -> Tensor:
         shape = (self._spec.in_chans, *(self._spec.img_size or ()))
@@ -110,16 +92,6 @@ class Reader:
         if None not in shape and tuple(image.shape) != shape:
             raise DataError(f"a tensor {list(image.shape)} is no input of the model, which takes {expected}")
         return image.float()
-
-
-def _decoded(read: Callable[[_Source, int], Tensor], image: _Source, channels: int) -> Tensor:
-    """What `read` gives; Pillow decodes an image that it has opened only now, too."""
-    try:
-        return read(image, channels)
-    except MemoryError:
-        raise
-    except Exception as error:  # on damaged data, Pillow raises many types
-        raise DataError(why_unreadable(error)) from error
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> Image.Image:
@@ -147,9 +119,7 @@ def _of_tensor(tensor: Tensor, channels: int) -> Tensor:
     elif tensor.dtype != torch.uint8:
         raise DataError(f"a tensor of {tensor.dtype} is no image: give uint8, or fractions in [0, 1]")
     tensor = tensor.cpu()
-    if tensor.shape[0] == channels:
-        return tensor.clone()
-    if channels == 1:
+    if channels == 1 and tensor.shape[0] == 3:
         grey: Tensor = functional.rgb_to_grayscale(tensor)
         return grey
     return tensor.expand(channels, -1, -1).clone()

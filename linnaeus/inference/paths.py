@@ -73,47 +73,23 @@ def _matching(pattern: str) -> Iterator[str | Unreadable]:
         yield from _below(path)
 
 
-def _below(path: str) -> Iterator[str | Unreadable]:
-    if os.path.isdir(path):  # noqa: PTH112 (hot path)
-        yield from _walk_folder(path, frozenset())
-    else:
+def _below(path: str, above: frozenset[str] = frozenset()) -> Iterator[str | Unreadable]:
+    """The file, or the images in the folder and below; `above` are real paths of the folders above it."""
+    if not os.path.isdir(path):  # noqa: PTH112 (hot path)
         yield path
-
-
-def _walk_folder(folder: str, above: frozenset[str]) -> Iterator[str | Unreadable]:
-    real = os.path.realpath(folder)
+        return
+    real = os.path.realpath(path)
     if real in above:
-        yield Unreadable(folder, "a symbolic link leads back to a folder above it")
+        yield Unreadable(path, "a symbolic link leads back to a folder above it")
         return
-    try:
-        files, folders = _entries(folder)
-    except OSError as error:
-        yield Unreadable(folder, f"the folder cannot be read: {error.strerror}")
-        return
-    files.sort()
-    for name in files:
-        yield os.path.join(folder, name)  # noqa: PTH118
+    problems = list[OSError]()
+    _, folders, files = next(os.walk(path, onerror=problems.append), (path, [], []))
+    for error in problems:
+        yield Unreadable(path, f"the folder cannot be read: {error.strerror}")
+    for name in sorted(files):
+        if not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS:  # noqa: PTH122
+            yield os.path.join(path, name)  # noqa: PTH118
     del files
     for name in sorted(folders):
-        yield from _walk_folder(os.path.join(folder, name), above | {real})  # noqa: PTH118
-
-
-def _entries(folder: str) -> tuple[list[str], list[str]]:
-    """Names of the images and of the folders in a folder, unsorted."""
-    files, folders = list[str](), list[str]()
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if _is_folder(entry):
-                folders.append(entry.name)
-            elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:  # noqa: PTH122
-                files.append(entry.name)
-    return files, folders
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # such as a symbolic link to itself, which is reported when it is read
-        return False
+        if not name.startswith("."):
+            yield from _below(os.path.join(path, name), above | {real})  # noqa: PTH118

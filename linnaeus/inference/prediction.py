@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import LinnaeusError
+from linnaeus.inference.figures import not_finite
 from linnaeus.training.losses import log_probabilities, logits_per_level
 
 
@@ -50,7 +51,10 @@ class Prediction:
     path: ConsistentPath | None = None
 
     def __repr__(self) -> str:
-        best = ", ".join(f"{name}: {_named(classes[0])}" for name, classes in self.levels.items())
+        best = ", ".join(
+            f"{name}: {label} {percent(probability)}"
+            for name, ((label, probability), *_) in self.levels.items()
+        )
         path = "" if self.path is None else f", path: {self.path}"
         return f"Prediction({self.source!r}, {best}{path})"
 
@@ -62,11 +66,7 @@ class Prediction:
         }
         content: dict[str, Any] = {"path": self.source, "levels": levels}
         if self.path is not None:
-            content["consistent"] = {
-                "classes": self.path.classes,
-                "probability": self.path.probability,
-                "differs": self.path.differs,
-            }
+            content["consistent"] = asdict(self.path)
         return content
 
 
@@ -79,146 +79,31 @@ def percent(probability: float) -> str:
     return f"{probability:.1%}".replace("%", " %") if probability >= 0.001 else "<0.1 %"
 
 
-def _named(pair: tuple[str, float]) -> str:
-    return f"{pair[0]} {percent(pair[1])}"
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What `Interpreter.scores` takes from a batch: all that predictions need, on the host.
-
-    Attributes:
-        labels, probabilities: for each level, [B, k], best first.
-        paths: labels [B, R] of the most probable consistent path; None where it was not asked for.
-        path_probabilities: [B].
-    """
-
-    labels: list[Tensor]
-    probabilities: list[Tensor]
-    paths: Tensor | None = None
-    path_probabilities: Tensor | None = None
-
-
-class Interpreter(nn.Module):
-    """Turns outputs of a model into predictions.
+def predictions_of(
+    outputs: Any,
+    sources: Sequence[str | int],
+    taxonomy: Taxonomy,
+    *,
+    top: int,
+    path: bool = False,
+    are_logs: bool = False,
+) -> list[Prediction]:
+    """The predictions of a batch. Level by level and a path at a time, it takes memory for [B, classes].
 
     Args:
+        outputs: of the model, in any supported form.
+        sources: where each image came from.
         taxonomy: levels, classes and parents.
         top: number of classes of each level; a level with fewer gives all.
         path: whether to look for the most probable consistent path.
-        are_logs: whether outputs are log-probabilities, each the sum of those below it, and not logits.
-    """
-
-    def __init__(self, taxonomy: Taxonomy, *, top: int, path: bool, are_logs: bool = False) -> None:
-        super().__init__()
-        self._taxonomy = taxonomy
-        self._are_logs = are_logs
-        self._top = top
-        self._path = path
-        for level, parents in enumerate(taxonomy.parents, start=1):
-            self.register_buffer(f"parents_{level}", torch.tensor(parents), persistent=False)
-
-    @torch.no_grad()
-    def scores(self, outputs: Any) -> Scores:
-        """The best classes of a batch. Level by level and a path at a time, it takes memory for [B, classes].
-
-        Args:
-            outputs: of the model, in any supported form.
-
-        Raises:
-            ConfigError: the outputs have another form.
-            LinnaeusError: they are not finite, or not one for each class.
-        """
-        logs = log_probabilities_per_level(outputs, self._taxonomy, are_logs=self._are_logs)
-        best = [log.topk(min(self._top, log.shape[1]), dim=1) for log in logs]
-        scores = Scores([found.indices.cpu() for found in best], [found.values.exp().cpu() for found in best])
-        if not self._path:
-            return scores
-        path_logs, paths = self._best_paths(logs)
-        return Scores(scores.labels, scores.probabilities, paths.cpu(), path_logs.exp().cpu())
-
-    def _best_paths(self, logs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Log-probability [B] and labels [B, R] of the best path, found from coarse to fine.
-
-        Of each class it keeps the log-probability of the best path that ends there. Nothing is known against
-        a path through an unknown parent, so any class above is taken for it. Log-probabilities of a marginal
-        head are of nested events, a species being part of its genus: that of a path is that of its end.
-        """
-        total = logs[0]
-        above: list[Tensor] = []  # for each level after the first, [B, classes]: the label above each class
-        for level, log in enumerate(logs[1:], start=1):
-            parents = getattr(self, f"parents_{level}")
-            best = total.max(dim=1, keepdim=True)
-            is_known = parents != UNKNOWN
-            parents = torch.where(is_known, parents.clamp(min=0), best.indices)
-            total = log if self._are_logs else log + total.gather(1, parents)
-            above.append(parents)
-        value, label = total.max(dim=1)
-        labels = [label]
-        for parents in reversed(above):
-            label = parents.gather(1, label[:, None])[:, 0]
-            labels.insert(0, label)
-        return value, torch.stack(labels, dim=1)
-
-    def predictions(self, sources: Sequence[str | int], scores: Scores) -> list[Prediction]:
-        """The predictions of a batch.
-
-        Args:
-            sources: where each image came from.
-            scores: of the batch.
-        """
-        levels = self._taxonomy.levels
-        labels = [tensor.tolist() for tensor in scores.labels]
-        probabilities = [tensor.tolist() for tensor in scores.probabilities]
-        paths = self._paths(scores)
-        return [
-            Prediction(
-                source,
-                {
-                    level.name: [
-                        (level.classes[label], probability)
-                        for label, probability in zip(labels[r][i], probabilities[r][i], strict=True)
-                    ]
-                    for r, level in enumerate(levels)
-                },
-                paths[i] if paths else None,
-            )
-            for i, source in enumerate(sources)
-        ]
-
-    def _paths(self, scores: Scores) -> list[ConsistentPath]:
-        if scores.paths is None or scores.path_probabilities is None:
-            return []
-        best = torch.stack([labels[:, 0] for labels in scores.labels], dim=1)
-        differs = (best != scores.paths).any(dim=1).tolist()
-        return [
-            ConsistentPath(
-                {
-                    level.name: level.classes[label]
-                    for level, label in zip(self._taxonomy.levels, row, strict=True)
-                },
-                probability,
-                is_other,
-            )
-            for row, probability, is_other in zip(
-                scores.paths.tolist(), scores.path_probabilities.tolist(), differs, strict=True
-            )
-        ]
-
-
-def log_probabilities_per_level(outputs: Any, taxonomy: Taxonomy, *, are_logs: bool) -> list[Tensor]:
-    """Logarithms of the probabilities [B, classes] of each level, float32.
-
-    Args:
-        outputs: of a model, in any supported form.
-        taxonomy: levels and classes.
         are_logs: see `linnaeus.training.losses.log_probabilities`.
 
     Raises:
         ConfigError: the outputs have another form.
         LinnaeusError: they are not finite, or not one for each class.
     """
-    logs = []
+    logs: list[Tensor] = []
+    best: list[list[list[tuple[str, float]]]] = []  # by level and image
     for level, logits in zip(taxonomy.levels, logits_per_level(outputs, taxonomy.names), strict=True):
         if logits.ndim != 2 or logits.shape[1] != len(level.classes):
             raise LinnaeusError(
@@ -227,9 +112,44 @@ def log_probabilities_per_level(outputs: Any, taxonomy: Taxonomy, *, are_logs: b
             )
         log = log_probabilities(logits, are_logs=are_logs)
         if bool(log.isnan().any()):
-            raise LinnaeusError(
-                f"the model's outputs for rank {level.name!r} are not finite: its weights are not, or its "
-                "number format (TRAIN.AMP) overflows"
-            )
+            raise not_finite(level.name)
         logs.append(log)
-    return logs
+        found = log.topk(min(top, log.shape[1]), dim=1)
+        rows = zip(found.indices.tolist(), found.values.exp().tolist(), strict=True)
+        best.append([[(level.classes[label], p) for label, p in zip(*row, strict=True)] for row in rows])
+    labels, probabilities = _best_paths(logs, taxonomy, are_logs=are_logs) if path else ([], [])
+    predictions = []
+    for i, source in enumerate(sources):
+        levels = {name: rows[i] for name, rows in zip(taxonomy.names, best, strict=True)}
+        consistent = None
+        if path:
+            pairs = zip(taxonomy.levels, labels[i], strict=True)
+            classes = {level.name: level.classes[label] for level, label in pairs}
+            differs = any(levels[name][0][0] != label for name, label in classes.items())
+            consistent = ConsistentPath(classes, probabilities[i], differs)
+        predictions.append(Prediction(source, levels, consistent))
+    return predictions
+
+
+def _best_paths(
+    logs: Sequence[Tensor], taxonomy: Taxonomy, *, are_logs: bool
+) -> tuple[list[list[int]], list[float]]:
+    """Labels [B, R] and probabilities [B] of the best paths, found from coarse to fine.
+
+    For each class it keeps the log-probability of the best path that ends there. A class of unknown parent
+    may stand below any class. The probabilities of a marginal head are of nested events, a species being part
+    of its genus, so a path's probability is its last class's.
+    """
+    total = logs[0]
+    above: list[Tensor] = []  # for each level after the first, [B, classes]: the label above each class
+    for log, row in zip(logs[1:], taxonomy.parents, strict=True):
+        parents = torch.tensor(row, device=log.device)
+        parents = torch.where(parents == UNKNOWN, total.argmax(dim=1, keepdim=True), parents)
+        total = log if are_logs else log + total.gather(1, parents)
+        above.append(parents)
+    value, label = total.max(dim=1)
+    labels = [label]
+    for parents in reversed(above):
+        label = parents.gather(1, label[:, None])[:, 0]
+        labels.insert(0, label)
+    return torch.stack(labels, dim=1).tolist(), value.exp().tolist()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,7 @@ from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import DataError, OutOfMemoryError, first_line
 from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
-from linnaeus.inference.prediction import Interpreter, Prediction, Scores
-from linnaeus.inference.read_ahead import read_ahead
+from linnaeus.inference.prediction import Prediction, predictions_of
 from linnaeus.training.losses import gives_log_probabilities
 from linnaeus.training.step import Precision
 
@@ -45,11 +45,11 @@ class Predictor:
         reader: makes inputs from images.
         taxonomy: levels and classes.
         precision: number format and memory format of the forward pass.
-        top, path: see `Interpreter`.
+        top, path: see `predictions_of`.
         batch_size: images in a batch; None looks for the largest that fits. Afterwards, the size in use: it
             is halved where memory runs out.
         num_workers: threads that load images; 0 loads them between the batches.
-        is_largest: whether the batch size is the result of a search that the number of images did not bound.
+        has_searched: whether the batch size is the result of a search.
     """
 
     model: nn.Module
@@ -60,17 +60,7 @@ class Predictor:
     path: bool = False
     batch_size: int | None = None
     num_workers: int = 0
-    is_largest: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        interpreter = Interpreter(
-            self.taxonomy, top=self.top, path=self.path, are_logs=gives_log_probabilities(self.model)
-        )
-        self._interpreter = interpreter.to(self.precision.device)
-
-    @property
-    def _max_batch_size(self) -> int:
-        return MAX_BATCH_SIZE_CPU if self.precision.device.type == "cpu" else MAX_BATCH_SIZE
+    has_searched: bool = field(default=False, init=False)
 
     def run(self, images: Iterable[ImageLike | Unreadable]) -> Generator[Prediction | Unreadable, None, None]:
         """Predictions, and the images that cannot be read, in the order of the images.
@@ -84,13 +74,15 @@ class Predictor:
             AutoBatchError, OutOfMemoryError: not even one image fits.
             LinnaeusError: the model's outputs cannot be used.
         """
-        images, limit = self._bound(images)
-        loaded = read_ahead(
-            self._load, enumerate(images), num_workers=self.num_workers,
-            num_ahead=lambda: (self.batch_size or MAX_UNSEARCHED) + 2 * self.num_workers,
-        )  # fmt: skip
+        images = iter(images)
         if self.batch_size is None:
-            loaded = self._find_size(loaded, limit)
+            first = list(islice(images, MAX_UNSEARCHED + 1))
+            images = chain(first, images)
+            if len(first) <= MAX_UNSEARCHED:
+                self.batch_size = max(1, len(first))
+        loaded = self._load_ahead(images)
+        if self.batch_size is None:
+            loaded = self._find_size(loaded)
         pending: list[_Loaded] = []
         num_inputs = 0
         for item in loaded:
@@ -102,120 +94,93 @@ class Predictor:
                 pending, num_inputs = [], 0
         yield from self._predict(pending)
 
-    def _bound(
-        self, images: Iterable[ImageLike | Unreadable]
-    ) -> tuple[Iterable[ImageLike | Unreadable], int]:
-        """The images, and the largest useful batch: their number, where that is small."""
-        most = self._max_batch_size
-        if isinstance(images, Sized):
-            return images, max(1, min(most, len(images)))
-        rest = iter(images)
-        first = list(islice(rest, MAX_UNSEARCHED + 1))
-        return chain(first, rest), max(1, len(first)) if len(first) <= MAX_UNSEARCHED else most
+    def _load_ahead(self, images: Iterable[ImageLike | Unreadable]) -> Iterator[_Loaded]:
+        """Load images in threads, in order. They are taken in this thread, about a batch ahead."""
+        items = enumerate(images)
+        if self.num_workers == 0:
+            yield from map(self._load, items)
+            return
+        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="load images")
+        pending: deque[Future[_Loaded]] = deque()
+        try:
+            while True:
+                room = (self.batch_size or MAX_UNSEARCHED) + 2 * self.num_workers - len(pending)
+                pending.extend(pool.submit(self._load, item) for item in islice(items, max(0, room)))
+                if not pending:
+                    return
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _load(self, item: tuple[int, ImageLike | Unreadable]) -> _Loaded:
         position, image = item
-        source = str(image) if not _is_in_memory(image) else position
         if isinstance(image, Unreadable):
             return image.source, image
+        source = str(image) if isinstance(image, str) or hasattr(image, "__fspath__") else position
         try:
             return source, self.reader(image)
         except DataError as error:  # any other is a fault of the program, and not of an image
-            return source, Unreadable(_shown(source), str(error))
+            return source, Unreadable(source if isinstance(source, str) else f"image {source}", str(error))
 
-    def _find_size(self, loaded: Iterator[_Loaded], limit: int) -> Iterator[_Loaded]:
-        """Set the batch size; the search runs on the first image that can be read."""
-        if limit <= MAX_UNSEARCHED:
-            self.batch_size = limit
-            return loaded
+    def _find_size(self, loaded: Iterator[_Loaded]) -> Iterator[_Loaded]:
+        """Set the batch size by a search on the first image that can be read; the items of `loaded`."""
         first: list[_Loaded] = []
-        for item in loaded:
+        for item in islice(loaded, MAX_UNSEARCHED):
             first.append(item)
             if isinstance(item[1], Tensor):
-                self.batch_size = self._search(item[1], limit)
                 break
-            if len(first) == MAX_UNSEARCHED:
-                self.batch_size = MAX_UNSEARCHED  # no readable image among the first: skip the search
-                break
+        sample = first[-1][1]
+        self.batch_size = MAX_UNSEARCHED  # unless an image can be read
+        if isinstance(sample, Tensor):
+            device = self.precision.device
+            self.batch_size = auto_find_batch_size(
+                lambda inputs: self._forward(inputs, range(len(inputs))),
+                lambda size: [sample] * size,
+                state=(self.model,), mode="val", device=device, tolerance=0.1, group=False,
+                max_batch_size=MAX_BATCH_SIZE_CPU if device.type == "cpu" else MAX_BATCH_SIZE,
+            ).batch_size  # fmt: skip
+            self.has_searched = True
         return chain(first, loaded)
 
-    def _search(self, sample: Tensor, limit: int) -> int:
-        def make_batch(size: int) -> Tensor:
-            batch = sample.to(self.precision.device).expand(size, *sample.shape)
-            layout = torch.channels_last if self._is_channels_last(batch) else torch.contiguous_format
-            return batch.contiguous(memory_format=layout)
-
-        result = auto_find_batch_size(
-            self._forward, make_batch, state=(self.model,), mode="val", device=self.precision.device,
-            max_batch_size=limit, tolerance=0.1, group=False,
-        )  # fmt: skip
-        self.is_largest = result.batch_size < limit or limit == self._max_batch_size
-        return result.batch_size
-
-    def _is_channels_last(self, batch: Tensor) -> bool:
-        return self.precision.channels_last and batch.ndim == 4
-
-    def _predict(self, loaded: list[_Loaded]) -> Iterator[Prediction | Unreadable]:
+    def _predict(self, loaded: Sequence[_Loaded]) -> Iterator[Prediction | Unreadable]:
         readable = [(source, item) for source, item in loaded if isinstance(item, Tensor)]
-        predictions = iter(self._predict_inputs([source for source, _ in readable], [x for _, x in readable]))
+        predictions = self._in_batches(*zip(*readable, strict=True)) if readable else iter(())
         for _, item in loaded:
             yield item if isinstance(item, Unreadable) else next(predictions)
 
-    def _predict_inputs(self, sources: list[str | int], inputs: list[Tensor]) -> Iterator[Prediction]:
-        """Predictions in batches of at most the size in use, which shrinks where memory runs out."""
+    def _in_batches(self, sources: Sequence[str | int], inputs: Sequence[Tensor]) -> Iterator[Prediction]:
+        """Predictions in batches of at most the size in use, which is halved where memory runs out."""
         start = 0
         while start < len(inputs):
             size = min(self.batch_size or 1, len(inputs) - start)
             part = slice(start, start + size)
-            scores = self._scores_or_none(inputs[part])
-            if scores is None:
-                self._halve(size)
+            try:
+                found = self._forward(inputs[part], sources[part])
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if size == 1:
+                    raise OutOfMemoryError(
+                        "the model needs more memory than there is, even for one image; free some, or name "
+                        f"another device (--device cpu): {first_line(error)}"
+                    ) from error
+                found = None
+            if found is None:
+                gc.collect()  # the traceback held the tensors of the forward pass
+                if self.precision.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                self.batch_size = size // 2
+                logger.warning("memory ran out with %d images; going on with %d", size, self.batch_size)
                 continue
-            yield from self._interpreter.predictions(sources[part], scores)
+            yield from found
             start += size
 
-    def _scores_or_none(self, inputs: list[Tensor]) -> Scores | None:
-        """The scores of a batch; None where it does not fit into memory."""
-        try:
-            batch: Any = self.precision.place(Batch(_stacked(inputs), None)).inputs
-            return self._forward(batch)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            if len(inputs) == 1:
-                raise OutOfMemoryError(
-                    "the model needs more memory than there is, even for one image; free some, or name "
-                    f"another device (--device cpu): {first_line(error)}"
-                ) from error
-        gc.collect()  # the traceback held the tensors of the forward pass
-        if self.precision.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
-
-    def _halve(self, size: int) -> None:
-        self.batch_size = size // 2
-        logger.warning("memory ran out with %d images; going on with %d", size, self.batch_size)
-
     @torch.no_grad()
-    def _forward(self, batch: Tensor) -> Scores:
+    def _forward(self, inputs: Sequence[Tensor], sources: Sequence[str | int]) -> list[Prediction]:
+        batch = self.precision.place(Batch(torch.stack(list(inputs)), None))
         with self.precision.autocast():
-            outputs = self.model(batch)
-        return self._interpreter.scores(outputs)
-
-
-def _stacked(inputs: list[Tensor]) -> Tensor:
-    try:
-        return torch.stack(inputs)
-    except RuntimeError as error:
-        shapes = sorted({str(list(tensor.shape)) for tensor in inputs})
-        if len(shapes) == 1:
-            raise
-        raise DataError(f"inputs of one batch differ in shape: {', '.join(shapes[:5])}") from error
-
-
-def _is_in_memory(image: object) -> bool:
-    return not isinstance(image, str | Unreadable) and not hasattr(image, "__fspath__")
-
-
-def _shown(source: str | int) -> str:
-    return source if isinstance(source, str) else f"image {source}"
+            outputs = self.model(batch.inputs)
+        return predictions_of(
+            outputs, sources, self.taxonomy, top=self.top, path=self.path,
+            are_logs=gives_log_probabilities(self.model),
+        )  # fmt: skip

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import yaml
+from PIL import Image
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
+from linnaeus.data.loader import num_cores
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import resolve_device
 from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail, first_line
-from linnaeus.files import CHECKPOINTS, checkpoint_file, suggest_path
-from linnaeus.inference.images import ImageLike, Reader, as_iterable
+from linnaeus.files import CHECKPOINTS, CONFIG, checkpoint_file, suggest_path
+from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
 from linnaeus.inference.predictor import Predictor
-from linnaeus.inference.read_ahead import default_workers
 from linnaeus.models.spec import ModelSpec
 from linnaeus.models.weights import saved_weights
 from linnaeus.training.build import AUTOCAST_DTYPES
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from linnaeus.inference.export.run import Exported
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(repr=False)
 class TrainedRun:
     """A model as a run has left it, ready for inputs.
 
@@ -57,26 +62,17 @@ class TrainedRun:
     _batch_size_found: int | None = field(default=None, init=False, compare=False)
 
     def __repr__(self) -> str:
-        classes = ", ".join(f"{level} ({len(names)} classes)" for level, names in self.classes.items())
-        size = (
-            ""
-            if self.spec.img_size is None
-            else f", {self.spec.in_chans}×{'×'.join(map(str, self.spec.img_size))}"
-        )
-        name = self.spec.node.get("NAME") or self.spec.node.get("_target_")
-        return f"TrainedRun({str(self.checkpoint)!r}, {name}{size}, {classes or 'no classes'}, {self.device})"
+        return f"TrainedRun({self.description})"
 
     @property
     def description(self) -> str:
         """Checkpoint, model, input, classes and device, in one sentence."""
         spec = self.spec
         name = spec.node.get("NAME") or spec.node.get("_target_")
-        size = ""
-        if spec.img_size is not None:
-            size = f" on {spec.in_chans} x {' x '.join(map(str, spec.img_size))} inputs"
+        shape = " x ".join(map(str, (spec.in_chans, *(spec.img_size or ()))))
+        size = "" if spec.img_size is None else f" on {shape} inputs"
         ranks = [f"{counted(len(names), 'class')} of {level}" for level, names in self.classes.items()]
-        classes = ", ".join(ranks) or "no classes"
-        return f"{self.checkpoint}: {name}{size}, {classes}, on {self.device}"
+        return f"{self.checkpoint}: {name}{size}, {', '.join(ranks) or 'no classes'}, on {self.device}"
 
     @property
     def taxonomy(self) -> Taxonomy | None:
@@ -96,21 +92,17 @@ class TrainedRun:
     @property
     def precision(self) -> Precision:
         """Number format and memory format of the forward pass, those of the run's validation."""
-        return Precision(self.device, AUTOCAST_DTYPES[self.amp], self.is_channels_last)
+        return Precision(self.device, AUTOCAST_DTYPES[self.train["AMP"]], self.train["CHANNELS_LAST"])
 
-    @property
-    def amp(self) -> str:
-        """The value of TRAIN.AMP."""
-        own: str = self.content.get("config", {}).get("TRAIN", {}).get("AMP", "off")
-        return own
-
-    @property
-    def is_channels_last(self) -> bool:
-        """The value of TRAIN.CHANNELS_LAST, as far as it is known."""
+    @cached_property
+    def train(self) -> dict[str, Any]:
+        """AMP and CHANNELS_LAST of the run's TRAIN node; where the latter is lost, only speed changes."""
+        known = {"AMP": "off", "CHANNELS_LAST": False} | self.content.get("config", {}).get("TRAIN", {})
         if self.folder is not None:
-            return _is_channels_last(self.folder / "config.yaml")
-        own: bool = self.content.get("config", {}).get("TRAIN", {}).get("CHANNELS_LAST", False)
-        return own
+            with suppress(OSError, yaml.YAMLError, LookupError, TypeError):
+                config = yaml.safe_load((self.folder / CONFIG).read_text(encoding="utf-8"))
+                known["CHANNELS_LAST"] = bool(config["TRAIN"]["CHANNELS_LAST"])
+        return {name: known[name] for name in ("AMP", "CHANNELS_LAST")}
 
     def predict(
         self,
@@ -124,7 +116,7 @@ class TrainedRun:
 
         Args:
             images: one image, or several: paths, Pillow images, arrays [H, W] or [H, W, C] of uint8, tensors
-                [C, H, W] of uint8 or of fractions in [0, 1].
+                [C, H, W] of uint8 or of fractions in [0, 1]; or an array or tensor of several.
             top: number of classes of each level; a level with fewer gives all.
             path: also look for the most probable path through the taxonomy.
             batch_size: images in a batch; None finds the largest that fits, where there are many images.
@@ -145,15 +137,20 @@ class TrainedRun:
         batch_size: int | None = None,
     ) -> Iterator[Prediction]:
         """What `predict` returns, one by one; of the images about two batches are held at a time."""
-        size = self._batch_size_found if batch_size is None else batch_size
-        predictor = self.predictor(top=top, path=path, batch_size=size)
-        for found in predictor.run(as_iterable(images)):
+        is_batch = isinstance(images, np.ndarray | Tensor) and images.ndim > 3
+        if isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor) and not is_batch:
+            images = [images]
+        if not isinstance(images, Iterable):
+            raise TypeError(f"images must be an image or an iterable of images, not {images!r:.100}")
+        predictor = self.predictor(
+            top=top, path=path, batch_size=self._batch_size_found if batch_size is None else batch_size
+        )
+        for found in predictor.run(images):
             if isinstance(found, Unreadable):
                 raise DataError(f"{found.source} cannot be predicted: {found.reason}")
             yield found
-        if predictor.is_largest and predictor.batch_size is not None:
-            # Only remembered, so that the class stays frozen for others.
-            object.__setattr__(self, "_batch_size_found", predictor.batch_size)
+        if predictor.has_searched:
+            self._batch_size_found = predictor.batch_size
 
     def export(
         self,
@@ -177,18 +174,12 @@ class TrainedRun:
         batch_size: int | None = None,
         num_workers: int | None = None,
     ) -> Predictor:
-        """What predicts images with this model; for the arguments see `Predictor` and `predict`.
+        """What predicts images with this model; for the arguments and errors see `predict`.
 
         Args:
             num_workers: threads that load images; None is one for each CPU core, at most 8.
-
-        Raises:
-            DataError: the run has no classes.
-            TypeError, ValueError: `top` or `batch_size` is no whole number of at least 1.
         """
-        for name, value in (("top", top), ("batch_size", batch_size)):
-            if value is None and name == "batch_size":
-                continue
+        for name, value in (("top", top), ("batch_size", 1 if batch_size is None else batch_size)):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be a whole number, not {value!r}")
             if value < 1:
@@ -200,7 +191,7 @@ class TrainedRun:
             )
         return Predictor(
             self.model, self.transform, self.taxonomy, self.precision, top=top, path=path,
-            batch_size=batch_size, num_workers=default_workers() if num_workers is None else num_workers,
+            batch_size=batch_size, num_workers=min(8, num_cores()) if num_workers is None else num_workers,
         )  # fmt: skip
 
 
@@ -218,33 +209,53 @@ def load_run(
         CheckpointError: there is no such run or checkpoint, or it cannot be used.
         ConfigError: the model cannot be built, or there is no such device.
     """
-    target = _device(str(device))
-    if Path(path).suffix == ".safetensors":
-        return _load_exported(Path(path).expanduser(), target)
-    file = find_checkpoint_file(Path(path).expanduser(), checkpoint)
     try:
-        content = load_checkpoint(file)
-    except CheckpointError as error:
-        if file != Path(path).expanduser():
-            raise
-        raise CheckpointError(
-            f"{error}; what can be loaded is the folder of a run, one of its checkpoints, or a file of "
-            "`linnaeus export --format safetensors`"
-        ) from error
+        target = resolve_device(str(device))
+    except ConfigError as error:
+        problems = [problem.replace("EXPERIMENT.DEVICE", "device") for problem in error.problems]
+        raise ConfigError(problems) from None
+    path = Path(path).expanduser()
+    if path.suffix == ".safetensors":
+        file, content = path, _read_exported(path)
+    else:
+        file = find_checkpoint_file(path, checkpoint)
+        try:
+            content = load_checkpoint(file)
+        except CheckpointError as error:
+            if file != path:
+                raise
+            raise CheckpointError(
+                f"{error}; what can be loaded is the folder of a run, one of its checkpoints, or a file of "
+                "`linnaeus export --format safetensors`"
+            ) from error
     state = content.pop("state", {})
-    spec = _spec(content, file)
+    if "model_spec" not in content:
+        raise CheckpointError(
+            f"{file} does not hold the model's classes and preprocessing: an older version of Linnaeus has "
+            "written it. Resume the run with TRAIN.AUTO_RESUME True and one epoch more, which adds them"
+        )
+    try:
+        spec = ModelSpec.from_dict(content["model_spec"])
+    except (LookupError, TypeError, ValueError, AttributeError, DataError) as error:
+        raise CheckpointError(f"{file}: its model_spec cannot be used ({error})") from error
     model = spec.build()
-    _load_weights(model, state, file)
+    weights = saved_weights(state)
+    if not weights:
+        raise CheckpointError(f"{file} holds no weights")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"{file}: its weights do not fit its model: {first_detail(error)}") from error
     folder = file.parent.parent
-    is_run = file.parent.name == CHECKPOINTS and (folder / "config.yaml").is_file()
+    is_run = file.parent.name == CHECKPOINTS and (folder / CONFIG).is_file()
     return TrainedRun(
         file, folder if is_run else None, spec, model.to(target).eval(), target, content,
         state.get("criterion", {}),
     )  # fmt: skip
 
 
-def _load_exported(file: Path, device: torch.device) -> TrainedRun:
-    """A run from the safetensors file that `export` has written."""
+def _read_exported(file: Path) -> dict[str, Any]:
+    """What a safetensors file that `export` has written holds, as the entries of a checkpoint."""
     try:
         with safe_open(file, "pt") as tensors:
             metadata = tensors.metadata() or {}
@@ -256,41 +267,21 @@ def _load_exported(file: Path, device: torch.device) -> TrainedRun:
             f"{file} does not say what its model takes: `linnaeus export --format safetensors` has not "
             "written it"
         )
-    content = _exported_content(metadata["linnaeus"], file)
-    spec = _spec(content, file)
-    model = spec.build()
-    _load_weights(model, {"model": weights}, file)
-    return TrainedRun(file, None, spec, model.to(device).eval(), device, content, {})
-
-
-def _exported_content(text: str, file: Path) -> dict[str, Any]:
-    """The entries of a checkpoint that the description in a safetensors file holds."""
     try:
-        description = json.loads(text)
-        precision = {"AMP": "off", "CHANNELS_LAST": False} | description.get("precision", {})
-        content = {"model_spec": description["spec"], "config": {"TRAIN": precision}}
-        if precision["AMP"] not in AUTOCAST_DTYPES or not isinstance(precision["CHANNELS_LAST"], bool):
-            raise ValueError(f"precision {precision}")
+        description = json.loads(metadata["linnaeus"])
+        train = {"AMP": "off", "CHANNELS_LAST": False} | description.get("precision", {})
+        AUTOCAST_DTYPES[train["AMP"]]  # an unknown one is a KeyError
+        spec = description["spec"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file}: its entry `linnaeus` is not what `linnaeus export --format safetensors` writes "
             f"({type(error).__name__}: {first_line(error)})"
         ) from error
-    return content
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return resolve_device(name)
-    except ConfigError as error:
-        problems = [problem.replace("EXPERIMENT.DEVICE", "device") for problem in error.problems]
-        raise ConfigError(problems) from None
+    return {"model_spec": spec, "config": {"TRAIN": train}, "state": {"model": weights}}
 
 
 def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
     """The file of a run's checkpoint; arguments as for `load_run`.
-
-    Without a `best.pt`, as after a run that was stopped before its first validation, `best` is an error.
 
     Raises:
         CheckpointError: there is none; the message says what there is.
@@ -312,33 +303,3 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
     if not found:
         raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)")
     raise ConfigError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")
-
-
-def _spec(content: Mapping[str, Any], file: Path) -> ModelSpec:
-    if "model_spec" not in content:
-        raise CheckpointError(
-            f"{file} does not hold the model's classes and preprocessing: an older version of Linnaeus has "
-            "written it. Resume the run with TRAIN.AUTO_RESUME True and one epoch more, which adds them"
-        )
-    try:
-        return ModelSpec.from_dict(content["model_spec"])
-    except (LookupError, TypeError, ValueError, AttributeError, DataError) as error:
-        raise CheckpointError(f"{file}: its model_spec cannot be used ({error})") from error
-
-
-def _load_weights(model: nn.Module, state: Mapping[str, Any], file: Path) -> None:
-    weights = saved_weights(state)
-    if not weights:
-        raise CheckpointError(f"{file} holds no weights")
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"{file}: its weights do not fit its model: {first_detail(error)}") from error
-
-
-def _is_channels_last(config: Path) -> bool:
-    try:
-        content = yaml.safe_load(config.read_text(encoding="utf-8"))
-        return bool(content["TRAIN"]["CHANNELS_LAST"])
-    except (OSError, yaml.YAMLError, LookupError, TypeError):  # the format changes speed alone
-        return False

@@ -12,83 +12,76 @@ import safetensors
 import timm
 import torch
 
-from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
+from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.inference.export import files
+from linnaeus.inference.export import formats
 from linnaeus.inference.export import run as export_module
 from linnaeus.inference.export.check import samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
-from tests.helpers.trained import BIRDS, Flat, save_run, spec_of, write_images
+from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of, write_images
 
 
-def run_of(folder: Path, name: str = "test_resnet", **spec: Any) -> TrainedRun:
-    return load_run(save_run(folder, spec_of(name, **spec)), device="cpu")
+def run_of(folder: Path, name: str = "test_resnet", config: Any = None, **spec: Any) -> TrainedRun:
+    return load_run(save_run(folder, spec_of(name, **spec), config=config or {}), device="cpu")
+
+
+def flat_run(folder: Path, **spec: Any) -> TrainedRun:
+    """A tiny model, for what does not depend on the architecture."""
+    return run_of(folder, **{"node": {"_target_": f"{Flat.__module__}.Flat"}, "size": (4, 4), **spec})
 
 
 @pytest.fixture(scope="module")
 def birds(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    return run_of(tmp_path_factory.mktemp("runs") / "birds")
-
-
-@pytest.fixture(scope="module")
-def inputs(birds: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    paths = write_images(tmp_path_factory.mktemp("photos"), 3)
-    return torch.stack([birds.transform(path) for path in paths])
+    return run_of(tmp_path_factory.mktemp("runs") / "birds", config={"TRAIN": {"AMP": "bf16"}})
 
 
 @torch.no_grad()
-def probabilities(run: TrainedRun, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: out.softmax(1) for name, out in zip(run.classes, run.model(inputs), strict=True)}
+def outputs_of(run: TrainedRun, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    outputs = run.model(batch)
+    return outputs if isinstance(outputs, dict) else dict(zip(run.classes, outputs, strict=True))
 
 
-def check_description(content: dict[str, Any], outputs: str | None) -> None:
-    assert [level["name"] for level in content["levels"]] == list(BIRDS.names)
-    assert [tuple(level["classes"]) for level in content["levels"]] == [
-        level.classes for level in BIRDS.levels
-    ]
+def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected)
+
+
+def check_description(content: dict[str, Any], outputs: str | None, size: int = 32) -> None:
+    levels = [(level["name"], tuple(level["classes"])) for level in content["levels"]]
+    assert levels == [(level.name, level.classes) for level in BIRDS.levels]
     assert content["levels"][1]["parents"] == list(BIRDS.parents[0])
     assert content["outputs"] == outputs
     expected = {
-        "name": "images", "channels": 3, "height": 32, "width": 32, "mean": [0.5, 0.4, 0.3],
+        "name": "images", "channels": 3, "height": size, "width": size, "mean": [0.5, 0.4, 0.3],
         "std": [0.2, 0.3, 0.25], "crop_fraction": 0.9,
     }  # fmt: skip
     assert content["input"] == expected
 
 
-def test_safetensors(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) -> None:
+def test_safetensors(birds: TrainedRun, tmp_path: Path) -> None:
     exported = birds.export("safetensors", tmp_path / "birds.safetensors")
     assert exported.difference == 0
     with safetensors.safe_open(exported.path, "pt") as file:
         check_description(json.loads(file.metadata()["linnaeus"]), None)
-        names = set(file.keys())
-    assert names == set(birds.model.state_dict())
+        assert {*file.keys()} == set(birds.model.state_dict())
     assert exported.path.stat().st_mode & stat.S_IRGRP
-    again = load_run(exported.path, device="cpu")
-    assert repr(again.predict(inputs[0].clamp(0, 1))) == repr(birds.predict(inputs[0].clamp(0, 1)))
-
-
-def test_safetensors_keep_the_number_format(inputs: torch.Tensor, tmp_path: Path) -> None:
-    def trained(amp: str) -> TrainedRun:
-        folder = save_run(tmp_path / amp, spec_of(), config={"TRAIN": {"AMP": amp}})
-        return load_run(folder, device="cpu")
-
-    run = trained("bf16")
-    again = load_run(run.export("safetensors", tmp_path / "run.safetensors").path, device="cpu")
-    assert again.amp == "bf16"
-    image = inputs[0].clamp(0, 1)
-    assert repr(again.predict(image)) == repr(run.predict(image)) != repr(trained("off").predict(image))
+    found = load_run(exported.path, device="cpu").predict(picture(0))
+    assert repr(found) == repr(birds.predict(picture(0)))
+    in_full = run_of(tmp_path / "off")
+    assert repr(found) != repr(in_full.predict(picture(0))), "it keeps the number format"
 
 
 def onnx_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path)
     names = [entry.name for entry in session.get_outputs()]
-    (image,) = [entry.name for entry in session.get_inputs()]
-    return dict(zip(names, map(torch.from_numpy, session.run(None, {image: batch.numpy()})), strict=True))
+    return dict(zip(names, map(torch.from_numpy, session.run(None, {"images": batch.numpy()})), strict=True))
 
 
-def program_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.export.load(path).module()(batch)
+def program_outputs(path: Path, batch: torch.Tensor, about: str) -> dict[str, torch.Tensor]:
+    extra = {"linnaeus.json": ""}
+    found: dict[str, torch.Tensor] = torch.export.load(path, extra_files=extra).module()(batch)
+    assert json.loads(extra["linnaeus.json"])["outputs"] == about
     return found
 
 
@@ -98,26 +91,19 @@ def test_networks_of_timm_as_computations(name: str, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", name)
     onnx, program = run.export("onnx").path, run.export("torch-export").path
     for batch in (torch.randn(3, 3, 32, 32), torch.randn(1, 3, 32, 32)):
-        expected = probabilities(run, batch)
-        for found in (onnx_outputs(onnx, batch), program_outputs(program, batch)):
-            assert list(found) == list(expected)
-            assert all(torch.allclose(found[level], expected[level], rtol=1e-3) for level in expected)
+        expected = {level: logits.softmax(1) for level, logits in outputs_of(run, batch).items()}
+        check_equal(onnx_outputs(onnx, batch), expected)
+        check_equal(program_outputs(program, batch, "probabilities"), expected)
 
 
-def test_a_program_says_what_it_means(tmp_path: Path) -> None:
-    run = flat_run(tmp_path / "run", size=(32, 32))
-    batch = torch.rand(1, 3, 32, 32)
-    with torch.no_grad():
-        expected = {level: logits.softmax(1) for level, logits in run.model(batch).items()}
-    exported = run.export("torch-export", tmp_path / "out" / "birds.pt2", outputs="probabilities")
-    path = exported.path
+def test_a_program_gives_probabilities(tmp_path: Path) -> None:
+    run = flat_run(tmp_path / "run")
+    exported = run.export("torch-export", tmp_path / "out" / "birds.pt2")
     assert "noise" in exported.origin
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["birds.pt2"]
-    extra = {"linnaeus.json": ""}
-    torch.export.load(path, extra_files=extra)
-    check_description(json.loads(extra["linnaeus.json"]), "probabilities")
-    found = program_outputs(path, batch)
-    assert all(torch.allclose(found[level], expected[level]) for level in expected)
+    batch = torch.rand(1, 3, 4, 4)
+    expected = {level: logits.softmax(1) for level, logits in outputs_of(run, batch).items()}
+    check_equal(program_outputs(exported.path, batch, "probabilities"), expected)
 
 
 @pytest.mark.slow
@@ -126,16 +112,12 @@ def test_a_marginal_head_as_a_computation(tmp_path: Path) -> None:
     taxonomy = Taxonomy(BIRDS.levels, ((0, 0, 1, UNKNOWN, 0),))
     run = run_of(tmp_path / "run", taxonomy=taxonomy, HEAD="marginal")
     batch = torch.randn(3, 3, 32, 32)
-    with torch.no_grad():
-        expected = dict(zip(run.classes, run.model(batch), strict=True))
-    found = program_outputs(run.export("torch-export").path, batch)
-    assert all(torch.allclose(found[level], logs.exp(), rtol=1e-3) for level, logs in expected.items())
+    expected = outputs_of(run, batch)
+    found = program_outputs(run.export("torch-export").path, batch, "probabilities")
+    check_equal(found, {level: logs.exp() for level, logs in expected.items()})
     assert not torch.allclose(found["order"], expected["order"].softmax(1), rtol=1e-2)
     logs = run.export("torch-export", outputs="logits").path
-    assert torch.allclose(program_outputs(logs, batch)["order"], expected["order"], atol=1e-3)
-    extra = {"linnaeus.json": ""}
-    torch.export.load(logs, extra_files=extra)
-    assert json.loads(extra["linnaeus.json"])["outputs"] == "log-probabilities"
+    check_equal(program_outputs(logs, batch, "log-probabilities"), expected)
 
 
 BIAS = ("heads.1.bias", "layers.species.bias")
@@ -150,37 +132,31 @@ CASES = {
 def test_plain_timm_loads_its_folder(case: str, tmp_path: Path) -> None:
     name, arguments = CASES[case]
     run = run_of(tmp_path / "run", name, **arguments)
-    exported = run.export("timm", tmp_path / "out")
-    model = timm.create_model(f"local-dir:{exported.path}", pretrained=True).eval()
-    level = list(run.classes)[-1]
-    assert list(model.pretrained_cfg["label_names"]) == list(run.classes[level])
-    batch = torch.randn(2, run.spec.in_chans or 0, *(run.spec.img_size or ()))
+    model = timm.create_model(f"local-dir:{run.export('timm').path}", pretrained=True).eval()
+    assert list(model.pretrained_cfg["label_names"]) == list(run.classes["species"])
+    size = (run.spec.in_chans or 0, *(run.spec.img_size or ()))
+    batch = torch.randn(2, *size)
     with torch.no_grad():
-        assert torch.allclose(model(batch), run.model(batch)[-1], rtol=1e-4, atol=1e-4)
-    data = timm.data.resolve_model_data_config(model)
-    preprocessing = run.spec.preprocessing
+        assert torch.allclose(model(batch), outputs_of(run, batch)["species"], rtol=1e-4, atol=1e-4)
+    data, preprocessing = timm.data.resolve_model_data_config(model), run.spec.preprocessing
     assert preprocessing is not None
-    assert data["input_size"] == (run.spec.in_chans, *(run.spec.img_size or ()))
+    assert data["input_size"] == size
     assert (tuple(data["mean"]), tuple(data["std"])) == (preprocessing.mean, preprocessing.std)
     assert (data["crop_pct"], data["interpolation"]) == (0.9, "bilinear")
 
 
-def test_timm_takes_the_head_of_another_rank(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) -> None:
+def test_timm_takes_the_head_of_another_rank(birds: TrainedRun, tmp_path: Path) -> None:
     folder = birds.export("timm", tmp_path / "out", level="order").path
     config = json.loads((folder / "config.json").read_text())
     assert (config["label_names"], config["linnaeus"]["level"]) == (list(BIRDS.levels[0].classes), "order")
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    batch = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
-        assert torch.allclose(model(inputs).softmax(1), probabilities(birds, inputs)["order"], rtol=1e-4)
+        assert torch.allclose(model(batch), outputs_of(birds, batch)["order"], rtol=1e-4, atol=1e-4)
     birds.export("timm", folder)  # replaces its own files
     (folder / "notes.txt").touch()
     with pytest.raises(ConfigError, match="out"):
         birds.export("timm", folder)
-
-
-def flat_run(folder: Path, **spec: Any) -> TrainedRun:
-    """A tiny model, for what does not depend on the architecture."""
-    return run_of(folder, **{"node": {"_target_": f"{Flat.__module__}.Flat"}, "size": (4, 4), **spec})
 
 
 def test_weights_of_a_model_of_ones_own(tmp_path: Path) -> None:
@@ -188,28 +164,18 @@ def test_weights_of_a_model_of_ones_own(tmp_path: Path) -> None:
     exported = flat_run(tmp_path / "run", is_of_files=False).export("safetensors")
     assert exported.difference == 0
     assert exported.path == tmp_path / "run" / "export" / "model.safetensors"
-    untraceable = run_of(tmp_path / "two", node={"_target_": f"{Flat.__module__}.Untraceable"}, size=(4, 4))
-    with pytest.raises(LinnaeusError):
-        untraceable.export("torch-export")
-    assert not list((tmp_path / "two" / "export").iterdir())
 
 
 @pytest.mark.e2e  # seconds to import what writes ONNX
-def test_onnx_gives_logits_under_names_that_clash_with_its_own(tmp_path: Path) -> None:
+def test_onnx_gives_logits(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    names = ("images", "linear", "val_0", "view")
-    taxonomy = Taxonomy(tuple(Level(name, ("a", "b")) for name in names))
-    run = flat_run(tmp_path / "run", taxonomy=taxonomy)
-    batch = torch.randn(3, 3, 4, 4)
+    run = flat_run(tmp_path / "run")
     path = run.export("onnx", outputs="logits").path
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    metadata = json.loads(onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map["linnaeus"])
-    assert (metadata["outputs"], [level["name"] for level in metadata["levels"]]) == ("logits", list(names))
-    found = onnx_outputs(path, batch)
-    with torch.no_grad():
-        expected = run.model(batch)
-    assert tuple(found) == names
-    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in names)
+    metadata = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+    check_description(json.loads(metadata["linnaeus"]), "logits", size=4)
+    batch = torch.randn(3, 3, 4, 4)
+    check_equal(onnx_outputs(path, batch), outputs_of(run, batch))
 
 
 @pytest.mark.parametrize(
@@ -221,8 +187,6 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
     """A negative control: what is written is the model with one weight changed."""
     run = birds if format in ("timm", "safetensors") else flat_run(tmp_path / "run")
     real = export_module._write
-    old = tmp_path / "out"
-    old.mkdir()
 
     def write(run: TrainedRun, *arguments: Any) -> Any:
         bias = next(tensor for name, tensor in run.model.named_parameters() if name.endswith(BIAS))
@@ -230,62 +194,48 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
         with torch.no_grad():
             bias[0] += 1.0
         try:
-            model = real(run, *arguments)
+            return real(run, *arguments)
         finally:
             bias.data = kept
-        return model
 
     monkeypatch.setattr(export_module, "_write", write)
     with pytest.raises(LinnaeusError, match="'species'"):
-        run.export(format, old / f"model{export_module.ENDINGS[format]}")
-    assert list(old.iterdir()) == []
+        run.export(format, tmp_path / "out" / export_module.NAMES[format])
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_the_images_of_a_check(birds: TrainedRun, tmp_path: Path) -> None:
     exported = load_run(birds.export("safetensors", tmp_path / "birds.safetensors").path, device="cpu")
     assert "birds.safetensors" in samples_of(exported).origin  # which does not name the run's dataset
-    for split in ("train", "val"):
-        write_images(tmp_path / "data" / split / "a", 9)
-    (tmp_path / "data" / "val" / "a" / "000.png").write_text("damaged")
-    folder = run_with_config(tmp_path / "run", f"NAME: imagefolder, ROOT: {tmp_path / 'data'}")
-    run = load_run(folder, device="cpu")
-    assert samples_of(run).origin.split() == ["7", "images", "of", str(tmp_path / "data" / "val")]
-    (tmp_path / "data" / "val").rename(tmp_path / "gone")
-    assert samples_of(run).origin.split() == ["8", "images", "of", str(tmp_path / "data" / "train")]
-    (tmp_path / "data" / "train").rename(tmp_path / "gone too")
-    assert "noise" in samples_of(run).origin
-    named = samples_of(run, [str(tmp_path / "gone" / "a" / "001.png")])
+    data = tmp_path / "data"
+    write_images(data / "val" / "Passeriformes" / "Sitta", 8)
+    (data / "val" / "Passeriformes" / "Sitta" / "000.png").write_text("damaged")
+    run = run_with_config(tmp_path / "run", f"NAME: imagefolder, ROOT: {data}")
+    samples = samples_of(run)
+    assert samples.origin.split()[:4] == ["7", "images", "of", str(data / "val")]
+    named = samples_of(run, [str(data / "val" / "Passeriformes" / "Sitta" / "001.png")])
     assert (len(named.inputs), named.origin.split()[-1]) == (2, "--images")
+    assert torch.equal(named.inputs[0], samples.inputs[0])
+    (data / "val").rename(tmp_path / "gone")
+    assert "noise" in samples_of(run).origin
+    tensors = run_with_config(tmp_path / "own", f"_target_: {__name__}.own", is_of_files=False)
+    assert float(samples_of(tensors).inputs.sum()) == 0 + 1 + 2
 
 
-def run_with_config(folder: Path, dataset: str, **spec: Any) -> Path:
+def run_with_config(folder: Path, dataset: str, **spec: Any) -> TrainedRun:
     """A run whose `config.yaml` names its dataset, as training writes it."""
     save_run(folder, spec_of(**spec))
     (folder / "config.yaml").write_text(f"DATA: {{DATASET: {{{dataset}}}, IMG_SIZE: 32}}\n")
-    return folder
+    return load_run(folder, device="cpu")
 
 
-def test_the_images_of_a_check_are_those_of_validation(tmp_path: Path) -> None:
-    own = run_with_config(tmp_path / "own", f"_target_: {__name__}.Own", is_of_files=False)
-    samples = samples_of(load_run(own, device="cpu"))
-    assert "validation" in samples.origin
-    assert float(samples.inputs.sum()) == 0 + 1 + 2
-
-
-class Own(torch.utils.data.Dataset[Any]):
-    """Images whose sum is their position."""
-
-    def __init__(self, split: str) -> None:
-        self.number = 9 if split == "train" else 3
-
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((3, 32, 32), index / (3 * 32 * 32)), torch.tensor(0)
+def own(split: str) -> list[Any]:
+    """Three images for validation, whose sum is their position."""
+    assert split == "val"
+    return [(torch.full((3, 32, 32), index / (3 * 32 * 32)), torch.tensor([0, 0])) for index in range(3)]
 
 
 def test_packages_that_are_missing_are_named(birds: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_NEEDED", ("onnx", "no_such_package"))
+    monkeypatch.setattr(formats, "_NEEDED", ("onnx", "no_such_package"))
     with pytest.raises(ConfigError, match=r"no_such_package.*linnaeus\[export\]"):
         birds.export("onnx")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,16 @@ from torchmetrics import functional as reference
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World
-from linnaeus.inference import tally as module
-from linnaeus.inference.figures import LevelFigures, distance_of_mistakes, figures_of, pair_heights
-from linnaeus.inference.tally import LevelCounts, Tally
-from tests.helpers.ledger import Ledger
+from linnaeus.errors import LinnaeusError
+from linnaeus.inference import figures as module
+from linnaeus.inference.figures import EvaluationMetrics, LevelFigures, distance_of_mistakes
 
-WORLD = World(torch.device("cpu"))
+CPU = torch.device("cpu")
 TAXONOMY = Taxonomy(
     (Level("order", ("p", "q")), Level("family", ("a", "b", "c")), Level("species", tuple("uvwxyz"))),
     ((0, 0, 1), (0, 0, 1, 1, 2, -1)),
 )
+TWO = Taxonomy((Level("class", ("a", "b")),))
 COUNTS = list(TAXONOMY.num_classes.values())
 
 
@@ -36,13 +37,13 @@ def make_batches(num_batches: int = 7, size: int = 11) -> list[tuple[tuple[Tenso
     return batches
 
 
-def figures(batches: list[tuple[tuple[Tensor, ...], Tensor]]) -> list[LevelFigures]:
-    tally = Tally(TAXONOMY)
+def figures(batches: Any, taxonomy: Taxonomy = TAXONOMY, *, are_logs: bool = False) -> list[LevelFigures]:
+    metrics = EvaluationMetrics(taxonomy, CPU, are_logs=are_logs)
     for logits, labels in batches:
-        tally.update(logits, labels)
-    counts = tally.collect(WORLD)
-    assert counts is not None
-    return figures_of(TAXONOMY, counts)
+        metrics.update(logits, labels, torch.zeros(()))
+    found = metrics.figures(World(CPU))
+    assert found is not None
+    return found
 
 
 def test_figures_are_those_of_torchmetrics() -> None:
@@ -59,67 +60,46 @@ def test_figures_are_those_of_torchmetrics() -> None:
         assert found.calibration_error == pytest.approx(float(expected), abs=1e-6)
         loss = torch.nn.functional.cross_entropy(logits, labels)
         assert found.cross_entropy == pytest.approx(float(loss), rel=1e-5)
-        per_class = {
-            name: getattr(reference.classification, f"multiclass_{name}")(
-                logits, labels, count, average="none"
-            )
-            for name in ("recall", "precision", "f1_score")
-        }
         present = labels.bincount(minlength=count) > 0
         assert found.num_classes_with_samples == int(present.sum()) == (5 if level == 2 else count)
-        for name, value in zip(
-            per_class, (found.macro_recall, found.macro_precision, found.macro_f1), strict=True
-        ):
-            assert value == pytest.approx(float(per_class[name][present].mean()))
-        assert torch.allclose(found.classes.recall[present].float(), per_class["recall"][present])
+        means = {"recall": found.macro_recall, "precision": found.macro_precision, "f1_score": found.macro_f1}
+        for name, mean in means.items():
+            compute = getattr(reference.classification, f"multiclass_{name}")
+            values = compute(logits, labels, count, average="none")[present]
+            assert mean == pytest.approx(float(values.mean()))
+            own = getattr(found.classes, name.removesuffix("_score"))[present].nan_to_num(0.0)
+            assert torch.allclose(own.float(), values)
 
 
 def test_the_size_of_batches_and_of_waiting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = make_batches()
-    whole = [
-        (
-            tuple(torch.cat([batch[0][level] for batch in batches]) for level in range(len(COUNTS))),
-            torch.cat([labels for _, labels in batches]),
-        )
-    ]
-    expected = figures(whole)
-    monkeypatch.setattr(module, "HELD_ON_DEVICE", 8)
-    monkeypatch.setattr(module, "HELD_ON_HOST", 20)
+    logits, labels = zip(*batches, strict=True)
+    expected = figures([(tuple(map(torch.cat, zip(*logits, strict=True))), torch.cat(labels))])
+    monkeypatch.setattr(module, "HELD_ON_DEVICE", 25)
     for one, other in zip(figures(batches), expected, strict=True):
-        assert torch.equal(one.counts.pairs, other.counts.pairs)
-        assert torch.equal(one.counts.counts, other.counts.counts)
+        assert torch.equal(one.pairs, other.pairs)
+        assert torch.equal(one.pair_counts, other.pair_counts)
         assert torch.allclose(one.bins, other.bins, equal_nan=True)
         assert one.cross_entropy == pytest.approx(other.cross_entropy)
 
 
-def test_a_certain_prediction_is_in_the_last_bin() -> None:
-    tally = Tally(Taxonomy((Level("class", ("a", "b")),)))
-    tally.update(torch.tensor([[1000.0, 0.0], [0.0, 0.0]]), torch.tensor([[0], [0]]))
-    counts = tally.collect(WORLD)
-    assert counts is not None
-    assert counts[0].bins[0].nonzero().flatten().tolist() == [7, 14]
-    assert counts[0].bins[0].sum() == 2
+def test_log_probabilities_are_counted_as_they_are() -> None:
+    """Those of a marginal head need not add up to 1. A certain prediction is in the last bin."""
+    logs = torch.tensor([[0.6, 0.2], [1.0, 0.0]]).log()
+    for are_logs, expected, bins in ((True, 0.6, [9, 14]), (False, 0.75, [11, 14])):
+        (found,) = figures([(logs, torch.tensor([[0], [0]]))], TWO, are_logs=are_logs)
+        assert float(found.bins[1].nansum()) == pytest.approx(1 + expected)
+        assert found.bins[0].nonzero().flatten().tolist() == bins
+        assert found.cross_entropy == pytest.approx(-math.log(expected) / 2)
 
 
-@pytest.mark.parametrize(("are_logs", "expected"), [(True, 0.6), (False, 0.75)])
-def test_log_probabilities_are_counted_as_they_are(are_logs: bool, expected: float) -> None:
-    """Those of a marginal head need not add up to 1; a softmax would make 0.75 of 0.6."""
-    tally = Tally(Taxonomy((Level("class", ("a", "b")),)), are_logs=are_logs)
-    tally.update(torch.tensor([[0.6, 0.2]]).log(), torch.tensor([[0]]))
-    counts = tally.collect(WORLD)
-    assert counts is not None
-    assert float(counts[0].bins[1].sum()) == pytest.approx(expected)
-    assert counts[0].cross_entropy == pytest.approx(-math.log(expected))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_outputs_that_are_not_finite_are_counted(value: float) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_outputs_that_are_not_finite_are_an_error(value: float) -> None:
     """With or without a label."""
-    tally = Tally(Taxonomy((Level("class", ("a", "b")),)))
-    tally.update(torch.tensor([[value, 0.0], [3.0, 0.0], [0.0, value]]), torch.tensor([[0], [0], [-1]]))
-    counts = tally.collect(WORLD)
-    assert counts is not None
-    assert counts[0].num_not_finite == 2
+    logits, labels = torch.tensor([[value, 0.0], [3.0, 0.0], [0.0, value]]), torch.tensor([[0], [0], [-1]])
+    with pytest.raises(LinnaeusError, match=r"'class'.* 2 samples"):
+        figures([(logits, labels)], TWO)
+    assert figures([(logits[1:2], labels[1:2])], TWO)[0].top1 == 1
 
 
 def test_a_level_without_a_label_has_no_figures() -> None:
@@ -130,9 +110,15 @@ def test_a_level_without_a_label_has_no_figures() -> None:
     assert found.confusions(5) == found.worst(5) == []
 
 
+def predicting(num_classes: int, pairs: dict[tuple[int, int], int]) -> Any:
+    """Outputs and labels with so many samples of each (true, predicted) pair at the only or finest level."""
+    labels = torch.tensor([pair for pair, number in pairs.items() for _ in range(number)])
+    return torch.nn.functional.one_hot(labels[:, 1], num_classes).float(), labels[:, :1]
+
+
 def test_confusions_are_the_largest_ones_with_their_share() -> None:
-    counts = LevelCounts(3, torch.tensor([0, 1, 3, 5, 8]), torch.tensor([6, 2, 2, 5, 1]))
-    found = LevelFigures.of(Level("class", ("a", "b", "c")), counts)
+    pairs = {(0, 0): 6, (0, 1): 2, (1, 0): 2, (1, 2): 5, (2, 2): 1}
+    (found,) = figures([predicting(3, pairs)], Taxonomy((Level("class", ("a", "b", "c")),)))
     shown = [(each.true, each.predicted, each.samples, each.share) for each in found.confusions(2)]
     assert shown == [("b", "c", 5, 5 / 7), ("b", "a", 2, 2 / 7)]
     assert found.worst(5) == [1, 0]
@@ -141,37 +127,10 @@ def test_confusions_are_the_largest_ones_with_their_share() -> None:
 def test_the_distance_of_a_mistake_is_the_height_of_the_common_ancestor() -> None:
     """u and v share a family, u and w an order, u and y the root; the parent of z is unknown."""
     u, v, w, y, z = 0, 1, 2, 4, 5
-    pairs = torch.tensor([(u, u), (u, v), (u, w), (y, u), (u, z), (z, z)])
-    assert pair_heights(TAXONOMY, pairs[:, 0], pairs[:, 1]).tolist() == [0, 1, 2, 3, -1, 0]
-    counts = LevelCounts(6, pairs[:, 0] * 6 + pairs[:, 1], torch.tensor([10, 1, 2, 3, 4, 0]))
-    found = distance_of_mistakes(TAXONOMY, counts)
-    assert found is not None
-    assert (found.mean_over_mistakes, found.mean_over_samples) == (14 / 6, 14 / 16)
-    assert (found.num_mistakes, found.num_left_out) == (6, 4)
-    assert distance_of_mistakes(Taxonomy(TAXONOMY.levels), counts) is None
-
-
-def test_ten_thousand_classes_take_the_memory_of_the_pairs_that_occur() -> None:
-    """A dense matrix has 10^8 entries, which would be seen here with a byte for each."""
-    count, size, generator = 10_000, 64, torch.Generator().manual_seed(0)
-    taxonomy = Taxonomy((Level("class", tuple(map(str, range(count)))),))
-    batches = [torch.randn(size, count, generator=generator) for _ in range(3)]
-    labels = [logits.argmax(dim=1, keepdim=True) for logits in batches]
-    for rows in labels:
-        rows[::3] = (rows[::3] + 1) % count
-    with Ledger() as ledger:
-        tally = Tally(taxonomy)
-        for logits, rows in zip(batches, labels, strict=True):
-            tally.update(logits, rows)
-        counts = tally.collect(WORLD)
-        assert counts is not None
-        (found,) = figures_of(taxonomy, counts)
-        assert len(found.confusions(100)) == 3 * 22 == 66
-        assert ledger.peak_bytes < count**2 / 10
-        torch.zeros(count**2, dtype=torch.int8)
-        assert ledger.peak_bytes >= count**2
-    num_correct = sum(
-        int((logits.argmax(dim=1) == rows[:, 0]).sum()) for logits, rows in zip(batches, labels, strict=True)
-    )
-    assert (found.num_samples, found.top1) == (3 * size, num_correct / (3 * size))
-    assert num_correct == 3 * 42
+    for pair, height in {(u, v): 1, (u, w): 2, (y, u): 3}.items():
+        (finest,) = figures([predicting(6, {(u, u): 3, pair: 2, (u, z): 4})], Taxonomy(TAXONOMY.levels[2:]))
+        found = distance_of_mistakes(TAXONOMY, finest)
+        assert found is not None
+        assert (found.mean_over_mistakes, found.mean_over_samples) == (height, 2 * height / 5)
+        assert (found.num_mistakes, found.num_left_out) == (2, 4)
+    assert distance_of_mistakes(Taxonomy(TAXONOMY.levels), finest) is None

@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from linnaeus.inference.export.check import largest_difference, samples_of
 from linnaeus.inference.paths import problem_of
-from linnaeus.inference.prediction import log_probabilities_per_level
+from linnaeus.inference.prediction import predictions_of
 from linnaeus.inference.trained import TrainedRun, load_run
 from tests.helpers.messages import Golden, error_and_code_of
 from tests.helpers.trained import ONE_RANK, Untraceable, picture, save_checkpoint, save_run, spec_of
@@ -25,27 +26,20 @@ from tests.helpers.trained import ONE_RANK, Untraceable, picture, save_checkpoin
 PLAIN = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
 
 
-def birds() -> TrainedRun:
-    return run_of("birds", spec_of())
-
-
 def run_of(name: str, spec: Any) -> TrainedRun:
     return load_run(Path(name) if Path(name).exists() else save_run(Path(name), spec), device="cpu")
+
+
+def birds() -> TrainedRun:
+    return run_of("birds", spec_of())
 
 
 def load(name: str, checkpoint: str = "best") -> TrainedRun:
     return load_run(name, checkpoint=checkpoint, device="cpu")
 
 
-def checkpoint(
-    name: str, spec: Any = None, state: dict[str, Any] | None = None, **content: Any
-) -> TrainedRun:
+def checkpoint(name: str, spec: Any = None, state: Any = None, **content: Any) -> TrainedRun:
     save_checkpoint(Path(name), spec, state or {}, **content)
-    return load(name)
-
-
-def saved(name: str, content: Any) -> TrainedRun:
-    torch.save(content, name)
     return load(name)
 
 
@@ -68,18 +62,13 @@ def untraceable() -> TrainedRun:
     return run_of("own", spec_of(node=node, size=(4, 4)))
 
 
-def without_shape() -> TrainedRun:
-    spec = spec_of(taxonomy=None, node={**PLAIN, "in_features": 4}, is_of_files=False)
-    return run_of("linear", type(spec)(**{**vars(spec), "in_chans": None, "img_size": None}))
-
-
 def other_head() -> TrainedRun:
     run = run_of("heads", spec_of())
     run.model.heads = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 5))
     return run
 
 
-levels = functools.partial(log_probabilities_per_level, taxonomy=ONE_RANK, are_logs=False)
+levels = functools.partial(predictions_of, sources=range(2), taxonomy=ONE_RANK, top=1)
 
 
 def difference(factor: float, name: str = "a") -> float | None:
@@ -94,8 +83,8 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "no such checkpoint": lambda: [birds(), load("birds", "epoch7.pt")],
     "a part of a checkpoint": lambda: [birds(), load("birds/checkpoints/best.pt", "last")],
     "text": lambda: load(written("text.pt")),
-    "weights alone": lambda: saved("state.pt", {"weight": torch.ones(2)}),
-    "whole module": lambda: saved("whole.pt", nn.Linear(2, 2)),
+    "weights alone": lambda: [torch.save({"weight": torch.ones(2)}, "state.pt"), load("state.pt")],
+    "whole module": lambda: [torch.save(nn.Linear(2, 2), "whole.pt"), load("whole.pt")],
     "old": lambda: checkpoint("old.pt"),
     "no weights": lambda: checkpoint("bare.pt", spec_of()),
     "odd spec": lambda: checkpoint("odd.pt", model_spec={"model": 1}),
@@ -104,7 +93,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
     ),
     "device": lambda: [birds(), load_run("birds", device="abacus")],
     "description is no JSON": lambda: described("no JSON"),
-    "description of nothing": lambda: described("{}"),
     "description with an odd spec": lambda: described('{"spec": 1}'),
     "number format": lambda: described('{"spec": {}, "precision": {"AMP": "fp4"}}'),
     "no file": lambda: birds().predict("missing.jpg"),
@@ -112,7 +100,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "array of two": lambda: birds().predict(np.zeros((2, 4, 4, 2), dtype=np.uint8)),
     "tensor of two": lambda: birds().predict(torch.zeros(2, 4, 4)),
     "fractions": lambda: birds().predict(torch.full((3, 4, 4), 2.0)),
-    "not a number": lambda: birds().predict(torch.full((3, 4, 4), math.nan)),
     "int64": lambda: birds().predict(torch.zeros(3, 4, 4, dtype=torch.int64)),
     "a number": lambda: birds().predict([7]),
     "outputs not finite": lambda: levels(torch.full((2, 3), math.nan)),
@@ -131,7 +118,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "export: own class with timm": lambda: untraceable().export("timm"),
     "export: not traceable": lambda: untraceable().export("torch-export"),
     "export: head": lambda: other_head().export("timm"),
-    "export: no shape": lambda: without_shape().export("torch-export"),
+    "export: no shape": lambda: run_of("linear", replace(
+        spec_of(taxonomy=None, node={**PLAIN, "in_features": 4}, is_of_files=False), in_chans=None
+    )).export("torch-export"),
     "export: other outputs": lambda: difference(1.01),
     "export: other ranks": lambda: difference(1, "b"),
     "export: damaged image": lambda: samples_of(birds(), [written("x.png")]),

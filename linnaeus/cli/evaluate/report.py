@@ -12,8 +12,7 @@ from rich.console import Console
 
 from linnaeus.cli.plots import BLUE, INK, VERMILION, decorate, drawing
 from linnaeus.cli.tables import Figures, cell, table
-from linnaeus.inference.figures import Distance, LevelFigures
-from linnaeus.inference.tally import NUM_BINS
+from linnaeus.inference.figures import NUM_BINS, Distance, LevelFigures
 from linnaeus.words import counted
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ def _matrix(axes: Axes, level: LevelFigures) -> None:
 
     classes, count = level.level.classes, len(level.level.classes)
     matrix = np.zeros((count, count))
-    matrix.flat[level.counts.pairs.numpy()] = level.counts.counts.numpy()
+    matrix.flat[level.pairs.numpy()] = level.pair_counts.numpy()
     rows = np.flatnonzero(matrix.any(axis=1))
     columns = np.flatnonzero(matrix.any(axis=1) | matrix.any(axis=0))
     matrix = matrix[rows][:, columns]

@@ -39,7 +39,7 @@ from linnaeus.inference.evaluate import (
     evaluate,
     evaluated_preprocessing,
 )
-from linnaeus.inference.figures import distance_of_mistakes, figures_of
+from linnaeus.inference.figures import distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.log import close_logging, set_up_logging
 from linnaeus.rng import seed_all, set_deterministic
@@ -147,8 +147,7 @@ def _evaluate(session: Session) -> None:
     }
     distance = None if taxonomy is None else distance_of_mistakes(taxonomy, outcome.levels[-1])
     logged = _compare_with_training(session, config, outcome, data)
-    levels = figures_of(taxonomy, outcome.levels)
-    evaluation = Evaluation(about, outcome.metrics, levels, distance, logged)
+    evaluation = Evaluation(about, outcome.metrics, outcome.levels, distance, logged)
     _write(evaluation, output, session)
 
 

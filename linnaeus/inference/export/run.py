@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim
 
-from linnaeus.errors import ConfigError, DataError, LinnaeusError
+from linnaeus import __version__
+from linnaeus.data.taxonomy import UNKNOWN
+from linnaeus.errors import ConfigError, DataError, LinnaeusError, first_line
 from linnaeus.files import not_written
-from linnaeus.inference.export import FORMATS, OUTPUTS, files, timm_folder
+from linnaeus.inference.export import FORMATS, OUTPUTS, formats
 from linnaeus.inference.export.check import Model, Samples, largest_difference, samples_of
-from linnaeus.inference.export.description import describe
-from linnaeus.inference.export.module import ExportModule, traced
 from linnaeus.inference.trained import TrainedRun, load_run
-from linnaeus.training.losses import gives_log_probabilities
+from linnaeus.training.losses import gives_log_probabilities, log_probabilities, logits_per_level
 
-ENDINGS = {"safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2", "timm": ""}
+NAMES = {
+    "safetensors": "model.safetensors", "onnx": "model.onnx", "torch-export": "model.pt2", "timm": "timm",
+}  # fmt: skip
+"""Name of the file or folder in a run's folder `export`, by format."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ def export_run(
     Args:
         run: the run; a torch.export file is made for its device.
         format: `safetensors`, `onnx`, `torch-export` or `timm`.
-        output: the file, or the folder for timm; None is `default_output`. One that is there is replaced.
+        output: the file, or the folder for timm; one that is there is replaced. None is
+            `export/model.<ending>` or `export/timm` in the run's folder, or beside a checkpoint without one.
         outputs: `probabilities` or `logits`, for ONNX and torch.export; in place of logits, a marginal head
             gives log-probabilities.
         level: whose head becomes timm's classifier; None is the finest.
@@ -74,48 +80,102 @@ def export_run(
             raise ConfigError(f"{name}: {value!r} is none of {', '.join(choices)}")
     if level is not None and format != "timm":
         raise ConfigError("--level: only timm takes a single rank; other formats hold all of them")
-    path = default_output(run, format) if output is None else Path(output)
-    if ENDINGS[format] and path.suffix != ENDINGS[format]:
-        raise ConfigError(f"--output: {path}: the name of such a file ends in {ENDINGS[format]}")
+    if output is None:
+        output = (run.folder or run.checkpoint.parent) / "export" / NAMES[format]
+    path = Path(output)
+    ending = Path(NAMES[format]).suffix
+    if ending and path.suffix != ending:
+        raise ConfigError(f"--output: {path}: the name of such a file ends in {ending}")
     if format == "onnx":
-        files.check_onnx_is_there()
-    chosen = timm_folder.check_level(run, level) if format == "timm" else ""
+        formats.check_onnx_is_there()
+    chosen = formats.check_level(run, level) if format == "timm" else ""
     kind = outputs if format in ("onnx", "torch-export") and run.classes else "logits"
-    samples = _samples(run, format, images)
+    try:
+        samples = samples_of(run, images)
+    except DataError:
+        if format != "safetensors" or images:
+            raise
+        samples = None
     reference = _reference(run, kind)
     with _appearing(path, is_folder=format == "timm") as temporary:
         model = _write(run, format, temporary, samples, kind, chosen)
-        expected: Model = reference
-        if chosen:
-            expected = lambda inputs: {chosen: reference(inputs)[chosen]}  # noqa: E731
         difference = None
         if samples is not None:
             difference = largest_difference(
-                model, expected, samples.inputs, probabilities=kind == "probabilities"
+                model,
+                (lambda inputs: {chosen: reference(inputs)[chosen]}) if chosen else reference,
+                samples.inputs,
+                probabilities=kind == "probabilities",
             )
         num_bytes = sum(file.stat().st_size for file in temporary.parent.rglob("*") if file.is_file())
     origin = "the weights alone" if samples is None else samples.origin
     return Exported(path, num_bytes, origin, difference, kind)
 
 
-def default_output(run: TrainedRun, format: str) -> Path:
-    """`export/model.<ending>` or `export/timm` in the run's folder, or beside a checkpoint without one."""
-    folder = (run.folder or run.checkpoint.parent) / "export"
-    return folder / ("timm" if format == "timm" else f"model{ENDINGS[format]}")
-
-
-def _samples(run: TrainedRun, format: str, images: Iterable[str]) -> Samples | None:
+def _write(run: TrainedRun, format: str, path: Path, samples: Samples | None, kind: str, level: str) -> Model:
+    """Write the temporary file or folder, and read it back as a model."""
+    if format == "timm":
+        return formats.write_timm(run, describe(run, None), path, level)
+    if format == "safetensors":
+        formats.write_safetensors(run.model.state_dict(), describe(run, None), path)
+        again = load_run(path, device="cpu")
+        others = again.model.state_dict()
+        for name, tensor in run.model.state_dict().items():
+            if not torch.equal(tensor.cpu(), others[name]):
+                raise LinnaeusError(f"the exported file does not hold the run's weights: {name!r} differs")
+        return _reference(again, kind)
+    assert samples is not None
+    example = samples.inputs[:2].to(run.device)
     try:
-        return samples_of(run, images)
-    except DataError:
-        if format == "safetensors" and not images:
-            return None
-        raise
+        with torch.no_grad():
+            program = torch.export.export(
+                ExportModule(run, kind).eval(), (example,), dynamic_shapes={"images": {0: Dim("batch")}}
+            )
+    except Exception as error:  # whatever a user's model does
+        raise LinnaeusError(
+            f"the model cannot be traced by torch.export ({type(error).__name__}: {first_line(error)}); "
+            "--format safetensors exports its weights"
+        ) from error
+    is_log = kind == "logits" and gives_log_probabilities(run.model)
+    description = describe(run, "log-probabilities" if is_log else kind)
+    if format == "onnx":
+        return formats.write_onnx(program, description, path)
+    on_device = formats.write_program(program, description, path)
+    return lambda inputs: on_device(inputs.to(run.device))
+
+
+class ExportModule(nn.Module):
+    """A run's model whose outputs have names.
+
+    Args:
+        run: without classes, its outputs are the model's own.
+        kind: `probabilities`, or `logits` for the model's own logits or log-probabilities.
+    """
+
+    def __init__(self, run: TrainedRun, kind: str) -> None:
+        super().__init__()
+        self.model = run.model
+        self._names = tuple(run.classes)
+        self._kind = kind
+        self._are_logs = gives_log_probabilities(run.model)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """{name of the level: [B, classes]} of images [B, C, H, W]."""
+        outputs = self.model(images)
+        if not self._names:
+            if isinstance(outputs, Tensor):
+                return {"output": outputs}
+            named = outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs)
+            return {f"output_{name}": output for name, output in named}
+        logits = dict(zip(self._names, logits_per_level(outputs, self._names), strict=True))
+        if self._kind == "logits":
+            return logits
+        return {name: log_probabilities(each, are_logs=self._are_logs).exp() for name, each in logits.items()}
 
 
 def _reference(run: TrainedRun, kind: str) -> Model:
     """The run's own outputs in full float32, on its device."""
-    module = ExportModule(run.model, run.taxonomy, probabilities=kind == "probabilities").eval()
+    module = ExportModule(run, kind).eval()
 
     @torch.no_grad()
     def outputs(inputs: Tensor) -> dict[str, Tensor]:
@@ -126,35 +186,42 @@ def _reference(run: TrainedRun, kind: str) -> Model:
     return outputs
 
 
-def _write(run: TrainedRun, format: str, path: Path, samples: Samples | None, kind: str, level: str) -> Model:
-    """Write the temporary file or folder, and read it back as a model."""
-    if format == "timm":
-        timm_folder.write(run, path, level)
-        model: Model = timm_folder.as_outputs(timm_folder.read(path), level)
-        return model
-    if format == "safetensors":
-        files.write_safetensors(run.model.state_dict(), describe(run, None), path)
-        again = load_run(path, device="cpu")
-        _check_equal(run, again)
-        return _reference(again, kind)
-    assert samples is not None
-    module = ExportModule(run.model, run.taxonomy, probabilities=kind == "probabilities").eval()
-    program = traced(module, samples.inputs[:2].to(run.device))
-    is_log = kind == "logits" and gives_log_probabilities(run.model)
-    description = describe(run, "log-probabilities" if is_log else kind)
-    if format == "onnx":
-        files.write_onnx(program, description, path)
-        return files.read_onnx(path)
-    files.write_program(program, description, path)
-    on_device = files.read_program(path)
-    return lambda inputs: on_device(inputs.to(run.device))
+def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
+    """Classes, taxonomy, input and architecture, as plain values; of weights also how the run computes.
 
+    Unknown parents are None in `levels`, which is for other programs, and -1 in `spec`, which is what a
+    checkpoint holds and Linnaeus reads.
 
-def _check_equal(run: TrainedRun, again: TrainedRun) -> None:
-    others = again.model.state_dict()
-    for name, tensor in run.model.state_dict().items():
-        if not torch.equal(tensor.cpu(), others[name]):
-            raise LinnaeusError(f"the exported file does not hold the run's weights: {name!r} differs")
+    Args:
+        run: the run.
+        outputs: `probabilities`, `logits` or `log-probabilities`; None where the file holds weights alone.
+    """
+    spec, preprocessing, taxonomy = run.spec, run.spec.preprocessing, run.taxonomy
+    height, width = spec.img_size or (None, None)
+    rows: list[Any] = [None, *(taxonomy.parents if taxonomy else ())]
+    return {
+        "version": __version__,
+        "input": {
+            "name": "images",
+            "channels": spec.in_chans,
+            "height": height,
+            "width": width,
+            "mean": preprocessing and list(preprocessing.mean),
+            "std": preprocessing and list(preprocessing.std),
+            "crop_fraction": preprocessing and preprocessing.crop_fraction,
+        },
+        "outputs": outputs,
+        **({"precision": run.train} if outputs is None else {}),
+        "levels": [
+            {
+                "name": level.name,
+                "classes": list(level.classes),
+                "parents": row and [None if label == UNKNOWN else label for label in row],
+            }
+            for level, row in zip(taxonomy.levels if taxonomy else (), rows, strict=False)
+        ],
+        "spec": spec.as_dict(),
+    }
 
 
 @contextmanager
@@ -166,7 +233,8 @@ def _appearing(path: Path, *, is_folder: bool) -> Iterator[Path]:
         ConfigError: `path` is a folder that holds something else.
         LinnaeusError: it cannot be written.
     """
-    if path.is_dir() and (not is_folder or {entry.name for entry in path.iterdir()} - {*timm_folder.FILES}):
+    own = formats.TIMM_FILES if is_folder else ()
+    if path.is_dir() and (not is_folder or {entry.name for entry in path.iterdir()} - {*own}):
         what = "holds other files" if is_folder else "is a folder"
         raise ConfigError(f"--output: {path} {what}; choose another name")
     if is_folder and path.exists() and not path.is_dir():
@@ -178,20 +246,17 @@ def _appearing(path: Path, *, is_folder: bool) -> Iterator[Path]:
             if is_folder:
                 temporary.mkdir()
             yield temporary
-            _let_others_read(Path(folder))
+            new = (
+                Path(folder) / ".new"
+            )  # for the mode of any new file: safetensors writes for the owner alone
+            new.touch()
+            for file in Path(folder).rglob("*"):
+                if file.is_file():
+                    shutil.copymode(new, file)
+            new.unlink()
             if is_folder and path.is_dir():
                 shutil.rmtree(path)
             for entry in Path(folder).iterdir():
                 entry.replace(path.parent / entry.name)
     except OSError as error:
         raise not_written(path, error) from error
-
-
-def _let_others_read(folder: Path) -> None:
-    """Give files the mode of any new file; those of safetensors are for their owner alone."""
-    new = folder / ".new"
-    new.touch()
-    for file in folder.rglob("*"):
-        if file.is_file():
-            shutil.copymode(new, file)
-    new.unlink()
