@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -30,6 +30,16 @@ class Batch(NamedTuple):
 
     inputs: Any
     targets: Any
+
+
+def describe(value: Any) -> str:
+    """Type and size of a value, for messages."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple | list | Mapping):
+        return f"a {kind} of {len(value)}"
+    return f"{value!r}" if isinstance(value, int | float | str) else f"a {kind}"
 
 
 def batch_size(batch: Batch) -> int:
@@ -64,14 +74,12 @@ def to_device(
         channels_last: use the channels-last memory format for floating-point inputs with 4 dimensions.
     """
 
-    def move(leaf: Any) -> Any:
-        moved = getattr(leaf, "to", None)
-        return moved(device, non_blocking=non_blocking) if moved is not None else leaf
+    def move(leaf: Any, **layout: Any) -> Any:
+        return leaf.to(device, non_blocking=non_blocking, **layout) if hasattr(leaf, "to") else leaf
 
     def move_input(leaf: Any) -> Any:
-        if channels_last and _is_image(leaf):
-            return leaf.to(device, non_blocking=non_blocking, memory_format=torch.channels_last)
-        return move(leaf)
+        is_image = channels_last and is_image_batch(leaf)
+        return move(leaf, memory_format=torch.channels_last) if is_image else move(leaf)
 
     return Batch(nest.map_leaves(move_input, batch.inputs), nest.map_leaves(move, batch.targets))
 
@@ -114,16 +122,9 @@ class BatchSpec:
         seed: int,
         mix: Callable[[Batch], Batch] | None = None,
     ) -> BatchSpec:
-        """Read some samples of a dataset and keep those with the largest shape.
+        """Read `num_samples` of a map-style dataset, chosen by the seed; keep those with the largest shape.
 
         The state of the global random generators is restored.
-
-        Args:
-            dataset: map-style dataset.
-            collate: turns samples into a `Batch`.
-            num_samples: number of samples to read.
-            seed: chooses the samples, and seeds the random numbers that they draw.
-            mix: as for the class.
 
         Raises:
             DataError: the dataset is empty.
@@ -143,12 +144,9 @@ class BatchSpec:
         return cls(groups[largest], collate, seed, mix)
 
     def make(self, n: int, device: torch.device | str, *, channels_last: bool = False) -> Batch:
-        """A batch of n samples on a device. Making it takes no more device memory than the batch itself.
+        """A batch of n samples on a device, with inputs in the memory format of `to_device`.
 
-        Args:
-            n: number of samples, at least 1.
-            device: the device that holds the batch.
-            channels_last: use the channels-last memory format for floating-point inputs with 4 dimensions.
+        Making it takes no more device memory than the batch itself.
         """
         if self._axes is None:
             batch = self._collate(list(islice(cycle(self.samples), n)))
@@ -171,11 +169,12 @@ class BatchSpec:
 
         Each sample is a copy until they are collated. The C library does not return the memory of small
         samples to the system, so a process that loads data holds more than its batch.
-
-        Args:
-            n: number of samples, at least 1.
         """
-        samples = [nest.map_leaves(_own, sample) for sample in islice(cycle(self.samples), n)]
+
+        def own(leaf: Any) -> Any:
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+        samples = [nest.map_leaves(own, sample) for sample in islice(cycle(self.samples), n)]
         return self._collate(samples, self._mix)
 
     def _collate(self, samples: list[Any], mix: Callable[[Batch], Batch] | None = None) -> Batch:
@@ -223,7 +222,7 @@ def _filled(
 ) -> Tensor:
     """`base` repeated along `axis` up to `length`, written into one allocation on the device."""
     shape = [*base.shape[:axis], length, *base.shape[axis + 1 :]]
-    layout = torch.channels_last if channels_last and _is_image(base) else torch.contiguous_format
+    layout = torch.channels_last if channels_last and is_image_batch(base) else torch.contiguous_format
     result = torch.empty(shape, dtype=base.dtype, device=device, memory_format=layout)
     filled = min(length, base.shape[axis])
     result.narrow(axis, 0, filled).copy_(base.narrow(axis, 0, filled))
@@ -234,9 +233,6 @@ def _filled(
     return result
 
 
-def _own(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _is_image(leaf: Any) -> bool:
+def is_image_batch(leaf: Any) -> bool:
+    """Whether it is a floating-point tensor of 4 dimensions."""
     return isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
+from linnaeus.data.builtin import build_digits, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, on_this_process, training_targets
-from linnaeus.data.digits import build_digits
 from linnaeus.data.imagefolder import build_imagefolder
 from linnaeus.data.manifest import build_manifest
 from linnaeus.data.mixing import build_mixing
-from linnaeus.data.synthetic import build_synthetic
-from linnaeus.data.target import UserCollate, build_target
+from linnaeus.data.user_dataset import UserCollate, build_user_dataset
 
-_BUILT_IN: dict[str, Callable[[DataConfig], DataBundle]] = {
-    "digits": build_digits,
-    "synthetic": build_synthetic,
-}
-_FILES: dict[str, Callable[[DataConfig, OnMain], DataBundle]] = {
-    "imagefolder": build_imagefolder,
-    "manifest": build_manifest,
-}
+_BUILT_IN = {"digits": build_digits, "synthetic": build_synthetic}
+_FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
 
 
 def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_process) -> DataBundle:
@@ -39,7 +32,12 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_
         ConfigError: a key that is missing, or that does not fit the data.
         DataError: files, folders or labels that cannot be used; an error in a user's dataset.
     """
-    data = _build(data_config, seed, on_main)
+    if isinstance(data_config.DATASET, Mapping):
+        data = build_user_dataset(data_config, seed=seed)
+    elif data_config.DATASET.NAME in _BUILT_IN:
+        data = _BUILT_IN[data_config.DATASET.NAME](data_config)
+    else:
+        data = _FILES[data_config.DATASET.NAME](data_config, on_main)
     # A user's collate function may give a batch that it keeps.
     is_fresh = not isinstance(data.collate, UserCollate)
     data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
@@ -49,10 +47,3 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_
     if data_config.SAMPLER == "balanced":
         training_targets(data, "DATA.SAMPLER balanced")
     return data
-
-
-def _build(data_config: DataConfig, seed: int, on_main: OnMain) -> DataBundle:
-    if isinstance(data_config.DATASET, Mapping):
-        return build_target(data_config, seed=seed)
-    name = data_config.DATASET.NAME
-    return _BUILT_IN[name](data_config) if name in _BUILT_IN else _FILES[name](data_config, on_main)

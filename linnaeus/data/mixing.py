@@ -14,8 +14,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.batch import Batch
-from linnaeus.data.target_labels import describe
+from linnaeus.data.batch import Batch, describe, is_image_batch
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import ConfigError, DataError
 
@@ -45,19 +44,13 @@ class Mixing:
         self.transforms = [kind(alpha=alpha) for kind, alpha in kinds if alpha > 0]
 
     def soften(self, batch: Batch) -> Batch:
-        """The batch with its labels as probabilities, and unmixed: what mixing starts from.
-
-        Args:
-            batch: inputs float [B, channels, height, width]; targets int64 [B, R].
-
-        Returns:
-            The same inputs; targets float32 [B, C], see `soft_targets`.
+        """The batch with its labels [B, R] as probabilities [B, C], and unmixed: what mixing starts from.
 
         Raises:
-            DataError: inputs or targets of another form.
+            DataError: inputs that are not float [B, channels, height, width], or targets of another form.
         """
         inputs, targets = batch
-        if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
+        if not is_image_batch(inputs):
             raise DataError(
                 f"{_named(KEYS)} mix batches of images, float [batch, channels, height, width], but the "
                 f"inputs are {describe(inputs)}; set both to 0"
@@ -81,14 +74,14 @@ class Mixing:
         return lambda samples: self.soften(collate(samples))
 
     def __call__(self, batch: Batch) -> Batch:
-        """The mixed batch. Arguments, result and errors are those of `soften`."""
+        """The mixed batch; errors are those of `soften`."""
         return self.mix(self.soften(batch))
 
     def mix(self, batch: Batch) -> Batch:
         """Mix what `soften` returned; a batch of one sample stays as it is.
 
-        torchvision draws the parts and rectangles. Its own kernels would hold two more batches of images, and
-        fresh memory takes time.
+        torchvision draws the parts and rectangles. Its own kernels hold two more batches of images, and take
+        ten times as long.
         """
         images, targets = batch
         if len(targets) == 1:
@@ -115,14 +108,9 @@ def _write_over(images: Tensor, write: Callable[[Tensor, Tensor], object]) -> No
 
 
 def soft_targets(labels: Tensor, num_classes: Sequence[int]) -> Tensor:
-    """Labels of all ranks as probabilities, one rank beside the other.
+    """Labels [B, R] of all ranks as probabilities [B, C], one rank beside the other.
 
-    Args:
-        labels: int64 [B, R], -1 where unknown.
-        num_classes: classes of each rank.
-
-    Returns:
-        float32 [B, C]: 1 at the class of each known label; an unknown label is a row of zeros in its rank.
+    1 stands at the class of each known label; an unknown label (-1) is a row of zeros in its rank.
 
     >>> soft_targets(torch.tensor([[1, 0], [-1, 2]]), [2, 3]).tolist()
     [[0.0, 1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]]
@@ -146,11 +134,6 @@ def build_mixing(
 ) -> Mixing | None:
     """What `DATA.AUGMENT` asks for; None where both keys are 0.
 
-    Args:
-        augment: the node.
-        taxonomy: classes of the labels; None where the dataset declares none.
-        in_place: whether a collated batch is nobody else's.
-
     Raises:
         ConfigError: mixing is on, and there are no classes.
     """
@@ -172,10 +155,6 @@ def is_mixing(augment: AugmentConfig) -> bool:
 
 def mixed_epochs(augment: AugmentConfig, num_epochs: int) -> int:
     """Number of epochs, from the first, whose batches are mixed.
-
-    Args:
-        augment: the node DATA.AUGMENT.
-        num_epochs: TRAIN.EPOCHS.
 
     Raises:
         ConfigError: mixing is on, and no epoch is left for it.

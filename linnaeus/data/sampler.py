@@ -132,7 +132,7 @@ class PlannedBatches(Sampler[list[SampleKey]]):
 
     Args:
         sampler: chooses the samples, the epoch and where in the epoch to start.
-        sizes: gives the size of each batch; samples beyond the last batch are left out.
+        sizes: the size of each batch; samples beyond the last batch are left out.
     """
 
     def __init__(self, sampler: EpochSampler, sizes: Sizes) -> None:
@@ -149,10 +149,6 @@ class ValSampler(Sampler[SampleKey]):
     """Validation samples of one process, in order: over all processes, each sample comes exactly once.
 
     The numbers of samples of two processes may differ by one, so a validation batch must not run collectives.
-
-    Args:
-        length: samples of the whole dataset.
-        rank, world_size: this process, and the number of processes.
     """
 
     def __init__(self, length: int, *, rank: int = 0, world_size: int = 1) -> None:

@@ -35,7 +35,7 @@ class Taxonomy:
     """All levels, coarse to fine, and the parent of each class.
 
     Attributes:
-        levels: the levels, coarse to fine.
+        levels: the levels.
         parents: for each level after the first, the label of each class's parent in the level above, or
             `UNKNOWN` where no training sample shows it. Left out, every parent is unknown.
 
@@ -168,13 +168,8 @@ class LabelIndex:
         return tuple(labels[column] for column in self.columns)
 
     def select(self, names: Sequence[str]) -> LabelIndex:
-        """The same classes with some of the levels, in the order given.
-
-        Raises:
-            KeyError: a name that is no level.
-        """
-        position = {name: column for column, name in enumerate(self.taxonomy.names)}
-        columns = tuple(position[name] for name in names)
+        """The same classes with some of the levels, in the order given."""
+        columns = tuple(self.taxonomy.names.index(name) for name in names)
         levels = tuple(self.taxonomy.levels[column] for column in columns)
         parents = tuple(self.taxonomy.ancestors(low, high) for high, low in pairwise(columns))
         return LabelIndex(Taxonomy(levels, parents), self.lookup, columns)
@@ -182,10 +177,6 @@ class LabelIndex:
 
 def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> LabelIndex:
     """Number the classes of the training samples, sorted by parent and name, and find the parent of each.
-
-    Args:
-        level_names: names of the levels, coarse to fine.
-        lineages: the lineages of all training samples; repetitions do not matter.
 
     Raises:
         DataError: a name whose parent is unknown and which occurs under several known parents.
@@ -212,16 +203,7 @@ def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> Lab
 
 
 def require_classes(taxonomy: Taxonomy, source: str, remedy: str) -> None:
-    """Refuse a level with fewer than two classes.
-
-    Args:
-        taxonomy: the taxonomy to check.
-        source: the folder, file or class that it came from, for the message.
-        remedy: what the user can do about it.
-
-    Raises:
-        DataError: names each such level.
-    """
+    """Refuse a level with fewer than two classes by a `DataError` with the source and the remedy."""
     for level in taxonomy.levels:
         if len(level.classes) < 2:
             count = f"one class, {level.classes[0]!r}" if level.classes else "no class at all"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from linnaeus.data.endings import EXTENSIONS
+from linnaeus.data import EXTENSIONS
 from linnaeus.data.image import find_damage, load_image
 from linnaeus.errors import DataError
 

@@ -19,7 +19,7 @@ from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
-from linnaeus.data.files import ImageFiles
+from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.loader import MOST_WORKERS, Loaders, build_loaders, num_workers
 from linnaeus.data.sampler import EpochSampler, Sizes
 from linnaeus.errors import DataError
@@ -163,7 +163,7 @@ def test_batches_of_files_are_their_samples_collated(nested: Path, erasing: floa
     augment = replace(AUGMENT, ERASING=erasing)
     data = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=augment), seed=0)
     assert isinstance(data.train, ImageFiles)
-    assert (data.train.by_batch is None) == (erasing > 0)
+    assert data.train.normalises_batches == (erasing == 0)
     with loaders(data, workers=workers) as made:
         made.train.set_epoch(1)
         batches = list(made.train)

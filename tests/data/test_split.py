@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.data.split import stratified_split
+from linnaeus.data.image_files import stratified_split
 
 STRATA = st.lists(st.integers(0, 8), min_size=1, max_size=200)
 FRACTIONS = st.floats(0.01, 0.99)

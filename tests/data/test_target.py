@@ -14,8 +14,8 @@ from torch.utils.data import Subset, random_split
 from linnaeus.config.schema import AugmentConfig, DataConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.data.target import UserDataset
 from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.data.user_dataset import UserDataset
 from linnaeus.errors import DataError
 from tests.helpers import datasets
 from tests.helpers.datasets import Samples

@@ -21,7 +21,7 @@ def transform(
     size: tuple[int, int] = (16, 16), train: bool = True, channels: int = 3, **changes: Any
 ) -> Transform:
     for_training, for_validation = build_transforms(replace(OFF, **changes), size, channels)
-    return for_training if train else for_validation
+    return for_training if train else for_validation.transform()
 
 
 def results(pipeline: Transform, image: torch.Tensor = IMAGE, tries: int = 20) -> list[torch.Tensor]:

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from linnaeus.config.schema import ModelConfig
+from linnaeus.data.builtin import TAXONOMY
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.data.digits import TAXONOMY
 from linnaeus.models.build import build_model
 from linnaeus.models.spec import ModelSpec
 
