@@ -121,7 +121,13 @@ def _files(request: Request, on_main: OnMain) -> EvaluationData:
     else:
         part = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
     if part.index is not None and part.index != index:
-        raise DataError(_changed_classes(part.listing.source, part.index.taxonomy, index.taxonomy))
+        levels = zip(part.index.taxonomy.levels, index.taxonomy.levels, strict=False)
+        changed = sorted({name for pair in levels for name in {*pair[0].classes} ^ {*pair[1].classes}})
+        found = f" ({several(changed)} new or gone)" if changed else ""
+        raise DataError(
+            f"{part.listing.source}: its classes are not those of the run any more{found}, so the samples "
+            "that it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
+        )
     report = list(part.report)
     listing, missing = _aligned(part, index, report)
     if config.ON_BAD_IMAGE == "skip":
@@ -148,20 +154,6 @@ def _source_names(index: LabelIndex) -> list[str | None]:
     for name, column in zip(index.taxonomy.names, index.columns, strict=True):
         names[column] = name
     return names
-
-
-def _changed_classes(source: str, now: Taxonomy, before: Taxonomy) -> str:
-    """Why samples held out of training cannot be found again."""
-    changes = []
-    for level, level_before in zip(now.levels, before.levels, strict=False):
-        for word, one, other in (("new", level, level_before), ("gone", level_before, level)):
-            names = sorted({*one.classes} - {*other.classes})
-            changes += [f"{one.name} {several(names)} {word}"] * bool(names)
-    found = f" ({', '.join(changes)})" if changes else ""
-    return (
-        f"{source}: its classes are not those of the run any more{found}, so the samples that "
-        "it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
-    )
 
 
 def _aligned(part: Part, index: LabelIndex, report: list[str]) -> tuple[Listing, list[int]]:
@@ -204,13 +196,7 @@ def _no_common_ranks(source: str, names: Sequence[str], index: LabelIndex) -> Da
 
 
 def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -> None:
-    """Give levels that the data does not have the parents of the labels one level below, in place.
-
-    Args:
-        targets: [N, R], int64, -1 where unknown.
-        missing: positions of those levels.
-        taxonomy: that of the run.
-    """
+    """Give the missing columns of targets [N, R] the parents of the labels one level below, in place."""
     for level in sorted(missing, reverse=True):
         if level + 1 < len(taxonomy.levels):
             parents = torch.tensor([*taxonomy.parents[level], UNKNOWN])  # the last one is that of -1
@@ -260,12 +246,7 @@ def _user_data(request: Request, on_main: OnMain) -> EvaluationData:
 def _relabel(
     dataset: UserDataset, relabel: Relabel, request: Request, on_main: OnMain, report: list[str]
 ) -> int:
-    """Give the dataset the labels of the run, and leave out samples of other classes; how many these are.
-
-    Raises:
-        DataError: labels cannot be changed, or there are samples of classes that the run does not know and
-            these are not to be skipped, or are all samples.
-    """
+    """Give the dataset the labels of the run, and leave out samples of other classes; how many these are."""
     if relabel.changes_nothing:
         return 0
     if dataset.raw:

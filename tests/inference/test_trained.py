@@ -11,7 +11,7 @@ import linnaeus
 from linnaeus.autobatch.rng import rng_state
 from linnaeus.data.taxonomy import UNKNOWN, index_labels
 from linnaeus.inference.trained import load_run
-from linnaeus.models.spec import ModelSpec
+from linnaeus.models.model_spec import ModelSpec
 from tests.helpers.trained import BIRDS, randomise, save_checkpoint, save_run, spec_of
 
 

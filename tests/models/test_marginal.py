@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.models.build import build_model
-from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.models.marginal import MarginalHead
+from linnaeus.models.hierarchical import HierarchicalClassifier, MarginalHead
 from linnaeus.training.losses import TaxonomicCrossEntropy
 
 Parents = tuple[tuple[int, ...], ...]

@@ -16,7 +16,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.models.build import build_model
-from linnaeus.models.source import find_source
+from linnaeus.models.timm_source import find_source
 
 MODEL_FILE = "model.json"
 """Name of the file in a run's folder that shows its `ModelSpec` to people and to other programs."""
@@ -48,12 +48,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, node: Any, data: DataBundle) -> ModelSpec:
-        """The spec of a run's model.
-
-        Args:
-            node: the MODEL node.
-            data: the run's data.
-        """
+        """The spec of the model that a MODEL node and the run's data make."""
         plain = dict(node) if is_target(node) else _with_local_architecture(dataclasses.asdict(node))
         index = data.index
         if index is None and data.taxonomy is not None:
