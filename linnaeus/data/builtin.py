@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -78,33 +79,23 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
     """Sample i is the sum of the patterns of its classes, one per level, and of noise that depends on i.
 
     Args:
-        num_samples: length of the dataset.
-        num_classes: classes of each level, coarse to fine, never fewer than in the level above.
-        shape: channels, height and width.
+        config: length, classes, channels, noise (standard deviation on the 0-255 scale), unknown labels.
+        size: height and width.
         transform: applied to each image.
-        split: 0 for training, 1 for validation: same classes, other noise.
-        noise: standard deviation of the noise, on the 0-255 scale of pixels.
-        unknown_fraction: see `known_labels`.
+        is_val: validation has the same classes, other noise, and no unknown label.
     """
 
     def __init__(
-        self,
-        num_samples: int,
-        num_classes: list[int],
-        shape: tuple[int, int, int],
-        transform: Transform,
-        split: int,
-        noise: float,
-        unknown_fraction: float = 0.0,
+        self, config: DatasetConfig, size: tuple[int, int], transform: Transform, *, is_val: bool
     ) -> None:
-        self.num_samples = num_samples
-        self.num_classes = num_classes
-        self.shape = shape
+        self.num_samples = config.NUM_SAMPLES_VAL if is_val else config.NUM_SAMPLES
+        self.num_classes: list[int] = config.NUM_CLASSES
+        self.shape = shape = (config.CHANNELS, *size)
         self.transform = transform
-        self.unknown_fraction = unknown_fraction
-        generator = torch.Generator().manual_seed(derive_seed(split, *num_classes))
+        self.unknown_fraction = 0.0 if is_val else config.UNKNOWN_FRACTION
+        generator = torch.Generator().manual_seed(derive_seed(int(is_val), *self.num_classes))
         # Each sample takes a window of one buffer: far cheaper than drawing noise for it.
-        self.noise = torch.randn(2 * shape[0] * shape[1] * shape[2] + 4096, generator=generator) * noise
+        self.noise = torch.randn(2 * math.prod(shape) + 4096, generator=generator) * config.NOISE
 
     def __len__(self) -> int:
         return self.num_samples
@@ -138,12 +129,9 @@ def build_synthetic(config: DataConfig) -> DataBundle:
     dataset: DatasetConfig = config.DATASET
     taxonomy = _synthetic_taxonomy(dataset)
     size = as_size(config.IMG_SIZE, (64, 64))
-    shape, counts = (dataset.CHANNELS, *size), dataset.NUM_CLASSES
     transform, preprocessing = build_transforms(config.AUGMENT, size, dataset.CHANNELS)
-    train = SyntheticImages(
-        dataset.NUM_SAMPLES, counts, shape, transform, 0, dataset.NOISE, dataset.UNKNOWN_FRACTION
-    )
-    val = SyntheticImages(dataset.NUM_SAMPLES_VAL, counts, shape, preprocessing.transform(), 1, dataset.NOISE)
+    train = SyntheticImages(dataset, size, transform, is_val=False)
+    val = SyntheticImages(dataset, size, preprocessing.transform(), is_val=True)
     report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
     return DataBundle(train, val, taxonomy, dataset.CHANNELS, size, collate_pairs, report, preprocessing)
 

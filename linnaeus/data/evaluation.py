@@ -13,7 +13,6 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, on_this_process
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image_files import (
-    VALIDATION,
     ImageFiles,
     Listing,
     Part,
@@ -92,7 +91,7 @@ def build_evaluation_data(request: Request, on_main: OnMain = on_this_process) -
         raise DataError(f"DATA.DATASET.NAME: the classes of {dataset.NAME!r} are not those of the run")
     if request.preprocessing is not None:
         bundle.val.transform = request.preprocessing.transform()  # type: ignore[attr-defined]
-    return _evaluated(bundle, request, dataset.NAME, VALIDATION, [])
+    return _evaluated(bundle, request, dataset.NAME, Part.VALIDATION, [])
 
 
 def _evaluated(

@@ -12,6 +12,7 @@ from functools import partial
 from hashlib import blake2b
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,10 +32,6 @@ logger = logging.getLogger("linnaeus.data")
 
 NUM_NAMED = 5
 """Largest number of files or classes that a message names; it only counts the others."""
-VALIDATION = "validation split"
-ALL_SAMPLES = "all samples, as there is no validation split"
-HELD_OUT = "samples held out of training"
-"""The kinds of a `Part`, in words."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,10 @@ class Part:
         report: sentences for the user.
         index: the classes of the training data that the part was held out from; else None.
     """
+
+    VALIDATION: ClassVar = "validation split"
+    ALL_SAMPLES: ClassVar = "all samples, as there is no validation split"
+    HELD_OUT: ClassVar = "samples held out of training"
 
     listing: Listing
     level_names: tuple[str, ...] | None

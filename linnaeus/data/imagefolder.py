@@ -11,16 +11,7 @@ from pathlib import Path
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import (
-    ALL_SAMPLES,
-    HELD_OUT,
-    VALIDATION,
-    Listing,
-    Part,
-    build_files,
-    hold_out,
-    several,
-)
+from linnaeus.data.image_files import Listing, Part, build_files, hold_out, several
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.files import suggest_path
@@ -76,12 +67,12 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
         ConfigError, DataError: as for `build_imagefolder`.
     """
     folder = _evaluation_split(dataset, is_own=is_own)
-    kind = VALIDATION
+    kind = Part.VALIDATION
     if folder is None:
-        folder, kind = _split_folders(dataset)[0], HELD_OUT if is_own else ALL_SAMPLES
-    listing, inat = _read(folder, dataset.FOLDER_NAMES, need_all=kind != VALIDATION)
+        folder, kind = _split_folders(dataset)[0], Part.HELD_OUT if is_own else Part.ALL_SAMPLES
+    listing, inat = _read(folder, dataset.FOLDER_NAMES, need_all=kind != Part.VALIDATION)
     names = INAT_RANKS if inat else None
-    if kind != HELD_OUT:
+    if kind != Part.HELD_OUT:
         return Part(listing, names, kind)
     report: list[str] = []
     _, held_out = hold_out(listing, dataset.VAL_FRACTION, report)

@@ -11,16 +11,7 @@ from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import (
-    ALL_SAMPLES,
-    HELD_OUT,
-    VALIDATION,
-    Listing,
-    Part,
-    build_files,
-    hold_out,
-    several,
-)
+from linnaeus.data.image_files import Listing, Part, build_files, hold_out, several
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes, shared_names
 from linnaeus.errors import ConfigError, DataError
 
@@ -78,15 +69,15 @@ def evaluated_manifest(dataset: DatasetConfig, level_names: Sequence[str | None]
         ConfigError, DataError: as for `build_manifest`; or no column has labels of the run.
     """
     if dataset.VAL is not None:  # the training manifest need not be there, or be named
-        path, kind = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser(), VALIDATION
+        path, kind = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser(), Part.VALIDATION
     else:
         train_path, val_path = _manifest_paths(dataset)
         if val_path is None and is_own:
             train, index, levels, _ = _training(train_path, dataset)
             report: list[str] = []
             _, held_out = hold_out(train, dataset.VAL_FRACTION, report)
-            return Part(held_out, tuple(levels), HELD_OUT, tuple(report), index)
-        path, kind = (train_path, ALL_SAMPLES) if val_path is None else (val_path, VALIDATION)
+            return Part(held_out, tuple(levels), Part.HELD_OUT, tuple(report), index)
+        path, kind = (train_path, Part.ALL_SAMPLES) if val_path is None else (val_path, Part.VALIDATION)
     table = _read(path)
     table.require([dataset.IMAGE_COLUMN], "DATA.DATASET.IMAGE_COLUMN")
     columns = _columns_of_levels(table, dataset, level_names)

@@ -18,8 +18,7 @@ from linnaeus.data.batch import Batch, describe, is_image_batch
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import ConfigError, DataError
 
-KEYS = ("MIXUP", "CUTMIX")
-"""The keys of `DATA.AUGMENT` that switch mixing on."""
+_BOTH = "DATA.AUGMENT.MIXUP and DATA.AUGMENT.CUTMIX"
 
 
 class Mixing:
@@ -52,14 +51,14 @@ class Mixing:
         inputs, targets = batch
         if not is_image_batch(inputs):
             raise DataError(
-                f"{_named(KEYS)} mix batches of images, float [batch, channels, height, width], but the "
+                f"{_BOTH} mix batches of images, float [batch, channels, height, width], but the "
                 f"inputs are {describe(inputs)}; set both to 0"
             )
         num_ranks = len(self.num_classes)
         is_labels = isinstance(targets, Tensor) and not targets.is_floating_point()
         if not is_labels or targets.shape != (len(inputs), num_ranks):
             raise DataError(
-                f"{_named(KEYS)} mix labels, whole numbers [batch, {num_ranks}], but the targets of "
+                f"{_BOTH} mix labels, whole numbers [batch, {num_ranks}], but the targets of "
                 f"{len(inputs)} images are {describe(targets)}; set both to 0"
             )
         return Batch(inputs, soft_targets(targets, self.num_classes))
@@ -139,18 +138,17 @@ def build_mixing(
     """
     if not is_mixing(augment):
         return None
-    used = [key for key in KEYS if getattr(augment, key) > 0]
     if taxonomy is None:
         raise ConfigError(
-            f"{_named(used)}: mixed labels need classes, which the dataset does not declare; give it "
-            f"`taxonomy`, `classes` or `num_classes`, or set {_named(used)} to 0"
+            f"{_BOTH}: mixed labels need classes, which the dataset does not declare; give it "
+            f"`taxonomy`, `classes` or `num_classes`, or set {_BOTH} to 0"
         )
     return Mixing(list(taxonomy.num_classes.values()), augment.MIXUP, augment.CUTMIX, in_place=in_place)
 
 
 def is_mixing(augment: AugmentConfig) -> bool:
     """Whether training batches are mixed."""
-    return any(getattr(augment, key) > 0 for key in KEYS)
+    return augment.MIXUP > 0 or augment.CUTMIX > 0
 
 
 def mixed_epochs(augment: AugmentConfig, num_epochs: int) -> int:
@@ -164,10 +162,6 @@ def mixed_epochs(augment: AugmentConfig, num_epochs: int) -> int:
     if num_epochs <= augment.MIX_OFF_EPOCHS:
         raise ConfigError(
             f"DATA.AUGMENT.MIX_OFF_EPOCHS: {augment.MIX_OFF_EPOCHS} of TRAIN.EPOCHS {num_epochs} leaves no "
-            f"epoch to mix; lower it, or set {_named(KEYS)} to 0"
+            f"epoch to mix; lower it, or set {_BOTH} to 0"
         )
     return num_epochs - augment.MIX_OFF_EPOCHS
-
-
-def _named(keys: Sequence[str]) -> str:
-    return " and ".join(f"DATA.AUGMENT.{key}" for key in keys)

@@ -62,7 +62,7 @@ class ModelSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint or a JSON file; `from_dict` reads them."""
-        preprocessing = None if self.preprocessing is None else _plain(dataclasses.asdict(self.preprocessing))
+        preprocessing = None if self.preprocessing is None else dataclasses.asdict(self.preprocessing)
         return {
             "model": dict(self.node),
             "taxonomy": None if self.index is None else self.index.as_dict(),
@@ -118,7 +118,3 @@ def _with_local_architecture(node: dict[str, Any]) -> dict[str, Any]:
     source = find_source(node["NAME"])
     arguments = {name: value for name, value in source.arguments.items() if name not in _OF_THE_DATA}
     return node | {"NAME": source.architecture, "KWARGS": {**arguments, **node["KWARGS"]}}
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
