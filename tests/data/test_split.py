@@ -27,16 +27,6 @@ def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(
         assert all(abs(held_out[s] - fraction * counts[s]) <= 2 for s in counts)
 
 
-@given(STRATA, FRACTIONS, st.randoms(use_true_random=False))
-def test_split_does_not_depend_on_the_order(strata: list[int], fraction: float, chance: object) -> None:
-    keys = [f"{i}.jpg" for i in range(len(strata))]
-    order = list(range(len(strata)))
-    chance.shuffle(order)  # type: ignore[attr-defined]
-    _, val = stratified_split(keys, strata, fraction)
-    _, again = stratified_split([keys[i] for i in order], [strata[i] for i in order], fraction)
-    assert {keys[i] for i in val} == {keys[order[i]] for i in again}
-
-
 def test_split_is_the_same_for_ever() -> None:
     _, val = stratified_split([f"{i}.jpg" for i in range(40)], [i % 2 for i in range(40)], 0.2)
     assert val == [0, 1, 11, 12, 15, 25, 30, 38]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -59,16 +58,6 @@ def test_each_augmentation_changes_training_and_not_validation(
         assert result.isfinite().all()
 
 
-def test_without_augmentation_training_sees_what_validation_sees() -> None:
-    assert num_different(transform()) == 1
-    assert torch.equal(transform()(IMAGE), transform(train=False)(IMAGE))
-
-
-def test_probability_of_a_flip() -> None:
-    flipped = transform(HFLIP=1.0)(IMAGE)
-    assert torch.equal(flipped, transform()(IMAGE).flip(-1))
-
-
 def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
     """Of fractions too, which are not divided by 255 once more."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -77,18 +66,6 @@ def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
         assert torch.equal(Normalise(mean, std)(image), expected)
         assert not torch.equal(Normalise(mean, mean)(image), expected)
         torch.testing.assert_close(expected, Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3)
-
-
-def test_the_image_that_comes_in_is_not_changed() -> None:
-    before = IMAGE.clone()
-    results(transform((40, 60), ERASING=1.0))
-    assert torch.equal(IMAGE, before)
-
-
-def test_cover_and_crop_gives_the_size() -> None:
-    for size in ((16, 16), (20, 48), (40, 60), (80, 120), (7, 5)):
-        for fraction in (0.5, 0.875, 1.0):
-            assert CoverAndCrop(size, fraction)(IMAGE).shape == (3, *size)
 
 
 def test_centre_crop_keeps_its_share_and_the_aspect() -> None:
@@ -132,7 +109,7 @@ def test_policies_are_those_of_torchvision_on_pillow_images(kind: Any, channels:
     assert sum(other) > 4
 
 
-def test_pipelines_travel_to_workers() -> None:
-    pipeline = transform(CROP_SCALE=[0.5, 1.0], POLICY="randaugment", ERASING=0.5)
-    again = pickle.loads(pickle.dumps(pipeline))
-    assert all(torch.equal(a, b) for a, b in zip(results(pipeline), results(again), strict=True))
+def test_the_image_that_comes_in_is_not_changed() -> None:
+    before = IMAGE.clone()
+    results(transform((40, 60), ERASING=1.0))
+    assert torch.equal(IMAGE, before)
