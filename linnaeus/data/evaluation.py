@@ -71,11 +71,7 @@ class Request:
 
 
 def build_evaluation_data(request: Request, on_main: OnMain = on_this_process) -> EvaluationData:
-    """The samples that a request names, with the labels of the run.
-
-    Args:
-        request: what to evaluate on.
-        on_main: decodes every file, for `ON_BAD_IMAGE skip`, on one process only.
+    """The samples that a request names, with the labels of the run; `on_main` is that of `build_data`.
 
     Raises:
         ConfigError: a key that does not fit the data or the run.
@@ -237,7 +233,7 @@ def _user_data(request: Request, on_main: OnMain) -> EvaluationData:
         dataset.taxonomy = index.taxonomy
         if isinstance(bundle.collate, UserCollate):
             bundle.collate.taxonomy = index.taxonomy
-    elif index is not None and declared is not None and declared != index.taxonomy:
+    elif index is not None and declared is not None and declared.levels != index.taxonomy.levels:
         num_left_out = _relabel(dataset, Relabel(declared, index, name), request, on_main, report)
     return _evaluated(bundle, request, name, "split val", report, num_left_out)
 
@@ -246,20 +242,16 @@ def _relabel(
     dataset: UserDataset, relabel: Relabel, request: Request, on_main: OnMain, report: list[str]
 ) -> int:
     """Give the dataset the labels of the run, and leave out samples of other classes; how many these are."""
-    if relabel.changes_nothing:
-        return 0
     if dataset.raw:
         raise DataError(
             f"{dataset.name}: its classes are not those of the run, and as it has a collate_fn of its own, "
             "its labels cannot be matched by name; give the dataset the classes of the run, in their order"
         )
-    num_left_out = 0
-    if relabel.unknown:
-        kept = on_main(partial(_positions_known, dataset, relabel))
-        num_left_out = len(dataset) - len(kept)
-        if num_left_out:
-            named = several(relabel.unknown)
-            _leave_out(dataset.name, len(relabel.unknown), num_left_out, named, request, bool(kept), report)
+    kept: list[int] = on_main(partial(_positions_known, dataset, relabel)) if relabel.unknown else []
+    num_left_out = len(dataset) - len(kept) if relabel.unknown else 0
+    if num_left_out:
+        named = several(relabel.unknown)
+        _leave_out(dataset.name, len(relabel.unknown), num_left_out, named, request, bool(kept), report)
         dataset.take(kept)
     dataset.relabel = relabel
     return num_left_out
@@ -280,7 +272,6 @@ class Relabel:
 
     Attributes:
         unknown: the dataset's classes that the run does not know, as paths from their coarsest ancestor.
-        changes_nothing: whether every label is the same in both.
 
     Raises:
         DataError: no level of the dataset is one of the run.
@@ -294,7 +285,6 @@ class Relabel:
             names[index.columns[0]] = declared.names[0]
         columns = [declared.names.index(name) if name in declared.names else None for name in names]
         self._tables: list[tuple[int, Tensor] | None] = []
-        self.changes_nothing = len(declared.levels) == len(index.columns)
         for position, source in enumerate(index.columns):
             column = columns[source]
             if column is None:
@@ -317,7 +307,6 @@ class Relabel:
                     self.unknown.append("/".join(filter(None, lineage)))
                 labels.append(label)
             self._tables.append((column, torch.tensor([*labels, UNKNOWN])))
-            self.changes_nothing &= column == position and labels == [*range(len(classes))]
         if not any(self._tables):
             raise _no_common_ranks(name, declared.names, index)
 

@@ -129,12 +129,6 @@ def _orientation(image: Image.Image) -> int:
 
 def why_unreadable(error: Exception) -> str:
     """Why an image cannot be decoded, in words."""
-    if isinstance(error, FileNotFoundError):
-        return "there is no such file"
-    if isinstance(error, IsADirectoryError):
-        return "it is a folder"
-    if isinstance(error, PermissionError):
-        return "no permission to read it"
     if isinstance(error, UnidentifiedImageError):
         return "not an image, or damaged at its start"
     if isinstance(error, OSError) and error.strerror:

@@ -23,7 +23,7 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.image import find_damage, load_image
-from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted
@@ -178,7 +178,6 @@ def build_files(
         return ImageFiles(listing.root, listing.paths, targets, channels, transform)
 
     data_train = dataset(train, transform, "training")
-    _report_empty_classes(data_train.targets, index.taxonomy, report)
     data_val = dataset(val, preprocessing.transform(), "validation")
     report.insert(0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples")
     taxonomy = index.taxonomy
@@ -297,11 +296,3 @@ def _find_damaged(listing: Listing) -> dict[int, str]:
     with ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
         reasons = pool.map(find_damage, paths, chunksize=256)
     return {i: reason for i, reason in enumerate(reasons) if reason is not None}
-
-
-def _report_empty_classes(targets: Tensor, taxonomy: Taxonomy, report: list[str]) -> None:
-    for column, level in enumerate(taxonomy.levels):
-        counts = torch.bincount(targets[:, column] + 1, minlength=len(level.classes) + 1)[1:]
-        empty = [level.classes[label] for label in torch.nonzero(counts == 0).flatten().tolist()]
-        if empty:
-            report.append(f"taxonomic rank {level.name}: no training sample for {several(empty)}")

@@ -108,13 +108,7 @@ class SeededBatches(Dataset[Any]):
 class BatchLoader:
     """Batches of one split for one process. Each iteration runs through one epoch.
 
-    Args:
-        dataset: gives whole batches.
-        batches: the samples of each batch; `PlannedBatches` for the training split.
-        data_config: the `DATA` node; prefetching and pinning are read from it.
-        seed: seed of the run.
-        device: device of training; host memory is page-locked for CUDA only.
-        workers: number of worker processes.
+    The training split has `PlannedBatches`. Host memory is page-locked for CUDA only.
     """
 
     def __init__(
@@ -243,7 +237,7 @@ def build_loaders(
         data_config: the `DATA` node; workers, prefetching and pinning are read from it.
         seed: seed of the run.
         rank, world_size: this process, and the number of processes.
-        device: device of training; host memory is page-locked for CUDA only.
+        device: device of training.
         local_world_size: number of processes on this machine.
         mixed_epochs: number of epochs, from the first, whose training batches are mixed, if any are.
 

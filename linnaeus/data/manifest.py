@@ -12,7 +12,7 @@ from pathlib import Path
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.image_files import Listing, Part, build_files, hold_out, several
-from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes, shared_names
+from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 
 
@@ -47,7 +47,7 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
     dataset: DatasetConfig = config.DATASET
     train_path, val_path = _manifest_paths(dataset)
     train, index, levels, report = _training(train_path, dataset)
-    report += _check_nesting(index, levels, train)
+    _check_nesting(index, train)
     val = None if val_path is None else _listing(_read(val_path), levels, dataset)
     bundle = build_files(train, val, index, config, on_main)
     bundle.report += report
@@ -199,23 +199,17 @@ def _listing(table: _Table, levels: Sequence[str], dataset: DatasetConfig) -> Li
     return listing
 
 
-def _check_nesting(index: LabelIndex, levels: Sequence[str], train: Listing) -> list[str]:
-    """Refuse columns from fine to coarse; report names that occur under several parents.
+def _check_nesting(index: LabelIndex, train: Listing) -> None:
+    """Refuse columns from fine to coarse.
 
     Raises:
         DataError: each class of a column has one name in the next column, but not the other way round.
     """
-    shared = shared_names(index)
-    for depth, (above, below) in enumerate(pairwise(levels), start=1):
+    for depth, (above, below) in enumerate(pairwise(index.taxonomy.names), start=1):
         parents = [parent for parent, _ in index.lookup[depth] if parent >= 0]
-        if shared[below] and len(parents) == len(set(parents)):
+        names = [name for _, name in index.lookup[depth]]
+        if len(set(names)) < len(names) and len(parents) == len(set(parents)):
             raise DataError(
                 f"{train.source}: {below!r} stands after {above!r}, but it groups the classes of {above!r}; "
                 "order the columns from coarse to fine with DATA.DATASET.RANKS"
             )
-    return [
-        f"{train.source}: in column {level!r}, these names stand under several parents and are separate "
-        f"classes for each: {several(names)}"
-        for level, names in shared.items()
-        if names
-    ]

@@ -212,13 +212,6 @@ def require_classes(taxonomy: Taxonomy, source: str, remedy: str) -> None:
             )
 
 
-def shared_names(index: LabelIndex) -> dict[str, list[str]]:
-    """For each level of the source, the names that occur under several parents."""
-    counts = [Counter(name for _, name in table) for table in index.lookup]
-    names = index.taxonomy.names
-    return {names[depth]: sorted(n for n, c in count.items() if c > 1) for depth, count in enumerate(counts)}
-
-
 def _number(level: str, pairs: list[tuple[int, str]]) -> dict[tuple[int, str], int]:
     """Number the classes of one level; a name with an unknown parent counts as the class of that name."""
     keys = {(parent, name) for parent, name in pairs if parent != UNKNOWN}

@@ -149,16 +149,8 @@ def build_user_val(
 ) -> tuple[UserDataset, DataBundle]:
     """The validation split of a user's dataset, for a trained model; the split of training is not made.
 
-    Args:
-        config: the DATA node.
-        preprocessing: how an image becomes an input of the model; None where it took tensors.
-        seed: as for `build_user_dataset`.
-
-    Returns:
-        The dataset, and a bundle whose splits both are it, with the taxonomy that it declares.
-
-    Raises:
-        DataError: an unusable dataset, or an error of the user's own code; the message names the `_target_`.
+    Both splits of the bundle are it, with the taxonomy that it declares. `preprocessing` says how an image
+    becomes an input of the model; None where it took tensors. Errors are those of `build_user_dataset`.
     """
     dataset, collate = _build_split(config, "val", seed)
     with preserved_generators():
@@ -313,15 +305,9 @@ def _class_names(classes: Any, name: str) -> tuple[str, ...]:
 def _all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
     """The labels of all samples of a user's dataset, from its attribute `targets`, without reading a sample.
 
-    It holds one target for each sample, or {name of the level: labels}. A `target_transform` of the dataset,
-    as torchvision's have, is applied. For a `Subset`, the targets are those of the dataset in it at the
-    subset's indices.
-
-    Returns:
-        Tensor [N, R], int64, -1 where unknown; None where there is no such attribute.
-
-    Raises:
-        DataError: targets of another form or number.
+    It holds one target for each sample, or {name of the level: labels}; None where there is no such
+    attribute. A `target_transform`, as in torchvision's datasets, is applied. For a `Subset`, the targets are
+    those of the dataset in it at the subset's indices.
     """
     targets = getattr(dataset, "targets", None)
     if targets is None:

@@ -71,7 +71,11 @@ def build_model(
     elif node.PRETRAINED and load_weights:
         loaded = source.origin
     else:
-        hint = f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)" if source.has_tag else ""
+        hint = (
+            f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)"
+            if source.kind or "." in source.name
+            else ""
+        )
         return model, f"weights: random{hint}"
     heads = f"; new: head{'s' if num_new > 1 else ''} of {', '.join(new)}" if new else ""
     return model, f"weights: {loaded}{heads}"

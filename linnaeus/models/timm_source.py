@@ -46,11 +46,6 @@ class Source:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def has_tag(self) -> bool:
-        """Whether the name says which weights are meant."""
-        return bool(self.kind) or "." in self.name
-
-    @property
     def origin(self) -> str:
         """The weights, for people."""
         if self.kind:

@@ -107,9 +107,7 @@ def saved_config(value: str) -> Mapping[str, Any]:
 
 def saved_weights(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The weights to use of a checkpoint's `state`: the average where the run kept one; empty without any."""
-    average = state.get("ema")
-    weights: Mapping[str, Any] = average["module"] if average else state.get("model") or {}
-    return weights
+    return state["ema"]["module"] if state.get("ema") else state.get("model") or {}
 
 
 def is_checkpoint(content: Any) -> bool:
