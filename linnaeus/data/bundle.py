@@ -73,10 +73,6 @@ def dataset_length(dataset: Dataset[Any]) -> int:
 def training_targets(data: DataBundle, key: str) -> Tensor:
     """The labels [N, R] of all training samples, int64, -1 where unknown, without reading an image.
 
-    Args:
-        data: the datasets; the training split has them in its attribute `targets`.
-        key: what needs them, for the message.
-
     Raises:
         ConfigError: the dataset has no classes, or does not give the labels.
     """

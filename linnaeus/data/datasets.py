@@ -24,8 +24,8 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_
     the files and the configuration alone.
 
     Args:
-        data_config: the `DATA` node; `DATASET` is its dataclass or a mapping with `_target_`.
-        seed: seeds the random numbers that a user's dataset may draw when it is made; others draw none.
+        data_config: the `DATA` node.
+        seed: seeds the random numbers that a user's dataset may draw when it is made.
         on_main: used to decode every file, for `ON_BAD_IMAGE skip`, on one process only.
 
     Raises:

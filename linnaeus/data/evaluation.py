@@ -264,11 +264,7 @@ def _positions_known(dataset: UserDataset, relabel: Relabel) -> list[int]:
 class Relabel:
     """Turns labels of a dataset into those of a run, by the names of the classes and of their ancestors.
 
-    Args:
-        declared: levels and classes of the dataset. Where parents are unknown, on either side, a name alone
-            identifies a class.
-        index: those of the run.
-        name: of the dataset, for messages.
+    Where parents are unknown, on either side, a name alone identifies a class.
 
     Attributes:
         unknown: the dataset's classes that the run does not know, as paths from their coarsest ancestor.

@@ -96,8 +96,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     the batches of `collate_pairs` bit for bit, and spares a float copy of each image.
 
     Args:
-        root: folder that relative paths start from.
-        paths: path of each image.
+        root, paths: the folder that relative paths start from, and the path of each image.
         targets: [N, R], int64, one column per level; -1 is unknown.
         channels: 1 (grey) or 3 (RGB); every image is converted.
         transform: applied to each image.
@@ -208,7 +207,6 @@ def stratified_split(
     Args:
         keys: a permanent name of each sample, such as its relative path.
         strata: the stratum of each sample, such as its class.
-        fraction: fraction of the samples to hold out.
 
     Returns:
         Positions of the training and of the validation samples, each ascending.

@@ -57,14 +57,8 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
     """The images that a trained model is to be evaluated on.
 
     These are the validation folder where there is one; of another dataset than the run's also a folder
-    `test`. Else they are the samples that the run has held out of its own training data, or all images.
-
-    Args:
-        dataset: the DATA.DATASET node.
-        is_own: whether it is that of the run.
-
-    Raises:
-        ConfigError, DataError: as for `build_imagefolder`.
+    `test`. Else they are the samples that the run has held out of its own training data (`is_own`), or all
+    images. Errors are those of `build_imagefolder`.
     """
     folder = _evaluation_split(dataset, is_own=is_own)
     kind = Part.VALIDATION
@@ -80,11 +74,7 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
 
 
 def example_folder(dataset: DatasetConfig) -> Path:
-    """A folder with images of a run's dataset: of validation where there is one, else of training.
-
-    Raises:
-        ConfigError, DataError: there is none.
-    """
+    """A folder with images of a run's dataset: of validation where there is one, else of training."""
     return _evaluation_split(dataset, is_own=True) or _split_folders(dataset)[0]
 
 
@@ -151,10 +141,7 @@ def _are_splits(subfolders: set[str]) -> bool:
 def _read(folder: Path, folder_names: str, *, need_all: bool = True) -> tuple[Listing, bool]:
     """All images of a folder, and whether its class folders are named as in iNaturalist 2021.
 
-    Args:
-        folder: the folder to read.
-        folder_names: DATA.DATASET.FOLDER_NAMES.
-        need_all: whether a class folder without an image is an error.
+    With `need_all`, a class folder without an image is an error.
     """
     images = _find_images(folder, need_all=need_all)
     parts = [tuple(path.split("/")[:-1]) for path in images]

@@ -64,9 +64,6 @@ def evaluated_manifest(dataset: DatasetConfig, level_names: Sequence[str | None]
         dataset: the DATA.DATASET node. As many RANKS as the run has levels name their columns.
         level_names: names of the run's levels, coarse to fine; None where one has no name.
         is_own: whether the node is that of the run.
-
-    Raises:
-        ConfigError, DataError: as for `build_manifest`; or no column has labels of the run.
     """
     if dataset.VAL is not None:  # the training manifest need not be there, or be named
         path, kind = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser(), Part.VALIDATION

@@ -27,7 +27,7 @@ class Mixing:
     Random choices use torch's global generator, which the loader has seeded for the last sample of the batch.
 
     Args:
-        num_classes: classes of each of the R ranks, coarse to fine.
+        num_classes: classes of each rank.
         mixup: alpha of Mixup (Zhang et al. 2018, arXiv:1710.09412); 0 is off.
         cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0 is off. With both, each batch takes
             one of them with equal probability.

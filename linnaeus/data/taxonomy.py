@@ -125,12 +125,11 @@ class LabelIndex:
 
         `lookup` and `columns` are left out where classes go by their display names.
         """
-        rows: list[tuple[int, ...] | None] = [None, *self.taxonomy.parents]
-        levels = [
-            {"name": level.name, "classes": list(level.classes)}
-            | ({} if row is None else {"parents": list(row)})
-            for level, row in zip(self.taxonomy.levels, rows, strict=True)
+        levels: list[dict[str, Any]] = [
+            {"name": level.name, "classes": list(level.classes)} for level in self.taxonomy.levels
         ]
+        for level, row in zip(levels[1:], self.taxonomy.parents, strict=True):
+            level["parents"] = list(row)
         if self == LabelIndex.of(self.taxonomy):
             return {"levels": levels}
         lookup = [[list(key) for key in table] for table in self.lookup]

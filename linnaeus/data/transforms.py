@@ -136,13 +136,8 @@ def build_transforms(
 ) -> tuple[Transform, Preprocessing]:
     """The pipeline of training, and what validation does with an image.
 
-    Random choices use torch's global generator, which the loader seeds for each sample.
-
-    Args:
-        augment: augmentation of training; validation uses `CROP_FRACTION`, `MEAN` and `STD`. For grey images
-            the MEAN and STD of red, green and blue become those of grey.
-        size: height and width of the result, in pixels.
-        channels: channels of the input images.
+    Random choices use torch's global generator, which the loader seeds for each sample. `size` is height and
+    width in pixels. For grey images the MEAN and STD of red, green and blue become those of grey.
 
     Raises:
         ConfigError: settings that do not fit the number of channels; the message names each key.

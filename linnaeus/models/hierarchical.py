@@ -43,8 +43,7 @@ class MarginalHead(nn.Module):
     Args:
         num_features: F, number of features.
         num_classes: number of classes C_r of each of R levels, coarse to fine.
-        parents: for each level after the first, the label of each class's parent in the level above, or
-            `UNKNOWN`.
+        parents: those of a `Taxonomy`.
     """
 
     gives_log_probabilities = True
@@ -85,13 +84,8 @@ class MarginalHead(nn.Module):
 def segment_logsumexp(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
     """Log of the summed exponentials of each segment, without overflow or underflow.
 
-    Args:
-        values: [B, N], finite.
-        segments: [N], the segment of each column; `num_segments` leaves it out. Each segment has a column.
-        num_segments: S.
-
-    Returns:
-        [B, S].
+    `values` are [B, N] and finite, the result is [B, num_segments]. `segments` [N] has the segment of each
+    column; `num_segments` leaves it out. Each segment has a column.
 
     >>> segment_logsumexp(torch.tensor([[0.2, 0.3, 0.5]]).log(), torch.tensor([0, 0, 1]), 2).exp()
     tensor([[0.5000, 0.5000]])
@@ -163,13 +157,8 @@ class HierarchicalClassifier(nn.Module):
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
         """The layer of each parameter, from the first to the last, for timm's layer-wise learning rates.
 
-        The heads are in the last layer, where timm has its own classifier.
-
-        Args:
-            coarse: whether a stage counts as one layer.
-
-        Raises:
-            AttributeError: the backbone does not say what its layers are.
+        The heads are in the last layer. With `coarse`, a stage counts as one layer. An `AttributeError` where
+        the backbone does not say what its layers are.
         """
         matcher: Any = self.backbone.group_matcher(coarse=coarse)  # type: ignore[operator]
         names = [*(name for name, _ in self.backbone.named_parameters()), _HEADS]

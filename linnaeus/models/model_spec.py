@@ -49,7 +49,11 @@ class ModelSpec:
     @classmethod
     def of(cls, node: Any, data: DataBundle) -> ModelSpec:
         """The spec of the model that a MODEL node and the run's data make."""
-        plain = dict(node) if is_target(node) else _with_local_architecture(dataclasses.asdict(node))
+        plain = dict(node) if is_target(node) else dataclasses.asdict(node)
+        if not is_target(node) and ":" in node.NAME:  # the folder or the hub may not be there later
+            source = find_source(node.NAME)
+            given = {name: value for name, value in source.arguments.items() if name not in _OF_THE_DATA}
+            plain |= {"NAME": source.architecture, "KWARGS": given | plain["KWARGS"]}
         index = data.index
         if index is None and data.taxonomy is not None:
             index = LabelIndex.of(data.taxonomy)
@@ -109,12 +113,3 @@ class ModelSpec:
         return ModelConfig(
             **(node | {"PRETRAINED": False, "WEIGHTS": None, "FREEZE": "none", "KWARGS": arguments})
         )
-
-
-def _with_local_architecture(node: dict[str, Any]) -> dict[str, Any]:
-    """The MODEL node with the architecture that a folder or a hub describes, which may not be there later."""
-    if ":" not in node["NAME"]:
-        return node
-    source = find_source(node["NAME"])
-    arguments = {name: value for name, value in source.arguments.items() if name not in _OF_THE_DATA}
-    return node | {"NAME": source.architecture, "KWARGS": {**arguments, **node["KWARGS"]}}

@@ -23,15 +23,11 @@ def with_normalisation(
     Weights of another run have that run's.
 
     Args:
-        data: the DATA node.
-        model_node: the MODEL node.
+        data, model_node: the nodes DATA and MODEL.
         saved: the configuration in the checkpoint that is resumed, whose values are taken; None without one.
 
     Returns:
         The DATA node, and a note if the values given differ from those of the weights; else None.
-
-    Raises:
-        ConfigError: timm has no such model.
     """
     theirs = _of_weights(model_node) if saved is None else saved.get("DATA", {}).get("AUGMENT", {})
     given = {key: getattr(data.AUGMENT, key) for key in _KEYS}

@@ -164,13 +164,8 @@ def load_backbone(
     """The backbone with the weights of a file.
 
     Where names and shapes are not its own, timm adapts them to the names, the channels and the size of the
-    images.
-
-    Args:
-        saved: the weights.
-        name: MODEL.NAME, for errors.
-        untrained: the backbone with random weights; it may be filled and returned.
-        create: builds it again, from the same random numbers; takes more arguments of `timm.create_model`.
+    images. `untrained` has random weights and may be filled and returned; `create` builds it again from the
+    same random numbers, with more arguments of `timm.create_model`. `name` is MODEL.NAME, for errors.
 
     Raises:
         ConfigError: they do not fit.
