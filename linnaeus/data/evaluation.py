@@ -131,8 +131,9 @@ def _files(request: Request, on_main: OnMain) -> EvaluationData:
     left_out = {position for positions in unknown.values() for position in positions}
     if unknown:
         kept = [position for position in range(len(listing.paths)) if position not in left_out]
-        named = name_unknown(unknown, listing)
-        _leave_out(listing.source, len(unknown), len(left_out), named, request, bool(kept), report)
+        counts = f"{counted(len(unknown), 'class')} with {counted(len(left_out), 'sample')}"
+        text = f"{counts}: {name_unknown(unknown, listing)}"
+        _leave_out(listing.source, text, request, report, is_all=not kept)
         listing, targets = listing.take(kept), targets[kept]
     if not listing.paths:
         raise DataError(f"{listing.source}: no sample to evaluate")
@@ -198,23 +199,14 @@ def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -
             targets[:, level] = parents[targets[:, level + 1]]
 
 
-def _leave_out(
-    source: str,
-    num_classes: int,
-    num_samples: int,
-    named: str,
-    request: Request,
-    has_others: bool,
-    report: list[str],
-) -> None:
+def _leave_out(source: str, unknown: str, request: Request, report: list[str], *, is_all: bool) -> None:
     """Report samples of classes that the run does not know as left out.
 
     Raises:
         DataError: they are not to be skipped, or there are no others.
     """
-    counts = f"{counted(num_classes, 'class')} with {counted(num_samples, 'sample')}"
-    text = f"the run does not know {counts}: {named}"
-    if not has_others:
+    text = f"the run does not know {unknown}"
+    if is_all:
         raise DataError(f"{source}: {text}; these are all samples, so there is nothing to evaluate")
     if not request.skips_unknown:
         raise DataError(f"{source}: {text}; {SKIP_REMEDY}")
@@ -250,8 +242,9 @@ def _relabel(
     kept: list[int] = on_main(partial(_positions_known, dataset, relabel)) if relabel.unknown else []
     num_left_out = len(dataset) - len(kept) if relabel.unknown else 0
     if num_left_out:
-        named = several(relabel.unknown)
-        _leave_out(dataset.name, len(relabel.unknown), num_left_out, named, request, bool(kept), report)
+        counts = f"{counted(len(relabel.unknown), 'class')} with {counted(num_left_out, 'sample')}"
+        text = f"{counts}: {several(relabel.unknown)}"
+        _leave_out(dataset.name, text, request, report, is_all=not kept)
         dataset.take(kept)
     dataset.relabel = relabel
     return num_left_out

@@ -10,6 +10,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Event
@@ -197,14 +198,11 @@ class _Batches(Iterator[Batch]):
 
 
 @dataclass(frozen=True)
-class Loaders:
+class Loaders(AbstractContextManager["Loaders"]):
     """Training and validation batches of one process. As a context manager it closes both."""
 
     train: BatchLoader
     val: BatchLoader
-
-    def __enter__(self) -> Loaders:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -244,19 +242,18 @@ def build_loaders(
     Raises:
         ConfigError: DATA.SAMPLER needs labels that the dataset does not give.
     """
-    make = partial(
-        BatchLoader, data_config=data_config, seed=seed, device=device,
-        workers=_num_workers_told(data_config, rank, local_world_size),
-    )  # fmt: skip
-    order: dict[str, int] = {"seed": seed, "rank": rank, "world_size": world_size}
+    order = {"seed": seed, "rank": rank, "world_size": world_size}
+    process: dict[str, Any] = {"data_config": data_config, "seed": seed, "device": device}
     if data_config.SAMPLER == "balanced":
         targets = training_targets(bundle, "DATA.SAMPLER balanced")
         sampler: EpochSampler = BalancedSampler(targets, **order)
     else:
         sampler = EpochSampler(dataset_length(bundle.train), **order)
-    train = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
-    val = make(*_val_batches(bundle, batch_size_val, seed, rank, world_size))
-    return Loaders(make(train, PlannedBatches(sampler, sizes)), val)
+    dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
+    workers = num_workers(data_config, local_world_size)
+    train = BatchLoader(dataset, PlannedBatches(sampler, sizes), workers=workers, **process)
+    process |= {"rank": rank, "world_size": world_size, "local_world_size": local_world_size}
+    return Loaders(train, build_val_loader(bundle, batch_size=batch_size_val, **process))
 
 
 def build_val_loader(
@@ -270,22 +267,7 @@ def build_val_loader(
     device: torch.device,
     local_world_size: int = 1,
 ) -> BatchLoader:
-    """The validation batches of `build_loaders` where nothing is trained, and no training data is needed."""
-    workers = _num_workers_told(data_config, rank, local_world_size)
-    batches = _val_batches(bundle, batch_size, seed, rank, world_size)
-    return BatchLoader(*batches, data_config=data_config, seed=seed, device=device, workers=workers)
-
-
-def _val_batches(
-    bundle: DataBundle, size: int, seed: int, rank: int, world_size: int
-) -> tuple[SeededBatches, Sampler[Any]]:
-    sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
-    batches = BatchSampler(cast(Any, sampler), size, drop_last=False)
-    return SeededBatches(bundle.val, bundle.collate, seed), cast(Any, batches)
-
-
-def _num_workers_told(data_config: DataConfig, rank: int, local_world_size: int) -> int:
-    """`num_workers`, with a warning on rank 0 where there are more than cores."""
+    """The validation batches of `build_loaders`; warns on rank 0 of more workers than cores."""
     workers = num_workers(data_config, local_world_size)
     if rank == 0 and workers * local_world_size > max(num_cores(), local_world_size):
         processes = f"{local_world_size} processes" if local_world_size > 1 else "one process"
@@ -294,7 +276,10 @@ def _num_workers_told(data_config: DataConfig, rank: int, local_world_size: int)
             "and are no faster. DATA.NUM_WORKERS null fits itself to the cores",
             workers, processes, num_cores(),
         )  # fmt: skip
-    return workers
+    sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
+    batches: Any = BatchSampler(cast(Any, sampler), batch_size, drop_last=False)
+    dataset = SeededBatches(bundle.val, bundle.collate, seed)
+    return BatchLoader(dataset, batches, data_config=data_config, seed=seed, device=device, workers=workers)
 
 
 def _already_collated(batch: Any) -> Any:

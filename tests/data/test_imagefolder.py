@@ -133,16 +133,6 @@ def test_folder_names_of_inaturalist_are_seven_ranks(inat: Path) -> None:
         assert "_".join([*names[:-1], names[-1].split(" ")[1]]) == path.split("/")[0][6:]
 
 
-def test_ranks_of_inaturalist_can_be_chosen(inat: Path) -> None:
-    taxonomy = build(inat, RANKS=["kingdom", "family"]).taxonomy
-    assert taxonomy is not None
-    assert taxonomy.num_classes == {"kingdom": 2, "family": 4}
-    assert taxonomy.parents == ((0, 0, 1, 1),)
-    for folder in INAT[3:]:
-        shutil.rmtree(inat / folder)
-    assert build(inat, RANKS=["class", "species"]).taxonomy is not None
-
-
 def test_mixed_folder_names_are_named_and_can_be_forced(inat: Path, write_image: WriteImage) -> None:
     for j in range(2):
         write_image(inat / "others" / f"{j}.jpg")

@@ -198,26 +198,6 @@ def test_a_damaged_image_ends_the_epoch_with_one_clear_message(nested: Path, wor
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_an_error_in_users_code_tells_its_place(workers: int) -> None:
-    bundle = build_data(DataConfig(DATASET={"_target_": f"{__name__}.failing_at_33"}), seed=0)
-    with loaders(bundle, workers) as made, pytest.raises(DataError) as caught:
-        epochs(made)
-    message = str(caught.value)
-    words = (f"{__name__}.failing_at_33", "33", "ZeroDivisionError", "test_loader.py")
-    assert [word for word in words if word not in message] == []
-    assert "\n" not in message
-    assert "divide" in "".join(caught.value.__notes__)
-
-
-def divide(index: int) -> Tensor:
-    return torch.ones(3) * (1 / (index - 33))
-
-
-def failing_at_33(split: str) -> Calls:
-    return Calls(40, divide)
-
-
 def test_a_dead_worker_is_a_clear_error() -> None:
     with loaders(bundle_of(Calls(8, die)), 1) as made, pytest.raises(DataError, match=r"DATA\.NUM_WORKERS"):
         epochs(made)
@@ -254,32 +234,6 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("workers", WORKERS)
-def test_pinned_batches(workers: int) -> None:
-    def made(size: int, dataset: Dataset[Any], pin: bool = True) -> Loaders:
-        return build_loaders(
-            bundle_of(dataset),
-            sizes=whole_batches(size, 16),
-            batch_size_val=size,
-            data_config=DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin),
-            seed=0,
-            rank=0,
-            world_size=1,
-            device=torch.device("cuda"),
-        )
-
-    with made(4, Draws(16)) as pinned, made(4, Draws(16), pin=False) as plain:
-        batches = list(pinned.train)
-        assert all(type(batch) is Batch and batch.inputs.is_pinned() for batch in batches)
-        assert not any(batch.inputs.is_pinned() for batch in plain.train)
-    node = {"_target_": f"{__name__}.failing_at_33"}
-    bundle = build_data(DataConfig(DATASET=node), seed=0)
-    with made(4, bundle.train) as failing, pytest.raises(DataError, match="33"):
-        epochs(failing)
 
 
 def draw() -> tuple[float, float, float]:

@@ -35,10 +35,6 @@ def any_keywords(**kwargs: Any) -> Samples:
     return Samples(**{"num_classes": 2} | kwargs)
 
 
-def emnist_style(split: str, **kwargs: Any) -> Samples:
-    return Samples("train" if kwargs["train"] else "val", num_classes=2, kind=split)
-
-
 def split_at_random(train: bool) -> Subset[Any]:
     assert random.random() + np.random.rand() > 0
     parts = random_split(Samples("all", length=20, num_classes=2), [0.75, 0.25])
@@ -72,13 +68,6 @@ def test_split_is_passed_by_name() -> None:
     assert batch.inputs.shape == (4, 3, 4, 4)
     assert batch.targets.tolist() == [[0], [1], [0], [1]]
     assert batch.targets.dtype == torch.int64
-
-
-def test_keywords_take_split_unless_the_node_sets_it() -> None:
-    assert inner(build("any_keywords").val).split == "val"
-    bundle = build("emnist_style", split="balanced")
-    assert (inner(bundle.train).split, inner(bundle.train).kind) == ("train", "balanced")
-    assert inner(bundle.val).split == "val"
 
 
 def test_torchvision_style_with_pillow_images() -> None:

@@ -10,7 +10,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.transforms import CoverAndCrop, Normalise, ThroughPillow, Transform, build_transforms
+from linnaeus.data.transforms import Normalise, ThroughPillow, Transform, build_transforms
 
 IMAGE = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 OFF = AugmentConfig(CROP_SCALE=[1.0, 1.0])
@@ -66,19 +66,6 @@ def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
         assert torch.equal(Normalise(mean, std)(image), expected)
         assert not torch.equal(Normalise(mean, mean)(image), expected)
         torch.testing.assert_close(expected, Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3)
-
-
-def test_centre_crop_keeps_its_share_and_the_aspect() -> None:
-    rows, columns = torch.meshgrid(torch.arange(40), torch.arange(60), indexing="ij")
-    image = torch.stack([rows * 6, columns * 4, rows * 0]).to(torch.uint8)
-    whole = CoverAndCrop((20, 20), 1.0)(image)
-    assert whole[0].min() <= 6
-    assert whole[0].max() >= 38 * 6 - 6
-    assert abs(int(whole[1].min()) - 10 * 4) <= 8
-    half = CoverAndCrop((20, 20), 0.5)(image)
-    assert abs(int(half[0].min()) - 10 * 6) <= 8
-    assert abs(int(half[0].max()) - 30 * 6) <= 8
-    assert abs(int(half[1].min()) - 20 * 4) <= 8
 
 
 def test_statistics_of_colours_become_those_of_grey() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,19 +57,6 @@ def by_hand(head: MarginalHead, inputs: Tensor, parents: Parents) -> list[Tensor
 
 
 # --- the probabilities ---
-
-
-@pytest.mark.parametrize(
-    ("parents", "complete"), [(NESTED, [0, 1, 2]), (CHILDLESS, [0]), (ORPHANS, [2])],
-    ids=["nested", "childless", "orphans"],
-)  # fmt: skip
-def test_a_class_has_the_probability_of_all_leaves_below_it(parents: Parents, complete: list[int]) -> None:
-    head = make_head(parents)
-    outputs = head(features())
-    for output, expected in zip(outputs, by_hand(head, features(), parents), strict=True):
-        torch.testing.assert_close(output.exp(), expected)
-    ones = torch.ones(3, dtype=torch.float64)
-    assert [n for n, output in enumerate(outputs) if torch.allclose(output.exp().sum(1), ones)] == complete
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4))
