@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -34,13 +35,13 @@ _UNKNOWN_STREAM = 7
 """Keeps the random numbers of `known_labels` apart from others that are derived from a sample's index."""
 
 
+@dataclass(eq=False)
 class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
     """Images [N, C, H, W], uint8, in memory, with labels [N, R], int64."""
 
-    def __init__(self, images: Tensor, targets: Tensor, transform: Transform) -> None:
-        self.images = images
-        self.targets = targets
-        self.transform = transform
+    images: Tensor
+    targets: Tensor
+    transform: Transform
 
     def __len__(self) -> int:
         return len(self.images)

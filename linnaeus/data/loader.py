@@ -38,12 +38,7 @@ _WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)",
 
 
 def num_workers(config: DataConfig, local_world_size: int) -> int:
-    """Loader processes of each training process: DATA.NUM_WORKERS, or what null stands for.
-
-    Args:
-        config: the `DATA` node.
-        local_world_size: training processes on this machine, which share its CPU cores.
-    """
+    """Loader processes of each of the `local_world_size` training processes on this machine."""
     default = max(1, min(MOST_WORKERS, num_cores() // local_world_size))
     return default if config.NUM_WORKERS is None else config.NUM_WORKERS
 
@@ -58,6 +53,7 @@ class _Loader(DataLoader[Any]):
         """Say nothing, where torch warns at length for each split: `build_loaders` says it in a line."""
 
 
+@dataclass(eq=False)
 class SeededBatches(Dataset[Any]):
     """Reads and collates whole batches, with the global generators seeded for each sample.
 
@@ -65,19 +61,11 @@ class SeededBatches(Dataset[Any]):
     `mixed_epochs` epochs.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        collate: Collate,
-        seed: int,
-        mixing: Mixing | None = None,
-        mixed_epochs: int = 0,
-    ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.seed = seed
-        self.mixing = mixing
-        self.mixed_epochs = mixed_epochs
+    dataset: Dataset[Any]
+    collate: Collate
+    seed: int
+    mixing: Mixing | None = None
+    mixed_epochs: int = 0
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
         """The batch of these samples; torch's loader calls this with all keys of a batch at once.
@@ -229,14 +217,8 @@ def build_loaders(
     """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
 
     Args:
-        bundle: the datasets.
         sizes: the size of each training batch of this process.
         batch_size_val: samples per process and validation batch.
-        data_config: the `DATA` node; workers, prefetching and pinning are read from it.
-        seed: seed of the run.
-        rank, world_size: this process, and the number of processes.
-        device: device of training.
-        local_world_size: number of processes on this machine.
         mixed_epochs: number of epochs, from the first, whose training batches are mixed, if any are.
 
     Raises:

@@ -106,7 +106,7 @@ class Preprocessing:
     """How an image becomes the input of a model, without augmentation.
 
     Attributes:
-        channels: channels of the image and of the input, 1 (grey) or 3 (RGB) for files.
+        channels: of image and input, 1 (grey) or 3 (RGB) for files.
         size: height and width of the input, in pixels.
         crop_fraction: fraction of the resized image's side that the centre crop keeps, in (0, 1].
         mean, std: of each channel, on the 0-1 scale.

@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
@@ -31,24 +32,24 @@ _ABSENT = object()
 """Stands for a missing attribute, as None may be the value of one."""
 
 
+@dataclass(eq=False)
 class UserDataset(Dataset[Any]):
     """A user's dataset, whose Pillow images become tensors and whose targets become one label per level.
 
-    Args:
+    Attributes:
         dataset: map-style dataset whose items are (input, target).
         name: its `_target_`, for messages.
         taxonomy: levels of the targets; None leaves targets as they are.
         raw: return items untouched, for a dataset with its own `collate_fn`.
     """
 
-    def __init__(self, dataset: Any, name: str, taxonomy: Taxonomy | None, *, raw: bool) -> None:
-        self.dataset = dataset
-        self.name = name
-        self.taxonomy = taxonomy
-        self.raw = raw
-        self.transform: Transform | None = None
-        self.channels = 3
-        self.relabel: Callable[[Tensor], Tensor] | None = None
+    dataset: Any
+    name: str
+    taxonomy: Taxonomy | None
+    raw: bool = field(kw_only=True)
+    transform: Transform | None = None
+    channels: int = 3
+    relabel: Callable[[Tensor], Tensor] | None = None
 
     def take(self, positions: list[int]) -> None:
         """Keep only the samples at these positions."""
@@ -86,19 +87,16 @@ class UserDataset(Dataset[Any]):
         return inputs, target if self.relabel is None else self.relabel(target)
 
 
+@dataclass(eq=False)
 class UserCollate:
     """A dataset's own `collate_fn`, whose result becomes a `Batch`.
 
-    Args:
-        collate_fn: list of samples to (inputs, targets).
-        name: the dataset's `_target_`, for messages.
-        taxonomy: if given, targets [B] or {name of the level: [B]} become [B, R].
+    Given a taxonomy, targets [B] or {name of the level: [B]} become [B, R]. `name` is for messages.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], name: str, taxonomy: Taxonomy | None) -> None:
-        self.collate_fn = collate_fn
-        self.name = name
-        self.taxonomy = taxonomy
+    collate_fn: Callable[[list[Any]], Any]
+    name: str
+    taxonomy: Taxonomy | None
 
     def __call__(self, samples: list[Any]) -> Batch:
         """The batch of a list of samples."""

@@ -42,8 +42,7 @@ def build_model(
         node: `ModelConfig`, or a `_target_` node. The user's callable is offered `num_classes` (an int for
             one level, else {name of the level: int}), `in_chans` and `img_size` if its signature names them.
         taxonomy: levels of the labels; None where a user's dataset declares none.
-        in_chans: channels of the images; None where inputs are not images.
-        img_size: height and width of the images, in pixels; None where inputs are not images.
+        in_chans, img_size: channels, height and width of the images; None where inputs are not images.
         load_weights: whether to load the weights that the node names; without, they are random, and nothing
             is read or downloaded for them.
 

@@ -104,8 +104,7 @@ class HierarchicalClassifier(nn.Module):
     """A backbone with a head for all levels on its pooled features.
 
     Args:
-        backbone: maps images [B, C, H, W] to pooled features [B, F].
-        num_features: F.
+        backbone: maps images [B, C, H, W] to pooled features [B, num_features].
         num_classes: number of classes of each level, coarse to fine.
         drop_rate: probability of dropout on the features before the head.
         parents: of a `Taxonomy`, for a `MarginalHead`; None is `LinearHeads`.

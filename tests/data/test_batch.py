@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +15,6 @@ from linnaeus.data.batch import Batch, BatchSpec, batch_size, to_device
 from linnaeus.data.bundle import collate_pairs
 
 Sample = tuple[Tensor, int]
-
-
-class Pair(NamedTuple):
-    left: Tensor
-    right: Tensor
 
 
 class Images(Dataset[Sample]):
@@ -127,16 +121,6 @@ def test_channels_last_is_for_image_inputs_only() -> None:
     made = spec.make(5, "cpu", channels_last=True)
     assert made.inputs.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(made.inputs, spec.make(5, "cpu").inputs)
-
-
-def test_every_tensor_of_a_nest_is_moved() -> None:
-    batch = Batch(
-        Pair(torch.zeros(2), torch.zeros(2)),
-        OrderedDict(a=[torch.zeros(1), "text", None], b=(torch.zeros(1), {"c": torch.zeros(1)})),
-    )
-    moved = to_device(batch, "meta")
-    assert [tensor.device.type for tensor in nest.tensors(moved)] == ["meta"] * 5
-    assert nest.structure(moved) == nest.structure(batch)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.errors import DataError
 
 WriteImage = Callable[..., Path]
 
@@ -95,6 +94,15 @@ def test_ranks_choose_and_order_the_columns(folder: Path) -> None:
     assert taxonomy.names == ("b", "a")
 
 
+def test_validation_manifest_is_encoded_with_training_classes(folder: Path) -> None:
+    (folder / "val.csv").write_text("species,image,kingdom\noak,img/0.jpg,Plantae\n,img/1.jpg,Animalia\n")
+    bundle = build(folder)
+    assert len(bundle.train) == 6  # type: ignore[arg-type]
+    assert [bundle.val[i][1].tolist() for i in range(2)] == [[1, 2], [0, -1]]
+    (folder / "val.csv").rename(folder / "check.csv")
+    assert len(build(folder, VAL="check.csv").val) == 2  # type: ignore[arg-type]
+
+
 def test_paths_start_from_root_or_from_the_manifest(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -106,12 +114,3 @@ def test_paths_start_from_root_or_from_the_manifest(
         build(None, TRAIN=str(elsewhere))
     elsewhere.write_text(ROWS.replace("img/", f"{folder}/img/"))
     assert build(None, TRAIN=str(elsewhere)).train[0][0].shape == (3, 8, 8)
-
-
-def test_validation_manifest_is_encoded_with_training_classes(folder: Path) -> None:
-    (folder / "val.csv").write_text("species,image,kingdom\noak,img/0.jpg,Plantae\n,img/1.jpg,Animalia\n")
-    bundle = build(folder)
-    assert len(bundle.train) == 6  # type: ignore[arg-type]
-    assert [bundle.val[i][1].tolist() for i in range(2)] == [[1, 2], [0, -1]]
-    (folder / "val.csv").rename(folder / "check.csv")
-    assert len(build(folder, VAL="check.csv").val) == 2  # type: ignore[arg-type]

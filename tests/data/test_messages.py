@@ -13,8 +13,7 @@ import torch
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec, batch_size
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.data.datasets import build_data
-from linnaeus.data.evaluation import EvaluationData, Request, build_evaluation_data
+from linnaeus.data.datasets import EvaluationData, Request, build_data, build_evaluation_data
 from linnaeus.data.image import load_image
 from linnaeus.data.mixing import Mixing, mixed_epochs
 from linnaeus.data.sampler import BalancedSampler

@@ -19,9 +19,6 @@ Parents = tuple[tuple[int, ...], ...]
 
 COUNTS = (2, 4, 6)
 NESTED: Parents = ((0, 0, 1, 1), (0, 0, 1, 2, 3, 3))
-CHILDLESS: Parents = ((0, 0, 0, 0), (0, 0, 2, 2, 2, 0))
-"""Class 1 of the first level and classes 1 and 3 of the second have nothing below them."""
-ORPHANS: Parents = ((0, UNKNOWN, 1, 1), (0, 0, 1, 2, UNKNOWN, 3))
 
 
 def make_head(parents: Parents = NESTED, counts: tuple[int, ...] = COUNTS, scale: float = 1) -> MarginalHead:
