@@ -10,6 +10,7 @@ import pytest
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
+from linnaeus.errors import DataError
 
 WriteImage = Callable[..., Path]
 
