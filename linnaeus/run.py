@@ -26,8 +26,8 @@ from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
 from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
 from linnaeus.log import MetricsFile, RunFolder, open_run_folder
+from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
 from linnaeus.models.normalisation import with_normalisation
-from linnaeus.models.spec import MODEL_FILE, ModelSpec
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.run_folder import TRIAL, stopped_reason
 from linnaeus.signals import StopRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -30,6 +30,16 @@ class Batch(NamedTuple):
 
     inputs: Any
     targets: Any
+
+
+def describe(value: Any) -> str:
+    """Type and size of a value, for messages."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple | list | Mapping):
+        return f"a {kind} of {len(value)}"
+    return f"{value!r}" if isinstance(value, int | float | str) else f"a {kind}"
 
 
 def batch_size(batch: Batch) -> int:
@@ -64,14 +74,12 @@ def to_device(
         channels_last: use the channels-last memory format for floating-point inputs with 4 dimensions.
     """
 
-    def move(leaf: Any) -> Any:
-        moved = getattr(leaf, "to", None)
-        return moved(device, non_blocking=non_blocking) if moved is not None else leaf
+    def move(leaf: Any, **layout: Any) -> Any:
+        return leaf.to(device, non_blocking=non_blocking, **layout) if hasattr(leaf, "to") else leaf
 
     def move_input(leaf: Any) -> Any:
-        if channels_last and _is_image(leaf):
-            return leaf.to(device, non_blocking=non_blocking, memory_format=torch.channels_last)
-        return move(leaf)
+        is_image = channels_last and is_image_batch(leaf)
+        return move(leaf, memory_format=torch.channels_last) if is_image else move(leaf)
 
     return Batch(nest.map_leaves(move_input, batch.inputs), nest.map_leaves(move, batch.targets))
 
@@ -103,7 +111,7 @@ class BatchSpec:
         self._mix = mix
         self.tensor_bytes = [nest.num_bytes(leaf) for leaf in nest.leaves(self._collate([samples[0]]))]
         self._base = self._collate(samples)
-        self._axes = _batch_axes(samples, self._collate)
+        self._grows = _growing_leaves(samples, self._collate)
 
     @classmethod
     def from_dataset(
@@ -114,16 +122,9 @@ class BatchSpec:
         seed: int,
         mix: Callable[[Batch], Batch] | None = None,
     ) -> BatchSpec:
-        """Read some samples of a dataset and keep those with the largest shape.
+        """Read `num_samples` of a map-style dataset, chosen by the seed; keep those with the largest shape.
 
         The state of the global random generators is restored.
-
-        Args:
-            dataset: map-style dataset.
-            collate: turns samples into a `Batch`.
-            num_samples: number of samples to read.
-            seed: chooses the samples, and seeds the random numbers that they draw.
-            mix: as for the class.
 
         Raises:
             DataError: the dataset is empty.
@@ -143,25 +144,20 @@ class BatchSpec:
         return cls(groups[largest], collate, seed, mix)
 
     def make(self, n: int, device: torch.device | str, *, channels_last: bool = False) -> Batch:
-        """A batch of n samples on a device. Making it takes no more device memory than the batch itself.
+        """A batch of n samples on a device, with inputs in the memory format of `to_device`.
 
-        Args:
-            n: number of samples, at least 1.
-            device: the device that holds the batch.
-            channels_last: use the channels-last memory format for floating-point inputs with 4 dimensions.
+        Making it takes no more device memory than the batch itself.
         """
-        if self._axes is None:
+        if self._grows is None:
             batch = self._collate(list(islice(cycle(self.samples), n)))
             return to_device(batch, device, channels_last=channels_last)
-        axes = iter(self._axes)
-        num_base = len(self.samples)
+        grows = iter(self._grows)
 
         def fill(leaf: Any, *, is_input: bool) -> Any:
-            axis = next(axes)
-            if axis is None:
+            if not next(grows):
                 return leaf.to(device) if isinstance(leaf, Tensor) else leaf
-            wanted = leaf.shape[axis] // num_base * n
-            return _filled(leaf, axis, wanted, device, channels_last=channels_last and is_input)
+            length = len(leaf) // len(self.samples) * n
+            return _filled(leaf, length, device, channels_last=channels_last and is_input)
 
         inputs = nest.map_leaves(lambda leaf: fill(leaf, is_input=True), self._base.inputs)
         return Batch(inputs, nest.map_leaves(lambda leaf: fill(leaf, is_input=False), self._base.targets))
@@ -171,11 +167,12 @@ class BatchSpec:
 
         Each sample is a copy until they are collated. The C library does not return the memory of small
         samples to the system, so a process that loads data holds more than its batch.
-
-        Args:
-            n: number of samples, at least 1.
         """
-        samples = [nest.map_leaves(_own, sample) for sample in islice(cycle(self.samples), n)]
+
+        def own(leaf: Any) -> Any:
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+        samples = [nest.map_leaves(own, sample) for sample in islice(cycle(self.samples), n)]
         return self._collate(samples, self._mix)
 
     def _collate(self, samples: list[Any], mix: Callable[[Batch], Batch] | None = None) -> Batch:
@@ -185,8 +182,8 @@ class BatchSpec:
             return batch if mix is None else mix(batch)
 
 
-def _batch_axes(samples: list[Any], collate: Callable[[list[Any]], Batch]) -> list[int | None] | None:
-    """The batch dimension of each leaf (None for a leaf that does not grow), or None if collating does more.
+def _growing_leaves(samples: list[Any], collate: Callable[[list[Any]], Batch]) -> list[bool] | None:
+    """Which leaves grow in their first dimension with the batch, or None if collating does more.
 
     Collating only stacks or concatenates if collating all samples, and one of them again, equals the
     concatenation of the samples collated one by one.
@@ -196,47 +193,29 @@ def _batch_axes(samples: list[Any], collate: Callable[[list[Any]], Batch]) -> li
     singles = [collate([sample]) for sample in samples]
     if any(nest.structure(single) != nest.structure(joint) for single in singles):
         return None
-    axes: list[int | None] = []
+    grows = []
     for whole, *parts in zip(*map(nest.leaves, (joint, *singles)), strict=True):
-        axis = _growing_axis(parts[0], whole, len(samples))
-        if axis is None:
-            if not all(nest.same(whole, part) for part in parts):
-                return None
-        elif not nest.same(whole, torch.cat(parts, axis)):
+        stays = all(nest.same(whole, part) for part in parts)
+        is_stack = isinstance(whole, Tensor) and whole.ndim and len({part.shape for part in parts}) == 1
+        if not stays and not (is_stack and nest.same(whole, torch.cat(parts))):
             return None
-        axes.append(axis)
-    return axes
+        grows.append(not stays)
+    return grows
 
 
-def _growing_axis(one: Any, many: Any, factor: int) -> int | None:
-    """The only dimension in which two tensors differ, when it is `factor` times as long in the second."""
-    if not isinstance(one, Tensor) or not isinstance(many, Tensor) or one.ndim != many.ndim:
-        return None
-    differing = [d for d, (a, b) in enumerate(zip(one.shape, many.shape, strict=True)) if a != b]
-    if len(differing) != 1 or many.shape[differing[0]] != factor * one.shape[differing[0]]:
-        return None
-    return differing[0]
-
-
-def _filled(
-    base: Tensor, axis: int, length: int, device: torch.device | str, *, channels_last: bool
-) -> Tensor:
-    """`base` repeated along `axis` up to `length`, written into one allocation on the device."""
-    shape = [*base.shape[:axis], length, *base.shape[axis + 1 :]]
-    layout = torch.channels_last if channels_last and _is_image(base) else torch.contiguous_format
-    result = torch.empty(shape, dtype=base.dtype, device=device, memory_format=layout)
-    filled = min(length, base.shape[axis])
-    result.narrow(axis, 0, filled).copy_(base.narrow(axis, 0, filled))
+def _filled(base: Tensor, length: int, device: torch.device | str, *, channels_last: bool) -> Tensor:
+    """`base` repeated along its first dimension up to `length`, written into one allocation on the device."""
+    layout = torch.channels_last if channels_last and is_image_batch(base) else torch.contiguous_format
+    result = torch.empty(length, *base.shape[1:], dtype=base.dtype, device=device, memory_format=layout)
+    filled = min(length, len(base))
+    result[:filled].copy_(base[:filled])
     while filled < length:
         more = min(filled, length - filled)
-        result.narrow(axis, filled, more).copy_(result.narrow(axis, 0, more))
+        result[filled : filled + more].copy_(result[:more])
         filled += more
     return result
 
 
-def _own(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _is_image(leaf: Any) -> bool:
+def is_image_batch(leaf: Any) -> bool:
+    """Whether it is a floating-point tensor of 4 dimensions."""
     return isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()

@@ -61,11 +61,7 @@ def collate_pairs(samples: list[Any]) -> Batch:
 
 
 def dataset_length(dataset: Dataset[Any]) -> int:
-    """Length of a map-style dataset.
-
-    Raises:
-        DataError: it has no length.
-    """
+    """Length of a map-style dataset; a `DataError` where it has none."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError as error:
@@ -75,14 +71,7 @@ def dataset_length(dataset: Dataset[Any]) -> int:
 
 
 def training_targets(data: DataBundle, key: str) -> Tensor:
-    """The labels of all training samples, without reading an image.
-
-    Args:
-        data: the datasets; the training split has them in its attribute `targets`.
-        key: what needs them, for the message.
-
-    Returns:
-        Tensor [N, R], int64, one column per level of the taxonomy, -1 where unknown.
+    """The labels [N, R] of all training samples, int64, -1 where unknown, without reading an image.
 
     Raises:
         ConfigError: the dataset has no classes, or does not give the labels.

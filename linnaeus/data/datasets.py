@@ -1,27 +1,45 @@
-"""Builds the datasets of the `DATA` node, whatever their source."""
+"""Builds the data of a run, whatever its source, and that of an evaluation with the labels of its run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
-from linnaeus.data.bundle import DataBundle, OnMain, on_this_process, training_targets
-from linnaeus.data.digits import build_digits
-from linnaeus.data.imagefolder import build_imagefolder
-from linnaeus.data.manifest import build_manifest
+from linnaeus.data.builtin import build_digits, build_synthetic
+from linnaeus.data.bundle import (
+    DataBundle,
+    OnMain,
+    collate_pairs,
+    dataset_length,
+    on_this_process,
+    training_targets,
+)  # fmt: skip
+from linnaeus.data.image_files import (
+    ImageFiles,
+    Listing,
+    Part,
+    encode,
+    name_unknown,
+    several,
+    without_damaged,
+)
+from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
+from linnaeus.data.manifest import build_manifest, evaluated_manifest
 from linnaeus.data.mixing import build_mixing
-from linnaeus.data.synthetic import build_synthetic
-from linnaeus.data.target import UserCollate, build_target
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
+from linnaeus.data.transforms import Preprocessing
+from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_dataset, build_user_val
+from linnaeus.errors import ConfigError, DataError
+from linnaeus.words import counted
 
-_BUILT_IN: dict[str, Callable[[DataConfig], DataBundle]] = {
-    "digits": build_digits,
-    "synthetic": build_synthetic,
-}
-_FILES: dict[str, Callable[[DataConfig, OnMain], DataBundle]] = {
-    "imagefolder": build_imagefolder,
-    "manifest": build_manifest,
-}
+_BUILT_IN = {"digits": build_digits, "synthetic": build_synthetic}
+_FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
 
 
 def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_process) -> DataBundle:
@@ -31,15 +49,20 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_
     the files and the configuration alone.
 
     Args:
-        data_config: the `DATA` node; `DATASET` is its dataclass or a mapping with `_target_`.
-        seed: seeds the random numbers that a user's dataset may draw when it is made; others draw none.
+        data_config: the `DATA` node.
+        seed: seeds the random numbers that a user's dataset may draw when it is made.
         on_main: used to decode every file, for `ON_BAD_IMAGE skip`, on one process only.
 
     Raises:
         ConfigError: a key that is missing, or that does not fit the data.
         DataError: files, folders or labels that cannot be used; an error in a user's dataset.
     """
-    data = _build(data_config, seed, on_main)
+    if isinstance(data_config.DATASET, Mapping):
+        data = build_user_dataset(data_config, seed=seed)
+    elif data_config.DATASET.NAME in _BUILT_IN:
+        data = _BUILT_IN[data_config.DATASET.NAME](data_config)
+    else:
+        data = _FILES[data_config.DATASET.NAME](data_config, on_main)
     # A user's collate function may give a batch that it keeps.
     is_fresh = not isinstance(data.collate, UserCollate)
     data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
@@ -51,8 +74,292 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_
     return data
 
 
-def _build(data_config: DataConfig, seed: int, on_main: OnMain) -> DataBundle:
-    if isinstance(data_config.DATASET, Mapping):
-        return build_target(data_config, seed=seed)
-    name = data_config.DATASET.NAME
-    return _BUILT_IN[name](data_config) if name in _BUILT_IN else _FILES[name](data_config, on_main)
+SKIP_REMEDY = "--unknown skip evaluates the other samples"
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """The samples of an evaluation.
+
+    Attributes:
+        bundle: nothing is trained, so that both of its splits are the samples to evaluate.
+        source: the folder, the manifest or the name of the dataset.
+        part: which part of it is evaluated, in words.
+        num_left_out: samples of classes that the run does not know, which are left out.
+    """
+
+    bundle: DataBundle
+    source: str
+    part: str
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be evaluated, as a trained run sees it.
+
+    Attributes:
+        config: the DATA node.
+        index: the run's classes; None where its dataset declared none.
+        preprocessing: how an image becomes an input; None where the run's dataset gave tensors.
+        seed: of the run; seeds the random numbers that a user's dataset draws when it is made.
+        is_own: whether `config.DATASET` is the run's own.
+        skips_unknown: leave out samples of classes that the run does not know.
+    """
+
+    config: DataConfig
+    index: LabelIndex | None
+    preprocessing: Preprocessing | None
+    seed: int
+    is_own: bool
+    skips_unknown: bool = False
+
+
+def build_evaluation_data(request: Request, on_main: OnMain = on_this_process) -> EvaluationData:
+    """The samples that a request names, with the labels of the run; `on_main` is that of `build_data`.
+
+    Raises:
+        ConfigError: a key that does not fit the data or the run.
+        DataError: data that cannot be used, classes that the run does not know, or none that it knows.
+    """
+    dataset = request.config.DATASET
+    if isinstance(dataset, Mapping):
+        return _user_data(request, on_main)
+    if dataset.NAME in ("imagefolder", "manifest"):
+        return _files(request, on_main)
+    bundle = build_data(request.config, seed=request.seed)
+    if request.index is None or bundle.taxonomy != request.index.taxonomy:
+        raise DataError(f"DATA.DATASET.NAME: the classes of {dataset.NAME!r} are not those of the run")
+    if request.preprocessing is not None:
+        bundle.val.transform = request.preprocessing.transform()  # type: ignore[attr-defined]
+    return _evaluated(bundle, request, dataset.NAME, Part.VALIDATION, [])
+
+
+def _evaluated(
+    bundle: DataBundle, request: Request, source: str, part: str, report: list[str], num_left_out: int = 0
+) -> EvaluationData:
+    """The validation split of a bundle, for evaluation alone."""
+    report = [f"{source}: {counted(dataset_length(bundle.val), 'sample')} ({part})", *report]
+    index = request.index
+    bundle = replace(
+        bundle, train=bundle.val, report=report, preprocessing=request.preprocessing, index=index,
+        taxonomy=None if index is None else index.taxonomy,
+    )  # fmt: skip
+    return EvaluationData(bundle, source, part, num_left_out)
+
+
+def _files(request: Request, on_main: OnMain) -> EvaluationData:
+    config, index, preprocessing = request.config, request.index, request.preprocessing
+    dataset = config.DATASET
+    if index is None or preprocessing is None:
+        raise ConfigError(
+            f"DATA.DATASET.NAME: {dataset.NAME!r} has files and class names, but the dataset of the run "
+            "gave tensors or declared no classes: evaluate the run on a `_target_` dataset like its own"
+        )
+    if dataset.NAME == "imagefolder":
+        part = evaluated_folder(dataset, is_own=request.is_own)
+    else:
+        part = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
+    if part.index is not None and part.index != index:
+        levels = zip(part.index.taxonomy.levels, index.taxonomy.levels, strict=False)
+        changed = sorted({name for pair in levels for name in {*pair[0].classes} ^ {*pair[1].classes}})
+        found = f" ({several(changed)} new or gone)" if changed else ""
+        raise DataError(
+            f"{part.listing.source}: its classes are not those of the run any more{found}, so the samples "
+            "that it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
+        )
+    report = list(part.report)
+    listing, missing = _aligned(part, index, report)
+    if config.ON_BAD_IMAGE == "skip":
+        listing = without_damaged(listing, on_main, report)
+    targets, unknown = encode(listing, index)
+    left_out = {position for positions in unknown.values() for position in positions}
+    if unknown:
+        kept = [position for position in range(len(listing.paths)) if position not in left_out]
+        counts = f"{counted(len(unknown), 'class')} with {counted(len(left_out), 'sample')}"
+        text = f"{counts}: {name_unknown(unknown, listing)}"
+        _leave_out(listing.source, text, request, report, is_all=not kept)
+        listing, targets = listing.take(kept), targets[kept]
+    if not listing.paths:
+        raise DataError(f"{listing.source}: no sample to evaluate")
+    _fill_missing(targets, missing, index.taxonomy)
+    channels = preprocessing.channels
+    images = ImageFiles(listing.root, listing.paths, targets, channels, preprocessing.transform())
+    bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
+    return _evaluated(bundle, request, listing.source, part.kind, report, len(left_out))
+
+
+def _source_names(index: LabelIndex) -> list[str | None]:
+    """Names of the levels that lineages have, coarse to fine; None where the run has left a level out."""
+    names: list[str | None] = [None] * len(index.lookup)
+    for name, column in zip(index.taxonomy.names, index.columns, strict=True):
+        names[column] = name
+    return names
+
+
+def _aligned(part: Part, index: LabelIndex, report: list[str]) -> tuple[Listing, list[int]]:
+    """The listing with lineages as the index reads them, and the positions of the levels that it lacks.
+
+    Levels are matched by name. Where the source names none, as nested folders, its finest level is the
+    finest of the run.
+    """
+    names, depth = part.level_names, len(index.lookup)
+    width = len(part.listing.lineages[0])
+    if names is None:
+        columns = [level + width - depth for level in range(depth)]
+    elif names == INAT_RANKS and depth == len(INAT_RANKS):
+        columns = list(range(depth))
+    else:
+        columns = [names.index(name) if name in names else -1 for name in _source_names(index)]
+    if columns == list(range(width)):
+        return part.listing, []
+    source = part.listing.source
+    levels = [position for position, column in enumerate(index.columns) if columns[column] < 0]
+    if len(levels) == len(index.columns):
+        raise _no_common_ranks(source, names or (), index)
+    if levels:
+        missing = ", ".join(index.taxonomy.names[level] for level in levels)
+        report.append(f"{source}: no {missing} there; labels follow from the rank below, as in training")
+    if names is None and width > depth:
+        report.append(f"{source}: of {width} levels of folders, the finest {depth} count")
+    unique: dict[Lineage, Lineage] = {
+        lineage: tuple(None if column < 0 else lineage[column] for column in columns)
+        for lineage in set(part.listing.lineages)
+    }
+    return replace(part.listing, lineages=[unique[lineage] for lineage in part.listing.lineages]), levels
+
+
+def _no_common_ranks(source: str, names: Sequence[str], index: LabelIndex) -> DataError:
+    return DataError(
+        f"{source}: its taxonomic ranks {', '.join(names)} are not those of the run, "
+        f"{', '.join(index.taxonomy.names)}"
+    )
+
+
+def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -> None:
+    """Give the missing columns of targets [N, R] the parents of the labels one level below, in place."""
+    for level in sorted(missing, reverse=True):
+        if level + 1 < len(taxonomy.levels):
+            parents = torch.tensor([*taxonomy.parents[level], UNKNOWN])  # the last one is that of -1
+            targets[:, level] = parents[targets[:, level + 1]]
+
+
+def _leave_out(source: str, unknown: str, request: Request, report: list[str], *, is_all: bool) -> None:
+    """Report unknown samples as left out; a `DataError` if they are not to be skipped, or all are unknown."""
+    text = f"the run does not know {unknown}"
+    if is_all:
+        raise DataError(f"{source}: {text}; these are all samples, so there is nothing to evaluate")
+    if not request.skips_unknown:
+        raise DataError(f"{source}: {text}; {SKIP_REMEDY}")
+    report.append(f"left out: {text}")
+
+
+def _user_data(request: Request, on_main: OnMain) -> EvaluationData:
+    dataset, bundle = build_user_val(request.config, request.preprocessing, seed=request.seed)
+    name, index, declared = dataset.name, request.index, bundle.taxonomy
+    report: list[str] = []
+    num_left_out = 0
+    if index is None and declared is not None:
+        raise DataError(f"{name}: has classes, but the dataset of the run declared none")
+    if index is not None and declared is None:
+        report.append(f"{name}: declares no classes, so its labels are taken for those of the run")
+        dataset.taxonomy = index.taxonomy
+        if isinstance(bundle.collate, UserCollate):
+            bundle.collate.taxonomy = index.taxonomy
+    elif index is not None and declared is not None and declared.levels != index.taxonomy.levels:
+        num_left_out = _relabel(dataset, Relabel(declared, index, name), request, on_main, report)
+    return _evaluated(bundle, request, name, "split val", report, num_left_out)
+
+
+def _relabel(
+    dataset: UserDataset, relabel: Relabel, request: Request, on_main: OnMain, report: list[str]
+) -> int:
+    """Give the dataset the labels of the run, and leave out samples of other classes; how many these are."""
+    if dataset.raw:
+        raise DataError(
+            f"{dataset.name}: its classes are not those of the run, and as it has a collate_fn of its own, "
+            "its labels cannot be matched by name; give the dataset the classes of the run, in their order"
+        )
+    kept: list[int] = on_main(partial(_positions_known, dataset, relabel)) if relabel.unknown else []
+    num_left_out = len(dataset) - len(kept) if relabel.unknown else 0
+    if num_left_out:
+        counts = f"{counted(len(relabel.unknown), 'class')} with {counted(num_left_out, 'sample')}"
+        text = f"{counts}: {several(relabel.unknown)}"
+        _leave_out(dataset.name, text, request, report, is_all=not kept)
+        dataset.take(kept)
+    dataset.relabel = relabel
+    return num_left_out
+
+
+def _positions_known(dataset: UserDataset, relabel: Relabel) -> list[int]:
+    return [i for i in range(len(dataset)) if not relabel.is_unknown(dataset[i][1])]
+
+
+class Relabel:
+    """Turns labels of a dataset into those of a run, by the names of the classes and of their ancestors.
+
+    Where parents are unknown, on either side, a name alone identifies a class.
+
+    Attributes:
+        unknown: the dataset's classes that the run does not know, as paths from their coarsest ancestor.
+
+    Raises:
+        DataError: no level of the dataset is one of the run.
+    """
+
+    def __init__(self, declared: Taxonomy, index: LabelIndex, name: str) -> None:
+        self._taxonomy = index.taxonomy
+        self.unknown: list[str] = []
+        names = _source_names(index)
+        if len(declared.levels) == len(index.columns) == 1:
+            names[index.columns[0]] = declared.names[0]
+        columns = [declared.names.index(name) if name in declared.names else None for name in names]
+        self._tables: list[tuple[int, Tensor] | None] = []
+        for position, source in enumerate(index.columns):
+            column = columns[source]
+            if column is None:
+                self._tables.append(None)
+                continue
+            classes = index.taxonomy.levels[position].classes
+            own_names = (own for _, own in index.lookup[source])
+            paths = {
+                path: i for i, (path, own) in enumerate(zip(classes, own_names, strict=True)) if path != own
+            }
+            above = [None if c is None else _ancestor_names(declared, column, c) for c in columns[:source]]
+            below = (None,) * (len(columns) - source - 1)
+            labels = []
+            for i, class_name in enumerate(declared.levels[column].classes):
+                lineage: Lineage = (*(n[i] if n else None for n in above), class_name, *below)
+                try:
+                    label = paths[class_name] if class_name in paths else index.encode(lineage)[position]
+                except UnknownClassError:
+                    label = UNKNOWN
+                    self.unknown.append("/".join(filter(None, lineage)))
+                labels.append(label)
+            self._tables.append((column, torch.tensor([*labels, UNKNOWN])))
+        if not any(self._tables):
+            raise _no_common_ranks(name, declared.names, index)
+
+    def __call__(self, targets: Tensor) -> Tensor:
+        """Labels [..., R] of the run for labels [..., levels of the dataset]; -1 is unknown in both."""
+        rows = targets.reshape(-1, targets.shape[-1])
+        found = torch.full((len(rows), len(self._tables)), UNKNOWN)
+        for level, entry in enumerate(self._tables):
+            if entry is not None:
+                column, table = entry
+                found[:, level] = table[rows[:, column]]
+        _fill_missing(found, [i for i, entry in enumerate(self._tables) if entry is None], self._taxonomy)
+        return found.reshape(*targets.shape[:-1], -1)
+
+    def is_unknown(self, target: Tensor) -> bool:
+        """Whether a sample's labels [levels of the dataset] have a class that the run does not know."""
+        return any(
+            entry is not None and target[entry[0]] != UNKNOWN and entry[1][target[entry[0]]] == UNKNOWN
+            for entry in self._tables
+        )
+
+
+def _ancestor_names(taxonomy: Taxonomy, low: int, high: int) -> list[str | None]:
+    """For each class of level `low`, the name of its ancestor in level `high`; None where it is not known."""
+    classes = taxonomy.levels[high].classes
+    return [None if label == UNKNOWN else classes[label] for label in taxonomy.ancestors(low, high)]

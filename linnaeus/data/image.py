@@ -21,19 +21,12 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 def load_image(path: str | Path, channels: int) -> Tensor:
-    """Decode an image file.
+    """Decode an image file to uint8 [channels, height, width], for 1 (grey) or 3 (RGB) channels.
 
     Palette, CMYK and grey images are converted, 16-bit ones are scaled to 8 bits, transparency is dropped (a
     transparent pixel keeps its colour), the EXIF orientation is applied, and an animation or a file of
     several pages gives its first image. Grey images of float32 or 32-bit integers are scaled as `_to_grey`
     says.
-
-    Args:
-        path: the file.
-        channels: 1 (grey) or 3 (RGB).
-
-    Returns:
-        Tensor [channels, height, width], uint8.
 
     Raises:
         DataError: the file is missing, damaged or not an image; the message names it.
@@ -129,12 +122,6 @@ def _orientation(image: Image.Image) -> int:
 
 def why_unreadable(error: Exception) -> str:
     """Why an image cannot be decoded, in words."""
-    if isinstance(error, FileNotFoundError):
-        return "there is no such file"
-    if isinstance(error, IsADirectoryError):
-        return "it is a folder"
-    if isinstance(error, PermissionError):
-        return "no permission to read it"
     if isinstance(error, UnidentifiedImageError):
         return "not an image, or damaged at its start"
     if isinstance(error, OSError) and error.strerror:

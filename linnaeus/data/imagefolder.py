@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from difflib import get_close_matches
+from collections.abc import Iterable
 from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data import EXTENSIONS
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.endings import EXTENSIONS
-from linnaeus.data.files import ALL_SAMPLES, Listing, Part, build_files, hold_out, several
-from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
+from linnaeus.data.image_files import Listing, Part, build_files, hold_out, several
+from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
+from linnaeus.files import suggest_path
 
 INAT_RANKS = ("kingdom", "phylum", "class", "order", "family", "genus", "species")
 
@@ -35,13 +36,15 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     """
     dataset: DatasetConfig = config.DATASET
     train_folder, val_folder = _split_folders(dataset)
-    train, inat = _read(train_folder, dataset)
-    val = None if val_folder is None else _listing(val_folder, _scan(val_folder, need_all=False), inat)
-    if val and len(val.lineages[0]) != len(train.lineages[0]):
-        raise DataError(
-            f"{val_folder}: {len(val.lineages[0])} levels of class folders, but {len(train.lineages[0])} in "
-            f"{train_folder}"
-        )
+    train, inat = _read(train_folder, dataset.FOLDER_NAMES)
+    val = None
+    if val_folder is not None:
+        val, _ = _read(val_folder, "inat2021" if inat else "nested", need_all=False)
+        if len(val.lineages[0]) != len(train.lineages[0]):
+            raise DataError(
+                f"{val_folder}: {len(val.lineages[0])} levels of class folders, but {len(train.lineages[0])} "
+                f"in {train_folder}"
+            )
     index = _index(train, dataset.RANKS, inat)
     remedy = "add the folders of other classes"
     if len(index.taxonomy.levels) > 1:
@@ -54,79 +57,73 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
     """The images that a trained model is to be evaluated on.
 
     These are the validation folder where there is one; of another dataset than the run's also a folder
-    `test`. Else they are the samples that the run has held out of its own training data, or all images.
-
-    Args:
-        dataset: the DATA.DATASET node.
-        is_own: whether it is that of the run.
-
-    Raises:
-        ConfigError, DataError: as for `build_imagefolder`.
+    `test`. Else they are the samples that the run has held out of its own training data (`is_own`), or all
+    images. Errors are those of `build_imagefolder`.
     """
-    folder = _evaluation_split(dataset, is_own)
-    if folder is not None:
-        listing, inat = _read(folder, dataset, need_all=False)
-        return Part(listing, INAT_RANKS if inat else None, "validation split")
-    folder = _split_folders(dataset)[0]
-    listing, inat = _read(folder, dataset)
+    folder = _evaluation_split(dataset, is_own=is_own)
+    kind = Part.VALIDATION
+    if folder is None:
+        folder, kind = _split_folders(dataset)[0], Part.HELD_OUT if is_own else Part.ALL_SAMPLES
+    listing, inat = _read(folder, dataset.FOLDER_NAMES, need_all=kind != Part.VALIDATION)
     names = INAT_RANKS if inat else None
-    if not is_own:
-        return Part(listing, names, ALL_SAMPLES)
+    if kind != Part.HELD_OUT:
+        return Part(listing, names, kind)
     report: list[str] = []
     _, held_out = hold_out(listing, dataset.VAL_FRACTION, report)
-    index = _index(listing, dataset.RANKS, inat)
-    return Part(held_out, names, "samples held out of training", tuple(report), index)
+    return Part(held_out, names, kind, tuple(report), _index(listing, dataset.RANKS, inat))
 
 
-def _evaluation_split(dataset: DatasetConfig, is_own: bool) -> Path | None:
+def _evaluation_split(dataset: DatasetConfig, *, is_own: bool) -> Path | None:
     """The folder of the validation split; the one of training need not be there."""
-    if dataset.ROOT is None:
-        raise ConfigError("DATA.DATASET.ROOT: name the folder that holds the images")
-    root = Path(dataset.ROOT).expanduser()
-    subfolders = _subfolders(root)
+    root, subfolders = _root(dataset)
     if dataset.VAL is not None:
-        folder = root / dataset.VAL
-        if not folder.is_dir():
-            raise ConfigError(f"DATA.DATASET.VAL: there is no folder {folder}{_folders_like(folder)}")
-        return folder
-    names = _VAL_NAMES if is_own else (*_VAL_NAMES, "test")
+        return _named_folder(root, dataset, "VAL")
     has_splits = _are_splits(subfolders) or (not is_own and bool(subfolders) and subfolders <= _SPLIT_NAMES)
     if dataset.TRAIN is None and not has_splits:
         return None
-    train = None if dataset.TRAIN is None else root / dataset.TRAIN
-    return next((root / name for name in names if name in subfolders and root / name != train), None)
-
-
-def _read(folder: Path, dataset: DatasetConfig, *, need_all: bool = True) -> tuple[Listing, bool]:
-    """All images of a folder, and whether its class folders are named as in iNaturalist 2021."""
-    found = _scan(folder, need_all=need_all)
-    inat = _is_inat(dataset.FOLDER_NAMES, found, folder)
-    return _listing(folder, found, inat), inat
+    return _found_split(root, subfolders, dataset.TRAIN, _VAL_NAMES if is_own else (*_VAL_NAMES, "test"))
 
 
 def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:
     """Folders of training and validation; the latter is None where samples of training are to be held out."""
-    if dataset.ROOT is None:
-        raise ConfigError("DATA.DATASET.ROOT: name the folder that holds the images")
-    root = Path(dataset.ROOT).expanduser()
-    subfolders = _subfolders(root)
-    train = root / dataset.TRAIN if dataset.TRAIN is not None else None
-    val = root / dataset.VAL if dataset.VAL is not None else None
-    if train is None and "train" in subfolders and (val or _are_splits(subfolders)):
-        train = root / "train"
+    root, subfolders = _root(dataset)
+    train, val = _named_folder(root, dataset, "TRAIN"), _named_folder(root, dataset, "VAL")
     if train is None:
-        if val is not None or _are_splits(subfolders):
+        if val is None and not _are_splits(subfolders):
+            return root, None
+        if "train" not in subfolders:
             raise ConfigError(
                 f"DATA.DATASET.ROOT: {root} has no folder `train`; name the training folder in "
                 "DATA.DATASET.TRAIN (`.` is ROOT itself)"
             )
-        return root, None
-    if val is None:
-        val = next((root / name for name in _VAL_NAMES if name in subfolders and root / name != train), None)
-    for key, folder in (("TRAIN", train), ("VAL", val)):
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"DATA.DATASET.{key}: there is no folder {folder}{_folders_like(folder)}")
-    return train, val
+        train = root / "train"
+    return train, val or _found_split(root, subfolders, dataset.TRAIN, _VAL_NAMES)
+
+
+def _root(dataset: DatasetConfig) -> tuple[Path, set[str]]:
+    """The folder `ROOT`, and the names of the folders in it."""
+    if dataset.ROOT is None:
+        raise ConfigError("DATA.DATASET.ROOT: name the folder that holds the images")
+    root = Path(dataset.ROOT).expanduser()
+    try:
+        return root, {path.name for path in root.iterdir() if path.is_dir() and path.name[0] != "."}
+    except OSError as error:
+        hint = "" if root.exists() else suggest_path(root)
+        raise ConfigError(f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{hint}") from error
+
+
+def _named_folder(root: Path, dataset: DatasetConfig, key: str) -> Path | None:
+    """The folder that a key names; None where it is null."""
+    name = getattr(dataset, key)
+    if name is None or (root / name).is_dir():
+        return None if name is None else root / name
+    raise ConfigError(f"DATA.DATASET.{key}: there is no folder {root / name}{suggest_path(root / name)}")
+
+
+def _found_split(root: Path, subfolders: set[str], train: str | None, names: Iterable[str]) -> Path | None:
+    """The first subfolder with one of the names that is not the one of training."""
+    taken = None if train is None else root / train
+    return next((root / name for name in names if name in subfolders and root / name != taken), None)
 
 
 def _are_splits(subfolders: set[str]) -> bool:
@@ -136,137 +133,74 @@ def _are_splits(subfolders: set[str]) -> bool:
     )
 
 
-def _subfolders(root: Path) -> set[str]:
-    try:
-        return {
-            entry.name
-            for entry in os.scandir(root)
-            if _kind(entry) == "folder" and not entry.name.startswith(".")
-        }
-    except OSError as error:
-        raise ConfigError(
-            f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{_folders_like(root)}"
-        ) from error
+def _read(folder: Path, folder_names: str, *, need_all: bool = True) -> tuple[Listing, bool]:
+    """All images of a folder, and whether its class folders are named as in iNaturalist 2021.
 
-
-def _folders_like(missing: Path) -> str:
-    """`; did you mean X?` for the folder beside a missing one whose name is most like it."""
-    if missing.exists():
-        return ""
-    try:
-        names = [entry.name for entry in os.scandir(missing.parent) if _kind(entry) == "folder"]
-    except OSError:
-        return ""
-    close = get_close_matches(missing.name, names, 1)
-    return f"; did you mean {missing.parent / close[0]}?" if close else ""
-
-
-def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...], str]]:
-    """All images as (names of the class folders, path relative to `folder`), sorted.
-
-    Args:
-        folder: the folder to read.
-        need_all: whether a class folder without an image is an error.
+    With `need_all`, a class folder without an image is an error.
     """
-    found: list[tuple[tuple[str, ...], str]] = []
+    images = _find_images(folder, need_all=need_all)
+    parts = [tuple(path.split("/")[:-1]) for path in images]
+    _check_depth(folder, images, parts)
+    if folder_names == "nested":
+        return Listing(str(folder), folder, images, [*parts]), False
+    names = sorted({"/".join(part) for part in parts})
+    matches = {name: _INAT_FOLDER.fullmatch(name) for name in names}
+    others = [name for name, match in matches.items() if match is None]
+    if others and (folder_names == "inat2021" or len(others) < len(names)):
+        raise DataError(
+            f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
+            f"{several(others)}; rename, or set DATA.DATASET.FOLDER_NAMES nested"
+        )
+    if others:
+        return Listing(str(folder), folder, images, [*parts]), False
+    lineages = {}
+    for name, match in matches.items():
+        above = match[1].split("_")[1:]  # type: ignore[index]
+        # The last part is the epithet alone, which occurs in many genera.
+        lineages[name] = (*above, f"{above[-1]} {match[2].replace('_', ' ')}")  # type: ignore[index]
+    return Listing(str(folder), folder, images, [lineages["/".join(part)] for part in parts]), True
+
+
+def _find_images(folder: Path, *, need_all: bool) -> list[str]:
+    """The paths of all images, relative to the folder, files before folders and each sorted."""
+    found: list[str] = []
     empty: list[str] = []
 
-    def visit(path: Path, names: tuple[str, ...], above: frozenset[str]) -> None:
-        real = os.path.realpath(path)
-        if real in above:
-            raise DataError(f"{path}: a symbolic link leads back to a folder above it")
-        num_before = len(found)
-        try:
-            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        except OSError as error:
-            raise DataError(f"cannot read folder {path}: {error.strerror}") from error
-        kinds = {entry.name: _kind(entry) for entry in entries if not entry.name.startswith(".")}
-        folders = [name for name, kind in kinds.items() if kind == "folder"]
-        for name, kind in kinds.items():
-            if kind == "folder" or os.path.splitext(name)[1].lower() not in EXTENSIONS:  # noqa: PTH122
-                continue
-            if kind == "special":
-                raise DataError(
-                    f"{path / name}: not a file but a pipe, a socket or a device, which cannot be read as an "
-                    "image; remove it"
-                )
-            found.append((names, "/".join((*names, name))))
-        for name in folders:
-            visit(path / name, (*names, name), above | {real})
-        if len(found) == num_before and not folders:
-            empty.append(str(path))
+    def fail(error: OSError) -> None:
+        raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
 
-    visit(folder, (), frozenset())
+    for path, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for link in (Path(path, name) for name in folders):
+            if link.is_symlink() and Path(path).resolve().is_relative_to(link.resolve()):
+                raise DataError(f"{link}: a symbolic link leads back to a folder above it")
+        inside = path[len(str(folder)) :].lstrip("/")
+        num_before = len(found)
+        for name in sorted(files):
+            if not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS:  # noqa: PTH122
+                found.append(os.path.join(inside, name))  # noqa: PTH118 (hot path)
+        if len(found) == num_before and not folders:
+            empty.append(path)
     if not found:
         raise DataError(f"{folder}: no image in it or below (looked for {', '.join(sorted(EXTENSIONS))})")
     if empty and need_all:
         raise DataError(f"no image in class folder {several(empty)}; remove the folder or put images into it")
-    _check_depth(folder, found)
     return found
 
 
-def _kind(entry: os.DirEntry[str]) -> str:
-    """`folder`, `file`, or `special` for a pipe, a socket or a device, which would block when it is opened.
-
-    A link that leads nowhere, or to itself, is a file: reading it says why it cannot be.
-    """
-    try:
-        if entry.is_dir():
-            return "folder"
-        if entry.is_file():
-            return "file"
-        entry.stat()  # fails for a link that leads nowhere
-    except OSError:
-        return "file"
-    return "special"
-
-
-def _check_depth(folder: Path, found: list[tuple[tuple[str, ...], str]]) -> None:
+def _check_depth(folder: Path, images: list[str], parts: list[tuple[str, ...]]) -> None:
     """Check that all images lie in the same number of nested class folders, at least one."""
-    depths = Counter(len(names) for names, _ in found)
-    usual = depths.most_common(1)[0][0]
-    for names, path in found:
+    usual = Counter(map(len, parts)).most_common(1)[0][0]
+    for image, names in zip(images, parts, strict=True):
         if not names:
             raise DataError(
-                f"{folder / path}: an image outside of any class folder; move it into the folder of its class"
+                f"{folder / image}: an image outside of any class folder; move it into that of its class"
             )
         if len(names) != usual:
             raise DataError(
                 f"{folder.joinpath(*names)}: images {len(names)} folders deep, but {usual} deep elsewhere; "
                 "every level of folders is a taxonomic rank, so all images must stand at the same depth"
             )
-
-
-def _is_inat(folder_names: str, found: list[tuple[tuple[str, ...], str]], folder: Path) -> bool:
-    """Whether folder names are like those of iNaturalist 2021.
-
-    Raises:
-        DataError: some are and some are not.
-    """
-    if folder_names == "nested":
-        return False
-    names = sorted({"/".join(names) for names, _ in found})
-    others = [name for name in names if not _INAT_FOLDER.fullmatch(name)]
-    if others and (folder_names == "inat2021" or len(others) < len(names)):
-        raise DataError(
-            f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
-            f"{several(others)}; rename, or set DATA.DATASET.FOLDER_NAMES nested"
-        )
-    return not others
-
-
-def _listing(folder: Path, found: list[tuple[tuple[str, ...], str]], inat: bool) -> Listing:
-    lineages: list[Lineage] = [_inat_lineage(names, folder) if inat else names for names, _ in found]
-    return Listing(str(folder), folder, [path for _, path in found], lineages)
-
-
-def _inat_lineage(names: tuple[str, ...], folder: Path) -> Lineage:
-    match = _INAT_FOLDER.fullmatch("/".join(names))
-    if match is None:
-        raise DataError(f"{folder.joinpath(*names)}: not named like `00000_Animalia_Chordata_...`")
-    above = match[1].split("_")[1:]
-    # The last part is the epithet alone, which occurs in many genera.
-    return (*above, f"{above[-1]} {match[2].replace('_', ' ')}")
 
 
 def _index(train: Listing, level_names: list[str] | None, inat: bool) -> LabelIndex:

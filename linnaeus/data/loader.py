@@ -9,7 +9,8 @@ import re
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Event
@@ -23,16 +24,9 @@ from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, collate_pairs, dataset_length, training_targets
-from linnaeus.data.files import ImageFiles
+from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.mixing import Mixing
-from linnaeus.data.sampler import (
-    BalancedSampler,
-    EpochSampler,
-    PlannedBatches,
-    SampleKey,
-    Sizes,
-    ValSampler,
-)
+from linnaeus.data.sampler import BalancedSampler, EpochSampler, PlannedBatches, SampleKey, Sizes, ValSampler
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, seed_generators
 from linnaeus.signals import SIGNALS, blocked
@@ -44,15 +38,9 @@ _WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)",
 
 
 def num_workers(config: DataConfig, local_world_size: int) -> int:
-    """Loader processes of each training process: DATA.NUM_WORKERS, or what null stands for.
-
-    Args:
-        config: the `DATA` node.
-        local_world_size: training processes on this machine, which share its CPU cores.
-    """
-    if config.NUM_WORKERS is not None:
-        return config.NUM_WORKERS
-    return max(1, min(MOST_WORKERS, num_cores() // local_world_size))
+    """Loader processes of each of the `local_world_size` training processes on this machine."""
+    default = max(1, min(MOST_WORKERS, num_cores() // local_world_size))
+    return default if config.NUM_WORKERS is None else config.NUM_WORKERS
 
 
 def num_cores() -> int:
@@ -61,36 +49,23 @@ def num_cores() -> int:
 
 
 class _Loader(DataLoader[Any]):
-    """torch's loader, which does not warn at length about many workers: `build_loaders` says it in a line."""
-
     def check_worker_number_rationality(self) -> None:
-        """Say nothing; torch asks twice for each split."""
+        """Say nothing, where torch warns at length for each split: `build_loaders` says it in a line."""
 
 
+@dataclass(eq=False)
 class SeededBatches(Dataset[Any]):
     """Reads and collates whole batches, with the global generators seeded for each sample.
 
-    Args:
-        dataset: map-style dataset.
-        collate: turns samples into a `Batch`; it draws on from the generators' state after the last sample.
-        seed: seed of the run.
-        mixing: what is done to each collated batch; it draws on likewise.
-        mixed_epochs: number of epochs, from the first, in which it is done.
+    Collating and mixing draw on from the generators' state after the last sample. Mixing is done in the first
+    `mixed_epochs` epochs.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        collate: Collate,
-        seed: int,
-        mixing: Mixing | None = None,
-        mixed_epochs: int = 0,
-    ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.seed = seed
-        self.mixing = mixing
-        self.mixed_epochs = mixed_epochs
+    dataset: Dataset[Any]
+    collate: Collate
+    seed: int
+    mixing: Mixing | None = None
+    mixed_epochs: int = 0
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
         """The batch of these samples; torch's loader calls this with all keys of a batch at once.
@@ -108,43 +83,59 @@ class SeededBatches(Dataset[Any]):
 
     def _read(self, keys: list[SampleKey]) -> Batch:
         dataset, read, collate = self.dataset, self.dataset.__getitem__, self.collate
-        by_batch = dataset.by_batch if isinstance(dataset, ImageFiles) else None
-        if by_batch is not None and collate is collate_pairs:
-            read, collate = by_batch.read, by_batch.collate
+        if isinstance(dataset, ImageFiles) and dataset.normalises_batches and collate is collate_pairs:
+            read, collate = dataset.read_pixels, dataset.collate_pixels
         samples = []
         for epoch, index, *draw in keys:
             seed_generators(derive_seed(self.seed, epoch, index, *draw))
             samples.append(read(index))
         batch = collate(samples)
-        if self.mixing is None or keys[0][0] >= self.mixed_epochs:
-            return batch
-        return self.mixing(batch)
+        mixes = self.mixing is not None and keys[0][0] < self.mixed_epochs
+        return self.mixing(batch) if mixes else batch  # type: ignore[misc]
 
 
 class BatchLoader:
     """Batches of one split for one process. Each iteration runs through one epoch.
 
-    Args:
-        loader: torch's loader over `SeededBatches`.
-        closing: tells the worker processes that they may be ended.
-        batches: the training split's batches, which are shuffled; None where all epochs have the same ones.
+    The training split has `PlannedBatches`. Host memory is page-locked for CUDA only.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], closing: Event, batches: PlannedBatches | None = None
+        self,
+        dataset: SeededBatches,
+        batches: Sampler[Any],
+        *,
+        data_config: DataConfig,
+        seed: int,
+        device: torch.device,
+        workers: int,
     ) -> None:
-        self._loader: DataLoader[Any] | None = loader
-        self._closing = closing
         self._batches = batches
+        self._closing = multiprocessing.get_context().Event()
+        """Tells the worker processes that they may be ended."""
+        self._loader: DataLoader[Any] | None = _Loader(
+            dataset,
+            batch_sampler=batches,
+            collate_fn=_already_collated,
+            num_workers=workers,
+            prefetch_factor=data_config.PREFETCH_FACTOR if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=data_config.PIN_MEMORY and device.type == "cuda",
+            worker_init_fn=partial(_start_worker, self._closing),
+            # Without one of its own, torch's loader draws from the global generator at every epoch.
+            generator=torch.Generator().manual_seed(seed),
+        )
+        # At the latest when the interpreter ends: it then sends SIGTERM to the worker processes, and waits.
+        weakref.finalize(self, self._closing.set)
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Choose epoch and starting point of the next iteration; see `EpochSampler.set_epoch`."""
-        if self._batches is not None:
+        if isinstance(self._batches, PlannedBatches):
             self._batches.sampler.set_epoch(epoch, skip)
 
     def set_sizes(self, sizes: Sizes) -> None:
         """Choose the sizes of the training batches, from the next iteration on."""
-        if self._batches is not None:
+        if isinstance(self._batches, PlannedBatches):
             self._batches.sizes = sizes
 
     def __iter__(self) -> Iterator[Batch]:
@@ -194,26 +185,20 @@ class _Batches(Iterator[Batch]):
         return cast(Batch, batch)
 
 
-_MakeLoader = Callable[[SeededBatches, Sampler[Any], PlannedBatches | None], BatchLoader]
-
-
 @dataclass(frozen=True)
-class Loaders:
+class Loaders(AbstractContextManager["Loaders"]):
     """Training and validation batches of one process. As a context manager it closes both."""
 
     train: BatchLoader
     val: BatchLoader
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End all worker processes."""
         self.train.close()
         self.val.close()
-
-    def __enter__(self) -> Loaders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def build_loaders(
@@ -232,25 +217,25 @@ def build_loaders(
     """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
 
     Args:
-        bundle: the datasets.
         sizes: the size of each training batch of this process.
         batch_size_val: samples per process and validation batch.
-        data_config: the `DATA` node; workers, prefetching and pinning are read from it.
-        seed: seed of the run.
-        rank, world_size: this process, and the number of processes.
-        device: device of training; host memory is page-locked for CUDA only.
-        local_world_size: number of processes on this machine.
         mixed_epochs: number of epochs, from the first, whose training batches are mixed, if any are.
 
     Raises:
         ConfigError: DATA.SAMPLER needs labels that the dataset does not give.
     """
-    make = _loader_maker(data_config, seed, rank, device, local_world_size)
-    sampler = _training_sampler(bundle, data_config.SAMPLER, seed=seed, rank=rank, world_size=world_size)
-    batches = PlannedBatches(sampler, sizes)
-    train = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
-    val = _val_loader(make, bundle, batch_size_val, seed, rank, world_size)
-    return Loaders(make(train, batches, batches), val)
+    order = {"seed": seed, "rank": rank, "world_size": world_size}
+    process: dict[str, Any] = {"data_config": data_config, "seed": seed, "device": device}
+    if data_config.SAMPLER == "balanced":
+        targets = training_targets(bundle, "DATA.SAMPLER balanced")
+        sampler: EpochSampler = BalancedSampler(targets, **order)
+    else:
+        sampler = EpochSampler(dataset_length(bundle.train), **order)
+    dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
+    workers = num_workers(data_config, local_world_size)
+    train = BatchLoader(dataset, PlannedBatches(sampler, sizes), workers=workers, **process)
+    process |= {"rank": rank, "world_size": world_size, "local_world_size": local_world_size}
+    return Loaders(train, build_val_loader(bundle, batch_size=batch_size_val, **process))
 
 
 def build_val_loader(
@@ -264,23 +249,7 @@ def build_val_loader(
     device: torch.device,
     local_world_size: int = 1,
 ) -> BatchLoader:
-    """The validation batches of `build_loaders` where nothing is trained, and no training data is needed."""
-    make = _loader_maker(data_config, seed, rank, device, local_world_size)
-    return _val_loader(make, bundle, batch_size, seed, rank, world_size)
-
-
-def _val_loader(
-    make: _MakeLoader, bundle: DataBundle, batch_size: int, seed: int, rank: int, world_size: int
-) -> BatchLoader:
-    sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
-    batches = BatchSampler(cast(Any, sampler), batch_size, drop_last=False)
-    return make(SeededBatches(bundle.val, bundle.collate, seed), cast(Any, batches), None)
-
-
-def _loader_maker(
-    data_config: DataConfig, seed: int, rank: int, device: torch.device, local_world_size: int
-) -> _MakeLoader:
-    """What makes loaders whose worker processes end together; arguments as for `build_loaders`."""
+    """The validation batches of `build_loaders`; warns on rank 0 of more workers than cores."""
     workers = num_workers(data_config, local_world_size)
     if rank == 0 and workers * local_world_size > max(num_cores(), local_world_size):
         processes = f"{local_world_size} processes" if local_world_size > 1 else "one process"
@@ -289,37 +258,10 @@ def _loader_maker(
             "and are no faster. DATA.NUM_WORKERS null fits itself to the cores",
             workers, processes, num_cores(),
         )  # fmt: skip
-    closing = multiprocessing.get_context().Event()
-
-    def make(dataset: SeededBatches, batches: Sampler[Any], planned: PlannedBatches | None) -> BatchLoader:
-        loader = _Loader(
-            dataset,
-            batch_sampler=batches,
-            collate_fn=_already_collated,
-            num_workers=workers,
-            prefetch_factor=data_config.PREFETCH_FACTOR if workers else None,
-            persistent_workers=workers > 0,
-            pin_memory=data_config.PIN_MEMORY and device.type == "cuda",
-            worker_init_fn=partial(_start_worker, closing),
-            # Without one of its own, torch's loader draws from the global generator at every epoch.
-            generator=torch.Generator().manual_seed(seed),
-        )
-
-        batch_loader = BatchLoader(loader, closing, planned)
-        # At the latest when the interpreter ends: it then sends SIGTERM to the worker processes, and waits.
-        weakref.finalize(batch_loader, closing.set)
-        return batch_loader
-
-    return make
-
-
-def _training_sampler(
-    bundle: DataBundle, name: str, *, seed: int, rank: int, world_size: int
-) -> EpochSampler:
-    if name == "balanced":
-        targets = training_targets(bundle, "DATA.SAMPLER balanced")
-        return BalancedSampler(targets, seed=seed, rank=rank, world_size=world_size)
-    return EpochSampler(dataset_length(bundle.train), seed=seed, rank=rank, world_size=world_size)
+    sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
+    batches: Any = BatchSampler(cast(Any, sampler), batch_size, drop_last=False)
+    dataset = SeededBatches(bundle.val, bundle.collate, seed)
+    return BatchLoader(dataset, batches, data_config=data_config, seed=seed, device=device, workers=workers)
 
 
 def _already_collated(batch: Any) -> Any:
@@ -329,8 +271,8 @@ def _already_collated(batch: Any) -> Any:
 def _start_worker(closing: Event, _: int) -> None:
     """Leave signals to the training process: launchers send them to all processes of a rank.
 
-    A worker that ended at once would break off the epoch, instead of letting the training loop save a
-    checkpoint. If the training process dies, torch's worker loop ends by itself.
+    A worker that ended at once would break off the epoch, before the training loop has saved a checkpoint. If
+    the training process dies, torch's worker loop ends by itself.
     """
 
     def end_if_closing(*_: object) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.files import ALL_SAMPLES, Listing, Part, build_files, hold_out, several
-from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes, shared_names
+from linnaeus.data.image_files import Listing, Part, build_files, hold_out, several
+from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 
 
@@ -23,6 +23,15 @@ class _Table:
     path: Path
     header: list[str]
     rows: list[tuple[int, list[str]]]
+
+    def require(self, names: Sequence[str], key: str) -> None:
+        """Refuse a file without one of the columns; `key` names them, for the message."""
+        for name in names:
+            if name not in self.header:
+                close = get_close_matches(name, self.header, 1)
+                has = f"the file has {', '.join(map(repr, self.header))}"
+                hint = f"did you mean {close[0]!r}?" if close else has
+                raise DataError(f"{self.path}, line 1: no column {name!r} ({key}); {hint}")
 
 
 def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
@@ -37,11 +46,9 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
     """
     dataset: DatasetConfig = config.DATASET
     train_path, val_path = _manifest_paths(dataset)
-    table = _read(train_path)
-    image, levels, report = _columns(table, dataset)
-    train, index = _training(table, image, levels, dataset)
-    report += _check_nesting(index, levels, train)
-    val = None if val_path is None else _listing(_read(val_path), image, levels, dataset)
+    train, index, levels, report = _training(train_path, dataset)
+    _check_nesting(index, train)
+    val = None if val_path is None else _listing(_read(val_path), levels, dataset)
     bundle = build_files(train, val, index, config, on_main)
     bundle.report += report
     return bundle
@@ -57,38 +64,21 @@ def evaluated_manifest(dataset: DatasetConfig, level_names: Sequence[str | None]
         dataset: the DATA.DATASET node. As many RANKS as the run has levels name their columns.
         level_names: names of the run's levels, coarse to fine; None where one has no name.
         is_own: whether the node is that of the run.
-
-    Raises:
-        ConfigError, DataError: as for `build_manifest`; or no column has labels of the run.
     """
     if dataset.VAL is not None:  # the training manifest need not be there, or be named
-        val_path = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser()
-        return _whole_manifest(val_path, "validation split", dataset, level_names)
-    train_path, found_path = _manifest_paths(dataset)
-    if found_path is not None:
-        return _whole_manifest(found_path, "validation split", dataset, level_names)
-    if is_own:
-        return _held_out_part(train_path, dataset)
-    return _whole_manifest(train_path, ALL_SAMPLES, dataset, level_names)
-
-
-def _held_out_part(path: Path, dataset: DatasetConfig) -> Part:
-    """The samples that a run has held out of its training manifest."""
+        path, kind = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser(), Part.VALIDATION
+    else:
+        train_path, val_path = _manifest_paths(dataset)
+        if val_path is None and is_own:
+            train, index, levels, _ = _training(train_path, dataset)
+            report: list[str] = []
+            _, held_out = hold_out(train, dataset.VAL_FRACTION, report)
+            return Part(held_out, tuple(levels), Part.HELD_OUT, tuple(report), index)
+        path, kind = (train_path, Part.ALL_SAMPLES) if val_path is None else (val_path, Part.VALIDATION)
     table = _read(path)
-    image, levels, _ = _columns(table, dataset)
-    train, index = _training(table, image, levels, dataset)
-    report: list[str] = []
-    _, held_out = hold_out(train, dataset.VAL_FRACTION, report)
-    return Part(held_out, tuple(levels), "samples held out of training", tuple(report), index)
-
-
-def _whole_manifest(path: Path, kind: str, dataset: DatasetConfig, level_names: Sequence[str | None]) -> Part:
-    """All samples of a manifest, with those of the run's levels that it has."""
-    table = _read(path)
-    _require(table, [dataset.IMAGE_COLUMN], "DATA.DATASET.IMAGE_COLUMN")
+    table.require([dataset.IMAGE_COLUMN], "DATA.DATASET.IMAGE_COLUMN")
     columns = _columns_of_levels(table, dataset, level_names)
-    listing = _listing(table, dataset.IMAGE_COLUMN, list(columns.values()), dataset)
-    return Part(listing, tuple(columns), kind)
+    return Part(_listing(table, list(columns.values()), dataset), tuple(columns), kind)
 
 
 def _columns_of_levels(
@@ -98,7 +88,7 @@ def _columns_of_levels(
     names = [name for name in level_names if name is not None]
     ranks = dataset.RANKS if dataset.RANKS is not None and len(dataset.RANKS) == len(names) else names
     if ranks != names:
-        _require(table, ranks, "DATA.DATASET.RANKS")
+        table.require(ranks, "DATA.DATASET.RANKS")
     columns = {name: rank for name, rank in zip(names, ranks, strict=True) if rank in table.header}
     if not columns:
         raise DataError(
@@ -109,14 +99,14 @@ def _columns_of_levels(
     return columns
 
 
-def _training(
-    table: _Table, image: str, levels: Sequence[str], dataset: DatasetConfig
-) -> tuple[Listing, LabelIndex]:
-    """The training samples, and the classes that they define."""
-    train = _listing(table, image, levels, dataset)
+def _training(path: Path, dataset: DatasetConfig) -> tuple[Listing, LabelIndex, list[str], list[str]]:
+    """The training samples, the classes that they define, the columns of labels, and a report."""
+    table = _read(path)
+    levels, report = _columns(table, dataset)
+    train = _listing(table, levels, dataset)
     index = index_labels(levels, train.lineages)
-    require_classes(index.taxonomy, str(table.path), "choose other columns with DATA.DATASET.RANKS")
-    return train, index
+    require_classes(index.taxonomy, str(path), "choose other columns with DATA.DATASET.RANKS")
+    return train, index, levels, report
 
 
 def _manifest_paths(dataset: DatasetConfig) -> tuple[Path, Path | None]:
@@ -149,12 +139,10 @@ def _read(path: Path) -> _Table:
                     rows.append((line, [cell.strip() for cell in cells]))
     except OSError as error:
         raise ConfigError(f"DATA.DATASET: cannot read manifest {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}, line {line + 1} or after: not UTF-8 text; save it as `CSV UTF-8`"
-        ) from error
-    except csv.Error as error:
-        raise DataError(f"{path}, line {line + 1} or after: broken CSV: {error}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        is_text = isinstance(error, csv.Error)
+        problem = f"broken CSV: {error}" if is_text else "not UTF-8 text; save it as `CSV UTF-8`"
+        raise DataError(f"{path}, line {line + 1} or after: {problem}") from error
     if not rows:
         raise DataError(f"{path}: empty; the first line must name the columns")
     (_, header), *rows = rows
@@ -166,40 +154,28 @@ def _read(path: Path) -> _Table:
     return _Table(path, header, rows)
 
 
-def _columns(table: _Table, dataset: DatasetConfig) -> tuple[str, list[str], list[str]]:
-    """Name of the image column, names of the columns of labels, and sentences for the report."""
+def _columns(table: _Table, dataset: DatasetConfig) -> tuple[list[str], list[str]]:
+    """Names of the columns of labels, and sentences for the report."""
     named = [name for name in table.header if name]
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice:
         raise DataError(f"{table.path}, line 1: column {several(twice)} occurs more than once")
     image = dataset.IMAGE_COLUMN
     levels = dataset.RANKS if dataset.RANKS is not None else [name for name in named if name != image]
-    _require(table, [image], "DATA.DATASET.IMAGE_COLUMN")
-    _require(table, levels, "DATA.DATASET.RANKS")
+    table.require([image], "DATA.DATASET.IMAGE_COLUMN")
+    table.require(levels, "DATA.DATASET.RANKS")
     if not levels:
         raise DataError(f"{table.path}, line 1: no column with labels beside {image!r}")
     if image in levels:
         raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
     unnamed = len(table.header) - len(named)
     ignored = [f"{table.path}: {unnamed} column(s) without a name ignored"] if unnamed else []
-    return image, list(levels), ignored
+    return list(levels), ignored
 
 
-def _require(table: _Table, names: Sequence[str], key: str) -> None:
-    for name in names:
-        if name not in table.header:
-            close = get_close_matches(name, table.header, 1)
-            hint = (
-                f"did you mean {close[0]!r}?"
-                if close
-                else f"the file has {', '.join(map(repr, table.header))}"
-            )
-            raise DataError(f"{table.path}, line 1: no column {name!r} ({key}); {hint}")
-
-
-def _listing(table: _Table, image: str, levels: Sequence[str], dataset: DatasetConfig) -> Listing:
-    _require(table, [image, *levels], "as in the training manifest")
-    image_column = table.header.index(image)
+def _listing(table: _Table, levels: Sequence[str], dataset: DatasetConfig) -> Listing:
+    table.require([dataset.IMAGE_COLUMN, *levels], "as in the training manifest")
+    image_column = table.header.index(dataset.IMAGE_COLUMN)
     label_columns = [table.header.index(level) for level in levels]
     for line, cells in table.rows:
         if not cells[image_column]:
@@ -220,23 +196,17 @@ def _listing(table: _Table, image: str, levels: Sequence[str], dataset: DatasetC
     return listing
 
 
-def _check_nesting(index: LabelIndex, levels: Sequence[str], train: Listing) -> list[str]:
-    """Refuse columns from fine to coarse; report names that occur under several parents.
+def _check_nesting(index: LabelIndex, train: Listing) -> None:
+    """Refuse columns from fine to coarse.
 
     Raises:
         DataError: each class of a column has one name in the next column, but not the other way round.
     """
-    shared = shared_names(index)
-    for depth, (above, below) in enumerate(pairwise(levels), start=1):
+    for depth, (above, below) in enumerate(pairwise(index.taxonomy.names), start=1):
         parents = [parent for parent, _ in index.lookup[depth] if parent >= 0]
-        if shared[below] and len(parents) == len(set(parents)):
+        names = [name for _, name in index.lookup[depth]]
+        if len(set(names)) < len(names) and len(parents) == len(set(parents)):
             raise DataError(
                 f"{train.source}: {below!r} stands after {above!r}, but it groups the classes of {above!r}; "
                 "order the columns from coarse to fine with DATA.DATASET.RANKS"
             )
-    return [
-        f"{train.source}: in column {level!r}, these names stand under several parents and are separate "
-        f"classes for each: {several(names)}"
-        for level, names in shared.items()
-        if names
-    ]

@@ -23,11 +23,6 @@ class EpochSampler(Sampler[SampleKey]):
     All processes shuffle alike, leave out the samples that are skipped, and take every world_size-th of the
     others. Each gets floor((length - skip) / world_size) of them, so that all make the same number of steps;
     the few left over differ from epoch to epoch. An epoch may be resumed on another number of processes.
-
-    Args:
-        length: samples of the whole dataset.
-        seed: seed of the run.
-        rank, world_size: this process, and the number of processes.
     """
 
     def __init__(self, length: int, *, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -75,12 +70,7 @@ class BalancedSampler(EpochSampler):
     equal probability. A sample whose finest label is unknown counts for its finest known class, as a class
     of its own beside the others. A sample without any label is never drawn.
 
-    Args:
-        targets: labels [N, R] of all training samples, -1 where unknown.
-        seed, rank, world_size: as for `EpochSampler`.
-
-    Raises:
-        DataError: no label is known.
+    `targets` are the labels [N, R] of all training samples, -1 where unknown; a `DataError` if all are.
     """
 
     def __init__(self, targets: Tensor, *, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -128,12 +118,7 @@ Sizes = Callable[[int, int], Iterator[int]]
 
 
 class PlannedBatches(Sampler[list[SampleKey]]):
-    """The samples of an `EpochSampler` in batches of given sizes.
-
-    Args:
-        sampler: chooses the samples, the epoch and where in the epoch to start.
-        sizes: gives the size of each batch; samples beyond the last batch are left out.
-    """
+    """The samples of an `EpochSampler` in batches of given sizes; those beyond the last one are left out."""
 
     def __init__(self, sampler: EpochSampler, sizes: Sizes) -> None:
         self.sampler = sampler
@@ -149,10 +134,6 @@ class ValSampler(Sampler[SampleKey]):
     """Validation samples of one process, in order: over all processes, each sample comes exactly once.
 
     The numbers of samples of two processes may differ by one, so a validation batch must not run collectives.
-
-    Args:
-        length: samples of the whole dataset.
-        rank, world_size: this process, and the number of processes.
     """
 
     def __init__(self, length: int, *, rank: int = 0, world_size: int = 1) -> None:

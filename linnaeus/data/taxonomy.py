@@ -35,7 +35,7 @@ class Taxonomy:
     """All levels, coarse to fine, and the parent of each class.
 
     Attributes:
-        levels: the levels, coarse to fine.
+        levels: the levels.
         parents: for each level after the first, the label of each class's parent in the level above, or
             `UNKNOWN` where no training sample shows it. Left out, every parent is unknown.
 
@@ -125,12 +125,11 @@ class LabelIndex:
 
         `lookup` and `columns` are left out where classes go by their display names.
         """
-        rows: list[tuple[int, ...] | None] = [None, *self.taxonomy.parents]
-        levels = [
-            {"name": level.name, "classes": list(level.classes)}
-            | ({} if row is None else {"parents": list(row)})
-            for level, row in zip(self.taxonomy.levels, rows, strict=True)
+        levels: list[dict[str, Any]] = [
+            {"name": level.name, "classes": list(level.classes)} for level in self.taxonomy.levels
         ]
+        for level, row in zip(levels[1:], self.taxonomy.parents, strict=True):
+            level["parents"] = list(row)
         if self == LabelIndex.of(self.taxonomy):
             return {"levels": levels}
         lookup = [[list(key) for key in table] for table in self.lookup]
@@ -168,13 +167,8 @@ class LabelIndex:
         return tuple(labels[column] for column in self.columns)
 
     def select(self, names: Sequence[str]) -> LabelIndex:
-        """The same classes with some of the levels, in the order given.
-
-        Raises:
-            KeyError: a name that is no level.
-        """
-        position = {name: column for column, name in enumerate(self.taxonomy.names)}
-        columns = tuple(position[name] for name in names)
+        """The same classes with some of the levels, in the order given."""
+        columns = tuple(self.taxonomy.names.index(name) for name in names)
         levels = tuple(self.taxonomy.levels[column] for column in columns)
         parents = tuple(self.taxonomy.ancestors(low, high) for high, low in pairwise(columns))
         return LabelIndex(Taxonomy(levels, parents), self.lookup, columns)
@@ -182,10 +176,6 @@ class LabelIndex:
 
 def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> LabelIndex:
     """Number the classes of the training samples, sorted by parent and name, and find the parent of each.
-
-    Args:
-        level_names: names of the levels, coarse to fine.
-        lineages: the lineages of all training samples; repetitions do not matter.
 
     Raises:
         DataError: a name whose parent is unknown and which occurs under several known parents.
@@ -212,29 +202,13 @@ def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> Lab
 
 
 def require_classes(taxonomy: Taxonomy, source: str, remedy: str) -> None:
-    """Refuse a level with fewer than two classes.
-
-    Args:
-        taxonomy: the taxonomy to check.
-        source: the folder, file or class that it came from, for the message.
-        remedy: what the user can do about it.
-
-    Raises:
-        DataError: names each such level.
-    """
+    """Refuse a level with fewer than two classes by a `DataError` with the source and the remedy."""
     for level in taxonomy.levels:
         if len(level.classes) < 2:
             count = f"one class, {level.classes[0]!r}" if level.classes else "no class at all"
             raise DataError(
                 f"{source}: taxonomic rank {level.name!r} has {count}, so there is nothing to learn; {remedy}"
             )
-
-
-def shared_names(index: LabelIndex) -> dict[str, list[str]]:
-    """For each level of the source, the names that occur under several parents."""
-    counts = [Counter(name for _, name in table) for table in index.lookup]
-    names = index.taxonomy.names
-    return {names[depth]: sorted(n for n, c in count.items() if c > 1) for depth, count in enumerate(counts)}
 
 
 def _number(level: str, pairs: list[tuple[int, str]]) -> dict[tuple[int, str], int]:

@@ -23,18 +23,12 @@ _POLICIES: dict[str, Callable[[], Any]] = {
     "trivialaugment": v2.TrivialAugmentWide,
 }
 
-
 _LUMINANCE = (0.299, 0.587, 0.114)
 """Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads colour images as grey ones."""
 
 
 class CoverAndCrop(nn.Module):
-    """Resize the image to just cover `size / fraction`, keeping its aspect ratio, then crop the centre.
-
-    Args:
-        size: height and width of the result, in pixels.
-        fraction: fraction of the resized image's side that the crop keeps.
-    """
+    """Resize the image to just cover `size / fraction`, keeping its aspect ratio, then crop the centre."""
 
     def __init__(self, size: tuple[int, int], fraction: float = 1.0) -> None:
         super().__init__()
@@ -46,19 +40,13 @@ class CoverAndCrop(nn.Module):
         height, width = image.shape[-2:]
         scale = max(self.size[0] / height, self.size[1] / width) / self.fraction
         resized = [max(self.size[0], round(height * scale)), max(self.size[1], round(width * scale))]
-        if resized != [height, width]:
-            image = functional.resize(image, resized, antialias=True)
-        if resized != list(self.size):
-            image = functional.center_crop(image, list(self.size))
-        return image
+        image = functional.resize(image, resized, antialias=True)
+        cropped: Tensor = functional.center_crop(image, list(self.size))
+        return cropped
 
 
 class Normalise(nn.Module):
-    """Computes what `v2.ToDtype(torch.float32, scale=True)` and `v2.Normalize` do, bit for bit.
-
-    Args:
-        mean, std: of each channel, on the 0-1 scale.
-    """
+    """`v2.ToDtype(torch.float32, scale=True)` and `v2.Normalize`, bit for bit, into memory that is there."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -78,13 +66,7 @@ class Normalise(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """Steps on uint8 pixels, then normalisation, then erasing.
-
-    Args:
-        pixels: transforms of uint8 [C, any, any], the last of which gives the final size.
-        normalise: makes them float32.
-        erasing: applied to the normalised image; None does nothing.
-    """
+    """Steps on uint8 pixels [C, any, any], then normalisation, then erasing where it is not None."""
 
     def __init__(
         self, pixels: Sequence[nn.Module], normalise: Normalise, erasing: nn.Module | None = None
@@ -104,9 +86,6 @@ class ThroughPillow(nn.Module):
     """Applies a transform to a tensor as to a Pillow image.
 
     torchvision's automatic policies are faster on Pillow images than on tensors, conversions included.
-
-    Args:
-        transform: Pillow image to Pillow image.
     """
 
     def __init__(self, transform: Callable[[Image.Image], Image.Image]) -> None:
@@ -127,7 +106,7 @@ class Preprocessing:
     """How an image becomes the input of a model, without augmentation.
 
     Attributes:
-        channels: channels of the image and of the input, 1 (grey) or 3 (RGB) for files.
+        channels: of image and input, 1 (grey) or 3 (RGB) for files.
         size: height and width of the input, in pixels.
         crop_fraction: fraction of the resized image's side that the centre crop keeps, in (0, 1].
         mean, std: of each channel, on the 0-1 scale.
@@ -141,51 +120,34 @@ class Preprocessing:
 
     def transform(self) -> Transform:
         """The pipeline of validation and prediction."""
-        return Pipeline([CoverAndCrop(self.size, self.crop_fraction)], self.normalise())
+        return Pipeline([CoverAndCrop(self.size, self.crop_fraction)], Normalise(self.mean, self.std))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
         """From plain values by attribute, as they stand in a file."""
-        height, width = content["size"]
-        return cls(
-            content["channels"], (height, width), content["crop_fraction"], tuple(content["mean"]),
-            tuple(content["std"]),
-        )  # fmt: skip
-
-    def normalise(self) -> Normalise:
-        """The step from uint8 to a normalised float32 image."""
-        return Normalise(self.mean, self.std)
-
-
-def preprocessing_of(augment: AugmentConfig, size: tuple[int, int], channels: int) -> Preprocessing:
-    """What validation does with an image; arguments and errors as for `build_transforms`."""
-    augment = _for_grey(augment) if channels == 1 else augment
-    _check_channels(augment, channels)
-    mean = augment.MEAN if augment.MEAN is not None else [0.5] * channels
-    std = augment.STD if augment.STD is not None else [0.5] * channels
-    return Preprocessing(channels, size, augment.CROP_FRACTION, tuple(mean), tuple(std))
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
+        }
+        return cls(**values)
 
 
 def build_transforms(
     augment: AugmentConfig, size: tuple[int, int], channels: int
-) -> tuple[Transform, Transform]:
-    """The pipelines of training and of validation.
+) -> tuple[Transform, Preprocessing]:
+    """The pipeline of training, and what validation does with an image.
 
-    Random choices use torch's global generator, which the loader seeds for each sample.
-
-    Args:
-        augment: augmentation of training; validation uses `CROP_FRACTION`, `MEAN` and `STD`. For grey images
-            the MEAN and STD of red, green and blue become those of grey.
-        size: height and width of the result, in pixels.
-        channels: channels of the input images.
+    Random choices use torch's global generator, which the loader seeds for each sample. `size` is height and
+    width in pixels. For grey images the MEAN and STD of red, green and blue become those of grey.
 
     Raises:
         ConfigError: settings that do not fit the number of channels; the message names each key.
     """
-    preprocessing = preprocessing_of(augment, size, channels)
+    augment = _for_grey(augment) if channels == 1 else augment
+    _check_channels(augment, channels)
+    mean, std = (tuple([0.5] * channels if v is None else v) for v in (augment.MEAN, augment.STD))
     erasing = v2.RandomErasing(augment.ERASING, inplace=True) if augment.ERASING else None
-    train = Pipeline(_augmentation(augment, size), preprocessing.normalise(), erasing)
-    return train, preprocessing.transform()
+    train = Pipeline(_augmentation(augment, size), Normalise(mean, std), erasing)
+    return train, Preprocessing(channels, size, augment.CROP_FRACTION, mean, std)
 
 
 def _for_grey(augment: AugmentConfig) -> AugmentConfig:
@@ -206,17 +168,15 @@ def _for_grey(augment: AugmentConfig) -> AugmentConfig:
 def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
     """The steps on uint8 images, without those that are switched off, as each costs time."""
     low, high = augment.CROP_SCALE
-    whole = low >= 1.0
     steps: list[Any] = [
-        CoverAndCrop(size) if whole else v2.RandomResizedCrop(size, (low, high), antialias=True)
+        CoverAndCrop(size) if low >= 1.0 else v2.RandomResizedCrop(size, (low, high), antialias=True)
     ]
     if augment.HFLIP:
         steps.append(v2.RandomHorizontalFlip(augment.HFLIP))
     if augment.ROTATION:
         steps.append(v2.RandomRotation(augment.ROTATION, v2.InterpolationMode.BILINEAR))
     if augment.COLOR_JITTER:
-        strength = augment.COLOR_JITTER
-        steps.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
+        steps.append(v2.ColorJitter(*[augment.COLOR_JITTER] * 3))
     if augment.POLICY != "none":
         steps.append(ThroughPillow(_POLICIES[augment.POLICY]()))
     return steps

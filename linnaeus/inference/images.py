@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional
 from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.data.image import decode, to_tensor, why_unreadable
 from linnaeus.errors import DataError, first_line
-from linnaeus.models.spec import ModelSpec
+from linnaeus.models.model_spec import ModelSpec
 
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
 """A file, a Pillow image, an array [H, W] or [H, W, C] of uint8, or a tensor [C, H, W] (see `Reader`)."""

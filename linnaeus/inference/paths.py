@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from linnaeus.data.endings import EXTENSIONS
+from linnaeus.data import EXTENSIONS
 
 STDIN = "-"
 """The word for a list of paths on standard input, one per line."""

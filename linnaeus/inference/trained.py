@@ -27,7 +27,7 @@ from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
 from linnaeus.inference.predictor import Predictor
-from linnaeus.models.spec import ModelSpec
+from linnaeus.models.model_spec import ModelSpec
 from linnaeus.models.weights import saved_weights
 from linnaeus.training.build import AUTOCAST_DTYPES
 from linnaeus.training.checkpoint import load_checkpoint

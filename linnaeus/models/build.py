@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import timm
@@ -16,7 +15,7 @@ from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.models.source import Source, check_weights_exist, find_source, unusable_weights_error
+from linnaeus.models.timm_source import Source, check_weights_exist, find_source, unusable_weights_error
 from linnaeus.models.weights import (
     SavedWeights,
     load_backbone,
@@ -43,8 +42,7 @@ def build_model(
         node: `ModelConfig`, or a `_target_` node. The user's callable is offered `num_classes` (an int for
             one level, else {name of the level: int}), `in_chans` and `img_size` if its signature names them.
         taxonomy: levels of the labels; None where a user's dataset declares none.
-        in_chans: channels of the images; None where inputs are not images.
-        img_size: height and width of the images, in pixels; None where inputs are not images.
+        in_chans, img_size: channels, height and width of the images; None where inputs are not images.
         load_weights: whether to load the weights that the node names; without, they are random, and nothing
             is read or downloaded for them.
 
@@ -65,23 +63,21 @@ def build_model(
     parents = _known_parents(taxonomy) if node.HEAD == "marginal" else None
     model = HierarchicalClassifier(backbone, num_features, num_classes, node.DROP_RATE, parents)
     new = list(taxonomy.num_classes) if saved is None else load_heads(model, saved, taxonomy)
+    num_new = min(len(new), 1) if node.HEAD == "marginal" else len(new)
     if saved is not None:
-        loaded = _file_sentence(saved, model, new, taxonomy)
+        num_tensors = len(model.state_dict()) - 2 * num_new  # a head has weights and biases
+        loaded = f"{num_tensors} tensors of {saved.path}" + (f" ({saved.note})" if saved.note else "")
     elif node.PRETRAINED and load_weights:
         loaded = source.origin
     else:
-        hint = f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)" if source.has_tag else ""
+        hint = (
+            f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)"
+            if source.kind or "." in source.name
+            else ""
+        )
         return model, f"weights: random{hint}"
-    is_one = len(new) == 1 or node.HEAD == "marginal"
-    heads = f"; new: head{'' if is_one else 's'} of {', '.join(new)}" if new else ""
+    heads = f"; new: head{'s' if num_new > 1 else ''} of {', '.join(new)}" if new else ""
     return model, f"weights: {loaded}{heads}"
-
-
-def _file_sentence(saved: SavedWeights, model: nn.Module, new: list[str], taxonomy: Taxonomy) -> str:
-    """The weights of a file, for people; `new` are the levels whose heads it does not have."""
-    num_tensors = sum(not _belongs_to_head(name, new, taxonomy) for name in model.state_dict())
-    note = f" ({saved.note})" if saved.note else ""
-    return f"{num_tensors} tensors of {saved.path}{note}"
 
 
 def set_gradient_checkpointing(model: nn.Module) -> None:
@@ -141,27 +137,6 @@ def _backbone(
     node: ModelConfig, in_chans: int, img_size: tuple[int, int], load_weights: bool
 ) -> tuple[nn.Module, Source, SavedWeights | None]:
     """The backbone, where timm has it from, and what was read from a file; None where nothing was."""
-    _check_keys(node)
-    source = find_source(node.NAME)
-    if node.PRETRAINED and load_weights:
-        check_weights_exist(source, node.KWARGS.get("cache_dir"))
-    create = _creator(node, source, in_chans, img_size)
-    before = torch.get_rng_state()
-    backbone = _created(node, create)
-
-    def create_again(**more: Any) -> nn.Module:
-        torch.set_rng_state(before)
-        return create(**more)
-
-    if not load_weights:
-        return backbone, source, None
-    if node.WEIGHTS is not None:
-        saved = read_weights(node.WEIGHTS)
-        return load_backbone(saved, node.NAME, backbone, create_again), source, saved
-    return _pretrained(source, backbone, create_again) if node.PRETRAINED else backbone, source, None
-
-
-def _check_keys(node: ModelConfig) -> None:
     for argument, key in _OTHER_KEYS.items():
         if argument in node.KWARGS:
             raise ConfigError(f"MODEL.KWARGS.{argument}: {node.KWARGS[argument]!r}; use {key} instead")
@@ -170,26 +145,29 @@ def _check_keys(node: ModelConfig) -> None:
             f"MODEL.WEIGHTS: {node.WEIGHTS!r}, but MODEL.PRETRAINED is True too; keep one of them: "
             "MODEL.WEIGHTS null or MODEL.PRETRAINED False"
         )
-
-
-def _creator(
-    config: ModelConfig, source: Source, in_chans: int, img_size: tuple[int, int]
-) -> partial[nn.Module]:
-    arguments: dict[str, Any] = {"drop_path_rate": config.DROP_PATH_RATE} if config.DROP_PATH_RATE else {}
+    source = find_source(node.NAME)
+    if node.PRETRAINED and load_weights:
+        check_weights_exist(source, node.KWARGS.get("cache_dir"))
+    arguments: dict[str, Any] = {"drop_path_rate": node.DROP_PATH_RATE} if node.DROP_PATH_RATE else {}
     if source.cfg.get("fixed_input_size"):
         arguments["img_size"] = img_size
-    arguments |= config.KWARGS
-    return partial(timm.create_model, source.name, num_classes=0, in_chans=in_chans, **arguments)
+    arguments |= node.KWARGS
+    before = torch.get_rng_state()
 
+    def create(**more: Any) -> nn.Module:
+        torch.set_rng_state(before)
+        return timm.create_model(source.name, num_classes=0, in_chans=in_chans, **arguments, **more)  # type: ignore[no-any-return]
 
-def _created(config: ModelConfig, create: partial[nn.Module]) -> nn.Module:
     try:
-        return create()
+        backbone = create()
     except Exception as error:
-        given = {
-            name: value for name, value in create.keywords.items() if name not in ("num_classes", "in_chans")
-        }
-        raise ConfigError(f"MODEL: timm cannot build {config.NAME!r} with {given}: {error}") from error
+        raise ConfigError(f"MODEL: timm cannot build {node.NAME!r} with {arguments}: {error}") from error
+    if load_weights and node.WEIGHTS is not None:
+        saved = read_weights(node.WEIGHTS)
+        return load_backbone(saved, node.NAME, backbone, create), source, saved
+    if load_weights and node.PRETRAINED:
+        backbone = _pretrained(source, backbone, create)
+    return backbone, source, None
 
 
 def _pretrained(source: Source, untrained: nn.Module, create: Callable[..., nn.Module]) -> nn.Module:
@@ -200,19 +178,9 @@ def _pretrained(source: Source, untrained: nn.Module, create: Callable[..., nn.M
         raise unusable_weights_error(source, error) from error
     missed = missing_tensors(backbone, untrained)
     if missed:
-        raise unusable_weights_error(
-            source, ValueError(f"{len(missed)} parameters are missing, such as {missed[0]!r}")
-        )
+        missing = ValueError(f"{len(missed)} parameters are missing, such as {missed[0]!r}")
+        raise unusable_weights_error(source, missing)
     return backbone
-
-
-def _belongs_to_head(name: str, levels: list[str], taxonomy: Taxonomy) -> bool:
-    """Whether a tensor of the model belongs to the head of one of the levels."""
-    part, _, rest = name.partition(".")
-    index = rest.partition(".")[0]
-    if part != "heads" or not index.isdecimal():  # a marginal head belongs to all levels
-        return part == "heads" and bool(levels)
-    return list(taxonomy.num_classes)[int(index)] in levels
 
 
 def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, int]) -> int:
@@ -232,10 +200,7 @@ def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, i
 
 
 def batchnorm_kind(model: nn.Module) -> str:
-    """How BatchNorm takes its statistics: `local` or `synchronised` over processes.
-
-    `none` without BatchNorm, or where all of it is frozen and takes none.
-    """
+    """How BatchNorm takes its statistics: `local`, `synchronised` over processes, or `none` at all."""
     frozen = tuple(f"{name}." for name in getattr(model, "always_eval", ()))
     kinds = [
         module

@@ -96,12 +96,7 @@ class Freezing:
 
 
 def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> Freezing:
-    """What `MODEL.FREEZE` freezes; nothing is frozen yet.
-
-    Args:
-        node: `ModelConfig`, or a `_target_` node, which has no such key: nothing is frozen.
-        model: the network of this node.
-        unfreeze_epoch: TRAIN.UNFREEZE_EPOCH.
+    """What `MODEL.FREEZE` freezes, nothing with a `_target_` node; nothing is frozen yet.
 
     Raises:
         ConfigError: a pattern matches nothing, everything is frozen, or a model of one's own is to be
@@ -126,21 +121,14 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
     found = [name for name in names if fnmatchcase(name, glob)]
     if found:
         return found
+    modules = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
     meant = [f"{pattern}.*", f"backbone.{pattern}", f"backbone.{pattern}.*"]
     close = [glob for glob in meant if any(fnmatchcase(name, glob) for name in names)]
-    close = close or difflib.get_close_matches(pattern, _globs(names), n=3)
-    close = close or difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+    globs = ["backbone", *(f"{module}.*" for module in sorted(modules)), *names]
+    close = close or difflib.get_close_matches(pattern, globs, n=3, cutoff=0.3) or names[:3]
     raise ConfigError(
         f"MODEL.FREEZE: {pattern!r} matches no parameter of the model; did you mean {', '.join(close)}?"
     )
-
-
-def _globs(names: list[str]) -> list[str]:
-    """Patterns for the parameters of each module, by the names of all parameters."""
-    modules = dict.fromkeys(
-        name.rsplit(".", depth)[0] for name in names for depth in range(name.count("."), 0, -1)
-    )
-    return ["backbone", *(f"{module}.*" for module in modules)]
 
 
 def _whole_modules(module: nn.Module, names: frozenset[str], path: str = "") -> Iterator[str]:

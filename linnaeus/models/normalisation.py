@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DataConfig
 from linnaeus.errors import ConfigError
-from linnaeus.models.source import find_source
+from linnaeus.models.timm_source import find_source
 from linnaeus.models.weights import saved_config
 
 _KEYS = ("MEAN", "STD")
@@ -23,22 +23,19 @@ def with_normalisation(
     Weights of another run have that run's.
 
     Args:
-        data: the DATA node.
-        model_node: the MODEL node.
-        saved: the nodes of the configuration in the checkpoint that is resumed: its values are taken, and no
-            weights are looked at. None where nothing is resumed.
+        data, model_node: the nodes DATA and MODEL.
+        saved: the configuration in the checkpoint that is resumed, whose values are taken; None without one.
 
     Returns:
         The DATA node, and a note if the values given differ from those of the weights; else None.
-
-    Raises:
-        ConfigError: timm has no such model.
     """
     theirs = _of_weights(model_node) if saved is None else saved.get("DATA", {}).get("AUGMENT", {})
     given = {key: getattr(data.AUGMENT, key) for key in _KEYS}
-    channels = _channels(data.DATASET)
     values = {key: list(theirs[key]) for key in _KEYS if theirs.get(key) is not None}
-    if len(values) < len(_KEYS) or not _suits(values, given, channels):
+    lengths = {len(value) for value in (*values.values(), *given.values()) if value is not None}
+    channels = _channels(data.DATASET)
+    # Those of red, green and blue serve grey images too.
+    if len(values) < len(_KEYS) or not (lengths == {channels} or (lengths == {3} and channels == 1)):
         return data, None
     filled: dict[str, Any] = {key: values[key] if given[key] is None else given[key] for key in _KEYS}
     note = None
@@ -51,13 +48,11 @@ def with_normalisation(
 
 def _of_weights(node: Any) -> Mapping[str, Any]:
     """MEAN and STD of the weights that a MODEL node names; empty where they are not known."""
-    if is_target(node):
+    if is_target(node) or (node.WEIGHTS is None and not node.PRETRAINED):
         return {}
-    if node.PRETRAINED and node.WEIGHTS is None:
+    if node.WEIGHTS is None:
         cfg = find_source(node.NAME).cfg
         return {key: cfg.get(key.lower()) for key in _KEYS}
-    if node.WEIGHTS is None:
-        return {}
     try:
         nodes = saved_config(node.WEIGHTS)
     except ConfigError:  # there is no such file, as building the model says, if it needs it
@@ -71,9 +66,3 @@ def _channels(dataset: Any) -> int:
     if isinstance(dataset, Mapping):
         return 3
     return 1 if dataset.NAME == "digits" else int(dataset.CHANNELS)
-
-
-def _suits(values: Mapping[str, Sequence[float]], given: Mapping[str, Any], channels: int) -> bool:
-    """Whether the weights' values have the number of channels of the images, and of those given."""
-    lengths = {len(value) for value in (*values.values(), *given.values()) if value is not None}
-    return lengths == {channels} or (lengths == {3} and channels == 1)

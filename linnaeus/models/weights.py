@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.files import checkpoint_file
-from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.models.marginal import MarginalHead
+from linnaeus.models.hierarchical import HierarchicalClassifier, MarginalHead
 
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Where training scripts put a state dict inside of what they save; averages first, as timm does."""
@@ -55,7 +54,10 @@ def read_weights(value: str) -> SavedWeights:
     path = find_file(value)
     content = _read(path)
     if not is_checkpoint(content):
-        return _split(path, _tensors(path, _unpacked(content)))
+        if isinstance(content, dict):
+            nested = (content[name] for name in _NESTED if isinstance(content.get(name), dict))
+            content = next(nested, content)
+        return _split(path, _tensors(path, content))
     state, progress = content["state"], content["progress"]
     samples = ", within an epoch" if progress.get("samples") else ""
     note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
@@ -78,11 +80,8 @@ def find_file(value: str) -> Path:
     found = checkpoint_file(path, "best") or checkpoint_file(path, "last")
     if found is not None:
         return found
-    hint = (
-        f"; it holds a model of timm: MODEL.NAME local-dir:{value} MODEL.PRETRAINED True"
-        if (path / "config.json").is_file()
-        else ""
-    )
+    has_model = (path / "config.json").is_file()
+    hint = f"; it holds a model of timm: MODEL.NAME local-dir:{value} MODEL.PRETRAINED True" * has_model
     raise ConfigError(
         f"MODEL.WEIGHTS: {value!r} is a folder without checkpoints/best.pt and checkpoints/last.pt, so it is "
         f"not that of a run{hint}"
@@ -108,9 +107,7 @@ def saved_config(value: str) -> Mapping[str, Any]:
 
 def saved_weights(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The weights to use of a checkpoint's `state`: the average where the run kept one; empty without any."""
-    average = state.get("ema")
-    weights: Mapping[str, Any] = average["module"] if average else state.get("model") or {}
-    return weights
+    return state["ema"]["module"] if state.get("ema") else state.get("model") or {}
 
 
 def is_checkpoint(content: Any) -> bool:
@@ -137,23 +134,10 @@ def _read(path: Path) -> Any:
         ) from error
 
 
-def _unpacked(content: Any) -> Any:
-    if not isinstance(content, dict):
-        return content
-    return next((content[name] for name in _NESTED if isinstance(content.get(name), dict)), content)
-
-
 def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
     """The tensors of a state dict, without the prefixes of wrappers."""
-    found = (
-        {
-            name: value
-            for name, value in content.items()
-            if isinstance(name, str) and isinstance(value, Tensor)
-        }
-        if isinstance(content, dict)
-        else {}
-    )
+    items = content.items() if isinstance(content, dict) else ()
+    found = {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}
     if not found:
         raise ConfigError(
             f"MODEL.WEIGHTS: {str(path)!r} holds a {type(content).__name__} without tensors by name; save a "
@@ -166,11 +150,8 @@ def _split(
     path: Path, tensors: dict[str, Tensor], note: str = "", classes: dict[str, list[str]] | None = None
 ) -> SavedWeights:
     """Tell the parts of a whole model apart; all of another file belongs to the backbone."""
-    backbone = {
-        name.removeprefix("backbone."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith("backbone.")
-    }
+    prefix = "backbone."
+    backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
     if not backbone:
         return SavedWeights(path, tensors, {}, note)
     heads = {name: tensor for name, tensor in tensors.items() if name.startswith("heads.")}
@@ -183,13 +164,8 @@ def load_backbone(
     """The backbone with the weights of a file.
 
     Where names and shapes are not its own, timm adapts them to the names, the channels and the size of the
-    images.
-
-    Args:
-        saved: the weights.
-        name: MODEL.NAME, for errors.
-        untrained: the backbone with random weights; it may be filled and returned.
-        create: builds it again, from the same random numbers; takes further arguments of `timm.create_model`.
+    images. `untrained` has random weights and may be filled and returned; `create` builds it again from the
+    same random numbers, with more arguments of `timm.create_model`. `name` is MODEL.NAME, for errors.
 
     Raises:
         ConfigError: they do not fit.
@@ -201,10 +177,18 @@ def load_backbone(
     problem = f"MODEL.WEIGHTS: {str(saved.path)!r} does not load into {name!r}: "
     overlay = {"state_dict": dict(saved.backbone), "source": None, "custom_load": False}
     try:
-        with _quiet_timm():
+        with _without_warnings_of_timm():
             backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # timm's filters raise what they meet in files that are not theirs
-        raise ConfigError(problem + _misfit(saved.backbone, own, error)) from error
+        other = [key for key in own if key in saved.backbone and saved.backbone[key].shape != own[key].shape]
+        if not other:
+            missing = [key for key in own if key not in saved.backbone]
+            raise ConfigError(problem + _not_in_file(missing, saved.backbone)) from error
+        shapes = ["×".join(map(str, tensors[other[0]].shape)) for tensors in (saved.backbone, own)]
+        raise ConfigError(
+            f"{problem}{len(other)} of {len(own)} tensors have another shape, such as {other[0]!r} "
+            f"({shapes[0]} in the file, {shapes[1]} in the model)"
+        ) from error
     for cfg in (backbone.pretrained_cfg, backbone.default_cfg):  # or every copy of the model would copy them
         cfg.pop("state_dict", None)  # type: ignore[operator, union-attr]
     missed = missing_tensors(backbone, untrained, saved.backbone)
@@ -214,8 +198,8 @@ def load_backbone(
 
 
 @contextmanager
-def _quiet_timm() -> Iterator[None]:
-    """Without timm's warning of names that do not fit, of which our own error or line says more."""
+def _without_warnings_of_timm() -> Iterator[None]:
+    """Our own error or line says more of names that do not fit."""
     timm_logger = logging.getLogger("timm")
     before = timm_logger.level
     timm_logger.setLevel(logging.ERROR)
@@ -234,9 +218,7 @@ def missing_tensors(
     that equals its own was not loaded. BatchNorm's statistics are the same in each untrained network; a file
     has as many of them as the network, whatever their names.
 
-    Args:
-        loaded, untrained: both networks.
-        file: the tensors of the file; None where they are not known, so that only parameters are looked at.
+    Without `file`, the tensors of the file, only parameters are looked at.
     """
     initial, names = untrained.state_dict(), loaded.state_dict()
     if file is not None and names.keys() <= file.keys():
@@ -252,21 +234,6 @@ def missing_tensors(
         if len(held) < len(own):
             missed += [name for name in own if torch.equal(names[name], initial[name])]
     return missed
-
-
-def _misfit(file: Mapping[str, Tensor], own: Mapping[str, Tensor], error: Exception) -> str:
-    """Why timm failed: shapes, or names, or what it says."""
-    other = [name for name in own if name in file and file[name].shape != own[name].shape]
-    missing = [name for name in own if name not in file]
-    if other and len(missing) < len(own) / 2:
-        shapes = ["×".join(map(str, tensors[other[0]].shape)) for tensors in (file, own)]
-        return (
-            f"{len(other)} of {len(own)} tensors have another shape, such as {other[0]!r} ({shapes[0]} in "
-            f"the file, {shapes[1]} in the model)"
-        )
-    if missing:
-        return _not_in_file(missing, file)
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.150}"
 
 
 def _not_in_file(missed: list[str], file: Mapping[str, Tensor]) -> str:
@@ -308,14 +275,12 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
 def _load_leaves(head: MarginalHead, saved: SavedWeights, taxonomy: Taxonomy) -> bool:
     """Copy a marginal head, if the file has that of the same classes; return whether it has."""
     classes = {level.name: list(level.classes) for level in taxonomy.levels}
-    own = {f"heads.{name}": tensor for name, tensor in head.state_dict().items()}
-    found = {name: saved.heads[name] for name in own if name in saved.heads}
-    if (saved.classes is not None and saved.classes != classes) or any(
-        name not in found or found[name].shape != own[name].shape for name in own
-    ):
+    own = head.state_dict()
+    found = {name: saved.heads.get(f"heads.{name}") for name in own}
+    is_other = saved.classes is not None and saved.classes != classes
+    if is_other or any(t is None or t.shape != own[name].shape for name, t in found.items()):
         return False
-    for name, tensor in found.items():
-        own[name].copy_(tensor)
+    head.load_state_dict(found)
     return True
 
 

@@ -25,7 +25,7 @@ from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import Freezing, build_freezing
-from linnaeus.models.source import find_source
+from linnaeus.models.timm_source import find_source
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabilities

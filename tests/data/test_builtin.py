@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from sklearn.linear_model import RidgeClassifier
 from torch import Tensor
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.errors import ConfigError
 
 PLAIN = AugmentConfig(CROP_SCALE=[1.0, 1.0])
 
@@ -27,12 +24,6 @@ def build(augment: AugmentConfig = PLAIN, img_size: Any = None, seed: int = 0, *
 def everything(dataset: Any) -> tuple[Tensor, Tensor]:
     inputs, targets = zip(*(dataset[i] for i in range(len(dataset))), strict=True)
     return torch.stack(inputs), torch.stack(targets)
-
-
-def accuracy(bundle: DataBundle, rank: int) -> float:
-    (x, y), (x_val, y_val) = everything(bundle.train), everything(bundle.val)
-    model = RidgeClassifier().fit(x.flatten(1).numpy(), y[:, rank].numpy())
-    return float(model.score(x_val.flatten(1).numpy(), y_val[:, rank].numpy()))
 
 
 def assert_nests(taxonomy: Taxonomy, targets: Tensor) -> None:
@@ -94,11 +85,6 @@ def test_synthetic_samples_follow_from_their_index() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_synthetic_can_be_learnt_at_every_rank() -> None:
-    bundle = build(img_size=8, **(SYNTHETIC | {"NUM_SAMPLES": 400}))
-    assert all(accuracy(bundle, rank) > 0.9 for rank in range(3))
-
-
 def known_depths(targets: Tensor) -> list[int]:
     """How many samples have their labels down to each rank; each has them without a gap."""
     known = targets >= 0
@@ -118,19 +104,3 @@ def test_a_fraction_of_the_training_labels_may_be_unknown() -> None:
     assert depths == pytest.approx([0, 0.3, 0.3, 0.4], abs=0.05)
     assert known_depths(targets)[-1] == len(targets)
     assert torch.equal(everything(plain.val)[1], everything(hidden.val)[1])
-
-
-def test_noise_makes_synthetic_images_harder() -> None:
-    clean, loud = (build(img_size=16, NOISE=noise, **SYNTHETIC) for noise in (0.0, 256.0))
-    assert torch.equal(clean.train[3][0], clean.train[13][0]), "without noise, a class is one image"
-    assert accuracy(clean, 2) == 1
-    assert accuracy(loud, 2) < 0.9
-
-
-def test_all_problems_with_channels_are_named_at_once() -> None:
-    augment = replace(AugmentConfig(), MEAN=[0.5] * 3, STD=[0.5], COLOR_JITTER=0.1, POLICY="randaugment")
-    with pytest.raises(ConfigError) as caught:
-        build(augment, CHANNELS=2, **SYNTHETIC)
-    assert len(caught.value.problems) == 4
-    for key in ("MEAN", "STD", "COLOR_JITTER", "POLICY"):
-        assert f"DATA.AUGMENT.{key}" in str(caught.value)

@@ -19,7 +19,7 @@ from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
-from linnaeus.data.files import ImageFiles
+from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.loader import MOST_WORKERS, Loaders, build_loaders, num_workers
 from linnaeus.data.sampler import EpochSampler, Sizes
 from linnaeus.errors import DataError
@@ -102,25 +102,6 @@ def test_without_a_number_there_are_no_more_workers_than_cores(
     assert num_workers(DataConfig(NUM_WORKERS=asked), processes) == expected
 
 
-@pytest.mark.parametrize(
-    ("workers", "rank", "processes", "lines"),
-    [(3, 0, 1, 1), (3, 1, 1, 0), (2, 0, 1, 0), (2, 0, 2, 1), (None, 0, 8, 0)],
-)
-def test_more_workers_than_cores_are_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int | None, rank: int,
-    processes: int, lines: int,
-) -> None:  # fmt: skip
-    """torch's own warnings would be errors here."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    bundle = bundle_of(Draws(8))
-    config = DataConfig(NUM_WORKERS=workers)
-    with build_loaders(
-        bundle, sizes=whole_batches(2, 4), batch_size_val=2, data_config=config, seed=0, rank=rank,
-        world_size=2, device=CPU, local_world_size=processes,
-    ):  # fmt: skip
-        assert sum("DATA.NUM_WORKERS" in line for line in caplog.messages) == lines
-
-
 def epochs(made: Loaders, numbers: tuple[int, ...] = (0, 1)) -> list[Tensor]:
     """All training batches of some epochs, each followed by validation."""
     batches = []
@@ -134,10 +115,6 @@ def epochs(made: Loaders, numbers: tuple[int, ...] = (0, 1)) -> list[Tensor]:
 def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
     assert len(a) == len(b)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def draw() -> tuple[float, float, float]:
-    return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -163,7 +140,7 @@ def test_batches_of_files_are_their_samples_collated(nested: Path, erasing: floa
     augment = replace(AUGMENT, ERASING=erasing)
     data = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=augment), seed=0)
     assert isinstance(data.train, ImageFiles)
-    assert (data.train.by_batch is None) == (erasing > 0)
+    assert data.train.normalises_batches == (erasing == 0)
     with loaders(data, workers=workers) as made:
         made.train.set_epoch(1)
         batches = list(made.train)
@@ -194,24 +171,6 @@ def test_epochs_and_seeds_differ_and_validation_does_not() -> None:
     assert_same(epochs(first, (0,))[3:], epochs(first, (1,))[3:])
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
-    def seed() -> None:
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-
-    seed()
-    expected = [draw() for _ in range(12)]
-    seed()
-    got = [draw()]
-    with loaders(bundle_of(Draws(12), Draws(6), noisy_collate), workers) as made:
-        for epoch in range(2):
-            made.train.set_epoch(epoch)
-            got += [draw() for _ in made.train]
-            got += [draw() for _ in made.val]
-    assert got == expected[: len(got)]
-    assert len(got) == 11
-
-
 def test_a_sample_is_seeded_the_same_in_every_batch_size_and_on_every_rank() -> None:
     bundle = bundle_of(Draws(24))
     by_index: dict[float, tuple[float, ...]] = {}
@@ -237,39 +196,6 @@ def test_a_damaged_image_ends_the_epoch_with_one_clear_message(nested: Path, wor
         assert type(caught.value) is DataError
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_an_error_in_users_code_tells_its_place(workers: int) -> None:
-    bundle = build_data(DataConfig(DATASET={"_target_": f"{__name__}.failing_at_33"}), seed=0)
-    with loaders(bundle, workers) as made, pytest.raises(DataError) as caught:
-        epochs(made)
-    message = str(caught.value)
-    words = (f"{__name__}.failing_at_33", "33", "ZeroDivisionError", "test_loader.py")
-    assert [word for word in words if word not in message] == []
-    assert "\n" not in message
-    assert "divide" in "".join(caught.value.__notes__)
-
-
-def divide(index: int) -> Tensor:
-    return torch.ones(3) * (1 / (index - 33))
-
-
-def failing_at_33(split: str) -> Calls:
-    return Calls(40, divide)
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_other_errors_are_not_dressed_up(workers: int) -> None:
-    made = loaders(bundle_of(Calls(8, multiply_wrongly)), workers)
-    with made, pytest.raises(RuntimeError, match="multiplied") as caught:
-        epochs(made)
-    assert type(caught.value) is RuntimeError
-    assert caught.value.__cause__ is None
-
-
-def multiply_wrongly(index: int) -> Tensor:
-    return torch.ones(3, 4) @ torch.ones(3, 4)
 
 
 def test_a_dead_worker_is_a_clear_error() -> None:
@@ -310,32 +236,23 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_memory_is_pinned_for_cuda_only() -> None:
-    with loaders(bundle_of(Draws(8))) as made:
-        assert not any(batch.inputs.is_pinned() for batch in made.train)
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("workers", WORKERS)
-def test_pinned_batches(workers: int) -> None:
-    def made(size: int, dataset: Dataset[Any], pin: bool = True) -> Loaders:
-        return build_loaders(
-            bundle_of(dataset),
-            sizes=whole_batches(size, 16),
-            batch_size_val=size,
-            data_config=DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin),
-            seed=0,
-            rank=0,
-            world_size=1,
-            device=torch.device("cuda"),
-        )
+def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
+    def seed() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
 
-    with made(4, Draws(16)) as pinned, made(4, Draws(16), pin=False) as plain:
-        batches = list(pinned.train)
-        assert all(type(batch) is Batch and batch.inputs.is_pinned() for batch in batches)
-        assert not any(batch.inputs.is_pinned() for batch in plain.train)
-    node = {"_target_": f"{__name__}.failing_at_33"}
-    bundle = build_data(DataConfig(DATASET=node), seed=0)
-    with made(4, bundle.train) as failing, pytest.raises(DataError, match="33"):
-        epochs(failing)
+    seed()
+    expected = [draw() for _ in range(12)]
+    seed()
+    got = [draw()]
+    with loaders(bundle_of(Draws(12), Draws(6), noisy_collate), workers) as made:
+        for epoch in range(2):
+            made.train.set_epoch(epoch)
+            got += [draw() for _ in made.train]
+            got += [draw() for _ in made.val]
+    assert got == expected[: len(got)]
+    assert len(got) == 11

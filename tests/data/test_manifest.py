@@ -95,6 +95,15 @@ def test_ranks_choose_and_order_the_columns(folder: Path) -> None:
     assert taxonomy.names == ("b", "a")
 
 
+def test_validation_manifest_is_encoded_with_training_classes(folder: Path) -> None:
+    (folder / "val.csv").write_text("species,image,kingdom\noak,img/0.jpg,Plantae\n,img/1.jpg,Animalia\n")
+    bundle = build(folder)
+    assert len(bundle.train) == 6  # type: ignore[arg-type]
+    assert [bundle.val[i][1].tolist() for i in range(2)] == [[1, 2], [0, -1]]
+    (folder / "val.csv").rename(folder / "check.csv")
+    assert len(build(folder, VAL="check.csv").val) == 2  # type: ignore[arg-type]
+
+
 def test_paths_start_from_root_or_from_the_manifest(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -106,46 +115,3 @@ def test_paths_start_from_root_or_from_the_manifest(
         build(None, TRAIN=str(elsewhere))
     elsewhere.write_text(ROWS.replace("img/", f"{folder}/img/"))
     assert build(None, TRAIN=str(elsewhere)).train[0][0].shape == (3, 8, 8)
-
-
-def test_validation_manifest_is_encoded_with_training_classes(folder: Path) -> None:
-    (folder / "val.csv").write_text("species,image,kingdom\noak,img/0.jpg,Plantae\n,img/1.jpg,Animalia\n")
-    bundle = build(folder)
-    assert len(bundle.train) == 6  # type: ignore[arg-type]
-    assert [bundle.val[i][1].tolist() for i in range(2)] == [[1, 2], [0, -1]]
-    (folder / "val.csv").rename(folder / "check.csv")
-    assert len(build(folder, VAL="check.csv").val) == 2  # type: ignore[arg-type]
-
-
-def test_names_under_several_parents_are_reported(folder: Path) -> None:
-    rows = ["A,x", "A,y", "B,x", "B,z", "A,x", "B,x"]
-    (folder / "train.csv").write_text(
-        "image,a,b\n" + "".join(f"img/{i}.jpg,{r}\n" for i, r in enumerate(rows))
-    )
-    bundle = build(folder)
-    assert bundle.taxonomy is not None
-    assert bundle.taxonomy.levels[1].classes == ("A/x", "y", "B/x", "z")
-    assert any("'b'" in line and line.endswith(": x") for line in bundle.report)
-
-
-def test_an_index_column_without_a_name_is_no_rank(folder: Path) -> None:
-    lines = ROWS.splitlines()
-    (folder / "train.csv").write_text(
-        "\n".join(["," + lines[0], *(f"{i},{r}" for i, r in enumerate(lines[1:]))])
-    )
-    bundle = build(folder)
-    assert bundle.taxonomy is not None
-    assert bundle.taxonomy.names == ("kingdom", "species")
-    assert any("train.csv" in line for line in bundle.report)
-
-
-def test_missing_and_damaged_images(folder: Path) -> None:
-    (folder / "img" / "0.jpg").unlink()
-    (folder / "img" / "1.jpg").write_bytes(b"")
-    with pytest.raises(DataError, match=r"img/0\.jpg"):
-        labels(build(folder))
-    bundle = build(folder, on_bad_image="skip")
-    assert set(labels(bundle)) == {f"img/{i}.jpg" for i in (2, 3, 4, 5)}
-    report = " ".join(bundle.report)
-    assert "img/0.jpg" in report
-    assert "img/1.jpg" in report

@@ -13,14 +13,13 @@ import torch
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec, batch_size
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.data.datasets import build_data
-from linnaeus.data.evaluation import EvaluationData, Relabel, Request, build_evaluation_data
+from linnaeus.data.datasets import EvaluationData, Request, build_data, build_evaluation_data
 from linnaeus.data.image import load_image
 from linnaeus.data.mixing import Mixing, mixed_epochs
 from linnaeus.data.sampler import BalancedSampler
-from linnaeus.data.target import UserDataset
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing
+from linnaeus.data.user_dataset import UserDataset
 from tests.helpers import datasets
 from tests.helpers.forks import ROOT
 from tests.helpers.messages import Golden, error_and_code_of
@@ -219,10 +218,6 @@ EVALUATIONS: dict[str, Callable[[], object]] = {
     "other ranks": lambda: users(NESTED, ["wolf", "fox"]),
     "built-in data": lambda: build_evaluation_data(
         Request(DataConfig(DATASET=DatasetConfig(NAME="synthetic")), FLAT, PREPROCESSING, 0, True)
-    ),
-    "several classes of a name": lambda: Relabel(
-        Taxonomy((Level("species", ("nigra", "alba")),)),
-        index_labels(["genus", "species"], [*ALBA, ("Populus", "nigra")]), "own",
     ),
 }  # fmt: skip
 

@@ -48,34 +48,6 @@ def test_a_batch_that_a_user_keeps_is_not_written_over() -> None:
         assert torch.equal(images, IMAGES) != in_place
 
 
-def test_an_unknown_label_is_a_row_of_zeros_and_has_only_its_part_when_mixed() -> None:
-    assert SOFT[2].tolist() == [0] * 5
-    assert SOFT[1].tolist() == [0, 1, 0, 0, 0]
-    seed_all(3)
-    soft = Mixing(COUNTS, 0.8, 0.0)(Batch(IMAGES.clone(), LABELS)).targets
-    sums = soft[:, 2:].sum(dim=1)  # of the finer rank: known, unknown, unknown, known, known
-    assert sums[2] == 0
-    assert 0 < sums[1] < 1
-    torch.testing.assert_close(sums[4], torch.tensor(1.0))
-
-
-def test_a_batch_of_one_sample_stays_as_it_is() -> None:
-    mixed, soft = Mixing(COUNTS, 0.4, 1.0)(Batch(IMAGES[:1], LABELS[:1]))
-    assert torch.equal(mixed, IMAGES[:1])
-    assert torch.equal(soft, SOFT[:1])
-
-
-def test_with_both_each_batch_takes_one() -> None:
-    """CutMix leaves every pixel one of two; Mixup changes all of them."""
-    mixing = Mixing(COUNTS, 1.0, 1.0)
-    seed_all(0)
-    kinds = []
-    for _ in range(40):
-        mixed = mixing(Batch(IMAGES.clone(), LABELS)).inputs
-        kinds.append(bool(((mixed == IMAGES) | (mixed == IMAGES.roll(1, 0))).all()))
-    assert 8 < sum(kinds) < 32
-
-
 # --- in the loader ---
 
 
@@ -159,10 +131,3 @@ def test_mixing_holds_the_copies_that_the_bound_of_host_memory_counts(
 
 
 # --- a user's dataset ---
-
-
-def test_a_users_dataset_of_image_tensors_is_mixed() -> None:
-    node = {"_target_": "tests.helpers.datasets.Samples", "num_classes": 2}
-    data = build_data(DataConfig(DATASET=node, AUGMENT=AugmentConfig(CUTMIX=0.5)), seed=0)
-    assert data.mixing is not None
-    assert data.mixing(data.collate([data.train[i] for i in range(4)])).targets.shape == (4, 2)

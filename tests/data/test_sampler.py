@@ -26,27 +26,6 @@ def test_ranks_share_an_epoch_without_duplicates(length: int, world: int, epoch:
     assert set(together) <= set(range(length))
 
 
-@given(LENGTHS, WORLDS, st.integers(0, 400))
-def test_skipping_gives_the_rest_of_the_same_epoch(length: int, world: int, skip: int) -> None:
-    sampler = EpochSampler(length, seed=1, rank=world - 1, world_size=world)
-    sampler.set_epoch(2)
-    whole = list(sampler)
-    sampler.set_epoch(2, world * skip)
-    assert list(sampler) == whole[skip:]
-
-
-def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        sampler = EpochSampler(50, seed=seed)
-        sampler.set_epoch(epoch)
-        return [index for _, index in sampler]
-
-    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
-    assert orders == [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
-    assert len({tuple(o) for o in orders}) == 4
-    assert all(sorted(o) == list(range(50)) for o in orders)
-
-
 @given(LENGTHS, WORLDS)
 def test_validation_loses_and_repeats_nothing(length: int, world: int) -> None:
     samplers = [ValSampler(length, rank=rank, world_size=world) for rank in range(world)]
@@ -117,15 +96,3 @@ def test_balanced_epochs_are_split_and_resumed_as_others(world: int, skip: int, 
     assert [share for group in zip(*shares, strict=True) for share in group] == whole[
         skip : skip + world * length
     ]
-
-
-def test_balanced_order_depends_on_seed_and_epoch() -> None:
-    orders = [[key[1] for key in drawn(epoch, seed=seed)] for seed in (0, 1) for epoch in (0, 1)]
-    assert len({tuple(order) for order in orders}) == 4
-    assert drawn(1) == drawn(1)
-
-
-def test_draws_of_one_sample_in_an_epoch_have_keys_of_their_own() -> None:
-    keys = drawn()
-    assert len({key[:2] for key in keys}) < len(keys)
-    assert len(set(keys)) == len(keys)

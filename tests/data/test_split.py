@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.data.split import stratified_split
+from linnaeus.data.image_files import stratified_split
 
 STRATA = st.lists(st.integers(0, 8), min_size=1, max_size=200)
 FRACTIONS = st.floats(0.01, 0.99)
@@ -25,16 +25,6 @@ def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(
     if all(count > 10 for count in counts.values()) and fraction < 0.8:
         assert abs(len(val) - fraction * len(strata)) <= 1
         assert all(abs(held_out[s] - fraction * counts[s]) <= 2 for s in counts)
-
-
-@given(STRATA, FRACTIONS, st.randoms(use_true_random=False))
-def test_split_does_not_depend_on_the_order(strata: list[int], fraction: float, chance: object) -> None:
-    keys = [f"{i}.jpg" for i in range(len(strata))]
-    order = list(range(len(strata)))
-    chance.shuffle(order)  # type: ignore[attr-defined]
-    _, val = stratified_split(keys, strata, fraction)
-    _, again = stratified_split([keys[i] for i in order], [strata[i] for i in order], fraction)
-    assert {keys[i] for i in val} == {keys[order[i]] for i in again}
 
 
 def test_split_is_the_same_for_ever() -> None:

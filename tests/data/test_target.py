@@ -14,8 +14,8 @@ from torch.utils.data import Subset, random_split
 from linnaeus.config.schema import AugmentConfig, DataConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.data.target import UserDataset
 from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.data.user_dataset import UserDataset
 from linnaeus.errors import DataError
 from tests.helpers import datasets
 from tests.helpers.datasets import Samples
@@ -31,26 +31,14 @@ def ranked(split: str) -> Samples:
     return Samples(split, taxonomy=TAXONOMY, targets=TARGET)
 
 
-def one_rank(split: str) -> Samples:
-    return Samples(split, num_classes=np.int64(2), targets=TARGET)
-
-
 def any_keywords(**kwargs: Any) -> Samples:
     return Samples(**{"num_classes": 2} | kwargs)
-
-
-def emnist_style(split: str, **kwargs: Any) -> Samples:
-    return Samples("train" if kwargs["train"] else "val", num_classes=2, kind=split)
 
 
 def split_at_random(train: bool) -> Subset[Any]:
     assert random.random() + np.random.rand() > 0
     parts = random_split(Samples("all", length=20, num_classes=2), [0.75, 0.25])
     return parts[0] if train else parts[1]
-
-
-def plain_list(split: str) -> list[tuple[list[float], float]]:
-    return [([1.0, 2.0], 0.5), ([3.0, 4.0], 1.5)]
 
 
 def with_collate(split: str, **attributes: Any) -> Samples:
@@ -82,13 +70,6 @@ def test_split_is_passed_by_name() -> None:
     assert batch.targets.dtype == torch.int64
 
 
-def test_keywords_take_split_unless_the_node_sets_it() -> None:
-    assert inner(build("any_keywords").val).split == "val"
-    bundle = build("emnist_style", split="balanced")
-    assert (inner(bundle.train).split, inner(bundle.train).kind) == ("train", "balanced")
-    assert inner(bundle.val).split == "val"
-
-
 def test_torchvision_style_with_pillow_images() -> None:
     bundle = build("TorchvisionStyle", root="x")
     assert (inner(bundle.train).train, inner(bundle.val).train) == (True, False)
@@ -110,12 +91,6 @@ def test_pillow_images_get_the_size_asked_for_or_one_for_all() -> None:
     assert grey.val[0][0].shape == (1, 10, 20)
 
 
-def test_training_images_are_augmented_and_validation_images_are_not() -> None:
-    bundle = build("TorchvisionStyle", root="x", augment=AugmentConfig(HFLIP=0.0, COLOR_JITTER=0.9))
-    assert len({float(bundle.train[9][0][0].mean()) for _ in range(8)}) > 1
-    assert len({float(bundle.val[9][0][0].mean()) for _ in range(8)}) == 1
-
-
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
@@ -134,18 +109,6 @@ def test_targets_of_several_ranks(monkeypatch: pytest.MonkeyPatch, target: Any, 
     assert bundle.train[0][1].tolist() == expected
 
 
-@pytest.mark.parametrize("target", [1, torch.tensor(1), torch.tensor([1]), np.int64(1), [1]])
-def test_targets_of_one_rank(monkeypatch: pytest.MonkeyPatch, target: Any) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "TARGET", target)
-    assert build("one_rank").train[0][1].tolist() == [1]
-
-
-def test_a_taxonomy_may_be_a_mapping() -> None:
-    bundle = build("Samples", taxonomy={"coarse": 2, "fine": ["p", "q", "r"]}, targets=[0, 1])
-    assert bundle.taxonomy is not None
-    assert bundle.taxonomy.levels == (Level("coarse", ("0", "1")), TAXONOMY.levels[1])
-
-
 @pytest.mark.parametrize("attributes", [{}, {"taxonomy": None, "classes": ["a", "b"]}])
 def test_without_classes_targets_pass_untouched(attributes: dict[str, Any]) -> None:
     bundle = build("Samples", targets=(0.5, "text"), **attributes)
@@ -153,24 +116,6 @@ def test_without_classes_targets_pass_untouched(attributes: dict[str, Any]) -> N
     batch = bundle.collate([bundle.train[i] for i in range(2)])
     assert batch.targets[0].tolist() == [0.5, 0.5]
     assert list(batch.targets[1]) == ["text", "text"]
-
-
-def test_a_list_of_pairs_is_a_dataset() -> None:
-    bundle = build("plain_list")
-    batch = bundle.collate([bundle.train[0], bundle.train[1]])
-    assert [x.tolist() for x in batch.inputs] == [[1.0, 3.0], [2.0, 4.0]]
-    assert (bundle.in_chans, bundle.img_size) == (None, None)
-
-
-def test_images_of_several_sizes_have_no_one_size() -> None:
-    dataset = build("any_keywords", shape=[5, 4, 4]).train
-    assert dataset[0][0].shape == (5, 4, 4)
-    bundle = build("varied")
-    assert (bundle.in_chans, bundle.img_size) == (2, None)
-
-
-def varied(split: str) -> list[tuple[torch.Tensor, int]]:
-    return [(torch.zeros(2, 4, width), 0) for width in range(4, 8)]
 
 
 def test_a_subset_is_looked_through_and_random_splits_agree() -> None:
@@ -241,8 +186,3 @@ def test_a_target_transform_is_applied() -> None:
     found = UserDataset(dataset, "Own", levels, raw=False).targets
     assert found is not None
     assert found.tolist() == [[0], [1]] * 3
-
-
-def test_without_targets_there_are_none() -> None:
-    levels = Taxonomy((Level("class", ("0", "1")),))
-    assert UserDataset(Labelled("train"), "Own", levels, raw=False).targets is None

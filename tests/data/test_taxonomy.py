@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Level, Taxonomy, UnknownClassError, index_labels
-from linnaeus.errors import DataError
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Level, UnknownClassError, index_labels
 
 NAMES = st.sampled_from(["a", "b", "c", "unknown"])
 
@@ -27,13 +26,6 @@ def test_an_unknown_parent_takes_the_only_class_of_that_name() -> None:
     assert index.encode((None, "catus")) == (UNKNOWN, index.encode(("Felis", "catus"))[1])
     assert index.encode(("Canis", None)) == (0, UNKNOWN)
     assert index.encode((None, None)) == (UNKNOWN, UNKNOWN)
-
-
-def test_a_class_seen_only_without_parent_has_an_unknown_parent() -> None:
-    index = index_labels(["genus", "species"], [("Felis", "catus"), ("Canis", None), (None, "lupus")])
-    assert index.taxonomy.levels[1].classes == ("lupus", "catus")
-    assert index.taxonomy.parents == ((UNKNOWN, 1),)
-    assert index.encode(("Canis", "lupus")) == (0, 0)  # validation knows more than training
 
 
 @pytest.mark.parametrize("lineage", [("Felis", "lupus"), ("Ursus", "catus"), (None, "arctos")])
@@ -66,33 +58,7 @@ def test_labels_and_parents_agree(lineages: list[tuple[str, str, str]]) -> None:
         assert index.taxonomy.parents[1][label[2]] == label[1]
 
 
-@given(st.lists(st.tuples(NAMES, NAMES), min_size=1))
-def test_numbering_does_not_depend_on_order(lineages: list[tuple[str, str]]) -> None:
-    assert index_labels(["a", "b"], lineages) == index_labels(["a", "b"], lineages[::-1] + lineages)
-
-
 LEVEL_A, LEVEL_B = Level("a", ("x", "y")), Level("b", ("p", "q"))
-
-
-@pytest.mark.parametrize(
-    ("levels", "parents"),
-    [
-        ((), ()),
-        ((LEVEL_A, LEVEL_A), ()),
-        ((LEVEL_A, LEVEL_B), ((0, 1), (0, 1))),
-        ((LEVEL_A, LEVEL_B), ((0,),)),
-        ((LEVEL_A, LEVEL_B), ((0, 2),)),
-    ],
-)
-def test_a_taxonomy_that_does_not_fit_is_refused(
-    levels: tuple[Level, ...], parents: tuple[tuple[int, ...], ...]
-) -> None:
-    with pytest.raises(DataError):
-        Taxonomy(levels, parents)
-
-
-def test_parents_left_out_are_unknown() -> None:
-    assert Taxonomy((LEVEL_A, LEVEL_B)).parents == ((UNKNOWN, UNKNOWN),)
 
 
 # --- an index written to a file and read back ---

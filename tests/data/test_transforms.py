@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.transforms import CoverAndCrop, Normalise, ThroughPillow, Transform, build_transforms
+from linnaeus.data.transforms import Normalise, ThroughPillow, Transform, build_transforms
 
 IMAGE = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 OFF = AugmentConfig(CROP_SCALE=[1.0, 1.0])
@@ -21,7 +20,7 @@ def transform(
     size: tuple[int, int] = (16, 16), train: bool = True, channels: int = 3, **changes: Any
 ) -> Transform:
     for_training, for_validation = build_transforms(replace(OFF, **changes), size, channels)
-    return for_training if train else for_validation
+    return for_training if train else for_validation.transform()
 
 
 def results(pipeline: Transform, image: torch.Tensor = IMAGE, tries: int = 20) -> list[torch.Tensor]:
@@ -59,16 +58,6 @@ def test_each_augmentation_changes_training_and_not_validation(
         assert result.isfinite().all()
 
 
-def test_without_augmentation_training_sees_what_validation_sees() -> None:
-    assert num_different(transform()) == 1
-    assert torch.equal(transform()(IMAGE), transform(train=False)(IMAGE))
-
-
-def test_probability_of_a_flip() -> None:
-    flipped = transform(HFLIP=1.0)(IMAGE)
-    assert torch.equal(flipped, transform()(IMAGE).flip(-1))
-
-
 def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
     """Of fractions too, which are not divided by 255 once more."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -77,31 +66,6 @@ def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
         assert torch.equal(Normalise(mean, std)(image), expected)
         assert not torch.equal(Normalise(mean, mean)(image), expected)
         torch.testing.assert_close(expected, Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3)
-
-
-def test_the_image_that_comes_in_is_not_changed() -> None:
-    before = IMAGE.clone()
-    results(transform((40, 60), ERASING=1.0))
-    assert torch.equal(IMAGE, before)
-
-
-def test_cover_and_crop_gives_the_size() -> None:
-    for size in ((16, 16), (20, 48), (40, 60), (80, 120), (7, 5)):
-        for fraction in (0.5, 0.875, 1.0):
-            assert CoverAndCrop(size, fraction)(IMAGE).shape == (3, *size)
-
-
-def test_centre_crop_keeps_its_share_and_the_aspect() -> None:
-    rows, columns = torch.meshgrid(torch.arange(40), torch.arange(60), indexing="ij")
-    image = torch.stack([rows * 6, columns * 4, rows * 0]).to(torch.uint8)
-    whole = CoverAndCrop((20, 20), 1.0)(image)
-    assert whole[0].min() <= 6
-    assert whole[0].max() >= 38 * 6 - 6
-    assert abs(int(whole[1].min()) - 10 * 4) <= 8
-    half = CoverAndCrop((20, 20), 0.5)(image)
-    assert abs(int(half[0].min()) - 10 * 6) <= 8
-    assert abs(int(half[0].max()) - 30 * 6) <= 8
-    assert abs(int(half[1].min()) - 20 * 4) <= 8
 
 
 def test_statistics_of_colours_become_those_of_grey() -> None:
@@ -132,7 +96,7 @@ def test_policies_are_those_of_torchvision_on_pillow_images(kind: Any, channels:
     assert sum(other) > 4
 
 
-def test_pipelines_travel_to_workers() -> None:
-    pipeline = transform(CROP_SCALE=[0.5, 1.0], POLICY="randaugment", ERASING=0.5)
-    again = pickle.loads(pickle.dumps(pipeline))
-    assert all(torch.equal(a, b) for a, b in zip(results(pipeline), results(again), strict=True))
+def test_the_image_that_comes_in_is_not_changed() -> None:
+    before = IMAGE.clone()
+    results(transform((40, 60), ERASING=1.0))
+    assert torch.equal(IMAGE, before)

@@ -14,7 +14,7 @@ from PIL import Image
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.models.spec import ModelSpec
+from linnaeus.models.model_spec import ModelSpec
 
 BIRDS = Taxonomy(
     (

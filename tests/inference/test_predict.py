@@ -16,7 +16,7 @@ from PIL import Image
 
 from linnaeus.autobatch.rng import rng_state
 from linnaeus.data.batch import Batch
-from linnaeus.data.files import ImageFiles
+from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.errors import DataError, OutOfMemoryError
 from linnaeus.inference import predictor

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.models.build import build_model, set_gradient_checkpointing
-from linnaeus.models.hierarchical import HierarchicalClassifier
 from tests.helpers.small_models import ONE_RANK, TWO_RANKS, build
 
 FAMILIES = ("test_resnet", "test_vit", "test_convnext", "test_efficientnet")
@@ -25,14 +24,6 @@ class Recorder(nn.Module):
     def __init__(self, width: int, num_classes: Any, in_chans: int = 0, img_size: Any = None) -> None:
         super().__init__()
         self.given = (width, num_classes, in_chans, img_size)
-
-
-class Plain(nn.Module):
-    """A user's network that wants nothing from the framework."""
-
-    def __init__(self, width: int = 2) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, width)
 
 
 # --- timm ---
@@ -51,17 +42,6 @@ def test_channels_and_size_come_from_the_data(name: str, in_chans: int, img_size
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_there_is_one_head_per_rank_and_none_of_timm(name: str) -> None:
-    assert len(build(name, taxonomy=ONE_RANK).heads) == 1
-    model = build(name)
-    assert [type(head) for head in model.heads] == [nn.Linear, nn.Linear]
-    head_names = {name for name, _ in timm.create_model(name).named_parameters()} - {
-        name for name, _ in model.backbone.named_parameters()
-    }
-    assert len(head_names) == 2  # weight and bias of timm's classifier
-
-
 def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_untouched() -> None:
     """The features have been looked at, but in no way that shows."""
     model, again = build(), build().state_dict()
@@ -70,13 +50,6 @@ def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_unto
     assert norms
     assert not any(norm.running_mean.any() for norm in norms if norm.running_mean is not None)
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
-
-
-def test_drop_rates_and_further_arguments_reach_the_model() -> None:
-    model = build("test_vit", DROP_RATE=0.3, DROP_PATH_RATE=0.2, KWARGS={"depth": 3})
-    assert model.dropout.p == 0.3
-    assert max(getattr(module, "drop_prob", 0) for module in model.modules()) == pytest.approx(0.2)
-    assert len(model.backbone.blocks) == 3  # type: ignore[arg-type]
 
 
 # --- weights from a file ---
@@ -156,19 +129,3 @@ def test_a_users_model_is_offered_what_the_data_is_like(taxonomy: Taxonomy, num_
     assert isinstance(model, Recorder)
     assert model.given == (7, num_classes, 9, (32, 48))
     assert type(model.given[1]) is type(num_classes)
-
-
-def test_a_users_model_may_have_no_images_or_labels() -> None:
-    node = {"_target_": f"{__name__}.Plain", "width": 4}
-    model, _ = build_model(node, taxonomy=None, in_chans=None, img_size=None)
-    assert isinstance(model, Plain)
-    assert model.layer.in_features == 4
-
-
-def test_heads_see_dropped_features_in_training_only() -> None:
-    model = HierarchicalClassifier(nn.Flatten(), 4, [2, 3], drop_rate=0.5)
-    images = torch.ones(64, 1, 2, 2)
-    assert not torch.equal(model(images)[0], model(images)[0])
-    model.eval()
-    assert torch.equal(model(images)[0], model(images)[0])
-    assert torch.equal(model(images)[1], model.heads[1](torch.ones(64, 4)))

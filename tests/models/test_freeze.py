@@ -82,22 +82,6 @@ def test_frozen_batchnorm_keeps_its_statistics_and_nothing_is_dropped() -> None:
     assert batchnorm_kind(model) == "local"
 
 
-def test_what_the_model_itself_has_frozen_stays_so() -> None:
-    model = make_model()
-    next(model.backbone.parameters()).requires_grad_(False)
-    before = trainable(model)
-    frozen(model, "backbone").unfreeze()
-    assert trainable(model) == before
-
-
-def test_an_epoch_to_unfreeze_needs_nothing_frozen() -> None:
-    """So that a sweep may vary MODEL.FREEZE; the start of the run says that the epoch has no effect."""
-    model = make_model()
-    before = trainable(model)
-    freezing = frozen(model, "none", 3)
-    assert (trainable(model), freezing.is_frozen, freezing.sentence) == (before, False, None)
-
-
 def test_epochs_are_counted_from_one() -> None:
     freezing = frozen(make_model(), "backbone", 3)
     assert [freezing.ends_within(epochs) for epochs in (1, 2, 3, 4)] == [False, False, True, True]

@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)  # fmt: skip
 from torch import nn
 
 from linnaeus.config.schema import DataConfig, ModelConfig
@@ -79,9 +85,7 @@ def of_files(folder: Path, tmp_path: Path) -> dict[str, str]:
     return found
 
 
-def test_messages(
-    golden: Golden, folder: Path, tmp_path: Path, refusing_hub: type[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages(golden: Golden, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = {f"error: {title}": error_of(build, **keys) for title, keys in KEYS.items()}
     messages["error: no labels"] = error_of(own, ModelConfig(), taxonomy=None)
     messages["error: no images"] = error_of(own, ModelConfig(), in_chans=None, img_size=None)
@@ -95,12 +99,15 @@ def test_messages(
         )
     messages["error: freeze, own"] = error_of(build_freezing, {"_target_": "a.B"}, nn.Linear(1, 1), 2)
     messages |= {f"error: {title}": text for title, text in of_files(folder, tmp_path).items()}
-    hub = {"no file": (404, "EntryNotFound"), "private": (401, "RepoNotFound"), "gated": (403, "GatedRepo"),
-           "no revision": (404, "RevisionNotFound")}  # fmt: skip
-    for title, (refusing_hub.status, refusing_hub.code) in hub.items():
+    hub = {"no file": EntryNotFoundError, "private": RepositoryNotFoundError, "gated": GatedRepoError,
+           "no revision": RevisionNotFoundError, "unreachable": ConnectionError}  # fmt: skip
+    for title, kind in hub.items():
+
+        def refuse(*_: object, kind: Any = kind, **__: object) -> None:
+            raise kind.__new__(kind, "connection refused")
+
+        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
         messages[f"error: hub, {title}"] = error_of(build, "hf-hub:someone/model", PRETRAINED=True)
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
-    messages["error: hub, unreachable"] = error_of(build, "hf-hub:someone/model", PRETRAINED=True)
 
     messages["weights: random"] = built()[1]
     messages["weights: of a name, not loaded"] = built("test_resnet.r160_in1k")[1]
@@ -115,10 +122,6 @@ def test_messages(
     )
     plain_messages = {title: plain(text) for title, text in messages.items()}
     golden("models", plain_messages, folder=folder, tmp=tmp_path, here=__name__)
-
-
-def refuse(*_: object, **__: object) -> None:
-    raise ConnectionError("connection refused")
 
 
 def plain(text: str) -> str:

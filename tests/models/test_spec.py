@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from linnaeus.config.schema import ModelConfig
+from linnaeus.data.builtin import TAXONOMY
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.data.digits import TAXONOMY
 from linnaeus.models.build import build_model
-from linnaeus.models.spec import ModelSpec
+from linnaeus.models.model_spec import ModelSpec
 
 
 def test_a_model_of_a_folder_is_built_without_the_folder(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -67,15 +66,6 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path: Path) -
         assert ("EMA" in line) == (average is not None)
 
 
-def test_relative_paths_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = source_model()
-    torch.save(checkpoint(source), tmp_path / "a.pt")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for value in ("a.pt", "~/a.pt"):
-        assert_backbone_is(built(WEIGHTS=value)[0], source)
-
-
 @pytest.mark.parametrize(
     ("spec", "taxonomy", "new"),
     [
@@ -124,12 +114,6 @@ def test_state_dicts_of_a_whole_model_in_their_wrappings(
     model, _ = built(WEIGHTS=str(tmp_path / "a.pth"))
     assert_backbone_is(model, source)
     assert torch.equal(model.heads[1].weight, source.heads[1].weight)
-
-
-def test_weights_that_timm_adapts_leave_no_second_copy_in_the_model(tmp_path: Path) -> None:
-    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "a.pth")
-    model, _ = built(WEIGHTS=str(tmp_path / "a.pth"), in_chans=1)
-    assert not model.backbone.pretrained_cfg.get("state_dict")  # type: ignore[operator, union-attr]
 
 
 def test_nothing_is_read_where_a_checkpoint_replaces_the_weights() -> None:

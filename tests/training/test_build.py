@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 from linnaeus.config.schema import EmaConfig, LossConfig, ModelConfig, OptimizerConfig, TrainConfig
 from linnaeus.data.batch import Batch
+from linnaeus.data.builtin import TAXONOMY
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.data.digits import TAXONOMY
 from linnaeus.dist import World
 from linnaeus.training.build import Assembly, assemble, plan_facts
 

@@ -27,7 +27,7 @@ from linnaeus.config.load import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar, make_console
 from linnaeus.data.bundle import as_size, dataset_length
-from linnaeus.data.evaluation import EvaluationData, Request, build_evaluation_data
+from linnaeus.data.datasets import EvaluationData, Request, build_evaluation_data
 from linnaeus.data.loader import build_val_loader
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import RankEnded, World, errors_told_first, join

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linnaeus.config.load import load_config, settings_of
 from linnaeus.data.bundle import dataset_length
-from linnaeus.data.evaluation import Request, build_evaluation_data
+from linnaeus.data.datasets import Request, build_evaluation_data
 from linnaeus.errors import ConfigError, DataError, LinnaeusError, first_line
 from linnaeus.files import CONFIG
 from linnaeus.inference.paths import Unreadable, walk

@@ -16,7 +16,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.models.build import build_model
-from linnaeus.models.source import find_source
+from linnaeus.models.timm_source import find_source
 
 MODEL_FILE = "model.json"
 """Name of the file in a run's folder that shows its `ModelSpec` to people and to other programs."""
@@ -48,13 +48,12 @@ class ModelSpec:
 
     @classmethod
     def of(cls, node: Any, data: DataBundle) -> ModelSpec:
-        """The spec of a run's model.
-
-        Args:
-            node: the MODEL node.
-            data: the run's data.
-        """
-        plain = dict(node) if is_target(node) else _with_local_architecture(dataclasses.asdict(node))
+        """The spec of the model that a MODEL node and the run's data make."""
+        plain = dict(node) if is_target(node) else dataclasses.asdict(node)
+        if not is_target(node) and ":" in node.NAME:  # the folder or the hub may not be there later
+            source = find_source(node.NAME)
+            given = {name: value for name, value in source.arguments.items() if name not in _OF_THE_DATA}
+            plain |= {"NAME": source.architecture, "KWARGS": given | plain["KWARGS"]}
         index = data.index
         if index is None and data.taxonomy is not None:
             index = LabelIndex.of(data.taxonomy)
@@ -67,7 +66,7 @@ class ModelSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint or a JSON file; `from_dict` reads them."""
-        preprocessing = None if self.preprocessing is None else _plain(dataclasses.asdict(self.preprocessing))
+        preprocessing = None if self.preprocessing is None else dataclasses.asdict(self.preprocessing)
         return {
             "model": dict(self.node),
             "taxonomy": None if self.index is None else self.index.as_dict(),
@@ -114,16 +113,3 @@ class ModelSpec:
         return ModelConfig(
             **(node | {"PRETRAINED": False, "WEIGHTS": None, "FREEZE": "none", "KWARGS": arguments})
         )
-
-
-def _with_local_architecture(node: dict[str, Any]) -> dict[str, Any]:
-    """The MODEL node with the architecture that a folder or a hub describes, which may not be there later."""
-    if ":" not in node["NAME"]:
-        return node
-    source = find_source(node["NAME"])
-    arguments = {name: value for name, value in source.arguments.items() if name not in _OF_THE_DATA}
-    return node | {"NAME": source.architecture, "KWARGS": {**arguments, **node["KWARGS"]}}
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,9 +23,8 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.image import find_damage, load_image
-from linnaeus.data.split import stratified_split
-from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
-from linnaeus.data.transforms import Pipeline, Transform, build_transforms, preprocessing_of
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, UnknownClassError
+from linnaeus.data.transforms import Pipeline, Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted
 
@@ -64,10 +66,6 @@ class Listing:
         return self.places[position] if self.places else str(self.root / self.paths[position])
 
 
-ALL_SAMPLES = "all samples, as there is no validation split"
-"""The kind of a `Part` that is the whole dataset."""
-
-
 @dataclass(frozen=True)
 class Part:
     """The files of a dataset that a trained model is to be evaluated on.
@@ -75,10 +73,14 @@ class Part:
     Attributes:
         listing: the files.
         level_names: what the elements of a lineage are, coarse to fine; None where the source does not say.
-        kind: which part of the dataset it is, in words.
+        kind: `VALIDATION`, `ALL_SAMPLES` or `HELD_OUT`.
         report: sentences for the user.
         index: the classes of the training data that the part was held out from; else None.
     """
+
+    VALIDATION: ClassVar = "validation split"
+    ALL_SAMPLES: ClassVar = "all samples, as there is no validation split"
+    HELD_OUT: ClassVar = "samples held out of training"
 
     listing: Listing
     level_names: tuple[str, ...] | None
@@ -90,9 +92,11 @@ class Part:
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     """Images that are decoded on access.
 
+    The loader reads pixels, and normalises while collating unless the transform erases after it. That gives
+    the batches of `collate_pairs` bit for bit, and spares a float copy of each image.
+
     Args:
-        root: folder that relative paths start from.
-        paths: path of each image.
+        root, paths: the folder that relative paths start from, and the path of each image.
         targets: [N, R], int64, one column per level; -1 is unknown.
         channels: 1 (grey) or 3 (RGB); every image is converted.
         transform: applied to each image.
@@ -108,6 +112,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         self.targets = targets
         self.channels = channels
         self.transform = transform
+        self.normalises_batches = isinstance(transform, Pipeline) and transform.erasing is None
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -115,51 +120,25 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(self._load(index)), self.targets[index]
 
-    @property
-    def by_batch(self) -> ByBatch | None:
-        """Reads unnormalised pixels and normalises while collating.
+    def read_pixels(self, index: int) -> tuple[Tensor, Tensor]:
+        """The pixels of a sample before normalisation, uint8 [C, height, width], and its labels [R]."""
+        return self.transform.pixels(self._load(index)), self.targets[index]  # type: ignore[attr-defined]
 
-        None if the transform erases after normalisation, or is not a `Pipeline`.
-        """
-        transform = self.transform
-        if not isinstance(transform, Pipeline) or transform.erasing is not None:
-            return None
-        return ByBatch(lambda index: (transform.pixels(self._load(index)), self.targets[index]), transform)
+    def collate_pixels(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
+        """The batch of samples that `read_pixels` gave."""
+        images, targets = zip(*samples, strict=True)
+        shape = (len(images), *images[0].shape)
+        if get_worker_info() is None:
+            inputs = torch.empty(shape)
+        else:  # in shared memory, as torch's own collate function does it
+            inputs = torch.empty(0).set_(torch.UntypedStorage._new_shared(4 * math.prod(shape))).view(shape)
+        for image, place in zip(images, inputs, strict=True):
+            self.transform.normalise.write(image, place)  # type: ignore[attr-defined]
+        return Batch(inputs, default_collate(list(targets)))
 
     def _load(self, index: int) -> Tensor:
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
         return load_image(path, self.channels)
-
-
-@dataclass(frozen=True)
-class ByBatch:
-    """Makes the batches of `collate_pairs`, bit for bit, but writes normalised images into place.
-
-    That spares a float copy of each image.
-
-    Attributes:
-        read: gives pixels, uint8 [C, height, width], and labels [R] of a sample.
-        transform: normalises the pixels.
-    """
-
-    read: Callable[[int], tuple[Tensor, Tensor]]
-    transform: Pipeline
-
-    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
-        """The batch of samples that `read` gave."""
-        images, targets = zip(*samples, strict=True)
-        inputs = _empty_batch((len(images), *images[0].shape))
-        for image, place in zip(images, inputs, strict=True):
-            self.transform.normalise.write(image, place)
-        return Batch(inputs, default_collate(list(targets)))
-
-
-def _empty_batch(shape: Sequence[int]) -> Tensor:
-    """A float32 tensor; in a worker process in shared memory, as torch's own collate function does it."""
-    if get_worker_info() is None:
-        return torch.empty(*shape)
-    storage = torch.UntypedStorage._new_shared(4 * math.prod(shape))
-    return torch.empty(0).set_(storage).view(*shape)
 
 
 def build_files(
@@ -168,12 +147,6 @@ def build_files(
     """Datasets from listings; without a validation listing, a stratified part of training is held out.
 
     With `DATA.ON_BAD_IMAGE skip`, rank 0 decodes every file once, and all ranks leave out the damaged ones.
-
-    Args:
-        train, val: the listings of the splits.
-        index: gives the labels of class names, for both splits.
-        config: the `DATA` node.
-        on_main: calls a function on rank 0 and returns its result on every rank.
 
     Raises:
         ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
@@ -188,23 +161,28 @@ def build_files(
     report: list[str] = []
     if val is None:
         train, val = hold_out(train, config.DATASET.VAL_FRACTION, report)
-    datasets = []
-    transforms = build_transforms(config.AUGMENT, size, channels)
-    splits = zip((train, val), transforms, ("training", "validation"), strict=True)
-    for listing, transform, split in splits:
+    transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
+
+    def dataset(listing: Listing, transform: Transform, split: str) -> ImageFiles:
         if config.ON_BAD_IMAGE == "skip":
             listing = without_damaged(listing, on_main, report)
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample for {split}")
-        targets = _encode_known(listing, index)
-        if split == "training":
-            _report_empty_classes(targets, index.taxonomy, report)
-        datasets.append(ImageFiles(listing.root, listing.paths, targets, channels, transform))
-    report.insert(0, f"{train.source}: {len(datasets[0])} training and {len(datasets[1])} validation samples")
+        targets, unknown = encode(listing, index)
+        if unknown:
+            raise DataError(
+                f"{listing.source}: {counted(len(unknown), 'class')} of validation do not occur in training: "
+                f"{name_unknown(unknown, listing)}"
+            )
+        return ImageFiles(listing.root, listing.paths, targets, channels, transform)
+
+    data_train = dataset(train, transform, "training")
+    data_val = dataset(val, preprocessing.transform(), "validation")
+    report.insert(0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples")
+    taxonomy = index.taxonomy
     return DataBundle(
-        datasets[0], datasets[1], index.taxonomy, channels, size, collate_pairs, report,
-        preprocessing=preprocessing_of(config.AUGMENT, size, channels), index=index,
-    )  # fmt: skip
+        data_train, data_val, taxonomy, channels, size, collate_pairs, report, preprocessing, index
+    )
 
 
 def several(names: Sequence[str]) -> str:
@@ -215,6 +193,36 @@ def several(names: Sequence[str]) -> str:
     """
     rest = len(names) - NUM_NAMED
     return ", ".join(names[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def stratified_split(
+    keys: Sequence[str], strata: Sequence[Hashable], fraction: float
+) -> tuple[list[int], list[int]]:
+    """Hold out a fraction of each stratum for validation; each keeps at least one training sample.
+
+    The choice depends on the keys alone, not on a seed or on the order of the samples, so accuracies of
+    different runs, machines and versions are comparable. Rounding carries over from stratum to stratum, so
+    that the total is right even where strata are small.
+
+    Args:
+        keys: a permanent name of each sample, such as its relative path.
+        strata: the stratum of each sample, such as its class.
+
+    Returns:
+        Positions of the training and of the validation samples, each ascending.
+    """
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    digests = [blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys]
+    for position in sorted(range(len(keys)), key=lambda i: (digests[i], keys[i])):
+        members[strata[position]].append(position)
+    val: list[int] = []
+    seen = 0
+    for stratum in sorted(members, key=repr):
+        seen += len(members[stratum])
+        wanted = round(fraction * seen) - len(val)
+        val += members[stratum][: max(0, min(wanted, len(members[stratum]) - 1))]
+    held_out = set(val)
+    return [i for i in range(len(keys)) if i not in held_out], sorted(val)
 
 
 def hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[Listing, Listing]:
@@ -255,24 +263,10 @@ def encode(listing: Listing, index: LabelIndex) -> tuple[Tensor, dict[str, list[
     return targets, unknown
 
 
-def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> tuple[str, str]:
-    """The number of unknown classes, and the first few with the place of their first sample."""
-    count = counted(len(unknown), "class")
+def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> str:
+    """The first few unknown classes, each with the place of its first sample."""
     places = {name: listing.place(positions[0]) for name, positions in unknown.items()}
-    return count, several([f"{name} (first in {place})" for name, place in places.items()])
-
-
-def _encode_known(listing: Listing, index: LabelIndex) -> Tensor:
-    """Targets [N, R] of a listing of which the index has all classes.
-
-    Raises:
-        DataError: it lacks some; names them.
-    """
-    targets, unknown = encode(listing, index)
-    if unknown:
-        count, named = name_unknown(unknown, listing)
-        raise DataError(f"{listing.source}: {count} of validation do not occur in training: {named}")
-    return targets
+    return several([f"{name} (first in {place})" for name, place in places.items()])
 
 
 def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:
@@ -281,21 +275,7 @@ def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Lis
     Raises:
         DataError: none can be.
     """
-    return _leave_out(listing, on_main(partial(_find_damaged, listing)), report)
-
-
-def _find_damaged(listing: Listing) -> dict[int, str]:
-    """The positions of the files that cannot be decoded, each with the reason."""
-    paths = [str(listing.root / path) for path in listing.paths]
-    logger.info("checking %d images of %s", len(paths), listing.source)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPool(min(32, cores)) as pool:  # Pillow releases Python's global lock while it decodes
-        reasons = pool.map(find_damage, paths, chunksize=256)
-    return {i: reason for i, reason in enumerate(reasons) if reason is not None}
-
-
-def _leave_out(listing: Listing, damaged: dict[int, str], report: list[str]) -> Listing:
-    """Leave out the damaged files, and report them."""
+    damaged: dict[int, str] = on_main(partial(_find_damaged, listing))
     if not damaged:
         return listing
     num_files = len(listing.paths)
@@ -306,9 +286,11 @@ def _leave_out(listing: Listing, damaged: dict[int, str], report: list[str]) -> 
     return listing.take([i for i in range(num_files) if i not in damaged])
 
 
-def _report_empty_classes(targets: Tensor, taxonomy: Taxonomy, report: list[str]) -> None:
-    for column, level in enumerate(taxonomy.levels):
-        counts = torch.bincount(targets[:, column] + 1, minlength=len(level.classes) + 1)[1:]
-        empty = [level.classes[label] for label in torch.nonzero(counts == 0).flatten().tolist()]
-        if empty:
-            report.append(f"taxonomic rank {level.name}: no training sample for {several(empty)}")
+def _find_damaged(listing: Listing) -> dict[int, str]:
+    """The positions of the files that cannot be decoded, each with the reason."""
+    paths = [str(listing.root / path) for path in listing.paths]
+    logger.info("checking %d images of %s", len(paths), listing.source)
+    # Pillow releases Python's global lock while it decodes.
+    with ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
+        reasons = pool.map(find_damage, paths, chunksize=256)
+    return {i: reason for i, reason in enumerate(reasons) if reason is not None}

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
-import socket
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 
 from linnaeus.errors import ConfigError, first_line
 
 PROBE_S = 10.0
-"""How long a server may take to answer before it counts as unreachable. A download itself takes as long as it
-takes; without this question, retries for each of several files would go on for minutes."""
+"""How long the hub may take to say that it has a file; its client alone would retry for a minute."""
 
 REMEDY = (
     "without a network, copy the folder of the Hugging Face cache (HF_HOME, ~/.cache/huggingface) from a "
@@ -50,11 +46,6 @@ class Source:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def has_tag(self) -> bool:
-        """Whether the name says which weights are meant."""
-        return bool(self.kind) or "." in self.name
-
-    @property
     def origin(self) -> str:
         """The weights, for people."""
         if self.kind:
@@ -83,7 +74,7 @@ def find_source(name: str) -> Source:
         place = str(Path(place).expanduser())
         file = Path(place) / "config.json"
     else:
-        file = _hub_file(place, "config.json", "MODEL.NAME")
+        file = _hub_description(place)
     description = _description(name, file)
     cfg = description.get("pretrained_cfg", description)
     architecture = str(description.get("architecture"))
@@ -116,6 +107,18 @@ def _tags(architecture: str) -> str:
     return f"there are none for {architecture!r}, but for {', '.join(close)}"
 
 
+def _hub_description(place: str) -> Path:
+    """The file that describes a model on the hub: that in the cache, else downloaded into it."""
+    from huggingface_hub import hf_hub_download
+
+    file = _find_on_hub(place, ("config.json",), "MODEL.NAME")
+    model, _, version = place.partition("@")
+    try:
+        return file or Path(hf_hub_download(model, "config.json", revision=version or None))
+    except Exception as error:
+        raise _download_error(model, error, "MODEL.NAME") from error
+
+
 def _description(name: str, file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -137,115 +140,65 @@ def check_weights_exist(source: Source, cache_dir: str | None = None) -> None:
         cache_dir: folder of downloaded files; None is the usual one.
 
     Raises:
-        ConfigError: there are none, or the server that has them cannot be reached.
+        ConfigError: there are none, or the hub that has them cannot be reached.
     """
-    if source.kind == _FOLDER:
-        return
+    key, cfg = "MODEL.PRETRAINED", source.cfg
     if source.kind == _HUB:
-        _check_hub(source.name.partition(":")[2], _WEIGHT_FILES, cache_dir)
-        return
-    cfg = source.cfg
-    if not timm.models.is_model_pretrained(source.name):
+        _find_on_hub(source.name.partition(":")[2], _WEIGHT_FILES, key, cache_dir)
+    elif source.kind != _FOLDER and not timm.models.is_model_pretrained(source.name):
         raise ConfigError(
-            f"MODEL.PRETRAINED: True, but timm has no weights for {source.name!r}; "
-            f"{_tags(source.architecture)}"
+            f"{key}: True, but timm has no weights for {source.name!r}; {_tags(source.architecture)}"
         )
-    if cfg.get("file"):
-        return
-    if cfg.get("hf_hub_id"):
+    elif cfg.get("hf_hub_id") and not cfg.get("file"):
         filename = cfg.get("hf_hub_filename")
-        _check_hub(str(cfg["hf_hub_id"]), (str(filename),) if filename else _WEIGHT_FILES, cache_dir)
-    else:
-        _check_url(str(cfg["url"]), cache_dir)
+        _find_on_hub(str(cfg["hf_hub_id"]), (str(filename),) if filename else _WEIGHT_FILES, key, cache_dir)
 
 
-def _check_hub(
-    place: str, filenames: tuple[str, ...], cache_dir: str | None, key: str = "MODEL.PRETRAINED"
-) -> None:
-    """Check that a model of the hub has one of the files, in the cache or on the server."""
+def _find_on_hub(
+    place: str, filenames: tuple[str, ...], key: str, cache_dir: str | None = None
+) -> Path | None:
+    """The first of a model's files that is in the cache; None if only the server has one.
+
+    Raises:
+        ConfigError: names the key; there is none, or the server does not give it or cannot be reached.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
-    model, _, revision = place.partition("@")
-    version = revision or None
-    cached = (try_to_load_from_cache(model, name, cache_dir, revision=version) for name in filenames)
-    if any(isinstance(file, str) for file in cached):
-        return
-    for number, name in enumerate(filenames, start=1):
-        try:
-            get_hf_file_metadata(hf_hub_url(model, name, revision=version), timeout=PROBE_S)
-            return
-        except EntryNotFoundError as error:
-            if number == len(filenames):
-                raise ConfigError(f"{key}: hub {model} has no {' and no '.join(filenames)}") from error
-        except Exception as error:  # of the client, and of the network library below it
-            raise _download_error(f"hub {model}", error, key) from error
-
-
-def _hub_file(place: str, filename: str, key: str) -> Path:
-    """A file of a model on the hub: that in the cache, else downloaded into it."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    model, _, revision = place.partition("@")
+    model, _, version = place.partition("@")
     try:
-        cached = try_to_load_from_cache(model, filename, revision=revision or None)
-    except Exception as error:  # the name is none that the hub could have
-        raise ConfigError(f"{key}: {_HUB}:{place}: {error}") from error
-    if isinstance(cached, str):
-        return Path(cached)
-    _check_hub(place, (filename,), None, key)
-    try:
-        return Path(hf_hub_download(model, filename, revision=revision or None))
-    except Exception as error:
-        raise _download_error(f"hub {model}", error, key) from error
+        for name in filenames:
+            cached = try_to_load_from_cache(model, name, cache_dir, revision=version or None)
+            if isinstance(cached, str):
+                return Path(cached)
+        for name in filenames:
+            with suppress(EntryNotFoundError):
+                get_hf_file_metadata(hf_hub_url(model, name, revision=version or None), timeout=PROBE_S)
+                return None
+    except Exception as error:  # of the client, and of the network library below it
+        raise _download_error(model, error, key) from error
+    raise ConfigError(f"{key}: hub {model} has no {' and no '.join(filenames)}")
 
 
-def _check_url(url: str, cache_dir: str | None) -> None:
-    """Check that a file can be downloaded, unless it is in the cache of torch.hub."""
-    folder = Path(torch.hub.get_dir()) / "checkpoints" if cache_dir is None else Path(cache_dir)
-    if (folder / PurePosixPath(url).name).is_file():
-        return
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PROBE_S):
-            pass
-    except urllib.error.HTTPError:
-        pass  # the server answers; some refuse this kind of question
-    except OSError as error:
-        raise _download_error(url, error) from error
+def _download_error(model: str, error: Exception, key: str) -> ConfigError:
+    """The error for files that cannot be downloaded: why the hub refuses them, or else the remedy."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-
-def _download_error(place: str, error: Exception, key: str = "MODEL.PRETRAINED") -> ConfigError:
-    """The error for files that cannot be downloaded."""
-    refusal = _refusal(error)
-    remedy = "" if refusal or isinstance(error, ValueError) else f"; {REMEDY}"  # the name may be no name
-    reason = refusal or first_line(error)
-    return ConfigError(f"{key}: the files of {place} cannot be downloaded ({reason:.200}){remedy}")
+    refusals = {
+        GatedRepoError: "access to it has to be asked for on its page; then log in with `hf auth login`",
+        RepositoryNotFoundError: "there is no such model, or it is private: log in with `hf auth login`",
+        RevisionNotFoundError: "the model has no such revision",
+        ValueError: first_line(error),  # the name is none that the hub could have
+    }
+    refusal = next((reason for kind, reason in refusals.items() if isinstance(error, kind)), None)
+    reason = f"{refusal:.200})" if refusal else f"{first_line(error):.200}); {REMEDY}"
+    return ConfigError(f"{key}: the files of hub {model} cannot be downloaded ({reason}")
 
 
 def unusable_weights_error(source: Source, error: Exception) -> ConfigError:
     """The error for pretrained weights that timm could not load."""
-    remedy = f"; {REMEDY}" if _is_of_network(error) else ""
+    remedy = f"; {REMEDY}" if isinstance(error, OSError) else ""  # as those of a network are
     return ConfigError(
         f"MODEL.PRETRAINED: True, but the weights {source.origin} do not load "
         f"({type(error).__name__}: {first_line(error):.200}){remedy}"
-    )
-
-
-def _refusal(error: Exception) -> str | None:
-    """Why a hub that answers does not give a model's files; None for other errors."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    reasons = {
-        GatedRepoError: "access to it has to be asked for on its page; then log in with `hf auth login`",
-        RepositoryNotFoundError: "there is no such model, or it is private: log in with `hf auth login`",
-        RevisionNotFoundError: "the model has no such revision",
-    }
-    return next((reason for kind, reason in reasons.items() if isinstance(error, kind)), None)
-
-
-def _is_of_network(error: BaseException | None) -> bool:
-    """Whether a connection that failed led to the error; clients have exceptions of their own for it."""
-    kinds = (ConnectionError, TimeoutError, socket.gaierror, urllib.error.URLError)
-    return error is not None and (
-        isinstance(error, kinds) or _is_of_network(error.__cause__ or error.__context__)
     )

@@ -1,0 +1,199 @@
+"""Datasets that need no file: scikit-learn's handwritten digits, and generated images of any size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torch.utils.data import Dataset
+
+from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
+from linnaeus.data.image_files import stratified_split
+from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
+from linnaeus.data.transforms import Transform, build_transforms
+from linnaeus.errors import ConfigError
+from linnaeus.rng import derive_seed
+
+_SHAPE_OF_DIGIT = (2, 0, 1, 1, 0, 1, 2, 0, 2, 2)
+"""How each digit is drawn: 1, 4, 7 straight (0); 2, 3, 5 curved (1); 0, 6, 8, 9 looped (2)."""
+
+TAXONOMY = Taxonomy(
+    (Level("shape", ("straight", "curved", "looped")), Level("digit", tuple("0123456789"))),
+    (_SHAPE_OF_DIGIT,),
+)
+
+_GRID = 4
+"""A class of the synthetic dataset is a pattern of _GRID x _GRID fields, interpolated to the image's size."""
+
+_UNKNOWN_STREAM = 7
+"""Keeps the random numbers of `known_labels` apart from others that are derived from a sample's index."""
+
+
+@dataclass(eq=False)
+class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
+    """Images [N, C, H, W], uint8, in memory, with labels [N, R], int64."""
+
+    images: Tensor
+    targets: Tensor
+    transform: Transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.transform(self.images[index]), self.targets[index]
+
+
+def build_digits(config: DataConfig) -> DataBundle:
+    """The 1,797 grey digits of 8 x 8 pixels with two levels, `shape` above `digit`.
+
+    Validation is a part held out, stratified by digit and the same in every run.
+    """
+    from sklearn.datasets import load_digits  # its import takes a second, so only this dataset imports it
+
+    data = load_digits()
+    images = torch.from_numpy(data.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
+    digits = torch.from_numpy(data.target).long()
+    targets = torch.stack([torch.tensor(_SHAPE_OF_DIGIT)[digits], digits], dim=1)
+    dataset: DatasetConfig = config.DATASET
+    rows, held_out = stratified_split(
+        [str(i) for i in range(len(digits))], digits.tolist(), dataset.VAL_FRACTION
+    )
+    known = torch.tensor(
+        [known_labels(labels, i, dataset.UNKNOWN_FRACTION) for i, labels in enumerate(targets.tolist())]
+    )
+    size = as_size(config.IMG_SIZE, (32, 32))
+    transform, preprocessing = build_transforms(config.AUGMENT, size, 1)
+    train = ImageTensors(images[rows], known[rows], transform)
+    val = ImageTensors(images[held_out], targets[held_out], preprocessing.transform())
+    report = [f"digits: {len(train)} training and {len(val)} validation samples"]
+    return DataBundle(train, val, TAXONOMY, 1, size, collate_pairs, report, preprocessing)
+
+
+class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
+    """Sample i is the sum of the patterns of its classes, one per level, and of noise that depends on i.
+
+    Args:
+        config: length, classes, channels, noise (standard deviation on the 0-255 scale), unknown labels.
+        size: height and width.
+        transform: applied to each image.
+        is_val: validation has the same classes, other noise, and no unknown label.
+    """
+
+    def __init__(
+        self, config: DatasetConfig, size: tuple[int, int], transform: Transform, *, is_val: bool
+    ) -> None:
+        self.num_samples = config.NUM_SAMPLES_VAL if is_val else config.NUM_SAMPLES
+        self.num_classes: list[int] = config.NUM_CLASSES
+        self.shape = shape = (config.CHANNELS, *size)
+        self.transform = transform
+        self.unknown_fraction = 0.0 if is_val else config.UNKNOWN_FRACTION
+        generator = torch.Generator().manual_seed(derive_seed(int(is_val), *self.num_classes))
+        # Each sample takes a window of one buffer: far cheaper than drawing noise for it.
+        self.noise = torch.randn(2 * math.prod(shape) + 4096, generator=generator) * config.NOISE
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def targets(self) -> Tensor:
+        """Labels [N, R] of all samples, int64."""
+        rows = [_with_ancestors(finest, self.num_classes) for finest in range(self.num_classes[-1])]
+        return torch.tensor(rows)[torch.arange(self.num_samples) % self.num_classes[-1]]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        labels = _with_ancestors(index % self.num_classes[-1], self.num_classes)
+        channels, height, width = self.shape
+        fields = torch.stack([_pattern(level, label, channels) for level, label in enumerate(labels)]).sum(0)
+        image = interpolate(fields[None], (height, width), mode="bilinear", align_corners=False)[0]
+        numel = channels * height * width
+        start = derive_seed(index) % (len(self.noise) - numel)
+        image = image + self.noise[start : start + numel].view(self.shape)
+        known = known_labels(labels, index, self.unknown_fraction)
+        return self.transform((image + 127.5).clamp_(0, 255).to(torch.uint8)), torch.tensor(known)
+
+
+def build_synthetic(config: DataConfig) -> DataBundle:
+    """Synthetic images of `DATA.IMG_SIZE` (default 64 x 64 pixels), with a pattern for each class to learn.
+
+    Raises:
+        ConfigError: a level with fewer classes than the level above it, or labels that cannot be left out.
+    """
+    dataset: DatasetConfig = config.DATASET
+    taxonomy = _synthetic_taxonomy(dataset)
+    size = as_size(config.IMG_SIZE, (64, 64))
+    transform, preprocessing = build_transforms(config.AUGMENT, size, dataset.CHANNELS)
+    train = SyntheticImages(dataset, size, transform, is_val=False)
+    val = SyntheticImages(dataset, size, preprocessing.transform(), is_val=True)
+    report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
+    return DataBundle(train, val, taxonomy, dataset.CHANNELS, size, collate_pairs, report, preprocessing)
+
+
+def _synthetic_taxonomy(dataset: DatasetConfig) -> Taxonomy:
+    counts = dataset.NUM_CLASSES
+    names = dataset.RANKS or [f"rank{depth}" for depth in range(1, len(counts) + 1)]
+    problems = []
+    if not counts or counts != sorted(counts):
+        problems.append(
+            f"DATA.DATASET.NUM_CLASSES: {counts} must go from few classes (coarse) to many (fine)"
+        )
+    if len(names) != len(counts):
+        problems.append(f"DATA.DATASET.RANKS: {len(names)} names for {len(counts)} entries of NUM_CLASSES")
+    if dataset.UNKNOWN_FRACTION and len(counts) == 1:
+        problems.append(
+            f"DATA.DATASET.UNKNOWN_FRACTION: {dataset.UNKNOWN_FRACTION} keeps the labels of a coarser rank, "
+            "and NUM_CLASSES has one rank only; set it 0, or add a rank"
+        )
+    if problems:
+        raise ConfigError(problems)
+    levels = tuple(
+        Level(name, tuple(f"{name}-{label}" for label in range(count)))
+        for name, count in zip(names, counts, strict=True)
+    )
+    parents = tuple(
+        tuple(label * above // below for label in range(below)) for above, below in pairwise(counts)
+    )
+    return Taxonomy(levels, parents)
+
+
+def _with_ancestors(finest: int, num_classes: Sequence[int]) -> list[int]:
+    """Labels of all levels, coarse to fine, of a label of the finest one.
+
+    >>> _with_ancestors(5, [2, 4, 8])
+    [1, 2, 5]
+    """
+    labels = [finest]
+    for below, above in pairwise(reversed(num_classes)):
+        labels.append(labels[-1] * above // below)
+    return labels[::-1]
+
+
+def _pattern(level: int, label: int, channels: int) -> Tensor:
+    """Pattern [channels, _GRID, _GRID] of one class: values around 0, on the 0-255 scale of pixels."""
+    generator = torch.Generator().manual_seed(derive_seed(level, label))
+    return torch.randint(-60, 61, (channels, _GRID, _GRID), generator=generator).float()
+
+
+def known_labels(labels: Sequence[int], index: int, fraction: float) -> list[int]:
+    """The labels of a sample, coarse to fine; with probability `fraction` the finer ones are unknown (-1).
+
+    The finest label that stays known is at a random level above the finest one. Sample and fraction decide
+    it alone, so that every epoch, process and run sees the same labels.
+
+    >>> [known_labels([1, 2, 5], index, 0.5) for index in range(3)]
+    [[1, 2, 5], [1, -1, -1], [1, 2, 5]]
+    """
+    draw = derive_seed(_UNKNOWN_STREAM, index) / 2**64
+    if draw >= fraction:
+        return list(labels)
+    # The draw is uniform in [0, fraction), so it also decides the level.
+    num_known = min(1 + int(draw / fraction * (len(labels) - 1)), len(labels) - 1)
+    return [*labels[:num_known], *[UNKNOWN] * (len(labels) - num_known)]

@@ -1,0 +1,363 @@
+"""A user's own dataset, named by `_target_` in `DATA.DATASET`."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from linnaeus.autobatch.rng import preserved_generators
+from linnaeus.config.instantiate import place_of, prepare
+from linnaeus.config.schema import DataConfig
+from linnaeus.data.batch import Batch, describe
+from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
+from linnaeus.data.image import to_tensor
+from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
+from linnaeus.data.transforms import Preprocessing, Transform, build_transforms
+from linnaeus.errors import DataError, LinnaeusError
+from linnaeus.rng import seed_generators
+
+_NUM_PROBED = 8
+_GREY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "F"))
+_ABSENT = object()
+"""Stands for a missing attribute, as None may be the value of one."""
+
+
+@dataclass(eq=False)
+class UserDataset(Dataset[Any]):
+    """A user's dataset, whose Pillow images become tensors and whose targets become one label per level.
+
+    Attributes:
+        dataset: map-style dataset whose items are (input, target).
+        name: its `_target_`, for messages.
+        taxonomy: levels of the targets; None leaves targets as they are.
+        raw: return items untouched, for a dataset with its own `collate_fn`.
+    """
+
+    dataset: Any
+    name: str
+    taxonomy: Taxonomy | None
+    raw: bool = field(kw_only=True)
+    transform: Transform | None = None
+    channels: int = 3
+    relabel: Callable[[Tensor], Tensor] | None = None
+
+    def take(self, positions: list[int]) -> None:
+        """Keep only the samples at these positions."""
+        self.dataset = Subset(self.dataset, positions)
+
+    def __len__(self) -> int:
+        return dataset_length(self.dataset)
+
+    @property
+    def targets(self) -> Tensor | None:
+        """Labels [N, R] of all samples, from the dataset's own `targets`; None where it has none.
+
+        Raises:
+            DataError: they are of another form, or not one for each sample.
+        """
+        return None if self.taxonomy is None else _all_targets(self.dataset, self.taxonomy, self.name)
+
+    def __getitem__(self, index: int) -> Any:
+        with _naming_errors(f"{self.name}: sample {index}"):
+            item = self.dataset[index]
+        if self.raw:
+            return item
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise DataError(
+                f"{self.name}: sample {index} is {describe(item)}; it must be a pair (input, target), "
+                "or the dataset must have a `collate_fn` that makes (inputs, targets) of a list of samples"
+            )
+        inputs, target = item
+        if isinstance(inputs, Image) and self.transform is not None:
+            with _naming_errors(f"{self.name}: image of sample {index}"):
+                inputs = self.transform(to_tensor(inputs, self.channels))
+        if self.taxonomy is not None:
+            where = f"{self.name}: target of sample {index}"
+            target = _labels(_row(target, self.taxonomy, where), 1, self.taxonomy, where)[0]
+        return inputs, target if self.relabel is None else self.relabel(target)
+
+
+@dataclass(eq=False)
+class UserCollate:
+    """A dataset's own `collate_fn`, whose result becomes a `Batch`.
+
+    Given a taxonomy, targets [B] or {name of the level: [B]} become [B, R]. `name` is for messages.
+    """
+
+    collate_fn: Callable[[list[Any]], Any]
+    name: str
+    taxonomy: Taxonomy | None
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        """The batch of a list of samples."""
+        with _naming_errors(f"{self.name}: collate_fn"):
+            batch = self.collate_fn(samples)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise DataError(f"{self.name}: collate_fn gave {describe(batch)}; it must give (inputs, targets)")
+        inputs, targets = batch
+        if self.taxonomy is not None and isinstance(targets, Mapping):
+            targets = torch.stack([torch.as_tensor(targets[name]) for name in self.taxonomy.names], dim=1)
+        if self.taxonomy is not None and isinstance(targets, Tensor) and targets.ndim == 1:
+            targets = targets.unsqueeze(1)
+        return Batch(inputs, targets)
+
+
+def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
+    """Both splits of a user's dataset.
+
+    The callable is called with `split="train"` and `split="val"` if it takes `split`, else with `train=True`
+    and `train=False`; an argument that the node sets is not changed. The global generators are seeded before
+    each call, so that a random split in a user's function is the same in both calls and in all processes.
+
+    Classes come from the dataset's attribute `taxonomy` (a `Taxonomy`, or a mapping from names of levels to
+    class names or their number), `classes` (names) or `num_classes`; for a `Subset`, from the dataset in it.
+
+    Raises:
+        ConfigError: there is no such class, or an argument of it cannot be made.
+        DataError: an unusable dataset, or an error of the user's own code; the message names the `_target_`.
+    """
+    train, collate = _build_split(config, "train", seed)
+    val, _ = _build_split(config, "val", seed)
+    name, taxonomy = train.name, train.taxonomy
+    if taxonomy is not None and val.taxonomy is not None and taxonomy.levels != val.taxonomy.levels:
+        raise DataError(f"{name}: training and validation have different classes")
+    val.taxonomy, val.raw = taxonomy, train.raw
+    channels, size, preprocessing = _prepare_images(train, val, collate, config)
+    report = [f"{name}: {len(train)} training and {len(val)} validation samples"]
+    if preprocessing is None and config.IMG_SIZE is not None:
+        report.append(f"{name}: gives tensors, which pass as they are: no DATA.IMG_SIZE and no DATA.AUGMENT")
+    if config.ON_BAD_IMAGE == "skip":
+        report.append(f"{name}: reads its own images, so DATA.ON_BAD_IMAGE skip has no effect")
+    if taxonomy is None:
+        report.append(f"{name}: no `taxonomy`, `classes` or `num_classes`; targets are passed on as they are")
+    return DataBundle(train, val, taxonomy, channels, size, collate, report, preprocessing)
+
+
+def build_user_val(
+    config: DataConfig, preprocessing: Preprocessing | None, *, seed: int
+) -> tuple[UserDataset, DataBundle]:
+    """The validation split of a user's dataset, for a trained model; the split of training is not made.
+
+    Both splits of the bundle are it, with the taxonomy that it declares. `preprocessing` says how an image
+    becomes an input of the model; None where it took tensors. Errors are those of `build_user_dataset`.
+    """
+    dataset, collate = _build_split(config, "val", seed)
+    with preserved_generators():
+        sample = dataset[0]
+    if not dataset.raw and isinstance(sample[0], Image):
+        if preprocessing is None:
+            raise DataError(f"{dataset.name}: gives Pillow images, but the dataset of the run gave tensors")
+        dataset.channels, dataset.transform = preprocessing.channels, preprocessing.transform()
+    channels = None if preprocessing is None else preprocessing.channels
+    size = None if preprocessing is None else preprocessing.size
+    return dataset, DataBundle(dataset, dataset, dataset.taxonomy, channels, size, collate)
+
+
+def _build_split(config: DataConfig, split: str, seed: int) -> tuple[UserDataset, Collate]:
+    node: Mapping[str, Any] = config.DATASET
+    name = str(node["_target_"])
+    with preserved_generators():
+        seed_generators(seed)
+        build = prepare(node, "DATA.DATASET")
+        argument = _split_argument(build.func, node, name, split)
+        with _naming_errors(f"{name} ({split})"):
+            dataset = build(**argument)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"{name} gave {describe(dataset)}; a dataset needs __len__ and __getitem__ (map style)"
+        )
+    with _naming_errors(f"{name} ({split}): len()"):
+        length = dataset_length(dataset)
+    if length == 0:
+        raise DataError(f"{name}: no sample for {'training' if split == 'train' else 'validation'}")
+    taxonomy = _find_taxonomy(dataset, name)
+    collate_fn = _attribute_of(dataset, "collate_fn")
+    raw = callable(collate_fn)
+    collate: Collate = UserCollate(collate_fn, name, taxonomy) if raw else collate_pairs
+    return UserDataset(dataset, name, taxonomy, raw=raw), collate
+
+
+def _split_argument(function: Any, node: Mapping[str, Any], name: str, split: str) -> dict[str, Any]:
+    """The argument that tells this callable which split to return."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name}: cannot be called: {error}") from error
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    choices = {"split": split, "train": split == "train"}
+    free = [key for key in choices if key not in node]
+    key = next((key for key in free if key in parameters), free[0] if takes_any and free else None)
+    if key is None:
+        raise DataError(
+            f'{name}: takes neither `split` ("train" or "val") nor `train` (True or False), so it cannot '
+            "tell training from validation; name a function that takes one of them and returns the dataset"
+        )
+    return {key: choices[key]}
+
+
+def _prepare_images(
+    train: UserDataset, val: UserDataset, collate: Collate, config: DataConfig
+) -> tuple[int | None, tuple[int, int] | None, Preprocessing | None]:
+    """Channels and size of an input, from a few samples; sets the transforms for Pillow images."""
+    step = max(1, len(train) // _NUM_PROBED)
+    with preserved_generators():
+        samples = [train[index] for index in range(0, len(train), step)[:_NUM_PROBED]]
+        samples.append(val[0])  # an error there must show now, not after the first epoch
+        if train.raw:
+            return *_shape_of([collate([sample]).inputs for sample in samples], ndim=4), None
+    images = [sample[0] for sample in samples if isinstance(sample[0], Image)]
+    if not images:
+        return *_shape_of([sample[0] for sample in samples], ndim=3), None
+    sizes = {(image.height, image.width) for image in images}
+    size = as_size(config.IMG_SIZE, sizes.pop() if len(sizes) == 1 else (224, 224))
+    channels = 1 if all(image.mode in _GREY_MODES for image in images) else 3
+    train.channels = val.channels = channels
+    train.transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
+    val.transform = preprocessing.transform()
+    return channels, size, preprocessing
+
+
+def _shape_of(inputs: list[Any], ndim: int) -> tuple[int | None, tuple[int, int] | None]:
+    """Channels and size of image tensors; each is None where the tensors differ in it."""
+    if not all(isinstance(value, Tensor) and value.ndim == ndim for value in inputs):
+        return None, None
+    channels = {int(value.shape[-3]) for value in inputs}
+    sizes = {(int(value.shape[-2]), int(value.shape[-1])) for value in inputs}
+    return (channels.pop() if len(channels) == 1 else None, sizes.pop() if len(sizes) == 1 else None)
+
+
+@contextmanager
+def _naming_errors(where: str) -> Iterator[None]:
+    """Turn any error of a user's code into a `DataError` with its type, its text and the user's line.
+
+    The full traceback goes along as a note, which Python shows but a one-line message does not.
+    """
+    try:
+        yield
+    except LinnaeusError:
+        raise
+    except Exception as error:
+        text = " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")
+        wrapped = DataError(f"{where}: {text}{place_of(error)}")
+        wrapped.add_note("".join(traceback.format_exception(error)))
+        raise wrapped from error
+
+
+def _attribute_of(dataset: Any, attribute: str) -> Any:
+    """An attribute of a dataset, or of the dataset that it is a subset of; `_ABSENT` where neither has it."""
+    while not hasattr(dataset, attribute):
+        if not hasattr(dataset, "dataset"):
+            return _ABSENT
+        dataset = dataset.dataset
+    return getattr(dataset, attribute)
+
+
+def _find_taxonomy(dataset: Any, name: str) -> Taxonomy | None:
+    """The taxonomy that a user's dataset declares; None where it declares none, or sets `taxonomy` to None.
+
+    Raises:
+        DataError: an attribute of another type, or a level with fewer than two classes.
+    """
+    with _naming_errors(f"{name}: its taxonomy"):
+        declared = _attribute_of(dataset, "taxonomy")
+        for attribute in ("classes", "num_classes"):
+            classes = _attribute_of(dataset, attribute)
+            if declared is _ABSENT and classes is not _ABSENT and classes is not None:
+                declared = {"class": classes}
+    if declared is _ABSENT or declared is None:
+        return None
+    if isinstance(declared, Mapping):
+        levels = tuple(Level(str(level), _class_names(classes, name)) for level, classes in declared.items())
+        declared = Taxonomy(levels)
+    if not isinstance(declared, Taxonomy):
+        raise DataError(f"{name}: taxonomy is {describe(declared)}; it must be a Taxonomy or {{rank: names}}")
+    require_classes(declared, name, "give each taxonomic rank two classes or more")
+    return declared
+
+
+def _class_names(classes: Any, name: str) -> tuple[str, ...]:
+    if isinstance(classes, Integral):
+        return tuple(str(label) for label in range(int(classes)))
+    if isinstance(classes, str) or not hasattr(classes, "__iter__"):
+        raise DataError(f"{name}: classes must be names or their number, not {describe(classes)}")
+    return tuple(
+        ", ".join(map(str, entry)) if isinstance(entry, tuple | list) else str(entry) for entry in classes
+    )
+
+
+def _all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
+    """The labels of all samples of a user's dataset, from its attribute `targets`, without reading a sample.
+
+    It holds one target for each sample, or {name of the level: labels}; None where there is no such
+    attribute. A `target_transform`, as in torchvision's datasets, is applied. For a `Subset`, the targets are
+    those of the dataset in it at the subset's indices.
+    """
+    targets = getattr(dataset, "targets", None)
+    if targets is None:
+        inner, indices = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
+        if inner is None or indices is None:
+            return None
+        rows = _all_targets(inner, taxonomy, name)
+        return None if rows is None else rows[torch.as_tensor(indices, dtype=torch.int64)]
+    where = f"{name}: its `targets`"
+    with _naming_errors(where):
+        transform = getattr(dataset, "target_transform", None)
+        if transform is not None:
+            targets = [transform(target) for target in targets]
+        if isinstance(targets, Mapping):
+            columns = [torch.as_tensor(targets.get(level, UNKNOWN)) for level in taxonomy.names]
+            targets = torch.stack(torch.broadcast_tensors(*columns), dim=-1)
+        elif isinstance(targets, list | tuple) and any(isinstance(target, Mapping) for target in targets):
+            targets = [_row(target, taxonomy, where) for target in targets]
+        return _labels(targets, len(dataset), taxonomy, where)
+
+
+def _row(target: Any, taxonomy: Taxonomy, where: str) -> Any:
+    """The labels of a sample: those of {name of the level: label} in order, else the target itself."""
+    if not isinstance(target, Mapping):
+        return target
+    strange = [str(name) for name in target if name not in taxonomy.names]
+    if strange:
+        ranks = ", ".join(taxonomy.names)
+        raise DataError(f"{where}: {', '.join(strange)} not among the taxonomic ranks {ranks}")
+    return [target.get(name, UNKNOWN) for name in taxonomy.names]
+
+
+def _labels(values: Any, num_samples: int, taxonomy: Taxonomy, where: str) -> Tensor:
+    """Labels [num_samples, R], int64, one per level, -1 where unknown, from numbers of any type and shape.
+
+    Raises:
+        DataError: another type, another number of labels, or a label that the level does not have.
+    """
+    counts = taxonomy.num_classes
+    try:
+        rows = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        rows = torch.empty(0)
+    is_whole = not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
+    if not is_whole or rows.numel() != num_samples * len(counts):
+        each = "" if num_samples == 1 else f" for each of {num_samples} samples"
+        raise DataError(
+            f"{where}: {describe(rows if rows.numel() else values)}, but {len(counts)} whole number(s) are "
+            f"needed{each}: {', '.join(counts)}; for targets that are no labels, set the dataset's attribute "
+            "`taxonomy` to None"
+        )
+    rows = rows.reshape(num_samples, len(counts)).to(torch.int64)
+    strange = (rows < UNKNOWN) | (rows >= torch.tensor([*counts.values()]))
+    if strange.any():
+        row, column = strange.nonzero()[0].tolist()
+        name = taxonomy.names[column]
+        raise DataError(
+            f"{where}: {int(rows[row, column])} at taxonomic rank {name!r}, which has {counts[name]} classes"
+        )
+    return rows
