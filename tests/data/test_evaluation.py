@@ -195,3 +195,12 @@ def test_a_name_that_several_classes_have_is_told_by_its_parent() -> None:
     assert relabelled(relabel, (0, 0), (0, 1), (1, 2)) == [[1, 2], [1, 1], [0, 0]]
     by_display_name = Relabel(Taxonomy((Level("species", ("nigra", "Ficus/alba")),)), HOMONYMS, "own")
     assert by_display_name(torch.tensor([[0], [1]])).tolist() == [[1, 2], [0, 0]]
+
+
+def test_a_class_of_another_parent_is_not_that_of_the_run() -> None:
+    """With its own parent it is; and where the parent is not known, its name is enough."""
+    index = LabelIndex.of(declared(["Populus", "Ficus"], {"nigra": 0, "carica": 1}))
+    swapped = Relabel(declared(["Populus", "Ficus"], {"nigra": 1, "carica": 0}), index, "own")
+    assert swapped.unknown == ["Ficus/nigra", "Populus/carica"]
+    open_ended = Relabel(declared(["Ficus", "Populus"], {"nigra": -1, "carica": 0}), index, "own")
+    assert (open_ended.unknown, relabelled(open_ended, (-1, 0))) == ([], [[-1, 0]])

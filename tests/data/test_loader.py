@@ -102,6 +102,16 @@ def test_without_a_number_there_are_no_more_workers_than_cores(
     assert num_workers(DataConfig(NUM_WORKERS=asked), processes) == expected
 
 
+@pytest.mark.parametrize(("workers", "rank", "lines"), [(3, 0, 1), (3, 1, 0), (2, 0, 0)])
+def test_more_workers_than_cores_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int, rank: int, lines: int
+) -> None:
+    """torch's own warnings would be errors here."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    with loaders(bundle_of(Draws(8)), workers, rank=rank, world=2):
+        assert sum("DATA.NUM_WORKERS" in line for line in caplog.messages) == lines
+
+
 def epochs(made: Loaders, numbers: tuple[int, ...] = (0, 1)) -> list[Tensor]:
     """All training batches of some epochs, each followed by validation."""
     batches = []
@@ -198,6 +208,27 @@ def test_a_damaged_image_ends_the_epoch_with_one_clear_message(nested: Path, wor
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_error_in_users_code_tells_its_place(workers: int) -> None:
+    bundle = build_data(DataConfig(DATASET={"_target_": f"{__name__}.failing_at_33"}), seed=0)
+    with loaders(bundle, workers) as made, pytest.raises(DataError) as caught:
+        epochs(made)
+    message = str(caught.value)
+    words = (f"{__name__}.failing_at_33", "sample 33", "ZeroDivisionError", "test_loader.py")
+    assert [word for word in words if word not in message] == []
+    assert "divide" in "".join(caught.value.__notes__)  # the traceback
+    with loaders(bundle_of(Calls(40, divide)), workers) as made, pytest.raises(ZeroDivisionError):
+        epochs(made)  # a built-in dataset has no such error: it stays what it is
+
+
+def divide(index: int) -> Tensor:
+    return torch.ones(3) * (1 / (index - 33))
+
+
+def failing_at_33(split: str) -> Calls:
+    return Calls(40, divide)
+
+
 def test_a_dead_worker_is_a_clear_error() -> None:
     with loaders(bundle_of(Calls(8, die)), 1) as made, pytest.raises(DataError, match=r"DATA\.NUM_WORKERS"):
         epochs(made)
@@ -256,3 +287,15 @@ def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
             got += [draw() for _ in made.val]
     assert got == expected[: len(got)]
     assert len(got) == 11
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("workers", "pin"), [(0, True), (2, True), (2, False)])
+def test_batches_are_pinned_for_cuda_as_asked(workers: int, pin: bool) -> None:
+    config = DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin)
+    with build_loaders(
+        bundle_of(Draws(8)), sizes=whole_batches(4, 8), batch_size_val=4, data_config=config, seed=0, rank=0,
+        world_size=1, device=torch.device("cuda"),
+    ) as made:  # fmt: skip
+        assert [batch.inputs.is_pinned() for batch in made.train] == [pin] * 2
