@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split
-from linnaeus.batching.facts import Facts
-from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, better_sizes
+from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, Facts, better_sizes
 from linnaeus.config.schema import TrainConfig
 from linnaeus.words import counted
 
@@ -31,14 +30,9 @@ LARGE_DATASET_FRACTION = 0.1
 def plan_warnings(
     train: TrainConfig, facts: Facts, splits: Sequence[Split], *, optimizer: str, learning_rate: float
 ) -> list[str]:
-    """Every warning that applies, each once.
+    """Every warning that applies to the splits of a run, each once.
 
-    Args:
-        train: the TRAIN node.
-        facts: what the plan was made from.
-        splits: the splits of the run.
-        optimizer: name of the optimizer, or of its class.
-        learning_rate: the peak learning rate, after scaling.
+    `optimizer` is the name of the optimizer or of its class, `learning_rate` the peak, after scaling.
     """
     key = _effective_batch_key(train, facts)
     effective_batch_size = max(split.samples_per_rank for split in splits) * facts.world_size
@@ -46,8 +40,13 @@ def plan_warnings(
         _accumulation(facts, splits, key),
         _epoch_of_one_batch(facts, splits) or _batchnorm(facts, splits, _micro_batch_key(train, facts)),
         _fine_tuning(facts, effective_batch_size, optimizer, learning_rate, key),
-        _dataset(effective_batch_size, facts.num_samples, key),
     ]
+    fraction = effective_batch_size / facts.num_samples
+    if fraction > LARGE_DATASET_FRACTION:
+        found.append(
+            f"an effective batch of {effective_batch_size} is {fraction:.0%} of the {facts.num_samples} "
+            f"training samples, so an epoch has few optimizer steps; lower {key} or raise TRAIN.EPOCHS"
+        )
     return [text for text in found if text is not None]
 
 
@@ -112,16 +111,6 @@ def _fine_tuning(
         f"pretrained weights ({facts.pretrained_key}) may be forgotten with an effective batch of "
         f"{effective_batch_size} and a learning rate of {learning_rate:.3g}; bring the rate to {limit:g} or "
         f"less with OPTIMIZER.LR, or lower {key}, and set SCHEDULE.WARMUP_EPOCHS"
-    )
-
-
-def _dataset(effective_batch_size: int, num_samples: int, key: str) -> str | None:
-    if effective_batch_size <= LARGE_DATASET_FRACTION * num_samples:
-        return None
-    return (
-        f"an effective batch of {effective_batch_size} is {effective_batch_size / num_samples:.0%} of the "
-        f"{num_samples} training samples, so an epoch has few optimizer steps; lower {key} or raise "
-        "TRAIN.EPOCHS"
     )
 
 

@@ -1,7 +1,7 @@
 """The batch plan: everything that depends on the batch size, computed once, before training.
 
-Nothing here needs torch. `plan_batches` is a pure function of the configuration and of a few `Facts`; the
-loader, the optimizer, the schedule and the trainer take their numbers from the `BatchPlan` it returns.
+`plan_batches` is a pure function of the configuration and of a few `Facts`; loader, optimizer, schedule and
+trainer take their numbers from the `BatchPlan` it returns.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
-from linnaeus.autobatch.split import Split
 from linnaeus.batching.advice import plan_warnings
-from linnaeus.batching.facts import Facts
-from linnaeus.batching.sizes import keeps_rest, plan_epochs, unused_keys
-from linnaeus.batching.stages import Stage, make_stage
+from linnaeus.batching.sizes import Facts, keeps_rest, plan_epochs, unused_keys
+from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from linnaeus.errors import DataError
 from linnaeus.words import counted
@@ -39,8 +37,6 @@ WARMUP_MAX_EPOCHS = 5
 OptimizerNode = OptimizerConfig | Mapping[str, Any]
 """The OPTIMIZER node. Learning rate and weight decay of a `_target_` node (a mapping) are never scaled."""
 
-_STAGE_COLUMNS = ("FROM_STEP", "MICRO_BATCH", "ACCUMULATION_STEPS", "EFFECTIVE_BATCH")
-
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -51,8 +47,7 @@ class BatchPlan:
         accumulation_steps: forward passes per optimizer step.
         world_size: number of ranks.
         effective_batch_size: samples per optimizer step over all ranks.
-        learning_rate: the peak learning rate, after scaling.
-        weight_decay: the weight decay, after scaling.
+        learning_rate, weight_decay: after scaling; the learning rate is its peak.
         lr_scale, weight_decay_scale: factors of the configured learning rate and weight decay.
         warmup_steps: optimizer steps of the warm-up.
         num_samples: number of training samples.
@@ -131,15 +126,11 @@ class BatchPlan:
         return min(stage.micro_batches[-1] for stage in self.stages)
 
     def rest_of_epoch(self, epoch: int, samples_done: int = 0) -> list[Stage]:
-        """The remaining stages of an epoch.
+        """The remaining stages of an epoch, counted from 0, after so many samples of it over all ranks.
 
         Where an optimizer step of this plan ends after `samples_done`, they are those of the plan. Otherwise
         the run was resumed with other sizes: the steps that fit into each stage's remaining samples follow,
         and what a stage leaves over goes to the next one. What the last one leaves over is less than a step.
-
-        Args:
-            epoch: counted from 0.
-            samples_done: samples of this epoch that have been trained on, over all ranks.
         """
         planned = self._planned_rest(epoch, samples_done)
         return self._replanned_rest(epoch, samples_done) if planned is None else planned
@@ -171,7 +162,7 @@ class BatchPlan:
         size = planned[-1].micro_batch_size
         micro_batches = (self.num_samples - samples_done) // (self.world_size * size)
         if self.keep_rest and micro_batches > 0:  # fewer than 0 if the dataset has shrunk
-            stages.append(make_stage(1, Split(size, micro_batches), self.world_size))
+            stages.append(Stage(micro_batches * size, micro_batches, self.world_size, num_steps=1))
         return stages
 
     def position(self, epoch: int, samples_done: int) -> float:
@@ -179,13 +170,11 @@ class BatchPlan:
 
         A run that follows the plan from its start has a whole number here: its steps so far.
 
-        Args:
-            epoch: finished epochs.
-            samples_done: samples of the current epoch that have been trained on, over all ranks.
+        It is after so many finished epochs, and so many samples of the current one over all ranks.
         """
         if epoch >= self.num_epochs:
             return float(self.total_steps)
-        steps = float(self._epoch_starts[epoch])
+        steps = float(sum(self.steps_per_epoch[:epoch]))
         for stage in self.epochs[epoch]:
             in_stage = min(samples_done, stage.num_steps * stage.effective_batch_size)
             steps += in_stage / stage.effective_batch_size
@@ -206,23 +195,9 @@ class BatchPlan:
         return self.lr_scales[self.stages[number].effective_batch_size] / self.lr_scale
 
     @cached_property
-    def _epoch_starts(self) -> list[int]:
-        """Optimizer steps of the plan before each epoch."""
-        return [0, *accumulate(self.steps_per_epoch)]
-
-    @cached_property
     def _stage_ends(self) -> list[int]:
         """The first optimizer step after each stage."""
         return list(accumulate(stage.num_steps for stage in self.stages))
-
-    def _size_changes(self) -> list[list[int]]:
-        """A row of `_STAGE_COLUMNS` for every optimizer step from which on the sizes differ."""
-        rows: list[list[int]] = []
-        for start, stage in zip([0, *self._stage_ends], self.stages, strict=False):
-            row = [start, stage.micro_batch_size, stage.accumulation_steps, stage.effective_batch_size]
-            if not rows or rows[-1][1:] != row[1:]:
-                rows.append(row)
-        return rows
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for `config.yaml`, checkpoints and W&B."""
@@ -238,8 +213,13 @@ class BatchPlan:
             "STEPS_PER_EPOCH": steps[0] if len(set(steps)) == 1 else list(steps),
             "TOTAL_STEPS": self.total_steps,
         }
-        if self.changes:
-            plan["STAGES"] = [list(_STAGE_COLUMNS), *self._size_changes()]
+        if self.changes:  # a row for every optimizer step from which on the sizes differ
+            rows: list[list[Any]] = [["FROM_STEP", "MICRO_BATCH", "ACCUMULATION_STEPS", "EFFECTIVE_BATCH"]]
+            for start, stage in zip([0, *self._stage_ends], self.stages, strict=False):
+                row = [start, stage.micro_batch_size, stage.accumulation_steps, stage.effective_batch_size]
+                if rows[-1][1:] != row[1:]:
+                    rows.append(row)
+            plan["STAGES"] = rows
         return plan | {"NOTES": list(self.notes), "WARNINGS": list(self.warnings)}
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
@@ -255,12 +235,6 @@ def plan_batches(
 ) -> BatchPlan:
     """Work out everything that depends on the batch size.
 
-    Args:
-        train: the TRAIN node.
-        optimizer: the OPTIMIZER node.
-        schedule: the SCHEDULE node.
-        facts: the size that fits, and what else the plan depends on.
-
     Raises:
         ConfigError: a configured size is not possible; the message names sizes that are.
         DataError: fewer training samples than ranks.
@@ -275,14 +249,20 @@ def plan_batches(
         raise DataError(f"{facts.num_samples} training samples are too few for {facts.world_size} processes")
     splits, epochs = plan_epochs(train, facts)
     sizes = [split.samples_per_rank * facts.world_size for split in splits]  # effective batch sizes
-    lr_scales = {size: _scales(optimizer, size)[0] for size in sizes}
+    lr_rule = decay_rule = "none"
+    base = 1
+    if isinstance(optimizer, OptimizerConfig):
+        name, base = optimizer.NAME, optimizer.BASE_BATCH_SIZE
+        lr_rule, decay_rule = optimizer.LR_SCALING, optimizer.WEIGHT_DECAY_SCALING
+    else:
+        name = str(optimizer["_target_"])
+    lr_scales = {size: scale_factor(lr_rule, size, base) for size in sizes}
     effective_batch_size = max(sizes)
     largest = splits[sizes.index(effective_batch_size)]
-    _, decay_scale = _scales(optimizer, effective_batch_size)
+    decay_scale = scale_factor(decay_rule, effective_batch_size, base)
     learning_rate = facts.learning_rate * lr_scales[effective_batch_size]
     steps_per_epoch = [sum(stage.num_steps for stage in stages) for stages in epochs]
     warmup_steps, notes = _warmup(schedule, steps_per_epoch, lr_scales[sizes[0]])
-    name = optimizer.NAME if isinstance(optimizer, OptimizerConfig) else str(optimizer["_target_"])
     return BatchPlan(
         micro_batch_size=largest.micro_batch_size,
         accumulation_steps=largest.accumulation_steps,
@@ -329,25 +309,10 @@ def _steps_in(epochs: float, steps_per_epoch: Sequence[int]) -> int:
     return round(sum(steps_per_epoch[:whole]) + part)
 
 
-def _scales(optimizer: OptimizerNode, effective_batch_size: int) -> tuple[float, float]:
-    """Factors of the learning rate and of the weight decay."""
-    if not isinstance(optimizer, OptimizerConfig):
-        return 1.0, 1.0
-    base = optimizer.BASE_BATCH_SIZE
-    return (
-        scale_factor(optimizer.LR_SCALING, effective_batch_size, base),
-        scale_factor(optimizer.WEIGHT_DECAY_SCALING, effective_batch_size, base),
-    )
-
-
 def _warmup(
     schedule: ScheduleConfig, steps_per_epoch: Sequence[int], first_lr_scale: float
 ) -> tuple[int, list[str]]:
-    """Optimizer steps of the warm-up, and notes on it.
-
-    Args:
-        first_lr_scale: `lr_scale` of the first optimizer step.
-    """
+    """Optimizer steps of the warm-up, and notes on it; `first_lr_scale` is that of the first step."""
     steps = configured_warmup(schedule, steps_per_epoch)
     if steps or first_lr_scale < WARMUP_HINT_FROM:
         return steps, []
@@ -364,7 +329,7 @@ def _warmup(
 
 
 def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
-    """The factor of the learning rate or of the weight decay.
+    """The factor of the learning rate or of the weight decay, for a `rule`.
 
     `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
     Goyal et al. 2017, section 2.1).
@@ -378,18 +343,10 @@ def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> 
 
     `none`: 1.
 
-    Args:
-        rule: `none`, `linear` or `sqrt`.
-        effective_batch_size: samples per optimizer step over all ranks.
-        base_batch_size: the effective batch size that the learning rate was tuned for.
+    Here k is the effective batch size over that which the learning rate was tuned for.
 
     >>> [scale_factor(rule, 1024, 256) for rule in ("linear", "sqrt", "none")]
     [4.0, 2.0, 1.0]
     """
-    match rule:
-        case "linear":
-            return effective_batch_size / base_batch_size
-        case "sqrt":
-            return math.sqrt(effective_batch_size / base_batch_size)
-        case _:
-            return 1.0
+    k = effective_batch_size / base_batch_size
+    return {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]

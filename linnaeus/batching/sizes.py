@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from linnaeus.autobatch.split import Split, nearest, split_samples
-from linnaeus.batching.facts import Facts
-from linnaeus.batching.stages import (
-    SizeChange,
-    Stage,
-    growth,
-    milestones,
-    split_epochs,
-)
+from linnaeus.batching.stages import SizeChange, Stage, growth, milestones, split_epochs
 from linnaeus.config.schema import TrainConfig
 from linnaeus.errors import ConfigError
 from linnaeus.words import counted
@@ -19,18 +14,46 @@ EFFECTIVE, SCHEDULE = "TRAIN.EFFECTIVE_BATCH_SIZE", "TRAIN.BATCH_SCHEDULE"
 _GROWING = ("linear", "exponential")
 
 
+@dataclass(frozen=True)
+class Facts:
+    """Inputs of a batch plan that are not in the configuration.
+
+    Attributes:
+        max_micro_batch_size: most samples that one forward pass of a rank may take.
+        world_size: number of ranks.
+        num_samples: number of training samples.
+        learning_rate, weight_decay: the optimizer's, before scaling; the learning rate is its peak.
+        batchnorm: `none`, `local` (each rank normalises its own micro-batches) or `synchronised` over all
+            ranks.
+        pretrained: whether training starts from pretrained weights.
+        pretrained_key: the key that names those weights.
+        batch_size_key: the key that bounds the batch size; another one where AutoBatch chose it.
+    """
+
+    max_micro_batch_size: int
+    world_size: int
+    num_samples: int
+    learning_rate: float
+    weight_decay: float = 0.0
+    batchnorm: str = "none"
+    pretrained: bool = False
+    pretrained_key: str = "MODEL.WEIGHTS"
+    batch_size_key: str = "DATA.BATCH_SIZE"
+
+    @property
+    def epoch_samples_per_rank(self) -> int:
+        """Samples that each rank sees in an epoch."""
+        return self.num_samples // self.world_size
+
+
 def max_samples_per_rank(train: TrainConfig, facts: Facts) -> int | None:
     """The most samples per rank and optimizer step that the TRAIN node asks for; None: as many as fit.
 
-    A search for the largest size that fits need not go beyond it. It raises only errors that do not
-    depend on the device.
-
-    Args:
-        train: the TRAIN node.
-        facts: before the search, with the largest micro-batch size that it may find.
+    A search for the largest size that fits need not go beyond it; before the search, `facts` have the largest
+    micro-batch size that it may find.
 
     Raises:
-        ConfigError: lists every size that is not possible.
+        ConfigError: lists every size that is not possible on any device.
 
     >>> facts = Facts(max_micro_batch_size=64, world_size=4, num_samples=1000, learning_rate=0.1)
     >>> max_samples_per_rank(TrainConfig(EFFECTIVE_BATCH_SIZE=96), facts)
@@ -57,11 +80,11 @@ def plan_epochs(train: TrainConfig, facts: Facts) -> tuple[list[Split], tuple[tu
     max_samples_per_rank(train, facts)  # raises where a size is wrong on any device
     for key, size in _configured_sizes(train):
         _check_split(key, size, facts)
-    samples, world_size, schedule = facts.epoch_samples_per_rank, facts.world_size, train.BATCH_SCHEDULE
-    changes = _size_changes(train, facts)
+    schedule, changes = train.BATCH_SCHEDULE, _size_changes(train, facts)
     epochs = split_epochs(
-        changes, schedule.UNIT, train.EPOCHS, samples, world_size, keep_rest=keeps_rest(train)
-    )
+        changes, schedule.UNIT, train.EPOCHS, facts.epoch_samples_per_rank, facts.world_size,
+        keep_rest=keeps_rest(train),
+    )  # fmt: skip
     num_steps = sum(stage.num_steps for stages in epochs for stage in stages)
     if schedule.UNIT == "steps" and changes[-1].start >= num_steps:
         key = "MILESTONES" if schedule.NAME == "milestones" else "LENGTH"
@@ -79,14 +102,13 @@ def keeps_rest(train: TrainConfig) -> bool:
 
 def unused_keys(train: TrainConfig) -> list[str]:
     """One sentence for each key that is set but has no effect because of another key."""
-    schedule, notes = train.BATCH_SCHEDULE, []
-    unused = {
-        "constant": ("FIRST", "LAST", "LENGTH", "MILESTONES"),
-        "milestones": ("LENGTH",),
-    }.get(schedule.NAME, ("MILESTONES",))
-    for name in unused:
-        if getattr(schedule, name):
-            notes.append(f"{SCHEDULE}.{name} is not used where {SCHEDULE}.NAME is {schedule.NAME}")
+    schedule = train.BATCH_SCHEDULE
+    keys = {"constant": ("FIRST", "LAST", "LENGTH", "MILESTONES"), "milestones": ("LENGTH",)}
+    notes = [
+        f"{SCHEDULE}.{name} is not used where {SCHEDULE}.NAME is {schedule.NAME}"
+        for name in keys.get(schedule.NAME, ("MILESTONES",))
+        if getattr(schedule, name)
+    ]
     if train.ACCUMULATION_STEPS > 1 and _configured_sizes(train) and not _ends_at_what_fits(train):
         notes.append("TRAIN.ACCUMULATION_STEPS is not used: the effective batch is set")
     return notes
@@ -123,7 +145,7 @@ def _ends_at_what_fits(train: TrainConfig) -> bool:
 
 def _contradictions(train: TrainConfig) -> list[str]:
     """What is missing from a batch schedule, and which keys contradict each other."""
-    schedule, problems = train.BATCH_SCHEDULE, []
+    schedule, effective, problems = train.BATCH_SCHEDULE, train.EFFECTIVE_BATCH_SIZE, []
     if schedule.NAME == "constant":
         return []
     if schedule.FIRST is None:
@@ -133,23 +155,16 @@ def _contradictions(train: TrainConfig) -> list[str]:
         if not starts:
             problems.append(f"{SCHEDULE}.MILESTONES: needs at least one pair [at, size]")
         elif schedule.UNIT == "epochs" and starts[-1] >= train.EPOCHS:
-            problems.append(
-                f"{SCHEDULE}.MILESTONES: {starts[-1]} comes after the last of "
-                f"{counted(train.EPOCHS, 'epoch')}"
-            )
-        for name, value in ((f"{SCHEDULE}.LAST", schedule.LAST), (EFFECTIVE, train.EFFECTIVE_BATCH_SIZE)):
-            if value is not None and starts and value != schedule.MILESTONES[-1][1]:
-                problems.append(
-                    f"{name}: {value} is not the last size of {SCHEDULE}.MILESTONES; leave it null"
-                )
-        return problems
-    if (
-        None not in (schedule.LAST, train.EFFECTIVE_BATCH_SIZE)
-        and schedule.LAST != train.EFFECTIVE_BATCH_SIZE
-    ):
+            epochs = counted(train.EPOCHS, "epoch")
+            problems.append(f"{SCHEDULE}.MILESTONES: {starts[-1]} comes after the last of {epochs}")
+        return problems + [
+            f"{name}: {value} is not the last size of {SCHEDULE}.MILESTONES; leave it null"
+            for name, value in ((f"{SCHEDULE}.LAST", schedule.LAST), (EFFECTIVE, effective))
+            if value is not None and starts and value != schedule.MILESTONES[-1][1]
+        ]
+    if None not in (schedule.LAST, effective) and effective != schedule.LAST:
         problems.append(
-            f"{EFFECTIVE}: {train.EFFECTIVE_BATCH_SIZE} is not {SCHEDULE}.LAST {schedule.LAST}; "
-            "leave one of them null"
+            f"{EFFECTIVE}: {effective} is not {SCHEDULE}.LAST {schedule.LAST}; leave one of them null"
         )
     if schedule.UNIT == "steps":
         if schedule.LENGTH is None:
@@ -159,37 +174,28 @@ def _contradictions(train: TrainConfig) -> list[str]:
     elif schedule.LENGTH is not None and schedule.LENGTH >= train.EPOCHS:
         problems.append(
             f"{SCHEDULE}.LENGTH: after {counted(schedule.LENGTH, 'epoch')} a run of TRAIN.EPOCHS "
-            f"{train.EPOCHS} is over, and {SCHEDULE}.LAST would not be reached; "
-            f"{train.EPOCHS - 1} is the most"
+            f"{train.EPOCHS} is over, and {SCHEDULE}.LAST would not be reached; {train.EPOCHS - 1} is the most"
         )
     return problems
 
 
 def _misfit(name: str, size: int, facts: Facts) -> str | None:
     """Why an effective batch size is not possible on any device; None if it is."""
-    world_size, num_samples = facts.world_size, facts.num_samples
-    largest = facts.epoch_samples_per_rank * world_size
+    world_size, largest = facts.world_size, facts.epoch_samples_per_rank * facts.world_size
     if size < world_size:
         return f"{name}: {size} is below the {world_size} processes, each of which takes at least one sample"
     if size > largest:
         return (
             f"{name}: {size} is above what one epoch holds: "
-            f"{counted(num_samples, 'training sample')} on {counted(world_size, 'process')}; "
+            f"{counted(facts.num_samples, 'training sample')} on {counted(world_size, 'process')}; "
             f"{largest} is the most"
         )
     if size % world_size:
+        limit = min(largest, 2 * size + world_size * facts.max_micro_batch_size)
         possible = nearest(
-            size,
-            min(largest, 2 * size + world_size * facts.max_micro_batch_size),
-            lambda other: other % world_size == 0 and _splits_well(other // world_size, facts),
+            size, limit, lambda other: other % world_size == 0 and _splits_well(other // world_size, facts)
         )
         return f"{name}: {size} does not divide by {world_size} processes; {_either(possible)} would"
-    if size == world_size and facts.batchnorm == "local":
-        remedy = "TRAIN.SYNC_BATCHNORM True" if world_size > 1 else "a model without it"
-        return (
-            f"{name}: {size} is one sample for each process, too few for BatchNorm; "
-            f"{2 * world_size} would do (or {remedy})"
-        )
     return None
 
 
@@ -207,10 +213,8 @@ def _check_split(name: str, size: int, facts: Facts) -> None:
     samples_per_rank, largest_fit = size // facts.world_size, facts.max_micro_batch_size
     if _splits_well(samples_per_rank, facts):
         return
-    limit = min(2 * samples_per_rank + largest_fit, facts.epoch_samples_per_rank)
-    possible = (
-        nearest(samples_per_rank, limit, lambda other: _splits_well(other, facts)) if largest_fit > 1 else []
-    )
+    limit = min(2 * samples_per_rank + largest_fit, facts.epoch_samples_per_rank) if largest_fit > 1 else 0
+    possible = nearest(samples_per_rank, limit, lambda other: _splits_well(other, facts))
     remedy = f"; {_either([other * facts.world_size for other in possible])} would do" if possible else ""
     other_way = "TRAIN.SYNC_BATCHNORM True" if facts.world_size > 1 else "a model without it"
     raise ConfigError(

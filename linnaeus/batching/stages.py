@@ -22,9 +22,7 @@ class Stage:
     The micro-batches of a step differ by one sample where `accumulation_steps` does not divide its samples.
 
     Attributes:
-        samples_per_rank: samples per rank and optimizer step.
         accumulation_steps: forward passes per optimizer step.
-        world_size: number of ranks.
         num_steps: optimizer steps.
     """
 
@@ -67,58 +65,49 @@ class SizeChange(NamedTuple):
 
 
 def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: int) -> list[SizeChange]:
-    """Let `samples_per_rank` go from `first` at position 0 to `last` at position `length`.
+    """Let `samples_per_rank` go from `first` at position 0 to `last` at position `length`, at least 1.
 
-    In between, the values of the line or the exponential are rounded down to a multiple of the smaller end's
-    micro-batch size. Accumulation changes first; where it would exceed `MANY_ACCUMULATION_STEPS`, the
-    micro-batch size doubles for as long as it fits.
-
-    Args:
-        name: `linear` or `exponential`.
-        first, last: `samples_per_rank` at both ends; either may be the larger one.
-        length: epochs or optimizer steps, at least 1.
-        max_micro_batch_size: the largest micro-batch that fits.
+    In between, the values of the line or the exponential (`name`: `linear`, `exponential`) are rounded down
+    to a multiple of the smaller end's micro-batch size. Accumulation changes first; where it would exceed
+    `MANY_ACCUMULATION_STEPS`, the micro-batch size doubles for as long as it fits.
 
     >>> [(change.start, change.split.samples_per_rank) for change in growth("linear", 8, 32, 4, 16)]
     [(0, 8), (2, 16), (3, 24), (4, 32)]
     """
     low, high = sorted((first, last))
     base_size = split_samples(low, max_micro_batch_size).micro_batch_size
-    sign = 1 if last >= first else -1
-
-    def samples_at(position: int) -> int:
-        if position in (0, length):
-            return last if position else first
+    starts = [(0, first)]
+    for position in range(1, length):
         progress = position / length
         target = first + (last - first) * progress
         if name == "exponential":
             target = first * (last / first) ** progress
         samples = math.floor(target + 1e-9)  # an exact power must not be rounded down to one less
         micro_batch_size = _doubled(base_size, samples, max_micro_batch_size)
-        return min(max(samples // micro_batch_size * micro_batch_size, low), high)
-
-    starts = [(0, first)]
-    while starts[-1][1] != last:
-        position, samples = starts[-1]
-        position = bisect.bisect_right(
-            range(length + 1), sign * samples, lo=position, key=lambda other: sign * samples_at(other)
-        )
-        starts.append((position, samples_at(position)))
-    return milestones(starts, max_micro_batch_size)
+        samples = min(max(samples // micro_batch_size * micro_batch_size, low), high)
+        if samples != starts[-1][1]:
+            starts.append((position, samples))
+    return milestones([*starts, (length, last)] if starts[-1][1] != last else starts, max_micro_batch_size)
 
 
 def milestones(starts: Sequence[tuple[int, int]], max_micro_batch_size: int) -> list[SizeChange]:
-    """Split each size exactly; each applies from its start, an epoch or an optimizer step, on.
+    """Split each size exactly.
 
     Args:
-        starts: pairs of a start, ascending from 0, and the `samples_per_rank` from there on.
+        starts: an epoch or an optimizer step, ascending from 0, and the `samples_per_rank` from there on.
         max_micro_batch_size: the largest micro-batch that fits.
 
     >>> [(change.start, change.split.accumulation_steps) for change in milestones([(0, 8), (5, 24)], 8)]
     [(0, 1), (5, 3)]
     """
     base_size = split_samples(min(samples for _, samples in starts), max_micro_batch_size).micro_batch_size
-    return [SizeChange(start, _split(samples, base_size, max_micro_batch_size)) for start, samples in starts]
+    changes = []
+    for start, samples in starts:
+        size = _doubled(base_size, samples, max_micro_batch_size)
+        is_multiple = samples % size == 0
+        split = Split(size, samples // size) if is_multiple else split_samples(samples, max_micro_batch_size)
+        changes.append(SizeChange(start, split))
+    return changes
 
 
 def _doubled(base_size: int, samples_per_rank: int, max_micro_batch_size: int) -> int:
@@ -128,36 +117,23 @@ def _doubled(base_size: int, samples_per_rank: int, max_micro_batch_size: int) -
     return base_size
 
 
-def _split(samples_per_rank: int, base_size: int, max_micro_batch_size: int) -> Split:
-    micro_batch_size = _doubled(base_size, samples_per_rank, max_micro_batch_size)
-    if samples_per_rank % micro_batch_size == 0:
-        return Split(micro_batch_size, samples_per_rank // micro_batch_size)
-    return split_samples(samples_per_rank, max_micro_batch_size)
-
-
 def split_epochs(
-    changes: Sequence[SizeChange],
-    unit: str,
-    num_epochs: int,
-    epoch_samples_per_rank: int,
-    world_size: int,
-    *,
+    changes: Sequence[SizeChange], unit: str, num_epochs: int, samples_per_epoch: int, world_size: int, *,
     keep_rest: bool,
-) -> tuple[tuple[Stage, ...], ...]:
+) -> tuple[tuple[Stage, ...], ...]:  # fmt: skip
     """The stages of each epoch.
 
     Args:
         changes: the splits of the run with ascending starts, the first 0.
         unit: `epochs` or `steps`, what the starts count.
         num_epochs: epochs of the run.
-        epoch_samples_per_rank: samples that each rank sees in an epoch.
+        samples_per_epoch: samples that each rank sees in an epoch.
         world_size: number of ranks.
-        keep_rest: make a smaller last step of the micro-batches left at the end of an epoch; otherwise they
-            are left out.
+        keep_rest: end an epoch with a smaller step of the micro-batches left over; else they are left out.
     """
     epochs, step = [], 0
     for epoch in range(num_epochs):
-        samples_left, stages = epoch_samples_per_rank, []
+        samples_left, stages = samples_per_epoch, []
         while True:
             position = epoch if unit == "epochs" else step
             following = bisect.bisect_right(changes, position, key=lambda change: change.start)
@@ -167,15 +143,11 @@ def split_epochs(
                 steps = min(steps, changes[following].start - step)
             if steps == 0:
                 break
-            stages.append(make_stage(steps, split, world_size))
+            stages.append(Stage(split.samples_per_rank, split.accumulation_steps, world_size, steps))
             step, samples_left = step + steps, samples_left - steps * split.samples_per_rank
-        if keep_rest and (num_micro_batches := samples_left // split.micro_batch_size):
-            stages.append(make_stage(1, Split(split.micro_batch_size, num_micro_batches), world_size))
+        size = split.micro_batch_size
+        if keep_rest and (num_micro_batches := samples_left // size):
+            stages.append(Stage(num_micro_batches * size, num_micro_batches, world_size, num_steps=1))
             step += 1
         epochs.append(tuple(stages))
     return tuple(epochs)
-
-
-def make_stage(num_steps: int, split: Split, world_size: int) -> Stage:
-    """Optimizer steps with the same split on every rank."""
-    return Stage(split.samples_per_rank, split.accumulation_steps, world_size, num_steps)

@@ -9,13 +9,7 @@ from linnaeus.words import counted
 
 
 def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> list[str]:
-    """One line for each figure of the plan, without notes and warnings, and without what is switched off.
-
-    Args:
-        plan: the plan.
-        train: the TRAIN node that it was made from.
-        optimizer: the OPTIMIZER node.
-    """
+    """One line for each figure of the plan, without notes and warnings, and without what is switched off."""
     rows = [
         ("batch", _batch(plan)),
         *([("schedule", _schedule(plan, train))] if plan.changes else []),

@@ -147,7 +147,7 @@ def _backbone(
         )
     source = find_source(node.NAME)
     if node.PRETRAINED and load_weights:
-        check_weights_exist(source, node.KWARGS.get("cache_dir"))
+        check_weights_exist(source)
     arguments: dict[str, Any] = {"drop_path_rate": node.DROP_PATH_RATE} if node.DROP_PATH_RATE else {}
     if source.cfg.get("fixed_input_size"):
         arguments["img_size"] = img_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,6 @@ import timm
 
 from linnaeus.errors import ConfigError, first_line
 
-PROBE_S = 10.0
-"""How long the hub may take to say that it has a file; its client alone would retry for a minute."""
-
 REMEDY = (
     "without a network, copy the folder of the Hugging Face cache (HF_HOME, ~/.cache/huggingface) from a "
     "machine that has the weights, or name a folder that holds them with MODEL.NAME local-dir:FOLDER, or a "
@@ -24,7 +20,6 @@ REMEDY = (
 )
 
 _HUB, _FOLDER = "hf-hub", "local-dir"
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -108,15 +103,26 @@ def _tags(architecture: str) -> str:
 
 
 def _hub_description(place: str) -> Path:
-    """The file that describes a model on the hub: that in the cache, else downloaded into it."""
-    from huggingface_hub import hf_hub_download
+    """The file that describes a model on the hub: from the cache, else downloaded into it."""
+    from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
 
-    file = _find_on_hub(place, ("config.json",), "MODEL.NAME")
     model, _, version = place.partition("@")
     try:
-        return file or Path(hf_hub_download(model, "config.json", revision=version or None))
-    except Exception as error:
-        raise _download_error(model, error, "MODEL.NAME") from error
+        cached = try_to_load_from_cache(model, "config.json", revision=version or None)
+        if isinstance(cached, str):
+            return Path(cached)
+        return Path(hf_hub_download(model, "config.json", revision=version or None))
+    except Exception as error:  # of the client, and of the network library below it
+        refusals = {
+            errors.LocalEntryNotFoundError: f"no connection; {REMEDY}",
+            errors.EntryNotFoundError: "the model has no config.json",
+            errors.GatedRepoError: "ask for access on its page, then log in with `hf auth login`",
+            errors.RepositoryNotFoundError: "no such model, or it is private: log in with `hf auth login`",
+            errors.RevisionNotFoundError: "the model has no such revision",
+        }
+        reasons = (reason for kind, reason in refusals.items() if isinstance(error, kind))
+        reason = next(reasons, f"{first_line(error):.200}; {REMEDY}")
+        raise ConfigError(f"MODEL.NAME: {place!r} cannot be read from the hub: {reason}") from error
 
 
 def _description(name: str, file: Path) -> dict[str, Any]:
@@ -132,67 +138,13 @@ def _description(name: str, file: Path) -> dict[str, Any]:
     return content
 
 
-def check_weights_exist(source: Source, cache_dir: str | None = None) -> None:
-    """Check that pretrained weights can be loaded, before timm tries for minutes.
-
-    Args:
-        source: the model.
-        cache_dir: folder of downloaded files; None is the usual one.
-
-    Raises:
-        ConfigError: there are none, or the hub that has them cannot be reached.
-    """
-    key, cfg = "MODEL.PRETRAINED", source.cfg
-    if source.kind == _HUB:
-        _find_on_hub(source.name.partition(":")[2], _WEIGHT_FILES, key, cache_dir)
-    elif source.kind != _FOLDER and not timm.models.is_model_pretrained(source.name):
+def check_weights_exist(source: Source) -> None:
+    """Refuse a name of timm's list without pretrained weights, and name those that have some."""
+    if not source.kind and not timm.models.is_model_pretrained(source.name):
         raise ConfigError(
-            f"{key}: True, but timm has no weights for {source.name!r}; {_tags(source.architecture)}"
+            f"MODEL.PRETRAINED: True, but timm has no weights for {source.name!r}; "
+            f"{_tags(source.architecture)}"
         )
-    elif cfg.get("hf_hub_id") and not cfg.get("file"):
-        filename = cfg.get("hf_hub_filename")
-        _find_on_hub(str(cfg["hf_hub_id"]), (str(filename),) if filename else _WEIGHT_FILES, key, cache_dir)
-
-
-def _find_on_hub(
-    place: str, filenames: tuple[str, ...], key: str, cache_dir: str | None = None
-) -> Path | None:
-    """The first of a model's files that is in the cache; None if only the server has one.
-
-    Raises:
-        ConfigError: names the key; there is none, or the server does not give it or cannot be reached.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError
-
-    model, _, version = place.partition("@")
-    try:
-        for name in filenames:
-            cached = try_to_load_from_cache(model, name, cache_dir, revision=version or None)
-            if isinstance(cached, str):
-                return Path(cached)
-        for name in filenames:
-            with suppress(EntryNotFoundError):
-                get_hf_file_metadata(hf_hub_url(model, name, revision=version or None), timeout=PROBE_S)
-                return None
-    except Exception as error:  # of the client, and of the network library below it
-        raise _download_error(model, error, key) from error
-    raise ConfigError(f"{key}: hub {model} has no {' and no '.join(filenames)}")
-
-
-def _download_error(model: str, error: Exception, key: str) -> ConfigError:
-    """The error for files that cannot be downloaded: why the hub refuses them, or else the remedy."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    refusals = {
-        GatedRepoError: "access to it has to be asked for on its page; then log in with `hf auth login`",
-        RepositoryNotFoundError: "there is no such model, or it is private: log in with `hf auth login`",
-        RevisionNotFoundError: "the model has no such revision",
-        ValueError: first_line(error),  # the name is none that the hub could have
-    }
-    refusal = next((reason for kind, reason in refusals.items() if isinstance(error, kind)), None)
-    reason = f"{refusal:.200})" if refusal else f"{first_line(error):.200}); {REMEDY}"
-    return ConfigError(f"{key}: the files of hub {model} cannot be downloaded ({reason}")
 
 
 def unusable_weights_error(source: Source, error: Exception) -> ConfigError:

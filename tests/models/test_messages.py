@@ -106,7 +106,7 @@ def test_messages(golden: Golden, folder: Path, tmp_path: Path, monkeypatch: pyt
         def refuse(*_: object, kind: Any = kind, **__: object) -> None:
             raise kind.__new__(kind, "connection refused")
 
-        monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
         messages[f"error: hub, {title}"] = error_of(build, "hf-hub:someone/model", PRETRAINED=True)
 
     messages["weights: random"] = built()[1]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
+from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import LossConfig, NoiseScaleConfig, OptimizerConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
