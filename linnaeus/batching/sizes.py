@@ -174,7 +174,8 @@ def _contradictions(train: TrainConfig) -> list[str]:
     elif schedule.LENGTH is not None and schedule.LENGTH >= train.EPOCHS:
         problems.append(
             f"{SCHEDULE}.LENGTH: after {counted(schedule.LENGTH, 'epoch')} a run of TRAIN.EPOCHS "
-            f"{train.EPOCHS} is over, and {SCHEDULE}.LAST would not be reached; {train.EPOCHS - 1} is the most"
+            f"{train.EPOCHS} is over, and {SCHEDULE}.LAST would not be reached; "
+            f"{train.EPOCHS - 1} is the most"
         )
     return problems
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import timm
@@ -50,7 +49,7 @@ def build_model(
         ConfigError: an unknown model, weights that do not load, or images that the model cannot take.
     """
     if is_target(node):
-        model = _custom_model(node, taxonomy, in_chans, img_size)
+        model = _custom_model(node, taxonomy, in_chans=in_chans, img_size=img_size)
         return model, f"weights: as {node['_target_']} makes them"
     if taxonomy is None or in_chans is None or img_size is None:
         raise ConfigError(
@@ -69,13 +68,10 @@ def build_model(
         loaded = f"{num_tensors} tensors of {saved.path}" + (f" ({saved.note})" if saved.note else "")
     elif node.PRETRAINED and load_weights:
         loaded = source.origin
+    elif source.kind or "." in source.name:
+        return model, f"weights: random ({node.NAME} names weights that only MODEL.PRETRAINED True loads)"
     else:
-        hint = (
-            f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)"
-            if source.kind or "." in source.name
-            else ""
-        )
-        return model, f"weights: random{hint}"
+        return model, "weights: random"
     heads = f"; new: head{'s' if num_new > 1 else ''} of {', '.join(new)}" if new else ""
     return model, f"weights: {loaded}{heads}"
 
@@ -98,12 +94,12 @@ def set_gradient_checkpointing(model: nn.Module) -> None:
 
 def has_gradient_checkpointing(model: nn.Module) -> bool:
     """Whether `set_gradient_checkpointing` would take effect. The model's switch is off afterwards."""
-    try:
-        set_gradient_checkpointing(model)
-    except ConfigError:
-        return False
     target: Any = getattr(model, "backbone", model)
-    target.set_grad_checkpointing(False)
+    try:
+        target.set_grad_checkpointing(True)
+        target.set_grad_checkpointing(False)
+    except (AttributeError, AssertionError):
+        return False
     return True
 
 
@@ -119,15 +115,12 @@ def _known_parents(taxonomy: Taxonomy) -> tuple[tuple[int, ...], ...]:
     return taxonomy.parents
 
 
-def _custom_model(
-    node: Any, taxonomy: Taxonomy | None, in_chans: int | None, img_size: tuple[int, int] | None
-) -> nn.Module:
-    offer: dict[str, Any] = {"in_chans": in_chans, "img_size": img_size}
+def _custom_model(node: Any, taxonomy: Taxonomy | None, **images: Any) -> nn.Module:
+    offer = {name: value for name, value in images.items() if value is not None}
     if taxonomy is not None:
         counts = taxonomy.num_classes
         offer["num_classes"] = counts if len(counts) > 1 else next(iter(counts.values()))
-    known = {name: value for name, value in offer.items() if value is not None}
-    model = call_target(node, "MODEL", offer=known)
+    model = call_target(node, "MODEL", offer=offer)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"MODEL: {node['_target_']} gave a {type(model).__name__}, not an nn.Module")
     return model
@@ -165,22 +158,17 @@ def _backbone(
     if load_weights and node.WEIGHTS is not None:
         saved = read_weights(node.WEIGHTS)
         return load_backbone(saved, node.NAME, backbone, create), source, saved
-    if load_weights and node.PRETRAINED:
-        backbone = _pretrained(source, backbone, create)
-    return backbone, source, None
-
-
-def _pretrained(source: Source, untrained: nn.Module, create: Callable[..., nn.Module]) -> nn.Module:
-    """The backbone with timm's weights, which timm adapts to the channels and the size of the images."""
+    if not (load_weights and node.PRETRAINED):
+        return backbone, source, None
     try:
-        backbone = create(pretrained=True)
+        pretrained = create(pretrained=True)
     except Exception as error:  # of the hub's client, of files, of shapes
         raise unusable_weights_error(source, error) from error
-    missed = missing_tensors(backbone, untrained)
+    missed = missing_tensors(pretrained, backbone)
     if missed:
         missing = ValueError(f"{len(missed)} parameters are missing, such as {missed[0]!r}")
         raise unusable_weights_error(source, missing)
-    return backbone
+    return pretrained, source, None
 
 
 def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, int]) -> int:

@@ -21,9 +21,6 @@ from linnaeus.models.timm_source import find_source
 MODEL_FILE = "model.json"
 """Name of the file in a run's folder that shows its `ModelSpec` to people and to other programs."""
 
-_WEIGHTS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path")
-"""Arguments of `timm.create_model` that load weights."""
-
 _OF_THE_DATA = ("num_classes", "in_chans", "img_size")
 """Arguments of `timm.create_model` that follow from the run's data."""
 
@@ -97,19 +94,13 @@ class ModelSpec:
         Raises:
             ConfigError: it cannot be built, such as a user's own module that is not there.
         """
+        node: Any = self.node
+        if not is_target(node):
+            known = {field.name for field in dataclasses.fields(ModelConfig)}
+            node = ModelConfig(**{name: value for name, value in node.items() if name in known})
         with preserved_generators():
             model, _ = build_model(
-                self._node_without_weights(), taxonomy=self.taxonomy, in_chans=self.in_chans,
-                img_size=self.img_size,
+                node, taxonomy=self.taxonomy, in_chans=self.in_chans, img_size=self.img_size,
+                load_weights=False,
             )  # fmt: skip
         return model
-
-    def _node_without_weights(self) -> Any:
-        if is_target(self.node):
-            return self.node
-        known = {field.name for field in dataclasses.fields(ModelConfig)}
-        node = {name: value for name, value in self.node.items() if name in known}
-        arguments = {name: value for name, value in node["KWARGS"].items() if name not in _WEIGHTS}
-        return ModelConfig(
-            **(node | {"PRETRAINED": False, "WEIGHTS": None, "FREEZE": "none", "KWARGS": arguments})
-        )

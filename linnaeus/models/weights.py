@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,8 +175,7 @@ def load_backbone(
     problem = f"MODEL.WEIGHTS: {str(saved.path)!r} does not load into {name!r}: "
     overlay = {"state_dict": dict(saved.backbone), "source": None, "custom_load": False}
     try:
-        with _without_warnings_of_timm():
-            backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
+        backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # timm's filters raise what they meet in files that are not theirs
         other = [key for key in own if key in saved.backbone and saved.backbone[key].shape != own[key].shape]
         if not other:
@@ -197,28 +194,14 @@ def load_backbone(
     return backbone
 
 
-@contextmanager
-def _without_warnings_of_timm() -> Iterator[None]:
-    """Our own error or line says more of names that do not fit."""
-    timm_logger = logging.getLogger("timm")
-    before = timm_logger.level
-    timm_logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        timm_logger.setLevel(before)
-
-
 def missing_tensors(
     loaded: nn.Module, untrained: nn.Module, file: Mapping[str, Tensor] | None = None
 ) -> list[str]:
-    """Parameters and statistics that timm has not loaded, about which it is silent.
+    """Parameters that timm has silently not loaded; with the tensors of a `file`, BatchNorm's statistics too.
 
     timm may rename what it loads. `untrained` is the same network from the same random numbers: a parameter
     that equals its own was not loaded. BatchNorm's statistics are the same in each untrained network; a file
     has as many of them as the network, whatever their names.
-
-    Without `file`, the tensors of the file, only parameters are looked at.
     """
     initial, names = untrained.state_dict(), loaded.state_dict()
     if file is not None and names.keys() <= file.keys():
@@ -255,20 +238,16 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
     """
     if isinstance(model.heads, MarginalHead):
         return [] if _load_leaves(model.heads, saved, taxonomy) else list(taxonomy.names)
-    own = model.state_dict()
     new = []
     for index, level in enumerate(taxonomy.levels):
-        place = _place(index, level, len(taxonomy.levels), saved)
-        names = [name for name in own if name.startswith(f"heads.{index}.")]
-        found = {}
-        if place is not None:
-            found = {name: saved.heads.get(f"heads.{place[0]}.{name.split('.', 2)[2]}") for name in names}
-        tensors = {name: t for name, t in found.items() if t is not None and t.shape == own[name].shape}
-        if place is None or tensors.keys() != set(names):
+        number, rows = _place(index, level, len(taxonomy.levels), saved)
+        weight, bias = (saved.heads.get(f"heads.{number}.{part}") for part in ("weight", "bias"))
+        head: Any = model.heads[index]
+        if weight is None or bias is None or weight.shape != head.weight.shape:
             new.append(level.name)
-            continue
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor[place[1]])
+        else:
+            head.weight.copy_(weight[rows])
+            head.bias.copy_(bias[rows])
     return new
 
 
@@ -284,13 +263,13 @@ def _load_leaves(head: MarginalHead, saved: SavedWeights, taxonomy: Taxonomy) ->
     return True
 
 
-def _place(index: int, level: Level, num_levels: int, saved: SavedWeights) -> tuple[int, list[int]] | None:
-    """Where a level's head is in the file, and the row of each class there; None if the classes differ."""
+def _place(index: int, level: Level, num_levels: int, saved: SavedWeights) -> tuple[int, list[int]]:
+    """The number of a level's head in the file, -1 if the classes differ, and the row of each class there."""
     if saved.classes is None:
         num_before = len({name.split(".")[1] for name in saved.heads})
-        return (index, list(range(len(level.classes)))) if num_before == num_levels else None
-    before = saved.classes.get(level.name)
-    if before is None or sorted(before) != sorted(level.classes):
-        return None
+        return index if num_before == num_levels else -1, list(range(len(level.classes)))
+    before = saved.classes.get(level.name, [])
+    if sorted(before) != sorted(level.classes):
+        return -1, []
     rows = {name: row for row, name in enumerate(before)}
     return list(saved.classes).index(level.name), [rows[name] for name in level.classes]
