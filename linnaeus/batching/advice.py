@@ -35,16 +35,22 @@ def plan_warnings(
     `optimizer` is the name of the optimizer or of its class, `learning_rate` the peak, after scaling.
     """
     key = _effective_batch_key(train, facts)
-    effective_batch_size = max(split.samples_per_rank for split in splits) * facts.world_size
+    size = max(split.samples_per_rank for split in splits) * facts.world_size
     found = [
         _accumulation(facts, splits, key),
-        _epoch_of_one_batch(facts, splits) or _batchnorm(facts, splits, _micro_batch_key(train, facts)),
-        _fine_tuning(facts, effective_batch_size, optimizer, learning_rate, key),
+        _epoch_of_one_batch(facts, splits) or _batchnorm(train, facts, splits),
     ]
-    fraction = effective_batch_size / facts.num_samples
-    if fraction > LARGE_DATASET_FRACTION:
+    is_sgd = any(name in optimizer.lower() for name in ("sgd", "momentum", "nesterov"))
+    limit = MAX_LR_SGD if is_sgd else MAX_LR_ADAPTIVE
+    if facts.pretrained and size >= LARGE_FOR_FINE_TUNING and learning_rate > limit:
         found.append(
-            f"an effective batch of {effective_batch_size} is {fraction:.0%} of the {facts.num_samples} "
+            f"pretrained weights ({facts.pretrained_key}) may be forgotten with an effective batch of {size} "
+            f"and a learning rate of {learning_rate:.3g}; bring the rate to {limit:g} or less with "
+            f"OPTIMIZER.LR, or lower {key}, and set SCHEDULE.WARMUP_EPOCHS"
+        )
+    if size > LARGE_DATASET_FRACTION * facts.num_samples:
+        found.append(
+            f"an effective batch of {size} is {size / facts.num_samples:.0%} of the {facts.num_samples} "
             f"training samples, so an epoch has few optimizer steps; lower {key} or raise TRAIN.EPOCHS"
         )
     return [text for text in found if text is not None]
@@ -69,7 +75,7 @@ def _accumulation(facts: Facts, splits: Sequence[Split], key: str) -> str | None
     )
 
 
-def _batchnorm(facts: Facts, splits: Sequence[Split], key: str) -> str | None:
+def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str | None:
     if facts.batchnorm == "none":
         return None
     samples, where = min(split.micro_batch_size for split in splits), "per process"
@@ -77,6 +83,11 @@ def _batchnorm(facts: Facts, splits: Sequence[Split], key: str) -> str | None:
         samples, where = samples * facts.world_size, "of all processes"
     if samples >= FEW_FOR_BATCHNORM:
         return None
+    key = facts.batch_size_key  # that of the smallest micro-batch
+    if train.BATCH_SCHEDULE.NAME != "constant":
+        key = f"{SCHEDULE}.FIRST"
+    elif train.EFFECTIVE_BATCH_SIZE is not None:
+        key = f"{key}, {EFFECTIVE}"
     can_synchronise = facts.world_size > 1 and facts.batchnorm == "local"
     sync = "TRAIN.SYNC_BATCHNORM True, " if can_synchronise else ""
     return (
@@ -99,21 +110,6 @@ def _epoch_of_one_batch(facts: Facts, splits: Sequence[Split]) -> str | None:
     )
 
 
-def _fine_tuning(
-    facts: Facts, effective_batch_size: int, optimizer: str, learning_rate: float, key: str
-) -> str | None:
-    is_sgd = any(name in optimizer.lower() for name in ("sgd", "momentum", "nesterov"))
-    limit = MAX_LR_SGD if is_sgd else MAX_LR_ADAPTIVE
-    is_small = effective_batch_size < LARGE_FOR_FINE_TUNING or learning_rate <= limit
-    if not facts.pretrained or is_small:
-        return None
-    return (
-        f"pretrained weights ({facts.pretrained_key}) may be forgotten with an effective batch of "
-        f"{effective_batch_size} and a learning rate of {learning_rate:.3g}; bring the rate to {limit:g} or "
-        f"less with OPTIMIZER.LR, or lower {key}, and set SCHEDULE.WARMUP_EPOCHS"
-    )
-
-
 def _effective_batch_key(train: TrainConfig, facts: Facts) -> str:
     """The key that sets the largest effective batch size."""
     name = train.BATCH_SCHEDULE.NAME
@@ -122,11 +118,3 @@ def _effective_batch_key(train: TrainConfig, facts: Facts) -> str:
     if train.EFFECTIVE_BATCH_SIZE is not None:
         return EFFECTIVE
     return "TRAIN.ACCUMULATION_STEPS" if train.ACCUMULATION_STEPS > 1 else facts.batch_size_key
-
-
-def _micro_batch_key(train: TrainConfig, facts: Facts) -> str:
-    """The key that sets the smallest micro-batch size."""
-    if train.BATCH_SCHEDULE.NAME != "constant":
-        return f"{SCHEDULE}.FIRST"
-    key = facts.batch_size_key
-    return key if train.EFFECTIVE_BATCH_SIZE is None else f"{key}, {EFFECTIVE}"

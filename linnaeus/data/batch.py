@@ -67,21 +67,20 @@ def to_device(
 ) -> Batch:
     """Move every tensor of a batch, in nests of tuples, lists and dicts too.
 
-    Args:
-        batch: the batch.
-        device: the device to move to.
-        non_blocking: do not wait for copies from page-locked memory.
-        channels_last: use the channels-last memory format for floating-point inputs with 4 dimensions.
+    `non_blocking` does not wait for copies from page-locked memory. `channels_last` is the memory format of
+    floating-point inputs with 4 dimensions.
     """
 
-    def move(leaf: Any, **layout: Any) -> Any:
+    def move(leaf: Any, *, is_image: bool = False) -> Any:
+        layout = {"memory_format": torch.channels_last} if is_image else {}
         return leaf.to(device, non_blocking=non_blocking, **layout) if hasattr(leaf, "to") else leaf
 
-    def move_input(leaf: Any) -> Any:
-        is_image = channels_last and is_image_batch(leaf)
-        return move(leaf, memory_format=torch.channels_last) if is_image else move(leaf)
-
-    return Batch(nest.map_leaves(move_input, batch.inputs), nest.map_leaves(move, batch.targets))
+    return Batch(
+        nest.map_leaves(
+            lambda leaf: move(leaf, is_image=channels_last and is_image_batch(leaf)), batch.inputs
+        ),
+        nest.map_leaves(move, batch.targets),
+    )
 
 
 class BatchSpec:
@@ -91,57 +90,35 @@ class BatchSpec:
     samples bit for bit. Where it does more (shuffles, packs, counts), the repeated samples are collated.
 
     Args:
-        samples: samples of the same shape.
+        dataset: map-style; of `num_samples`, chosen by the seed, those with the largest shape are repeated.
         collate: turns samples into a `Batch`.
-        seed: for collate functions that draw random numbers.
-        mix: mixes a collated batch, which changes values but neither shapes nor types (Mixup); None is
-            nothing. Only `load` calls it, because of the memory that it takes.
+        num_samples: samples to look at.
+        seed: for datasets and collate functions that draw random numbers. The state of the global random
+            generators is restored.
+
+    Raises:
+        DataError: the dataset is empty.
     """
 
     def __init__(
-        self,
-        samples: list[Any],
-        collate: Callable[[list[Any]], Batch],
-        seed: int = 0,
-        mix: Callable[[Batch], Batch] | None = None,
+        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Batch], num_samples: int, seed: int = 0
     ) -> None:
-        self.samples = samples
-        self.collate = collate
-        self.seed = seed
-        self._mix = mix
-        self.tensor_bytes = [nest.num_bytes(leaf) for leaf in nest.leaves(self._collate([samples[0]]))]
-        self._base = self._collate(samples)
-        self._grows = _growing_leaves(samples, self._collate)
-
-    @classmethod
-    def from_dataset(
-        cls,
-        dataset: Dataset[Any],
-        collate: Callable[[list[Any]], Batch],
-        num_samples: int,
-        seed: int,
-        mix: Callable[[Batch], Batch] | None = None,
-    ) -> BatchSpec:
-        """Read `num_samples` of a map-style dataset, chosen by the seed; keep those with the largest shape.
-
-        The state of the global random generators is restored.
-
-        Raises:
-            DataError: the dataset is empty.
-        """
         length = len(dataset)  # type: ignore[arg-type]
         if length == 0:
             raise DataError("the dataset has no sample to take the shape of a batch from")
-        chosen = random.Random(seed).sample(range(length), min(num_samples, length))
         groups: dict[Any, list[Any]] = {}
         with preserved_generators():
-            for index in chosen:
+            for index in random.Random(seed).sample(range(length), min(num_samples, length)):
                 seed_generators(derive_seed(seed, index))
                 sample = dataset[index]
                 shapes = tuple(tuple(tensor.shape) for tensor in nest.tensors(collate([sample])))
                 groups.setdefault(shapes, []).append(sample)
-        largest = max(groups, key=lambda shapes: sum(map(math.prod, shapes)))
-        return cls(groups[largest], collate, seed, mix)
+        self.samples = groups[max(groups, key=lambda shapes: sum(map(math.prod, shapes)))]
+        self.collate = collate
+        self.seed = seed
+        self.tensor_bytes = [nest.num_bytes(leaf) for leaf in nest.leaves(self._collate(self.samples[:1]))]
+        self._base = self._collate(self.samples)
+        self._grows = _growing_leaves(self.samples, self._collate)
 
     def make(self, n: int, device: torch.device | str, *, channels_last: bool = False) -> Batch:
         """A batch of n samples on a device, with inputs in the memory format of `to_device`.
@@ -173,13 +150,12 @@ class BatchSpec:
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
         samples = [nest.map_leaves(own, sample) for sample in islice(cycle(self.samples), n)]
-        return self._collate(samples, self._mix)
+        return self._collate(samples)
 
-    def _collate(self, samples: list[Any], mix: Callable[[Batch], Batch] | None = None) -> Batch:
+    def _collate(self, samples: list[Any]) -> Batch:
         with preserved_generators():
             seed_generators(self.seed)
-            batch = self.collate(samples)
-            return batch if mix is None else mix(batch)
+            return self.collate(samples)
 
 
 def _growing_leaves(samples: list[Any], collate: Callable[[list[Any]], Batch]) -> list[bool] | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
@@ -176,9 +176,8 @@ def _files(request: Request, on_main: OnMain) -> EvaluationData:
     left_out = {position for positions in unknown.values() for position in positions}
     if unknown:
         kept = [position for position in range(len(listing.paths)) if position not in left_out]
-        counts = f"{counted(len(unknown), 'class')} with {counted(len(left_out), 'sample')}"
-        text = f"{counts}: {name_unknown(unknown, listing)}"
-        _leave_out(listing.source, text, request, report, is_all=not kept)
+        names = name_unknown(unknown, listing)
+        _leave_out(listing.source, names, len(unknown), len(left_out), request, report, is_all=not kept)
         listing, targets = listing.take(kept), targets[kept]
     if not listing.paths:
         raise DataError(f"{listing.source}: no sample to evaluate")
@@ -244,9 +243,13 @@ def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -
             targets[:, level] = parents[targets[:, level + 1]]
 
 
-def _leave_out(source: str, unknown: str, request: Request, report: list[str], *, is_all: bool) -> None:
+def _leave_out(
+    source: str, names: str, num_classes: int, num_samples: int, request: Request, report: list[str], *,
+    is_all: bool,
+) -> None:  # fmt: skip
     """Report unknown samples as left out; a `DataError` if they are not to be skipped, or all are unknown."""
-    text = f"the run does not know {unknown}"
+    counts = f"{counted(num_classes, 'class')} with {counted(num_samples, 'sample')}"
+    text = f"the run does not know {counts}: {names}"
     if is_all:
         raise DataError(f"{source}: {text}; these are all samples, so there is nothing to evaluate")
     if not request.skips_unknown:
@@ -280,19 +283,16 @@ def _relabel(
             f"{dataset.name}: its classes are not those of the run, and as it has a collate_fn of its own, "
             "its labels cannot be matched by name; give the dataset the classes of the run, in their order"
         )
-    kept: list[int] = on_main(partial(_positions_known, dataset, relabel)) if relabel.unknown else []
-    num_left_out = len(dataset) - len(kept) if relabel.unknown else 0
+    num_left_out = 0
+    if relabel.unknown:
+        kept = on_main(lambda: [i for i in range(len(dataset)) if not relabel.is_unknown(dataset[i][1])])
+        num_left_out = len(dataset) - len(kept)
     if num_left_out:
-        counts = f"{counted(len(relabel.unknown), 'class')} with {counted(num_left_out, 'sample')}"
-        text = f"{counts}: {several(relabel.unknown)}"
-        _leave_out(dataset.name, text, request, report, is_all=not kept)
-        dataset.take(kept)
+        names, num_classes = several(relabel.unknown), len(relabel.unknown)
+        _leave_out(dataset.name, names, num_classes, num_left_out, request, report, is_all=not kept)
+        dataset.dataset = Subset(dataset.dataset, kept)
     dataset.relabel = relabel
     return num_left_out
-
-
-def _positions_known(dataset: UserDataset, relabel: Relabel) -> list[int]:
-    return [i for i in range(len(dataset)) if not relabel.is_unknown(dataset[i][1])]
 
 
 class Relabel:
@@ -314,49 +314,41 @@ class Relabel:
         if len(declared.levels) == len(index.columns) == 1:
             names[index.columns[0]] = declared.names[0]
         columns = [declared.names.index(name) if name in declared.names else None for name in names]
-        self._tables: list[tuple[int, Tensor] | None] = []
-        for position, source in enumerate(index.columns):
+        self._tables: dict[int, tuple[int, Tensor]] = {}
+        """For levels of the run that the dataset has: the column there, and the label of each class there."""
+        for level, source in enumerate(index.columns):
             column = columns[source]
             if column is None:
-                self._tables.append(None)
                 continue
-            classes = index.taxonomy.levels[position].classes
-            own_names = (own for _, own in index.lookup[source])
-            paths = {
-                path: i for i, (path, own) in enumerate(zip(classes, own_names, strict=True)) if path != own
-            }
+            paths = {path: i for i, path in enumerate(index.taxonomy.levels[level].classes) if "/" in path}
             above = [None if c is None else _ancestor_names(declared, column, c) for c in columns[:source]]
             below = (None,) * (len(columns) - source - 1)
             labels = []
             for i, class_name in enumerate(declared.levels[column].classes):
                 lineage: Lineage = (*(n[i] if n else None for n in above), class_name, *below)
                 try:
-                    label = paths[class_name] if class_name in paths else index.encode(lineage)[position]
+                    label = paths[class_name] if class_name in paths else index.encode(lineage)[level]
                 except UnknownClassError:
                     label = UNKNOWN
                     self.unknown.append("/".join(filter(None, lineage)))
                 labels.append(label)
-            self._tables.append((column, torch.tensor([*labels, UNKNOWN])))
-        if not any(self._tables):
+            self._tables[level] = column, torch.tensor([*labels, UNKNOWN])
+        if not self._tables:
             raise _no_common_ranks(name, declared.names, index)
 
     def __call__(self, targets: Tensor) -> Tensor:
-        """Labels [..., R] of the run for labels [..., levels of the dataset]; -1 is unknown in both."""
-        rows = targets.reshape(-1, targets.shape[-1])
-        found = torch.full((len(rows), len(self._tables)), UNKNOWN)
-        for level, entry in enumerate(self._tables):
-            if entry is not None:
-                column, table = entry
-                found[:, level] = table[rows[:, column]]
-        _fill_missing(found, [i for i, entry in enumerate(self._tables) if entry is None], self._taxonomy)
-        return found.reshape(*targets.shape[:-1], -1)
+        """Labels [N, R] of the run for labels [N, levels of the dataset]; -1 is unknown in both."""
+        levels = range(len(self._taxonomy.levels))
+        found = torch.full((len(targets), len(levels)), UNKNOWN)
+        for level, (column, table) in self._tables.items():
+            found[:, level] = table[targets[:, column]]
+        _fill_missing(found, [level for level in levels if level not in self._tables], self._taxonomy)
+        return found
 
     def is_unknown(self, target: Tensor) -> bool:
         """Whether a sample's labels [levels of the dataset] have a class that the run does not know."""
-        return any(
-            entry is not None and target[entry[0]] != UNKNOWN and entry[1][target[entry[0]]] == UNKNOWN
-            for entry in self._tables
-        )
+        tables = self._tables.values()
+        return any(target[c] != UNKNOWN and table[target[c]] == UNKNOWN for c, table in tables)
 
 
 def _ancestor_names(taxonomy: Taxonomy, low: int, high: int) -> list[str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
@@ -36,6 +36,7 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     """
     dataset: DatasetConfig = config.DATASET
     train_folder, val_folder = _split_folders(dataset)
+    train_folder = _training(train_folder, dataset)
     train, inat = _read(train_folder, dataset.FOLDER_NAMES)
     val = None
     if val_folder is not None:
@@ -60,10 +61,10 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
     `test`. Else they are the samples that the run has held out of its own training data (`is_own`), or all
     images. Errors are those of `build_imagefolder`.
     """
-    folder = _evaluation_split(dataset, is_own=is_own)
+    train, folder = _split_folders(dataset, _VAL_NAMES if is_own else (*_VAL_NAMES, "test"))
     kind = Part.VALIDATION
     if folder is None:
-        folder, kind = _split_folders(dataset)[0], Part.HELD_OUT if is_own else Part.ALL_SAMPLES
+        folder, kind = _training(train, dataset), Part.HELD_OUT if is_own else Part.ALL_SAMPLES
     listing, inat = _read(folder, dataset.FOLDER_NAMES, need_all=kind != Part.VALIDATION)
     names = INAT_RANKS if inat else None
     if kind != Part.HELD_OUT:
@@ -73,62 +74,51 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
     return Part(held_out, names, kind, tuple(report), _index(listing, dataset.RANKS, inat))
 
 
-def _evaluation_split(dataset: DatasetConfig, *, is_own: bool) -> Path | None:
-    """The folder of the validation split; the one of training need not be there."""
-    root, subfolders = _root(dataset)
-    if dataset.VAL is not None:
-        return _named_folder(root, dataset, "VAL")
-    has_splits = _are_splits(subfolders) or (not is_own and bool(subfolders) and subfolders <= _SPLIT_NAMES)
-    if dataset.TRAIN is None and not has_splits:
-        return None
-    return _found_split(root, subfolders, dataset.TRAIN, _VAL_NAMES if is_own else (*_VAL_NAMES, "test"))
+def _split_folders(
+    dataset: DatasetConfig, val_names: Sequence[str] = _VAL_NAMES
+) -> tuple[Path | None, Path | None]:
+    """The folders of training and of validation; each is None where there is none.
 
-
-def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:
-    """Folders of training and validation; the latter is None where samples of training are to be held out."""
-    root, subfolders = _root(dataset)
-    train, val = _named_folder(root, dataset, "TRAIN"), _named_folder(root, dataset, "VAL")
-    if train is None:
-        if val is None and not _are_splits(subfolders):
-            return root, None
-        if "train" not in subfolders:
-            raise ConfigError(
-                f"DATA.DATASET.ROOT: {root} has no folder `train`; name the training folder in "
-                "DATA.DATASET.TRAIN (`.` is ROOT itself)"
-            )
-        train = root / "train"
-    return train, val or _found_split(root, subfolders, dataset.TRAIN, _VAL_NAMES)
-
-
-def _root(dataset: DatasetConfig) -> tuple[Path, set[str]]:
-    """The folder `ROOT`, and the names of the folders in it."""
+    Without either, ROOT itself is the folder of training. A TRAIN that is named may be missing.
+    """
     if dataset.ROOT is None:
         raise ConfigError("DATA.DATASET.ROOT: name the folder that holds the images")
     root = Path(dataset.ROOT).expanduser()
     try:
-        return root, {path.name for path in root.iterdir() if path.is_dir() and path.name[0] != "."}
+        subfolders = {path.name for path in root.iterdir() if path.is_dir() and path.name[0] != "."}
     except OSError as error:
         hint = "" if root.exists() else suggest_path(root)
         raise ConfigError(f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{hint}") from error
+    train, val = (None if name is None else root / name for name in (dataset.TRAIN, dataset.VAL))
+    if val is not None:
+        _check_folder(val, "VAL")
+    if train is None:
+        if val is None and not _are_splits(subfolders, val_names):
+            return root, None
+        train = root / "train" if "train" in subfolders else None
+    names = (name for name in val_names if name in subfolders and root / name != train)
+    return train, val or next((root / name for name in names), None)
 
 
-def _named_folder(root: Path, dataset: DatasetConfig, key: str) -> Path | None:
-    """The folder that a key names; None where it is null."""
-    name = getattr(dataset, key)
-    if name is None or (root / name).is_dir():
-        return None if name is None else root / name
-    raise ConfigError(f"DATA.DATASET.{key}: there is no folder {root / name}{suggest_path(root / name)}")
+def _training(train: Path | None, dataset: DatasetConfig) -> Path:
+    """The folder of training, which an evaluation of other samples does not need."""
+    if train is None:
+        raise ConfigError(
+            f"DATA.DATASET.ROOT: {dataset.ROOT} has no folder `train`; name the training folder in "
+            "DATA.DATASET.TRAIN (`.` is ROOT itself)"
+        )
+    _check_folder(train, "TRAIN")
+    return train
 
 
-def _found_split(root: Path, subfolders: set[str], train: str | None, names: Iterable[str]) -> Path | None:
-    """The first subfolder with one of the names that is not the one of training."""
-    taken = None if train is None else root / train
-    return next((root / name for name in names if name in subfolders and root / name != taken), None)
+def _check_folder(folder: Path, key: str) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"DATA.DATASET.{key}: there is no folder {folder}{suggest_path(folder)}")
 
 
-def _are_splits(subfolders: set[str]) -> bool:
+def _are_splits(subfolders: set[str], val_names: Sequence[str]) -> bool:
     """Whether the folders are splits, not classes: `train` may be a class beside `car` and `plane`."""
-    return bool(subfolders & {"train", *_VAL_NAMES}) and (
+    return bool(subfolders & {"train", *val_names}) and (
         subfolders <= _SPLIT_NAMES or ("train" in subfolders and bool(subfolders & set(_VAL_NAMES)))
     )
 

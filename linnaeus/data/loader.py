@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from multiprocessing.synchronize import Event
 from types import TracebackType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
@@ -97,13 +98,13 @@ class SeededBatches(Dataset[Any]):
 class BatchLoader:
     """Batches of one split for one process. Each iteration runs through one epoch.
 
-    The training split has `PlannedBatches`. Host memory is page-locked for CUDA only.
+    Host memory is page-locked for CUDA only.
     """
 
     def __init__(
         self,
         dataset: SeededBatches,
-        batches: Sampler[Any],
+        batches: PlannedBatches,
         *,
         data_config: DataConfig,
         seed: int,
@@ -130,13 +131,11 @@ class BatchLoader:
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Choose epoch and starting point of the next iteration; see `EpochSampler.set_epoch`."""
-        if isinstance(self._batches, PlannedBatches):
-            self._batches.sampler.set_epoch(epoch, skip)
+        self._batches.sampler.set_epoch(epoch, skip)
 
     def set_sizes(self, sizes: Sizes) -> None:
-        """Choose the sizes of the training batches, from the next iteration on."""
-        if isinstance(self._batches, PlannedBatches):
-            self._batches.sizes = sizes
+        """Choose the sizes of the batches, from the next iteration on."""
+        self._batches.sizes = sizes
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches on the host.
@@ -151,7 +150,7 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the worker processes; the loader cannot be used afterwards. Closing twice is fine."""
-        iterator = None if self._loader is None else self._loader._iterator
+        iterator = getattr(self._loader, "_iterator", None)
         self._loader = None
         self._closing.set()
         # torch has no public way. Garbage collection comes late where the traceback of an error holds the
@@ -193,10 +192,6 @@ class Loaders(AbstractContextManager["Loaders"]):
     val: BatchLoader
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all worker processes."""
         self.train.close()
         self.val.close()
 
@@ -258,8 +253,8 @@ def build_val_loader(
             "and are no faster. DATA.NUM_WORKERS null fits itself to the cores",
             workers, processes, num_cores(),
         )  # fmt: skip
-    sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
-    batches: Any = BatchSampler(cast(Any, sampler), batch_size, drop_last=False)
+    sampler = ValSampler(dataset_length(bundle.val), seed=seed, rank=rank, world_size=world_size)
+    batches = PlannedBatches(sampler, lambda epoch, skip: repeat(batch_size))
     dataset = SeededBatches(bundle.val, bundle.collate, seed)
     return BatchLoader(dataset, batches, data_config=data_config, seed=seed, device=device, workers=workers)
 

@@ -79,8 +79,8 @@ class Mixing:
     def mix(self, batch: Batch) -> Batch:
         """Mix what `soften` returned; a batch of one sample stays as it is.
 
-        torchvision draws the parts and rectangles. Its own kernels hold two more batches of images, and take
-        ten times as long.
+        torchvision draws the parts and rectangles. Its own kernels hold two more batches of images and take
+        eleven times as long: 101 ms instead of 9 for 128 images of 224 pixels.
         """
         images, targets = batch
         if len(targets) == 1:

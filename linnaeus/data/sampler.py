@@ -118,7 +118,7 @@ Sizes = Callable[[int, int], Iterator[int]]
 
 
 class PlannedBatches(Sampler[list[SampleKey]]):
-    """The samples of an `EpochSampler` in batches of given sizes; those beyond the last one are left out."""
+    """The samples of a sampler in batches of given sizes; those beyond the last one are left out."""
 
     def __init__(self, sampler: EpochSampler, sizes: Sizes) -> None:
         self.sampler = sampler
@@ -127,17 +127,17 @@ class PlannedBatches(Sampler[list[SampleKey]]):
     def __iter__(self) -> Iterator[list[SampleKey]]:
         keys = iter(self.sampler)
         for size in self.sizes(self.sampler.epoch, self.sampler.skip):
-            yield list(islice(keys, size))
+            batch = list(islice(keys, size))
+            if not batch:
+                return
+            yield batch
 
 
-class ValSampler(Sampler[SampleKey]):
+class ValSampler(EpochSampler):
     """Validation samples of one process, in order: over all processes, each sample comes exactly once.
 
     The numbers of samples of two processes may differ by one, so a validation batch must not run collectives.
     """
 
-    def __init__(self, length: int, *, rank: int = 0, world_size: int = 1) -> None:
-        self.indices = range(rank, length, world_size)
-
     def __iter__(self) -> Iterator[SampleKey]:
-        return ((0, index) for index in self.indices)
+        return ((0, index) for index in range(self.rank, self.length, self.world_size))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.instantiate import place_of, prepare
@@ -51,10 +51,6 @@ class UserDataset(Dataset[Any]):
     channels: int = 3
     relabel: Callable[[Tensor], Tensor] | None = None
 
-    def take(self, positions: list[int]) -> None:
-        """Keep only the samples at these positions."""
-        self.dataset = Subset(self.dataset, positions)
-
     def __len__(self) -> int:
         return dataset_length(self.dataset)
 
@@ -84,7 +80,7 @@ class UserDataset(Dataset[Any]):
         if self.taxonomy is not None:
             where = f"{self.name}: target of sample {index}"
             target = _labels(_row(target, self.taxonomy, where), 1, self.taxonomy, where)[0]
-        return inputs, target if self.relabel is None else self.relabel(target)
+        return inputs, target if self.relabel is None else self.relabel(target[None])[0]
 
 
 @dataclass(eq=False)

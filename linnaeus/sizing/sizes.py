@@ -194,14 +194,11 @@ class SizeSearch:
 
     def spec(self, mode: Mode) -> BatchSpec:
         """What a mode's batches look like."""
-        data = self.data
-        dataset, collate, mix = data.train if mode == "train" else data.val, data.collate, None
-        if mode == "train" and data.mixing is not None:
+        dataset, collate = self.data.train if mode == "train" else self.data.val, self.data.collate
+        if mode == "train" and self.data.mixing is not None:
             # Mixed batches have the shapes and types of soft ones, which can be filled on the device.
-            collate, mix = data.mixing.soft_collate(collate), data.mixing.mix
-        return BatchSpec.from_dataset(
-            dataset, collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed, mix
-        )
+            collate = self.data.mixing.soft_collate(collate)
+        return BatchSpec(dataset, collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed)
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
         """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""

@@ -80,7 +80,7 @@ def assert_same(a: Any, b: Any) -> None:
 def test_made_batch_is_what_collating_would_give(
     collate: Callable[[list[Sample]], Batch], num_looked_at: int, n: int
 ) -> None:
-    spec = BatchSpec.from_dataset(Images([(4, 3)] * 6), collate, num_looked_at, seed=1)
+    spec = BatchSpec(Images([(4, 3)] * 6), collate, num_looked_at, seed=1)
     samples = [spec.samples[i % len(spec.samples)] for i in range(n)]
     torch.manual_seed(0)
     expected = spec._collate(samples)
@@ -93,7 +93,7 @@ def test_made_batch_is_what_collating_would_give(
 
 def test_the_largest_shape_is_taken_and_its_samples_cycled() -> None:
     shapes = [(3, 8, 8), (3, 16, 8), (3, 4, 4), (3, 16, 8), (3, 8, 2)]
-    spec = BatchSpec.from_dataset(Images(shapes), stacked, num_samples=10, seed=0)
+    spec = BatchSpec(Images(shapes), stacked, num_samples=10, seed=0)
     batch = spec.make(5, "cpu")
     assert batch.inputs.shape == (5, 3, 16, 8)
     assert set(batch.targets.tolist()) == {1, 3}
@@ -104,7 +104,7 @@ def test_reading_samples_leaves_the_global_generators_alone() -> None:
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
     expected = torch.rand(2), random.random(), np.random.rand()
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    spec = BatchSpec.from_dataset(Images([(4, 3)] * 9), noisy, num_samples=4, seed=0)
+    spec = BatchSpec(Images([(4, 3)] * 9), noisy, num_samples=4, seed=0)
     spec.make(6, "cpu")
     got = torch.rand(2), random.random(), np.random.rand()
     assert torch.equal(expected[0], got[0])
@@ -117,7 +117,7 @@ def test_channels_last_is_for_image_inputs_only() -> None:
     assert batch.inputs["image"].is_contiguous(memory_format=torch.channels_last)
     assert batch.inputs["mask"].is_contiguous()
     assert batch.targets.is_contiguous()
-    spec = BatchSpec.from_dataset(Images([(3, 4, 4)] * 4), stacked, 3, seed=0)
+    spec = BatchSpec(Images([(3, 4, 4)] * 4), stacked, 3, seed=0)
     made = spec.make(5, "cpu", channels_last=True)
     assert made.inputs.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(made.inputs, spec.make(5, "cpu").inputs)
@@ -142,7 +142,7 @@ def test_batch_size(batch: Batch, expected: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_made_batch_takes_no_more_than_itself_on_the_device() -> None:
-    spec = BatchSpec.from_dataset(Images([(3, 64, 64)] * 4), stacked, 4, seed=0)
+    spec = BatchSpec(Images([(3, 64, 64)] * 4), stacked, 4, seed=0)
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -254,7 +254,7 @@ def test_workers_stay_between_epochs_use_one_thread_leave_ctrl_c_alone_and_end_w
         assert len(pids) == 2
         assert all(is_alive(pid) for pid in pids)
     assert not any(is_alive(pid) for pid in pids)
-    made.close()
+    made.train.close()
     with pytest.raises(RuntimeError, match="closed"):
         next(iter(made.train))
 

@@ -176,7 +176,7 @@ OWN: dict[str, Callable[[], object]] = {
     "ranks of one name": lambda: synthetic(2, 4, RANKS=["a", "a"]),
     "unknown in part": lambda: synthetic(4, UNKNOWN_FRACTION=0.5),
     "no tensor in a batch": lambda: batch_size(Batch({"a": 1}, 3)),
-    "no sample to look at": lambda: BatchSpec.from_dataset([], collate_pairs, 4, seed=0),
+    "no sample to look at": lambda: BatchSpec([], collate_pairs, 4, seed=0),
     "a name under several parents": lambda: index_labels(["genus", "species"], [*ALBA, (None, "alba")]),
 }  # fmt: skip
 

@@ -102,18 +102,11 @@ def test_validation_and_the_last_epochs_are_not_mixed() -> None:
 def test_a_spec_makes_batches_of_the_mixed_form_without_collating(alphas: tuple[float, float]) -> None:
     samples = list(zip(IMAGES, LABELS, strict=True))
     mixing = Mixing(COUNTS, *alphas)
-    spec = BatchSpec(samples, mixing.soft_collate(collate_pairs), mix=mixing.mix)
-    state = torch.get_rng_state()
-    loaded = spec.load(7)
-    assert torch.equal(state, torch.get_rng_state())
+    spec = BatchSpec(samples, mixing.soft_collate(collate_pairs), num_samples=5)
     spec.collate = lambda samples: pytest.fail("batches are filled")
-    made = spec.make(7, "meta")
-    seed_all(0)
     real = mixing(collate_pairs([samples[index % 5] for index in range(7)]))
-    for part, expected, meta in zip(loaded, real, made, strict=True):
-        assert (meta.shape, meta.dtype) == (expected.shape, expected.dtype)
-        assert torch.equal(part, expected)
-    assert not torch.equal(loaded.inputs, spec.make(7, CPU).inputs)
+    for made, expected in zip(spec.make(7, "meta"), real, strict=True):
+        assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
 
 
 @pytest.mark.parametrize("alphas", ALPHAS[:2])
