@@ -112,7 +112,10 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
             raise IndexError(index)
         labels = _with_ancestors(index % self.num_classes[-1], self.num_classes)
         channels, height, width = self.shape
-        fields = torch.stack([_pattern(level, label, channels) for level, label in enumerate(labels)]).sum(0)
+        fields = torch.zeros(channels, _GRID, _GRID)
+        for level, label in enumerate(labels):  # values around 0, on the 0-255 scale of pixels
+            generator = torch.Generator().manual_seed(derive_seed(level, label))
+            fields += torch.randint(-60, 61, fields.shape, generator=generator)
         image = interpolate(fields[None], (height, width), mode="bilinear", align_corners=False)[0]
         numel = channels * height * width
         start = derive_seed(index) % (len(self.noise) - numel)
@@ -142,26 +145,23 @@ def _synthetic_taxonomy(dataset: DatasetConfig) -> Taxonomy:
     names = dataset.RANKS or [f"rank{depth}" for depth in range(1, len(counts) + 1)]
     problems = []
     if not counts or counts != sorted(counts):
-        problems.append(
-            f"DATA.DATASET.NUM_CLASSES: {counts} must go from few classes (coarse) to many (fine)"
-        )
+        problems.append(f"NUM_CLASSES: {counts} must go from few classes (coarse) to many (fine)")
     if len(names) != len(counts):
-        problems.append(f"DATA.DATASET.RANKS: {len(names)} names for {len(counts)} entries of NUM_CLASSES")
+        problems.append(f"RANKS: {len(names)} names for {len(counts)} entries of NUM_CLASSES")
     if dataset.UNKNOWN_FRACTION and len(counts) == 1:
         problems.append(
-            f"DATA.DATASET.UNKNOWN_FRACTION: {dataset.UNKNOWN_FRACTION} keeps the labels of a coarser rank, "
-            "and NUM_CLASSES has one rank only; set it 0, or add a rank"
+            f"UNKNOWN_FRACTION: {dataset.UNKNOWN_FRACTION} keeps the labels of a coarser rank, and "
+            "NUM_CLASSES has one rank only; set it 0, or add a rank"
         )
     if problems:
-        raise ConfigError(problems)
-    levels = tuple(
-        Level(name, tuple(f"{name}-{label}" for label in range(count)))
-        for name, count in zip(names, counts, strict=True)
+        raise ConfigError([f"DATA.DATASET.{problem}" for problem in problems])
+    return Taxonomy(
+        tuple(
+            Level(name, tuple(f"{name}-{label}" for label in range(count)))
+            for name, count in zip(names, counts, strict=True)
+        ),
+        tuple(tuple(label * above // below for label in range(below)) for above, below in pairwise(counts)),
     )
-    parents = tuple(
-        tuple(label * above // below for label in range(below)) for above, below in pairwise(counts)
-    )
-    return Taxonomy(levels, parents)
 
 
 def _with_ancestors(finest: int, num_classes: Sequence[int]) -> list[int]:
@@ -174,12 +174,6 @@ def _with_ancestors(finest: int, num_classes: Sequence[int]) -> list[int]:
     for below, above in pairwise(reversed(num_classes)):
         labels.append(labels[-1] * above // below)
     return labels[::-1]
-
-
-def _pattern(level: int, label: int, channels: int) -> Tensor:
-    """Pattern [channels, _GRID, _GRID] of one class: values around 0, on the 0-255 scale of pixels."""
-    generator = torch.Generator().manual_seed(derive_seed(level, label))
-    return torch.randint(-60, 61, (channels, _GRID, _GRID), generator=generator).float()
 
 
 def known_labels(labels: Sequence[int], index: int, fraction: float) -> list[int]:

@@ -21,11 +21,6 @@ OnMain = Callable[[Callable[[], Any]], Any]
 """Calls a function on one process and returns its result on all; see `World.on_main`."""
 
 
-def on_this_process(function: Callable[[], Any]) -> Any:
-    """Call the function; the `OnMain` of a single process."""
-    return function()
-
-
 @dataclass
 class DataBundle:
     """Both splits, and what the model must know about them.

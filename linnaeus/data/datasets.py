@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import call
 
 import torch
 from torch import Tensor
@@ -12,14 +13,7 @@ from torch.utils.data import Subset
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.builtin import build_digits, build_synthetic
-from linnaeus.data.bundle import (
-    DataBundle,
-    OnMain,
-    collate_pairs,
-    dataset_length,
-    on_this_process,
-    training_targets,
-)  # fmt: skip
+from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
 from linnaeus.data.image_files import (
     ImageFiles,
     Listing,
@@ -42,7 +36,7 @@ _BUILT_IN = {"digits": build_digits, "synthetic": build_synthetic}
 _FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
 
 
-def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_process) -> DataBundle:
+def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) -> DataBundle:
     """Build training and validation data.
 
     Every process of a run builds the same bundle: the order of samples, the split and the labels depend on
@@ -57,16 +51,18 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_
         ConfigError: a key that is missing, or that does not fit the data.
         DataError: files, folders or labels that cannot be used; an error in a user's dataset.
     """
-    if isinstance(data_config.DATASET, Mapping):
+    dataset = data_config.DATASET
+    is_users = isinstance(dataset, Mapping)
+    if is_users:
         data = build_user_dataset(data_config, seed=seed)
-    elif data_config.DATASET.NAME in _BUILT_IN:
-        data = _BUILT_IN[data_config.DATASET.NAME](data_config)
+    elif dataset.NAME in _BUILT_IN:
+        data = _BUILT_IN[dataset.NAME](data_config)
     else:
-        data = _FILES[data_config.DATASET.NAME](data_config, on_main)
+        data = _FILES[dataset.NAME](data_config, on_main)
     # A user's collate function may give a batch that it keeps.
     is_fresh = not isinstance(data.collate, UserCollate)
     data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
-    if data.mixing is not None and isinstance(data_config.DATASET, Mapping):
+    if data.mixing is not None and is_users:
         with preserved_generators():
             data.mixing.soften(data.collate([data.train[0]]))  # an error must show now, not in training
     if data_config.SAMPLER == "balanced":
@@ -115,7 +111,7 @@ class Request:
     skips_unknown: bool = False
 
 
-def build_evaluation_data(request: Request, on_main: OnMain = on_this_process) -> EvaluationData:
+def build_evaluation_data(request: Request, on_main: OnMain = call) -> EvaluationData:
     """The samples that a request names, with the labels of the run; `on_main` is that of `build_data`.
 
     Raises:

@@ -119,11 +119,11 @@ def checkpoints(folder: Path) -> dict[str, str]:
 
 WEIGHTS = {
     "class": ("w.yaml", "family:\n  dgos: 3\n"), "rank": ("w.yaml", "familie:\n  dogs: 3\n"),
-    "value": ("w.yaml", "family:\n  dogs: many\n"), "twice": ("w.yaml", "family:\n  dogs: 1\n  dogs: 2\n"),
+    "value": ("w.yaml", "family:\n  dogs: many\n"),
     "all 0": ("w.yaml", "family:\n  dogs: 0\n  cats: 0\n"), "no ranks": ("w.yaml", "family: 3\n"),
-    "YAML": ("w.yaml", "family: [\n"), "nothing": ("w.yaml", "{}"), "JSON": ("w.json", '{"family": 1,}'),
+    "YAML": ("w.yaml", "family: [\n"), "JSON": ("w.json", '{"family": 1,}'),
     "columns": ("w.csv", "class,weight\n"), "cells": ("w.csv", "rank,class,weight\nfamily,dogs\n"),
-    "range": ("w.yaml", "species:\n  lion: 1e60\n"), "no file": ("absent.csv", ""),
+    "no file": ("absent.csv", ""),
 }  # fmt: skip
 LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
     "weights of ranks": (LossConfig(RANK_WEIGHTS=[1.0]), TWO_RANKS),
