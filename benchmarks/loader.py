@@ -40,6 +40,7 @@ from torchvision.transforms import v2
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
+from linnaeus.dist import World
 
 NUM_CLASSES = 10
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -137,9 +138,8 @@ def ours(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
         f"DATA.AUGMENT.MIXUP={1.0 if mixup else 0.0}", "DATA.NUM_WORKERS=0",
     ]).config  # fmt: skip
     with build_loaders(
-        build_data(config.DATA, seed=0), sizes=lambda epoch, skip: iter([size] * (arguments.images // size)),
-        batch_size_val=size, data_config=config.DATA, seed=0, rank=0, world_size=1,
-        device=torch.device("cpu"),
+        build_data(config.DATA, seed=0), config.DATA, World(torch.device("cpu")),
+        sizes=lambda epoch, skip: iter([size] * (arguments.images // size)), batch_size_val=size, seed=0,
     ) as loaders:  # fmt: skip
         epoch = 0
         while True:

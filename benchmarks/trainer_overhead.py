@@ -77,13 +77,11 @@ def build(config: Config, device: torch.device) -> tuple[DataBundle, Assembly, L
     assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(device))
     loaders = build_loaders(
         data,
+        config.DATA,
+        World(device),
         sizes=lambda epoch, skip: repeat(size, config.DATA.DATASET.NUM_SAMPLES // size),
         batch_size_val=size,
-        data_config=config.DATA,
         seed=0,
-        rank=0,
-        world_size=1,
-        device=device,
     )
     return data, assembly, loaders
 

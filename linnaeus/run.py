@@ -242,8 +242,6 @@ def _size_search(
 
 def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) -> Loaders:
     return build_loaders(
-        data, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
-        data_config=config.DATA, seed=config.EXPERIMENT.SEED, rank=world.rank, world_size=world.world_size,
-        device=world.device, local_world_size=world.local_world_size,
-        mixed_epochs=mixed_epochs(config.DATA.AUGMENT, config.TRAIN.EPOCHS),
+        data, config.DATA, world, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
+        seed=config.EXPERIMENT.SEED, mixed_epochs=mixed_epochs(config.DATA.AUGMENT, config.TRAIN.EPOCHS),
     )  # fmt: skip

@@ -28,6 +28,7 @@ from linnaeus.data.bundle import Collate, DataBundle, collate_pairs, dataset_len
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.mixing import Mixing
 from linnaeus.data.sampler import BalancedSampler, EpochSampler, PlannedBatches, SampleKey, Sizes, ValSampler
+from linnaeus.dist import World
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, seed_generators
 from linnaeus.signals import SIGNALS, blocked
@@ -102,15 +103,9 @@ class BatchLoader:
     """
 
     def __init__(
-        self,
-        dataset: SeededBatches,
-        batches: PlannedBatches,
-        *,
-        data_config: DataConfig,
-        seed: int,
-        device: torch.device,
-        workers: int,
+        self, dataset: SeededBatches, batches: PlannedBatches, config: DataConfig, world: World, seed: int
     ) -> None:
+        workers = num_workers(config, world.local_world_size)
         self._batches = batches
         self._closing = multiprocessing.get_context().Event()
         """Tells the worker processes that they may be ended."""
@@ -119,9 +114,9 @@ class BatchLoader:
             batch_sampler=batches,
             collate_fn=_already_collated,
             num_workers=workers,
-            prefetch_factor=data_config.PREFETCH_FACTOR if workers else None,
+            prefetch_factor=config.PREFETCH_FACTOR if workers else None,
             persistent_workers=workers > 0,
-            pin_memory=data_config.PIN_MEMORY and device.type == "cuda",
+            pin_memory=config.PIN_MEMORY and world.device.type == "cuda",
             worker_init_fn=partial(_start_worker, self._closing),
             # Without one of its own, torch's loader draws from the global generator at every epoch.
             generator=torch.Generator().manual_seed(seed),
@@ -197,21 +192,13 @@ class Loaders(AbstractContextManager["Loaders"]):
 
 
 def build_loaders(
-    bundle: DataBundle,
-    *,
-    sizes: Sizes,
-    batch_size_val: int,
-    data_config: DataConfig,
-    seed: int,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    local_world_size: int = 1,
+    bundle: DataBundle, config: DataConfig, world: World, *, sizes: Sizes, batch_size_val: int, seed: int,
     mixed_epochs: int = sys.maxsize,
-) -> Loaders:
+) -> Loaders:  # fmt: skip
     """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
 
     Args:
+        config: the DATA node.
         sizes: the size of each training batch of this process.
         batch_size_val: samples per process and validation batch.
         mixed_epochs: number of epochs, from the first, whose training batches are mixed, if any are.
@@ -219,44 +206,33 @@ def build_loaders(
     Raises:
         ConfigError: DATA.SAMPLER needs labels that the dataset does not give.
     """
-    order = {"seed": seed, "rank": rank, "world_size": world_size}
-    process: dict[str, Any] = {"data_config": data_config, "seed": seed, "device": device}
-    if data_config.SAMPLER == "balanced":
+    order = {"seed": seed, "rank": world.rank, "world_size": world.world_size}
+    if config.SAMPLER == "balanced":
         targets = training_targets(bundle, "DATA.SAMPLER balanced")
         sampler: EpochSampler = BalancedSampler(targets, **order)
     else:
         sampler = EpochSampler(dataset_length(bundle.train), **order)
     dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
-    workers = num_workers(data_config, local_world_size)
-    train = BatchLoader(dataset, PlannedBatches(sampler, sizes), workers=workers, **process)
-    process |= {"rank": rank, "world_size": world_size, "local_world_size": local_world_size}
-    return Loaders(train, build_val_loader(bundle, batch_size=batch_size_val, **process))
+    train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
+    return Loaders(train, build_val_loader(bundle, config, world, batch_size=batch_size_val, seed=seed))
 
 
 def build_val_loader(
-    bundle: DataBundle,
-    *,
-    batch_size: int,
-    data_config: DataConfig,
-    seed: int,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    local_world_size: int = 1,
+    bundle: DataBundle, config: DataConfig, world: World, *, batch_size: int, seed: int
 ) -> BatchLoader:
     """The validation batches of `build_loaders`; warns on rank 0 of more workers than cores."""
-    workers = num_workers(data_config, local_world_size)
-    if rank == 0 and workers * local_world_size > max(num_cores(), local_world_size):
-        processes = f"{local_world_size} processes" if local_world_size > 1 else "one process"
+    workers, processes = num_workers(config, world.local_world_size), world.local_world_size
+    if world.is_main and workers * processes > max(num_cores(), processes):
         logger.warning(
             "warning: DATA.NUM_WORKERS is %d, for %s on %d CPU cores; more workers than cores take memory "
             "and are no faster. DATA.NUM_WORKERS null fits itself to the cores",
-            workers, processes, num_cores(),
+            workers, f"{processes} processes" if processes > 1 else "one process", num_cores(),
         )  # fmt: skip
-    sampler = ValSampler(dataset_length(bundle.val), seed=seed, rank=rank, world_size=world_size)
+    length = dataset_length(bundle.val)
+    sampler = ValSampler(length, seed=seed, rank=world.rank, world_size=world.world_size)
     batches = PlannedBatches(sampler, lambda epoch, skip: repeat(batch_size))
     dataset = SeededBatches(bundle.val, bundle.collate, seed)
-    return BatchLoader(dataset, batches, data_config=data_config, seed=seed, device=device, workers=workers)
+    return BatchLoader(dataset, batches, config, world, seed)
 
 
 def _already_collated(batch: Any) -> Any:

@@ -22,6 +22,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.loader import MOST_WORKERS, Loaders, build_loaders, num_workers
 from linnaeus.data.sampler import EpochSampler, Sizes
+from linnaeus.dist import World
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, seed_generators
 
@@ -78,13 +79,11 @@ def loaders(
 ) -> Loaders:
     return build_loaders(
         bundle,
+        DataConfig(NUM_WORKERS=workers),
+        World(CPU, rank, world),
         sizes=whole_batches(size, len(bundle.train) // world),  # type: ignore[arg-type]
         batch_size_val=size + 1,
-        data_config=DataConfig(NUM_WORKERS=workers),
         seed=seed,
-        rank=rank,
-        world_size=world,
-        device=CPU,
     )
 
 
@@ -295,7 +294,7 @@ def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
 def test_batches_are_pinned_for_cuda_as_asked(workers: int, pin: bool) -> None:
     config = DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin)
     with build_loaders(
-        bundle_of(Draws(8)), sizes=whole_batches(4, 8), batch_size_val=4, data_config=config, seed=0, rank=0,
-        world_size=1, device=torch.device("cuda"),
+        bundle_of(Draws(8)), config, World(torch.device("cuda")), sizes=whole_batches(4, 8), batch_size_val=4,
+        seed=0,
     ) as made:  # fmt: skip
         assert [batch.inputs.is_pinned() for batch in made.train] == [pin] * 2

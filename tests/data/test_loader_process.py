@@ -21,6 +21,7 @@ import torch
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
+from linnaeus.dist import World
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 config = DataConfig(
@@ -29,8 +30,8 @@ config = DataConfig(
     NUM_WORKERS=2,
 )
 loaders = build_loaders(
-    build_data(config, seed=0), sizes=lambda epoch, skip: itertools.repeat(8, 12_500), batch_size_val=8,
-    data_config=config, seed=0, rank=0, world_size=1, device=torch.device("cpu"),
+    build_data(config, seed=0), config, World(torch.device("cpu")),
+    sizes=lambda epoch, skip: itertools.repeat(8, 12_500), batch_size_val=8, seed=0,
 )
 try:
     for step, batch in enumerate(loaders.train):

@@ -14,6 +14,7 @@ from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import Mixing, mixed_epochs, soft_targets
+from linnaeus.dist import World
 from linnaeus.rng import seed_all
 from tests.helpers.ledger import Ledger
 
@@ -59,9 +60,8 @@ def loaders(
     config = DataConfig(DATASET=node, IMG_SIZE=8, AUGMENT=augment, NUM_WORKERS=workers)
     data = build_data(config, seed=0)
     return build_loaders(
-        data, sizes=lambda epoch, skip: iter([size] * ((12 - skip) // size)), batch_size_val=4,
-        data_config=config, seed=5, rank=0, world_size=1, device=CPU,
-        mixed_epochs=mixed_epochs(augment, epochs),
+        data, config, World(CPU), sizes=lambda epoch, skip: iter([size] * ((12 - skip) // size)),
+        batch_size_val=4, seed=5, mixed_epochs=mixed_epochs(augment, epochs),
     )  # fmt: skip
 
 

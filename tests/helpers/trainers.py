@@ -46,9 +46,8 @@ def building(
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
     probe = build_probe(config.TRAIN.NOISE_SCALE, assembly.model, assembly.scaler, plan)
     with build_loaders(
-        data, sizes=plan.micro_batches, batch_size_val=sizes.get("val", 8),
-        data_config=config.DATA, seed=0, rank=0, world_size=1, device=world.device,
-    ) as loaders:  # fmt: skip
+        data, config.DATA, world, sizes=plan.micro_batches, batch_size_val=sizes.get("val", 8), seed=0
+    ) as loaders:
         yield kind(
             config.TRAIN, plan, world, assembly,
             loaders=loaders,

@@ -71,9 +71,8 @@ def validated(folder: Path, *argv: str) -> dict[str, float]:
         parts.ema.load_state_dict(state["ema"])
     parts.validation_step.model.eval()
     with build_loaders(
-        data, sizes=lambda epoch, skip: iter(()), batch_size_val=31, data_config=config.DATA, seed=0, rank=0,
-        world_size=1, device=CPU,
-    ) as loaders:  # fmt: skip
+        data, config.DATA, World(CPU), sizes=lambda epoch, skip: iter(()), batch_size_val=31, seed=0
+    ) as loaders:
         for batch in loaders.val:
             parts.validation_step(batch)
     values = parts.metrics.compute(World(CPU))

@@ -68,8 +68,8 @@ def train(num_steps: int = NUM_STEPS) -> dict[str, Any]:
     schedule = Schedule(ScheduleConfig(), parts.optimizer, total_steps=NUM_STEPS, warmup_steps=NUM_STEPS // 2)
     losses = []
     with build_loaders(
-        data, sizes=lambda epoch, skip: repeat(32, NUM_STEPS * TRAIN.ACCUMULATION_STEPS), batch_size_val=64,
-        data_config=DATA, seed=0, rank=0, world_size=1, device=device,
+        data, DATA, World(device), sizes=lambda epoch, skip: repeat(32, NUM_STEPS * TRAIN.ACCUMULATION_STEPS),
+        batch_size_val=64, seed=0,
     ) as loaders:  # fmt: skip
         batches = in_float64(loaders.train)
         parts.model.train()

@@ -186,10 +186,7 @@ def _measure(session: Session, data: EvaluationData) -> tuple[Config, Outcome]:
         config = with_batch_sizes(config, val=found.batch_size)
         logger.info("AutoBatch: DATA.BATCH_SIZE_VAL %d", found.batch_size)
     size = config.DATA.BATCH_SIZE_VAL
-    loader = build_val_loader(
-        data.bundle, batch_size=size, data_config=config.DATA, seed=config.EXPERIMENT.SEED, rank=world.rank,
-        world_size=world.world_size, device=world.device, local_world_size=world.local_world_size,
-    )  # fmt: skip
+    loader = build_val_loader(data.bundle, config.DATA, world, batch_size=size, seed=config.EXPERIMENT.SEED)
     num_samples = len(range(world.rank, dataset_length(data.bundle.val), world.world_size))
     world.update("evaluating")
     logger.info("evaluating %s, %d at a time", counted(num_samples, "sample"), size)
