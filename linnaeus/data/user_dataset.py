@@ -185,10 +185,7 @@ def _build_split(config: DataConfig, split: str, seed: int) -> tuple[UserDataset
 
 def _split_argument(function: Any, node: Mapping[str, Any], name: str, split: str) -> dict[str, Any]:
     """The argument that tells this callable which split to return."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{name}: cannot be called: {error}") from error
+    parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     choices = {"split": split, "train": split == "train"}
     free = [key for key in choices if key not in node]
@@ -209,11 +206,13 @@ def _prepare_images(
     with preserved_generators():
         samples = [train[index] for index in range(0, len(train), step)[:_NUM_PROBED]]
         samples.append(val[0])  # an error there must show now, not after the first epoch
-        if train.raw:
-            return *_shape_of([collate([sample]).inputs for sample in samples], ndim=4), None
-    images = [sample[0] for sample in samples if isinstance(sample[0], Image)]
-    if not images:
-        return *_shape_of([sample[0] for sample in samples], ndim=3), None
+        inputs = [collate([sample]).inputs if train.raw else sample[0] for sample in samples]
+    images = [image for image in inputs if isinstance(image, Image)]
+    if not images:  # tensors, or no images at all
+        ndim = 4 if train.raw else 3
+        shapes = {v.shape[-3:] if isinstance(v, Tensor) and v.ndim == ndim else None for v in inputs}
+        shape = shapes.pop() if len(shapes) == 1 else None
+        return (None, None, None) if shape is None else (shape[0], (shape[1], shape[2]), None)
     sizes = {(image.height, image.width) for image in images}
     size = as_size(config.IMG_SIZE, sizes.pop() if len(sizes) == 1 else (224, 224))
     channels = 1 if all(image.mode in _GREY_MODES for image in images) else 3
@@ -221,15 +220,6 @@ def _prepare_images(
     train.transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
     val.transform = preprocessing.transform()
     return channels, size, preprocessing
-
-
-def _shape_of(inputs: list[Any], ndim: int) -> tuple[int | None, tuple[int, int] | None]:
-    """Channels and size of image tensors; each is None where the tensors differ in it."""
-    if not all(isinstance(value, Tensor) and value.ndim == ndim for value in inputs):
-        return None, None
-    channels = {int(value.shape[-3]) for value in inputs}
-    sizes = {(int(value.shape[-2]), int(value.shape[-1])) for value in inputs}
-    return (channels.pop() if len(channels) == 1 else None, sizes.pop() if len(sizes) == 1 else None)
 
 
 @contextmanager

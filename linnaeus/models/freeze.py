@@ -122,10 +122,9 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
     if found:
         return found
     modules = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
-    meant = [f"{pattern}.*", f"backbone.{pattern}", f"backbone.{pattern}.*"]
-    close = [glob for glob in meant if any(fnmatchcase(name, glob) for name in names)]
     globs = ["backbone", *(f"{module}.*" for module in sorted(modules)), *names]
-    close = close or difflib.get_close_matches(pattern, globs, n=3, cutoff=0.3) or names[:3]
+    meant = [glob for glob in (f"{pattern}.*", f"backbone.{pattern}.*") if glob in globs]
+    close = meant or difflib.get_close_matches(pattern, globs, n=3, cutoff=0.3) or names[:3]
     raise ConfigError(
         f"MODEL.FREEZE: {pattern!r} matches no parameter of the model; did you mean {', '.join(close)}?"
     )

@@ -33,8 +33,9 @@ def with_normalisation(
     given = {key: getattr(data.AUGMENT, key) for key in _KEYS}
     values = {key: list(theirs[key]) for key in _KEYS if theirs.get(key) is not None}
     lengths = {len(value) for value in (*values.values(), *given.values()) if value is not None}
-    channels = _channels(data.DATASET)
-    # Those of red, green and blue serve grey images too.
+    # Those of red, green and blue serve grey images too, and where the channels are not known.
+    is_users = isinstance(data.DATASET, Mapping)
+    channels = 3 if is_users else 1 if data.DATASET.NAME == "digits" else data.DATASET.CHANNELS
     if len(values) < len(_KEYS) or not (lengths == {channels} or (lengths == {3} and channels == 1)):
         return data, None
     filled: dict[str, Any] = {key: values[key] if given[key] is None else given[key] for key in _KEYS}
@@ -59,10 +60,3 @@ def _of_weights(node: Any) -> Mapping[str, Any]:
         return {}
     augment: Mapping[str, Any] = nodes.get("DATA", {}).get("AUGMENT", {})
     return augment
-
-
-def _channels(dataset: Any) -> int:
-    """Channels of the images, 3 where they are not known: values for three serve grey images too."""
-    if isinstance(dataset, Mapping):
-        return 3
-    return 1 if dataset.NAME == "digits" else int(dataset.CHANNELS)
