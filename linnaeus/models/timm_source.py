@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import json
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,8 @@ REMEDY = (
 )
 
 _HUB, _FOLDER = "hf-hub", "local-dir"
+_from_hub = functools.cache(timm.models.load_model_config_from_hf)
+"""Reads a description once in a process: without a network, the client asks for half a minute each time."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,19 @@ def find_source(name: str) -> Source:
         raise ConfigError(
             f"MODEL.NAME: {name!r} names no place of a model; give {_HUB}:OWNER/MODEL or {_FOLDER}:FOLDER"
         )
-    if kind == _FOLDER:
-        place = str(Path(place).expanduser())
-        file = Path(place) / "config.json"
-    else:
-        file = _hub_description(place)
-    description = _description(name, file)
-    cfg = description.get("pretrained_cfg", description)
-    architecture = str(description.get("architecture"))
+    try:
+        if kind == _HUB:
+            cfg, architecture, arguments = _from_hub(place)
+        else:
+            place = str(Path(place).expanduser())
+            cfg, architecture, arguments = timm.models._hub.load_model_config_from_path(place)
+    except Exception as error:  # of files, of the hub's client, and of the network library below it
+        remedy = f"; {REMEDY}" if kind == _HUB else "; timm.models.save_for_hf writes such a folder"
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"MODEL.NAME: {name!r} cannot be read: {reason:.300}{remedy}") from error
     if not timm.is_model(architecture):
         raise ConfigError(f"MODEL.NAME: {name!r} describes {architecture!r}, which is not a timm model")
-    return Source(f"{kind}:{place}", architecture, cfg, kind, description.get("model_args") or {})
+    return Source(f"{kind}:{place}", architecture, cfg, kind, arguments)
 
 
 def _listed(name: str) -> Source:
@@ -100,42 +104,6 @@ def _tags(architecture: str) -> str:
         return f"there are weights for {', '.join(names)}"
     close = difflib.get_close_matches(architecture, timm.list_models(pretrained=True), n=3, cutoff=0.3)
     return f"there are none for {architecture!r}, but for {', '.join(close)}"
-
-
-def _hub_description(place: str) -> Path:
-    """The file that describes a model on the hub: from the cache, else downloaded into it."""
-    from huggingface_hub import errors, hf_hub_download, try_to_load_from_cache
-
-    model, _, version = place.partition("@")
-    try:
-        cached = try_to_load_from_cache(model, "config.json", revision=version or None)
-        if isinstance(cached, str):
-            return Path(cached)
-        return Path(hf_hub_download(model, "config.json", revision=version or None))
-    except Exception as error:  # of the client, and of the network library below it
-        refusals = {
-            errors.LocalEntryNotFoundError: f"no connection; {REMEDY}",
-            errors.EntryNotFoundError: "the model has no config.json",
-            errors.GatedRepoError: "ask for access on its page, then log in with `hf auth login`",
-            errors.RepositoryNotFoundError: "no such model, or it is private: log in with `hf auth login`",
-            errors.RevisionNotFoundError: "the model has no such revision",
-        }
-        reasons = (reason for kind, reason in refusals.items() if isinstance(error, kind))
-        reason = next(reasons, f"{first_line(error):.200}; {REMEDY}")
-        raise ConfigError(f"MODEL.NAME: {place!r} cannot be read from the hub: {reason}") from error
-
-
-def _description(name: str, file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"MODEL.NAME: {name!r} needs a description of the model in {file}, as timm.models.save_for_hf "
-            f"writes it: {first_line(error)}"
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"MODEL.NAME: {name!r}: {file} is no description of a model")
-    return content
 
 
 def check_weights_exist(source: Source) -> None:
