@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,7 +31,7 @@ _GRID = 4
 """A class of the synthetic dataset is a pattern of _GRID x _GRID fields, interpolated to the image's size."""
 
 _UNKNOWN_STREAM = 7
-"""Keeps the random numbers of `known_labels` apart from others that are derived from a sample's index."""
+"""Keeps the random numbers of `_hide_labels` apart from others that are derived from a sample's index."""
 
 
 @dataclass(eq=False)
@@ -65,9 +64,7 @@ def build_digits(config: DataConfig) -> DataBundle:
     rows, held_out = stratified_split(
         [str(i) for i in range(len(digits))], digits.tolist(), dataset.VAL_FRACTION
     )
-    known = torch.tensor(
-        [known_labels(labels, i, dataset.UNKNOWN_FRACTION) for i, labels in enumerate(targets.tolist())]
-    )
+    known = _hide_labels(targets, dataset.UNKNOWN_FRACTION)
     size = as_size(config.IMG_SIZE, (32, 32))
     transform, preprocessing = build_transforms(config.AUGMENT, size, 1)
     train = ImageTensors(images[rows], known[rows], transform)
@@ -80,48 +77,46 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
     """Sample i is the sum of the patterns of its classes, one per level, and of noise that depends on i.
 
     Args:
-        config: length, classes, channels, noise (standard deviation on the 0-255 scale), unknown labels.
+        config: length, channels, noise (standard deviation on the 0-255 scale), unknown labels.
+        taxonomy: its classes; samples go through those of the finest level in turn.
         size: height and width.
         transform: applied to each image.
         is_val: validation has the same classes, other noise, and no unknown label.
     """
 
     def __init__(
-        self, config: DatasetConfig, size: tuple[int, int], transform: Transform, *, is_val: bool
-    ) -> None:
-        self.num_samples = config.NUM_SAMPLES_VAL if is_val else config.NUM_SAMPLES
-        self.num_classes: list[int] = config.NUM_CLASSES
+        self, config: DatasetConfig, taxonomy: Taxonomy, size: tuple[int, int], transform: Transform, *,
+        is_val: bool,
+    ) -> None:  # fmt: skip
+        num_samples = config.NUM_SAMPLES_VAL if is_val else config.NUM_SAMPLES
+        counts = list(taxonomy.num_classes.values())
+        above = [taxonomy.ancestors(len(counts) - 1, level) for level in range(len(counts) - 1)]
+        self.labels = torch.tensor([*above, range(counts[-1])]).T[torch.arange(num_samples) % counts[-1]]
+        self.targets = self.labels if is_val else _hide_labels(self.labels, config.UNKNOWN_FRACTION)
         self.shape = shape = (config.CHANNELS, *size)
         self.transform = transform
-        self.unknown_fraction = 0.0 if is_val else config.UNKNOWN_FRACTION
-        generator = torch.Generator().manual_seed(derive_seed(int(is_val), *self.num_classes))
+        generator = torch.Generator().manual_seed(derive_seed(int(is_val), *counts))
         # Each sample takes a window of one buffer: far cheaper than drawing noise for it.
         self.noise = torch.randn(2 * math.prod(shape) + 4096, generator=generator) * config.NOISE
 
     def __len__(self) -> int:
-        return self.num_samples
-
-    @property
-    def targets(self) -> Tensor:
-        """Labels [N, R] of all samples, int64."""
-        rows = [_with_ancestors(finest, self.num_classes) for finest in range(self.num_classes[-1])]
-        return torch.tensor(rows)[torch.arange(self.num_samples) % self.num_classes[-1]]
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < self.num_samples:
+        if not 0 <= index < len(self):
             raise IndexError(index)
-        labels = _with_ancestors(index % self.num_classes[-1], self.num_classes)
         channels, height, width = self.shape
         fields = torch.zeros(channels, _GRID, _GRID)
-        for level, label in enumerate(labels):  # values around 0, on the 0-255 scale of pixels
+        for level, label in enumerate(
+            self.labels[index].tolist()
+        ):  # values around 0, on the 0-255 scale of pixels
             generator = torch.Generator().manual_seed(derive_seed(level, label))
             fields += torch.randint(-60, 61, fields.shape, generator=generator)
         image = interpolate(fields[None], (height, width), mode="bilinear", align_corners=False)[0]
         numel = channels * height * width
         start = derive_seed(index) % (len(self.noise) - numel)
         image = image + self.noise[start : start + numel].view(self.shape)
-        known = known_labels(labels, index, self.unknown_fraction)
-        return self.transform((image + 127.5).clamp_(0, 255).to(torch.uint8)), torch.tensor(known)
+        return self.transform((image + 127.5).clamp_(0, 255).to(torch.uint8)), self.targets[index]
 
 
 def build_synthetic(config: DataConfig) -> DataBundle:
@@ -134,8 +129,8 @@ def build_synthetic(config: DataConfig) -> DataBundle:
     taxonomy = _synthetic_taxonomy(dataset)
     size = as_size(config.IMG_SIZE, (64, 64))
     transform, preprocessing = build_transforms(config.AUGMENT, size, dataset.CHANNELS)
-    train = SyntheticImages(dataset, size, transform, is_val=False)
-    val = SyntheticImages(dataset, size, preprocessing.transform(), is_val=True)
+    train = SyntheticImages(dataset, taxonomy, size, transform, is_val=False)
+    val = SyntheticImages(dataset, taxonomy, size, preprocessing.transform(), is_val=True)
     report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
     return DataBundle(train, val, taxonomy, dataset.CHANNELS, size, collate_pairs, report, preprocessing)
 
@@ -164,30 +159,15 @@ def _synthetic_taxonomy(dataset: DatasetConfig) -> Taxonomy:
     )
 
 
-def _with_ancestors(finest: int, num_classes: Sequence[int]) -> list[int]:
-    """Labels of all levels, coarse to fine, of a label of the finest one.
-
-    >>> _with_ancestors(5, [2, 4, 8])
-    [1, 2, 5]
-    """
-    labels = [finest]
-    for below, above in pairwise(reversed(num_classes)):
-        labels.append(labels[-1] * above // below)
-    return labels[::-1]
-
-
-def known_labels(labels: Sequence[int], index: int, fraction: float) -> list[int]:
-    """The labels of a sample, coarse to fine; with probability `fraction` the finer ones are unknown (-1).
+def _hide_labels(labels: Tensor, fraction: float) -> Tensor:
+    """Labels [N, R], coarse to fine, of which the finer ones are unknown (-1) for a fraction of the samples.
 
     The finest label that stays known is at a random level above the finest one. Sample and fraction decide
     it alone, so that every epoch, process and run sees the same labels.
-
-    >>> [known_labels([1, 2, 5], index, 0.5) for index in range(3)]
-    [[1, 2, 5], [1, -1, -1], [1, 2, 5]]
     """
-    draw = derive_seed(_UNKNOWN_STREAM, index) / 2**64
-    if draw >= fraction:
-        return list(labels)
-    # The draw is uniform in [0, fraction), so it also decides the level.
-    num_known = min(1 + int(draw / fraction * (len(labels) - 1)), len(labels) - 1)
-    return [*labels[:num_known], *[UNKNOWN] * (len(labels) - num_known)]
+    labels, most_known = labels.clone(), labels.shape[1] - 1
+    for index in range(len(labels) if fraction else 0):
+        draw = derive_seed(_UNKNOWN_STREAM, index) / 2**64
+        if draw < fraction:  # the draw is uniform in [0, fraction), so it also decides the level
+            labels[index, min(1 + int(draw / fraction * most_known), most_known) :] = UNKNOWN
+    return labels

@@ -46,12 +46,10 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
     """
     dataset: DatasetConfig = config.DATASET
     train_path, val_path = _manifest_paths(dataset)
-    train, index, levels, report = _training(train_path, dataset)
+    train, index, levels = _training(train_path, dataset)
     _check_nesting(index, train)
     val = None if val_path is None else _listing(_read(val_path), levels, dataset)
-    bundle = build_files(train, val, index, config, on_main)
-    bundle.report += report
-    return bundle
+    return build_files(train, val, index, config, on_main)
 
 
 def evaluated_manifest(dataset: DatasetConfig, level_names: Sequence[str | None], *, is_own: bool) -> Part:
@@ -70,7 +68,7 @@ def evaluated_manifest(dataset: DatasetConfig, level_names: Sequence[str | None]
     else:
         train_path, val_path = _manifest_paths(dataset)
         if val_path is None and is_own:
-            train, index, levels, _ = _training(train_path, dataset)
+            train, index, levels = _training(train_path, dataset)
             report: list[str] = []
             _, held_out = hold_out(train, dataset.VAL_FRACTION, report)
             return Part(held_out, tuple(levels), Part.HELD_OUT, tuple(report), index)
@@ -99,14 +97,24 @@ def _columns_of_levels(
     return columns
 
 
-def _training(path: Path, dataset: DatasetConfig) -> tuple[Listing, LabelIndex, list[str], list[str]]:
-    """The training samples, the classes that they define, the columns of labels, and a report."""
-    table = _read(path)
-    levels, report = _columns(table, dataset)
+def _training(path: Path, dataset: DatasetConfig) -> tuple[Listing, LabelIndex, list[str]]:
+    """The training samples, the classes that they define, and the columns of labels."""
+    table, image = _read(path), dataset.IMAGE_COLUMN
+    named = [name for name in table.header if name]
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice:
+        raise DataError(f"{path}, line 1: column {several(twice)} occurs more than once")
+    levels = dataset.RANKS if dataset.RANKS is not None else [name for name in named if name != image]
+    table.require([image], "DATA.DATASET.IMAGE_COLUMN")
+    table.require(levels, "DATA.DATASET.RANKS")
+    if not levels:
+        raise DataError(f"{path}, line 1: no column with labels beside {image!r}")
+    if image in levels:
+        raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
     train = _listing(table, levels, dataset)
     index = index_labels(levels, train.lineages)
     require_classes(index.taxonomy, str(path), "choose other columns with DATA.DATASET.RANKS")
-    return train, index, levels, report
+    return train, index, list(levels)
 
 
 def _manifest_paths(dataset: DatasetConfig) -> tuple[Path, Path | None]:
@@ -152,25 +160,6 @@ def _read(path: Path) -> _Table:
         if len(cells) != len(header):
             raise DataError(f"{path}, line {line}: {len(cells)} cells, but the header has {len(header)}")
     return _Table(path, header, rows)
-
-
-def _columns(table: _Table, dataset: DatasetConfig) -> tuple[list[str], list[str]]:
-    """Names of the columns of labels, and sentences for the report."""
-    named = [name for name in table.header if name]
-    twice = sorted({name for name in named if named.count(name) > 1})
-    if twice:
-        raise DataError(f"{table.path}, line 1: column {several(twice)} occurs more than once")
-    image = dataset.IMAGE_COLUMN
-    levels = dataset.RANKS if dataset.RANKS is not None else [name for name in named if name != image]
-    table.require([image], "DATA.DATASET.IMAGE_COLUMN")
-    table.require(levels, "DATA.DATASET.RANKS")
-    if not levels:
-        raise DataError(f"{table.path}, line 1: no column with labels beside {image!r}")
-    if image in levels:
-        raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
-    unnamed = len(table.header) - len(named)
-    ignored = [f"{table.path}: {unnamed} column(s) without a name ignored"] if unnamed else []
-    return list(levels), ignored
 
 
 def _listing(table: _Table, levels: Sequence[str], dataset: DatasetConfig) -> Listing:
