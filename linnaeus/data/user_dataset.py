@@ -284,9 +284,8 @@ def _class_names(classes: Any, name: str) -> tuple[str, ...]:
 def _all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
     """The labels of all samples of a user's dataset, from its attribute `targets`, without reading a sample.
 
-    It holds one target for each sample, or {name of the level: labels}; None where there is no such
-    attribute. A `target_transform`, as in torchvision's datasets, is applied. For a `Subset`, the targets are
-    those of the dataset in it at the subset's indices.
+    It holds one target for each sample; None where there is no such attribute. A `target_transform`, as in
+    torchvision's datasets, is applied. For a `Subset`, they are those of the dataset in it at its indices.
     """
     targets = getattr(dataset, "targets", None)
     if targets is None:
@@ -300,10 +299,7 @@ def _all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
         transform = getattr(dataset, "target_transform", None)
         if transform is not None:
             targets = [transform(target) for target in targets]
-        if isinstance(targets, Mapping):
-            columns = [torch.as_tensor(targets.get(level, UNKNOWN)) for level in taxonomy.names]
-            targets = torch.stack(torch.broadcast_tensors(*columns), dim=-1)
-        elif isinstance(targets, list | tuple) and any(isinstance(target, Mapping) for target in targets):
+        if isinstance(targets, list | tuple):
             targets = [_row(target, taxonomy, where) for target in targets]
         return _labels(targets, len(dataset), taxonomy, where)
 
