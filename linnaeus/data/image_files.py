@@ -99,7 +99,6 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         root, paths: the folder that relative paths start from, and the path of each image.
         targets: [N, R], int64, one column per level; -1 is unknown.
         channels: 1 (grey) or 3 (RGB); every image is converted.
-        transform: applied to each image.
     """
 
     def __init__(
@@ -162,22 +161,20 @@ def build_files(
     if val is None:
         train, val = hold_out(train, config.DATASET.VAL_FRACTION, report)
     transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
-
-    def dataset(listing: Listing, transform: Transform, split: str) -> ImageFiles:
+    splits = []
+    for listing, each in ((train, transform), (val, preprocessing.transform())):
         if config.ON_BAD_IMAGE == "skip":
             listing = without_damaged(listing, on_main, report)
         if not listing.paths:
-            raise DataError(f"{listing.source}: no sample for {split}")
+            raise DataError(f"{listing.source}: no sample")
         targets, unknown = encode(listing, index)
         if unknown:
             raise DataError(
                 f"{listing.source}: {counted(len(unknown), 'class')} of validation do not occur in training: "
                 f"{name_unknown(unknown, listing)}"
             )
-        return ImageFiles(listing.root, listing.paths, targets, channels, transform)
-
-    data_train = dataset(train, transform, "training")
-    data_val = dataset(val, preprocessing.transform(), "validation")
+        splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
+    data_train, data_val = splits
     report.insert(0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples")
     taxonomy = index.taxonomy
     return DataBundle(
@@ -248,17 +245,17 @@ def encode(listing: Listing, index: LabelIndex) -> tuple[Tensor, dict[str, list[
     The targets of those samples are unknown at every level.
     """
     labels: dict[Lineage, tuple[int, ...]] = {}
-    lacking: dict[Lineage, str] = {}
+    lacking: dict[Lineage, list[int]] = {}
     unknown: dict[str, list[int]] = {}
-    for position, lineage in enumerate(listing.lineages):
-        if lineage not in labels:
-            try:
-                labels[lineage] = index.encode(lineage)
-            except UnknownClassError as error:
-                lacking[lineage] = error.args[0]
-                labels[lineage] = (UNKNOWN,) * len(index.columns)
+    for lineage in dict.fromkeys(listing.lineages):
+        try:
+            labels[lineage] = index.encode(lineage)
+        except UnknownClassError as error:
+            labels[lineage] = (UNKNOWN,) * len(index.columns)
+            lacking[lineage] = unknown.setdefault(error.args[0], [])
+    for position, lineage in enumerate(listing.lineages if lacking else ()):
         if lineage in lacking:
-            unknown.setdefault(lacking[lineage], []).append(position)
+            lacking[lineage].append(position)
     targets = torch.tensor([labels[lineage] for lineage in listing.lineages], dtype=torch.int64)
     return targets, unknown
 

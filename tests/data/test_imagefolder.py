@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle, OnMain, on_this_process
+from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.datasets import build_data
 from linnaeus.errors import DataError
 
@@ -19,7 +20,7 @@ WriteImage = Callable[..., Path]
 
 
 def build(
-    root: Path | str | None, on_bad_image: str = "raise", on_main: OnMain = on_this_process, **dataset: Any
+    root: Path | str | None, on_bad_image: str = "raise", on_main: OnMain = call, **dataset: Any
 ) -> DataBundle:
     node = DatasetConfig(NAME="imagefolder", ROOT=None if root is None else str(root), **dataset)
     config = DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=on_bad_image)
