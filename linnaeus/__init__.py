@@ -6,11 +6,11 @@ torch and psutil alone. `load_run` reads a trained run back.
 
 from typing import TYPE_CHECKING, Any
 
+from linnaeus.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, longest, predict_memory
     from linnaeus.inference.trained import load_run
-
-__version__ = "0.1.0"
 
 __all__ = ["AutoBatchResult", "auto_find_batch_size", "load_run", "longest", "predict_memory"]
 

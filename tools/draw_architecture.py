@@ -26,7 +26,7 @@ Graph = dict[str, set[str]]
 
 
 def part_of(module: str) -> str:
-    """`data` for `linnaeus.data.loader`; empty for the package itself, and for its `__version__`."""
+    """`data` for `linnaeus.data.loader`; empty for the package itself."""
     part = f"{module}.".split(".")[1]
     return "" if part.startswith("__") else part
 

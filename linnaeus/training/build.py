@@ -15,7 +15,6 @@ import timm.layers
 import torch
 from torch import nn
 
-from linnaeus import __version__
 from linnaeus.batching.sizes import Facts, micro_batches_held
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import TrainConfig
@@ -32,6 +31,7 @@ from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
+from linnaeus.version import __version__
 
 AUTOCAST_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number format of the forward pass by the value of `TRAIN.AMP`; None for no autocast."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from linnaeus import __version__
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.errors import ConfigError, DataError, LinnaeusError, first_line
 from linnaeus.files import not_written
@@ -22,6 +21,7 @@ from linnaeus.inference.export import FORMATS, OUTPUTS, formats
 from linnaeus.inference.export.check import Model, Samples, largest_difference, samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.training.losses import gives_log_probabilities, log_probabilities, logits_per_level
+from linnaeus.version import __version__
 
 NAMES = {
     "safetensors": "model.safetensors", "onnx": "model.onnx", "torch-export": "model.pt2", "timm": "timm",
