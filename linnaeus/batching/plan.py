@@ -108,17 +108,12 @@ class BatchPlan:
 
         The sizes of a step's micro-batches differ by one where they do not divide its samples.
         """
-        samples_per_rank = self.effective_batch_size // self.world_size
-        largest = Stage(samples_per_rank, self.accumulation_steps, self.world_size, num_steps=0)
-        largest = largest.limited(max_micro_batch_size)
+        epochs = tuple(tuple(stage.limited(max_micro_batch_size) for stage in each) for each in self.epochs)
+        largest = max(chain.from_iterable(epochs), key=lambda stage: stage.effective_batch_size)
         return replace(
-            self,
-            micro_batch_size=largest.micro_batch_size,
-            accumulation_steps=largest.accumulation_steps,
-            epochs=tuple(
-                tuple(stage.limited(max_micro_batch_size) for stage in stages) for stages in self.epochs
-            ),
-        )
+            self, micro_batch_size=largest.micro_batch_size, accumulation_steps=largest.accumulation_steps,
+            epochs=epochs,
+        )  # fmt: skip
 
     @property
     def smallest_micro_batch(self) -> int:
@@ -168,9 +163,8 @@ class BatchPlan:
     def position(self, epoch: int, samples_done: int) -> float:
         """The optimizer steps of this plan before a point of the run; a fraction between two steps.
 
-        A run that follows the plan from its start has a whole number here: its steps so far.
-
-        It is after so many finished epochs, and so many samples of the current one over all ranks.
+        A run that follows the plan from its start has a whole number here: its steps so far. The point comes
+        after `epoch` finished epochs and `samples_done` samples of the current one, over all ranks.
         """
         if epoch >= self.num_epochs:
             return float(self.total_steps)

@@ -43,14 +43,12 @@ class Listing:
         root: folder that relative paths start from.
         paths: path of each image, relative to `root` or absolute.
         lineages: class names of each image, coarse to fine.
-        places: position of each sample in the source, such as `line 7`; empty where its path tells it.
     """
 
     source: str
     root: Path
     paths: list[str]
     lineages: list[Lineage]
-    places: Sequence[str] = ()
 
     def take(self, positions: Sequence[int]) -> Listing:
         """The listing of some of the samples."""
@@ -58,12 +56,7 @@ class Listing:
             self,
             paths=[self.paths[i] for i in positions],
             lineages=[self.lineages[i] for i in positions],
-            places=[self.places[i] for i in positions] if self.places else (),
         )
-
-    def place(self, position: int) -> str:
-        """The position of a sample in the source, or else its path; for messages."""
-        return self.places[position] if self.places else str(self.root / self.paths[position])
 
 
 @dataclass(frozen=True)
@@ -261,9 +254,10 @@ def encode(listing: Listing, index: LabelIndex) -> tuple[Tensor, dict[str, list[
 
 
 def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> str:
-    """The first few unknown classes, each with the place of its first sample."""
-    places = {name: listing.place(positions[0]) for name, positions in unknown.items()}
-    return several([f"{name} (first in {place})" for name, place in places.items()])
+    """The first few unknown classes, each with its first sample."""
+    return several(
+        [f"{name} (first in {listing.root / listing.paths[found[0]]})" for name, found in unknown.items()]
+    )
 
 
 def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:

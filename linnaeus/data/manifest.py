@@ -175,11 +175,10 @@ def _listing(table: _Table, levels: Sequence[str], dataset: DatasetConfig) -> Li
         root,
         [cells[image_column] for _, cells in table.rows],
         [tuple(cells[column] or None for column in label_columns) for _, cells in table.rows],
-        [f"line {line}" for line, _ in table.rows],
     )
     if not any((root / path).exists() for path in listing.paths[:100]):
         raise DataError(
-            f"{table.path}, {listing.place(0)}: there is no image {root / listing.paths[0]}; relative paths "
+            f"{table.path}, line {table.rows[0][0]}: no image {root / listing.paths[0]}; relative paths "
             "start from DATA.DATASET.ROOT, or from the manifest's folder where that is null"
         )
     return listing
