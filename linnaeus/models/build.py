@@ -49,8 +49,15 @@ def build_model(
         ConfigError: an unknown model, weights that do not load, or images that the model cannot take.
     """
     if is_target(node):
-        model = _custom_model(node, taxonomy, in_chans=in_chans, img_size=img_size)
-        return model, f"weights: as {node['_target_']} makes them"
+        offer: dict[str, Any] = {"in_chans": in_chans, "img_size": img_size}
+        if taxonomy is not None:
+            counts = taxonomy.num_classes
+            offer["num_classes"] = counts if len(counts) > 1 else next(iter(counts.values()))
+        known = {name: value for name, value in offer.items() if value is not None}
+        own = call_target(node, "MODEL", offer=known)
+        if not isinstance(own, nn.Module):
+            raise ConfigError(f"MODEL: {node['_target_']} gave a {type(own).__name__}, not an nn.Module")
+        return own, f"weights: as {node['_target_']} makes them"
     if taxonomy is None or in_chans is None or img_size is None:
         raise ConfigError(
             "MODEL: a timm model needs a dataset of images with class labels; "
@@ -113,17 +120,6 @@ def _known_parents(taxonomy: Taxonomy) -> tuple[tuple[int, ...], ...]:
                 "with `parents`, order its ranks from coarse to fine, or set MODEL.HEAD independent"
             )
     return taxonomy.parents
-
-
-def _custom_model(node: Any, taxonomy: Taxonomy | None, **images: Any) -> nn.Module:
-    offer = {name: value for name, value in images.items() if value is not None}
-    if taxonomy is not None:
-        counts = taxonomy.num_classes
-        offer["num_classes"] = counts if len(counts) > 1 else next(iter(counts.values()))
-    model = call_target(node, "MODEL", offer=offer)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"MODEL: {node['_target_']} gave a {type(model).__name__}, not an nn.Module")
-    return model
 
 
 def _backbone(

@@ -50,18 +50,30 @@ def read_weights(value: str) -> SavedWeights:
         ConfigError: there is no such file, or it holds no tensors by name.
     """
     path = find_file(value)
-    content = _read(path)
-    if not is_checkpoint(content):
-        if isinstance(content, dict):
-            nested = (content[name] for name in _NESTED if isinstance(content.get(name), dict))
-            content = next(nested, content)
-        return _split(path, _tensors(path, content))
-    state, progress = content["state"], content["progress"]
-    samples = ", within an epoch" if progress.get("samples") else ""
-    note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
-    levels = content.get("model_spec", {}).get("taxonomy", {}).get("levels")
-    classes = None if levels is None else {level["name"]: list(level["classes"]) for level in levels}
-    return _split(path, _tensors(path, saved_weights(state)), note, classes)
+    content, note, classes = _read(path), "", None
+    if is_checkpoint(content):
+        state, progress = content["state"], content["progress"]
+        samples = ", within an epoch" if progress.get("samples") else ""
+        note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
+        levels = content.get("model_spec", {}).get("taxonomy", {}).get("levels")
+        classes = None if levels is None else {level["name"]: list(level["classes"]) for level in levels}
+        content = saved_weights(state)
+    elif isinstance(content, dict):
+        content = next((content[name] for name in _NESTED if isinstance(content.get(name), dict)), content)
+    items = content.items() if isinstance(content, dict) else ()
+    found = {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}
+    if not found:
+        raise ConfigError(
+            f"MODEL.WEIGHTS: {str(path)!r} holds a {type(content).__name__} without tensors by name; save a "
+            "state dict"
+        )
+    tensors = dict(timm.models.clean_state_dict(found))  # without the prefixes of wrappers
+    prefix = "backbone."
+    backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    if not backbone:  # all of another file belongs to the backbone
+        return SavedWeights(path, tensors, {}, note)
+    heads = {name: tensor for name, tensor in tensors.items() if name.startswith("heads.")}
+    return SavedWeights(path, backbone, heads, note, classes)
 
 
 def find_file(value: str) -> Path:
@@ -130,30 +142,6 @@ def _read(path: Path) -> Any:
             f"MODEL.WEIGHTS: {str(path)!r} cannot be read as tensors ({type(error).__name__}: {reason:.150})"
             "; save a state dict with torch.save or safetensors"
         ) from error
-
-
-def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
-    """The tensors of a state dict, without the prefixes of wrappers."""
-    items = content.items() if isinstance(content, dict) else ()
-    found = {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}
-    if not found:
-        raise ConfigError(
-            f"MODEL.WEIGHTS: {str(path)!r} holds a {type(content).__name__} without tensors by name; save a "
-            "state dict"
-        )
-    return dict(timm.models.clean_state_dict(found))
-
-
-def _split(
-    path: Path, tensors: dict[str, Tensor], note: str = "", classes: dict[str, list[str]] | None = None
-) -> SavedWeights:
-    """Tell the parts of a whole model apart; all of another file belongs to the backbone."""
-    prefix = "backbone."
-    backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    if not backbone:
-        return SavedWeights(path, tensors, {}, note)
-    heads = {name: tensor for name, tensor in tensors.items() if name.startswith("heads.")}
-    return SavedWeights(path, backbone, heads, note, classes)
 
 
 def load_backbone(
@@ -228,16 +216,20 @@ def _not_in_file(missed: list[str], file: Mapping[str, Tensor]) -> str:
 
 @torch.no_grad()
 def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Taxonomy) -> list[str]:
-    """Copy the heads of the levels that have the same classes, in this model's order of the classes.
+    """Copy the heads of levels with the same classes, in this model's order; the names of the other levels.
 
     Where the file does not name its classes, their number decides, with the same number of levels. A marginal
     head is copied where the file has one with the same classes in the same order.
-
-    Returns:
-        The levels whose heads are new.
     """
     if isinstance(model.heads, MarginalHead):
-        return [] if _load_leaves(model.heads, saved, taxonomy) else list(taxonomy.names)
+        classes = {level.name: list(level.classes) for level in taxonomy.levels}
+        own = model.heads.state_dict()
+        found = {name: saved.heads.get(f"heads.{name}") for name in own}
+        is_other = saved.classes is not None and saved.classes != classes
+        if is_other or any(t is None or t.shape != own[name].shape for name, t in found.items()):
+            return list(taxonomy.names)
+        model.heads.load_state_dict(found)
+        return []
     new = []
     for index, level in enumerate(taxonomy.levels):
         number, rows = _place(index, level, len(taxonomy.levels), saved)
@@ -249,18 +241,6 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
             head.weight.copy_(weight[rows])
             head.bias.copy_(bias[rows])
     return new
-
-
-def _load_leaves(head: MarginalHead, saved: SavedWeights, taxonomy: Taxonomy) -> bool:
-    """Copy a marginal head, if the file has that of the same classes; return whether it has."""
-    classes = {level.name: list(level.classes) for level in taxonomy.levels}
-    own = head.state_dict()
-    found = {name: saved.heads.get(f"heads.{name}") for name in own}
-    is_other = saved.classes is not None and saved.classes != classes
-    if is_other or any(t is None or t.shape != own[name].shape for name, t in found.items()):
-        return False
-    head.load_state_dict(found)
-    return True
 
 
 def _place(index: int, level: Level, num_levels: int, saved: SavedWeights) -> tuple[int, list[int]]:
