@@ -70,9 +70,6 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     return data
 
 
-SKIP_REMEDY = "--unknown skip evaluates the other samples"
-
-
 @dataclass(frozen=True)
 class EvaluationData:
     """The samples of an evaluation.
@@ -249,7 +246,7 @@ def _leave_out(
     if is_all:
         raise DataError(f"{source}: {text}; these are all samples, so there is nothing to evaluate")
     if not request.skips_unknown:
-        raise DataError(f"{source}: {text}; {SKIP_REMEDY}")
+        raise DataError(f"{source}: {text}; --unknown skip evaluates the other samples")
     report.append(f"left out: {text}")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,27 +143,28 @@ def build_transforms(
     Raises:
         ConfigError: settings that do not fit the number of channels; the message names each key.
     """
-    augment = _for_grey(augment) if channels == 1 else augment
-    _check_channels(augment, channels)
-    mean, std = (tuple([0.5] * channels if v is None else v) for v in (augment.MEAN, augment.STD))
+    values = {"MEAN": augment.MEAN, "STD": augment.STD}
+    if channels == 1 and all(value is not None and len(value) == 3 for value in values.values()):
+        # Exact for the mean; the deviation is that of channels which vary together, as in photographs.
+        values = {key: [sum(map(operator.mul, _LUMINANCE, value))] for key, value in values.items()}  # type: ignore[arg-type]
+    problems = [
+        f"{key}: {len(value)} values, but the images have {channels} channel(s); give as many, or "
+        f"DATA.AUGMENT.{key}=null"
+        for key, value in values.items()
+        if value is not None and len(value) != channels
+    ]
+    off = {"COLOR_JITTER": 0, "POLICY": "none"} if channels not in (1, 3) else {}
+    problems += [
+        f"{key}: works on 1 or 3 channels, but the images have {channels}; set it to {value}"
+        for key, value in off.items()
+        if getattr(augment, key) != value
+    ]
+    if problems:
+        raise ConfigError([f"DATA.AUGMENT.{problem}" for problem in problems])
+    mean, std = (tuple(value or [0.5] * channels) for value in values.values())
     erasing = v2.RandomErasing(augment.ERASING, inplace=True) if augment.ERASING else None
     train = Pipeline(_augmentation(augment, size), Normalise(mean, std), erasing)
     return train, Preprocessing(channels, size, augment.CROP_FRACTION, mean, std)
-
-
-def _for_grey(augment: AugmentConfig) -> AugmentConfig:
-    """Mean and standard deviation of grey, where both are given for red, green and blue, as presets do.
-
-    The mean is exact. The standard deviation is that of channels which vary together, as those of photographs
-    nearly do.
-    """
-    if augment.MEAN is None or augment.STD is None or not len(augment.MEAN) == len(augment.STD) == 3:
-        return augment
-    mean, std = (
-        [sum(part * value for part, value in zip(_LUMINANCE, values, strict=True))]
-        for values in (augment.MEAN, augment.STD)
-    )
-    return replace(augment, MEAN=mean, STD=std)
 
 
 def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
@@ -180,23 +182,3 @@ def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
     if augment.POLICY != "none":
         steps.append(ThroughPillow(_POLICIES[augment.POLICY]()))
     return steps
-
-
-def _check_channels(augment: AugmentConfig, channels: int) -> None:
-    problems = [
-        f"DATA.AUGMENT.{name}: {len(values)} values, but the images have {channels} channel(s); give "
-        f"as many, or DATA.AUGMENT.{name}=null"
-        for name, values in (("MEAN", augment.MEAN), ("STD", augment.STD))
-        if values is not None and len(values) != channels
-    ]
-    if channels not in (1, 3):
-        problems += [
-            f"DATA.AUGMENT.{name}: works on 1 or 3 channels, but the images have {channels}; set it to {off}"
-            for name, used, off in (
-                ("COLOR_JITTER", augment.COLOR_JITTER > 0, "0"),
-                ("POLICY", augment.POLICY != "none", "none"),
-            )
-            if used
-        ]
-    if problems:
-        raise ConfigError(problems)

@@ -33,17 +33,12 @@ class LinearHeads(nn.ModuleList):
 class MarginalHead(nn.Module):
     """One linear layer over the leaves of the taxonomy; a class has the probability of all leaves below it.
 
-    With a softmax over the leaves, p(class) = sum of p(child) over its children holds at every level, and a
-    label of a coarse class alone trains all leaves below it. A leaf is a class without children: every class
-    of the finest level, and coarser ones below which the taxonomy has nothing. A class whose parent is
-    unknown lies below none of the named classes: it counts in its own level and in no coarser one. Where
-    there are such classes or coarse leaves, the probabilities of a level add up to less than 1; the rest is
-    that of samples that have no class at this level.
+    With a softmax over the leaves, p(class) = sum of p(child) over its children holds at every level. A leaf
+    is a class without children, at any level. A class whose parent is unknown counts in its own level and in
+    no coarser one. Where there are such classes or coarse leaves, the probabilities of a level add up to less
+    than 1; the rest is that of samples that have no class at this level.
 
-    Args:
-        num_features: F, number of features.
-        num_classes: number of classes C_r of each of R levels, coarse to fine.
-        parents: those of a `Taxonomy`.
+    `num_classes` are those of each level, coarse to fine, and `parents` those of a `Taxonomy`.
     """
 
     gives_log_probabilities = True
