@@ -36,10 +36,7 @@ def plan_warnings(
     """
     key = _effective_batch_key(train, facts)
     size = max(split.samples_per_rank for split in splits) * facts.world_size
-    found = [
-        _accumulation(facts, splits, key),
-        _epoch_of_one_batch(facts, splits) or _batchnorm(train, facts, splits),
-    ]
+    found = [_accumulation(facts, splits, key), _batchnorm(train, facts, splits)]
     is_sgd = any(name in optimizer.lower() for name in ("sgd", "momentum", "nesterov"))
     limit = MAX_LR_SGD if is_sgd else MAX_LR_ADAPTIVE
     if facts.pretrained and size >= LARGE_FOR_FINE_TUNING and learning_rate > limit:
@@ -94,19 +91,6 @@ def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str
         f"BatchNorm sees only {counted(samples, 'sample')} {where}, fewer than {FEW_FOR_BATCHNORM}: its "
         f"statistics are noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME), or a larger "
         f"micro-batch ({key})"
-    )
-
-
-def _epoch_of_one_batch(facts: Facts, splits: Sequence[Split]) -> str | None:
-    """Warn of an epoch shorter than one micro-batch; all other epochs have full batches only."""
-    samples = facts.epoch_samples_per_rank
-    is_short = splits[0].micro_batch_size == samples < facts.max_micro_batch_size
-    if facts.batchnorm == "none" or not is_short or samples >= FEW_FOR_BATCHNORM:
-        return None
-    return (
-        f"the last batch of each epoch, which is also its only one, has {samples} of DATA.BATCH_SIZE "
-        f"{facts.max_micro_batch_size} samples, too few for BatchNorm; start fewer processes or use more "
-        "data (DATA.DATASET)"
     )
 
 

@@ -296,8 +296,6 @@ def configured_warmup(config: ScheduleConfig, steps_per_epoch: Sequence[int]) ->
 
 def _steps_in(epochs: float, steps_per_epoch: Sequence[int]) -> int:
     """Optimizer steps in a number of first epochs, which may end in the middle of one."""
-    if len(set(steps_per_epoch)) == 1:
-        return round(epochs * steps_per_epoch[0])
     whole = int(epochs)
     part = (epochs - whole) * steps_per_epoch[whole] if whole < len(steps_per_epoch) else 0
     return round(sum(steps_per_epoch[:whole]) + part)

@@ -154,12 +154,9 @@ def _files(request: Request, on_main: OnMain) -> EvaluationData:
     else:
         part = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
     if part.index is not None and part.index != index:
-        levels = zip(part.index.taxonomy.levels, index.taxonomy.levels, strict=False)
-        changed = sorted({name for pair in levels for name in {*pair[0].classes} ^ {*pair[1].classes}})
-        found = f" ({several(changed)} new or gone)" if changed else ""
         raise DataError(
-            f"{part.listing.source}: its classes are not those of the run any more{found}, so the samples "
-            "that it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
+            f"{part.listing.source}: its classes are not those of the run any more, so the samples that it "
+            "held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
         )
     report = list(part.report)
     listing, missing = _aligned(part, index, report)
@@ -212,8 +209,6 @@ def _aligned(part: Part, index: LabelIndex, report: list[str]) -> tuple[Listing,
     if levels:
         missing = ", ".join(index.taxonomy.names[level] for level in levels)
         report.append(f"{source}: no {missing} there; labels follow from the rank below, as in training")
-    if names is None and width > depth:
-        report.append(f"{source}: of {width} levels of folders, the finest {depth} count")
     unique: dict[Lineage, Lineage] = {
         lineage: tuple(None if column < 0 else lineage[column] for column in columns)
         for lineage in set(part.listing.lineages)

@@ -78,7 +78,6 @@ WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
     ),
     "fine-tuning": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": OptimizerConfig(NAME="sgd")}),
     "a tenth of the data": (replace(FACTS, num_samples=639), {}),
-    "a small last batch": (replace(NORM, num_samples=15), {"EPOCHS": 1}),
     "keys that are not used": (FACTS, {"EFFECTIVE_BATCH_SIZE": 64, "ACCUMULATION_STEPS": 2}),
     "keys of a schedule that is not used": (FACTS, {"schedule": {"FIRST": 8}}),
     "a raised rate": (FACTS, {"optimizer": LINEAR, "EFFECTIVE_BATCH_SIZE": 1024}),

@@ -274,11 +274,6 @@ WARNINGS = {
         (replace(FACTS, num_samples=639), {}),
         "DATA.AUTOBATCH.MAX_BATCH_SIZE",
     ),
-    "a small last batch": (
-        (replace(FACTS, num_samples=15, batchnorm="local"), {}),
-        (replace(FACTS, num_samples=16, batchnorm="local"), {}),
-        "DATA.DATASET",
-    ),
 }  # fmt: skip
 
 
