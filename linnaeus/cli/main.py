@@ -25,10 +25,10 @@ from typing import Any
 if find_spec("omegaconf") is None:
     raise SystemExit("linnaeus: training needs more than the search: pip install 'linnaeus[train]'")
 
+from linnaeus import __version__
 from linnaeus.config.keys import suggest
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 from linnaeus.signals import Interrupted
-from linnaeus.version import __version__
 
 COMMANDS = {
     "train": "train; the word may be left out, but `linnaeus` alone prints this text",

@@ -18,6 +18,7 @@ from typing import Any
 import timm
 from rich.console import Console
 
+from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.cli.evaluate.options import Options
 from linnaeus.cli.evaluate.report import Evaluation, compare_with_logged, save_plot, show
@@ -47,7 +48,6 @@ from linnaeus.sizing.planning import size_origin
 from linnaeus.sizing.report import device_environment
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training.build import configuration_facts
-from linnaeus.version import __version__
 from linnaeus.words import counted
 
 _PARTS = ("val", "valid", "validation", "test", "train")
