@@ -91,11 +91,7 @@ def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: 
 
 
 def milestones(starts: Sequence[tuple[int, int]], max_micro_batch_size: int) -> list[SizeChange]:
-    """Split each size exactly.
-
-    Args:
-        starts: an epoch or an optimizer step, ascending from 0, and the `samples_per_rank` from there on.
-        max_micro_batch_size: the largest micro-batch that fits.
+    """Split each size exactly, given starts (epochs or optimizer steps) and `samples_per_rank` from there on.
 
     >>> [(change.start, change.split.accumulation_steps) for change in milestones([(0, 8), (5, 24)], 8)]
     [(0, 1), (5, 3)]
@@ -121,14 +117,11 @@ def split_epochs(
     changes: Sequence[SizeChange], unit: str, num_epochs: int, samples_per_epoch: int, world_size: int, *,
     keep_rest: bool,
 ) -> tuple[tuple[Stage, ...], ...]:  # fmt: skip
-    """The stages of each epoch.
+    """The stages of each epoch, in which each rank sees `samples_per_epoch`.
 
     Args:
         changes: the splits of the run with ascending starts, the first 0.
         unit: `epochs` or `steps`, what the starts count.
-        num_epochs: epochs of the run.
-        samples_per_epoch: samples that each rank sees in an epoch.
-        world_size: number of ranks.
         keep_rest: end an epoch with a smaller step of the micro-batches left over; else they are left out.
     """
     epochs, step = [], 0

@@ -190,13 +190,9 @@ def stratified_split(
 ) -> tuple[list[int], list[int]]:
     """Hold out a fraction of each stratum for validation; each keeps at least one training sample.
 
-    The choice depends on the keys alone, not on a seed or on the order of the samples, so accuracies of
-    different runs, machines and versions are comparable. Rounding carries over from stratum to stratum, so
-    that the total is right even where strata are small.
-
-    Args:
-        keys: a permanent name of each sample, such as its relative path.
-        strata: the stratum of each sample, such as its class.
+    The choice depends on the keys (permanent names, such as relative paths) alone, not on a seed or on the
+    order of the samples, so accuracies of different runs, machines and versions are comparable. Rounding
+    carries over from stratum to stratum, so that the total is right even where strata are small.
 
     Returns:
         Positions of the training and of the validation samples, each ascending.

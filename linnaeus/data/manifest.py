@@ -185,11 +185,7 @@ def _listing(table: _Table, levels: Sequence[str], dataset: DatasetConfig) -> Li
 
 
 def _check_nesting(index: LabelIndex, train: Listing) -> None:
-    """Refuse columns from fine to coarse.
-
-    Raises:
-        DataError: each class of a column has one name in the next column, but not the other way round.
-    """
+    """Refuse columns from fine to coarse: each class has one name in the next, and not vice versa."""
     for depth, (above, below) in enumerate(pairwise(index.taxonomy.names), start=1):
         parents = [parent for parent, _ in index.lookup[depth] if parent >= 0]
         names = [name for _, name in index.lookup[depth]]

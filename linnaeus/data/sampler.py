@@ -34,12 +34,7 @@ class EpochSampler(Sampler[SampleKey]):
         self.skip = 0
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Choose what the next iteration yields.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            skip: samples over all processes to leave out at the start, which a resumed run has seen already.
-        """
+        """Choose what comes next: an epoch, without its first `skip` samples over all processes."""
         self.epoch = epoch
         self.skip = skip
 
@@ -75,7 +70,11 @@ class BalancedSampler(EpochSampler):
 
     def __init__(self, targets: Tensor, *, seed: int, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(len(targets), seed=seed, rank=rank, world_size=world_size)
-        groups = _finest_known(targets)
+        groups = torch.full((len(targets),), -1)  # the finest known class of each sample, over all levels
+        start = 0
+        for labels in targets.unbind(dim=1):
+            groups = torch.where(labels >= 0, labels + start, groups)
+            start += int(labels.max()) + 1 if len(labels) else 0
         drawn = torch.nonzero(groups >= 0).flatten()
         if not len(drawn):
             raise DataError("DATA.SAMPLER: balanced, but no training sample has a label; use shuffle")
@@ -101,16 +100,6 @@ class BalancedSampler(EpochSampler):
         within = torch.minimum((draws * counts).long(), counts - 1)
         starts = self._counts.cumsum(0) - self._counts
         return self._by_class[starts[classes] + within]
-
-
-def _finest_known(targets: Tensor) -> Tensor:
-    """A number [N] for the finest known class of each sample, over all levels; -1 where none is known."""
-    groups = torch.full((len(targets),), -1, dtype=torch.int64)
-    start = 0
-    for labels in targets.unbind(dim=1):
-        groups = torch.where(labels >= 0, labels + start, groups)
-        start += int(labels.max()) + 1 if len(labels) else 0
-    return groups
 
 
 Sizes = Callable[[int, int], Iterator[int]]
