@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import get_args
 
 from rich.console import Console
@@ -18,7 +17,7 @@ from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.measure import Setup
 from linnaeus.cli.analyze.predict import META, PredictedStep, build_on_meta, fill, predicted_step
 from linnaeus.cli.analyze.results import Row
-from linnaeus.cli.compare.runs import short_names
+from linnaeus.config.schema import DataConfig
 from linnaeus.console import StatusLine
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
@@ -32,37 +31,10 @@ _WITHOUT_MEMORY = ("EXPERIMENT.", "SCHEDULE.", "OPTIMIZER.LR", "OPTIMIZER.lr")
 logger = logging.getLogger("linnaeus.sweep")
 
 
-@dataclass
-class Group:
-    """Runs whose batch sizes cannot differ.
-
-    Attributes:
-        runs: at least one.
-        rows: the predictions, one for each GPU and mode.
-        problem: why there are none; empty where there are.
-    """
-
-    runs: list[PlannedRun]
-    rows: list[Row] = field(default_factory=list)
-    problem: str = ""
-
-    def values(self, key: str) -> set[str]:
-        """The values of a swept key."""
-        return {run.combination.values[key] for run in self.runs}
-
-    def sizes(self, gpu: Gpu) -> dict[Mode, Row]:
-        """The predictions for one GPU."""
-        return {row.mode: row for row in self.rows if row.device == gpu.name}
-
-    def fits(self, gpu: Gpu) -> bool:
-        """Whether a size is predicted to fit in each mode."""
-        return all(row.batch_size is not None for row in self.sizes(gpu).values())
-
-
 def check_predictions(
     runs: Sequence[PlannedRun], gpus: Sequence[Gpu], console: Console, *, world_size: int = 1
 ) -> None:
-    """Show the batch sizes that are predicted for each group of runs.
+    """Show the batch sizes that are predicted for each group of runs whose sizes cannot differ.
 
     Args:
         runs: of the sweep.
@@ -74,124 +46,89 @@ def check_predictions(
         AutoBatchError: for some runs nothing is predicted to fit on any of the GPUs.
     """
     groups = groups_of(runs)
-    world = World(META, world_size=world_size, local_world_size=world_size)
+    table = Table(title="Predicted batch sizes", title_justify="left")
+    for heading in ("runs", "number", "GPU", "training", "validation"):
+        table.add_column(heading, overflow="fold")
+    nowhere = []
     with StatusLine(console) as line:
-        for number, group in enumerate(groups, start=1):
-            title = f"predicting batch sizes, group {number} of {len(groups)}"
-            logger.info("%s (%s)", title, counted(len(group.runs), "run"))
-            _predict(group, gpus, world, line, title, console)
+        for number, (name, group) in enumerate(groups.items(), start=1):
+            logger.info(
+                "predicting batch sizes, group %d of %d (%s)", number, len(groups), counted(len(group), "run")
+            )
+            try:
+                rows = _predicted(group[0], gpus, world_size, line, console)
+            except LinnaeusError as error:  # the run itself says it better, if it is a mistake
+                logger.warning("%s: batch sizes are not predicted: %s", name, " ".join(str(error).split()))
+                rows = []
+            for gpu in gpus:
+                cells = [_cell(row) for row in rows if row.device == gpu.name]
+                table.add_row(name, str(len(group)), gpu.name, *(cells or ["not predicted"] * len(MODES)))
+            missing: dict[str, str | None] = {}
+            for row in rows:
+                if row.batch_size is None:
+                    missing.setdefault(row.device, row.reason)
+            if len(missing) == len(gpus):
+                nowhere.append(f"  - {name} ({counted(len(group), 'run')}): {missing[gpus[0].name]}")
+            elif missing:
+                logger.warning("%s: nothing is predicted to fit on %s", name, ", ".join(missing))
             gc.collect()
-    names = _names(groups)
-    console.print(_table(groups, names, gpus))
-    _judge(groups, names, gpus)
+    console.print(table)
+    if nowhere:
+        raise AutoBatchError(
+            "no run was started: nothing is predicted to fit for\n" + "\n".join(nowhere) + "\nLeave these "
+            "values out of the sweep, name a larger GPU, or leave --predict-gpu out to try them all the same."
+        )
 
 
-def groups_of(runs: Sequence[PlannedRun]) -> list[Group]:
-    """The runs, grouped by the swept values that their sizes may depend on, in their order."""
-    groups: dict[tuple[str, ...], Group] = {}
+def groups_of(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
+    """The runs, in their order, by the swept values that their sizes may depend on."""
+    groups: dict[str, list[PlannedRun]] = {}
     for run in runs:
         values = run.combination.values.items()
-        key = tuple(value for name, value in values if not name.startswith(_WITHOUT_MEMORY))
-        groups.setdefault(key, Group([])).runs.append(run)
-    return list(groups.values())
+        name = ", ".join(f"{key}={text}" for key, text in values if not key.startswith(_WITHOUT_MEMORY))
+        groups.setdefault(name or "all", []).append(run)
+    return groups
 
 
-def _predict(
-    group: Group, gpus: Sequence[Gpu], world: World, line: StatusLine, title: str, console: Console
-) -> None:
-    config = group.runs[0].config
-    status = RankStatus(lambda text: line.update(f"{title}: {text}"))
-    try:
-        status.update("building")
-        data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-        search = build_on_meta(Setup(config, data, world, status, console))
-        for mode in MODES:
-            status.update(f"tracing {mode}")
-            step = predicted_step(search, mode, ASSUMED_BASE_BYTES)
-            group.rows += [_row(group.runs[0], step, gpu) for gpu in gpus]
-    except LinnaeusError as error:  # the run itself says it better, if it is a mistake
-        group.problem = " ".join(str(error).split())
+def _predicted(
+    run: PlannedRun, gpus: Sequence[Gpu], world_size: int, line: StatusLine, console: Console
+) -> list[Row]:
+    """A row for each mode and GPU."""
+    config = run.config
+    status = RankStatus(line.update)
+    status.update("building")
+    data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+    world = World(META, world_size=world_size, local_world_size=world_size)
+    search = build_on_meta(Setup(config, data, world, status, console))
+    rows = []
+    for mode in MODES:
+        status.update(f"tracing {mode}")
+        step = predicted_step(search, mode, ASSUMED_BASE_BYTES)
+        rows += [_row(config.DATA, step, gpu) for gpu in gpus]
+    return rows
 
 
-def _row(run: PlannedRun, step: PredictedStep, gpu: Gpu) -> Row:
-    """The size that a search would find, or what is known of the one that is configured."""
-    data, is_train = run.config.DATA, step.mode == "train"
-    autobatch = data.AUTOBATCH
-    is_searched, fraction, size = (
-        (autobatch.ENABLED, autobatch.TARGET_MEMORY_FRACTION, data.BATCH_SIZE)
-        if is_train
-        else (autobatch.ENABLED_VAL, autobatch.TARGET_MEMORY_FRACTION_VAL, data.BATCH_SIZE_VAL)
-    )
-    fraction = fraction if is_searched else 1.0
-    row = Row(step.mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes)
-    if is_searched:
+def _row(data: DataConfig, step: PredictedStep, gpu: Gpu) -> Row:
+    """The size that a search would find, or the one that is configured, where it fits."""
+    suffix = "" if step.mode == "train" else "_VAL"
+    autobatch, size = data.AUTOBATCH, getattr(data, f"BATCH_SIZE{suffix}")
+    row = Row(step.mode, 1.0, device=gpu.name, device_bytes=gpu.total_bytes)
+    if getattr(autobatch, f"ENABLED{suffix}"):
+        row.memory_fraction = getattr(autobatch, f"TARGET_MEMORY_FRACTION{suffix}")
         fill(row, step, autobatch.MEMORY_LIMIT_GB)
-        return row
-    need, safe = step.prediction.peak_bytes(size), step.prediction.safe_bytes(size)
-    if need <= gpu.total_bytes:
-        row.batch_size, row.peak_bytes = size, need
-        row.safe_batch_size = size if safe <= gpu.total_bytes else None
+    elif (need := step.prediction.peak_bytes(size)) <= gpu.total_bytes:
+        row.batch_size = size
+        row.safe_batch_size = size if step.prediction.safe_bytes(size) <= gpu.total_bytes else None
     else:
-        key = f"DATA.BATCH_SIZE{'' if is_train else '_VAL'}"
         row.reason = (
-            f"{key} is {size}, which is predicted to take {need / GIB:.2f} GiB; {gpu.name} has "
-            f"{gpu.total_bytes / GIB:.2f} GiB"
+            f"DATA.BATCH_SIZE{suffix} is {size}, which is predicted to take {need / GIB:.2f} GiB; {gpu.name} "
+            f"has {gpu.total_bytes / GIB:.2f} GiB"
         )
     return row
 
 
-def _names(groups: Sequence[Group]) -> list[str]:
-    """What tells the groups apart: the swept keys that have one value in each."""
-    keys = [
-        key
-        for key in groups[0].runs[0].combination.values
-        if all(len(group.values(key)) == 1 for group in groups)
-        and len({value for group in groups for value in group.values(key)}) > 1
-    ]
-    short = short_names(keys)
-    return [", ".join(f"{short[key]}={min(group.values(key))}" for key in keys) or "all" for group in groups]
-
-
-def _table(groups: Sequence[Group], names: Sequence[str], gpus: Sequence[Gpu]) -> Table:
-    table = Table(title="Predicted batch sizes", title_justify="left")
-    for heading in ("runs", "number", "GPU", "training", "validation"):
-        table.add_column(heading, overflow="fold")
-    for group, name in zip(groups, names, strict=True):
-        for gpu in gpus:
-            sizes = group.sizes(gpu)
-            cells = [_cell(sizes.get(mode)) for mode in MODES]
-            table.add_row(name, str(len(group.runs)), gpu.name, *cells)
-    return table
-
-
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return "not predicted"
+def _cell(row: Row) -> str:
     if row.batch_size is None:
         return "none fits"
     safe = row.safe_batch_size
     return str(safe) if safe is not None else f"{row.batch_size} (without margin)"
-
-
-def _judge(groups: Sequence[Group], names: Sequence[str], gpus: Sequence[Gpu]) -> None:
-    """Warn of what may not fit, and refuse what fits nowhere."""
-    nowhere = []
-    for group, name in zip(groups, names, strict=True):
-        if group.problem:
-            logger.warning("%s: batch sizes are not predicted: %s", name, group.problem)
-            continue
-        failing = [gpu for gpu in gpus if not group.fits(gpu)]
-        if len(failing) == len(gpus):
-            reason = next(row.reason for row in group.rows if row.batch_size is None) or "no batch size fits"
-            nowhere.append(f"  - {name} ({counted(len(group.runs), 'run')}): {reason}")
-        elif failing:
-            logger.warning(
-                "%s: nothing is predicted to fit on %s", name, ", ".join(gpu.name for gpu in failing)
-            )
-    if nowhere:
-        raise AutoBatchError(
-            "no run was started: nothing is predicted to fit for\n"
-            + "\n".join(nowhere)
-            + "\nLeave these values "
-            "out of the sweep, name a larger GPU, or leave --predict-gpu out to try them all the same."
-        )

@@ -29,8 +29,11 @@ def planned(*argv: str) -> list[PlannedRun]:
 
 def test_runs_whose_sizes_cannot_differ_are_one_group() -> None:
     rates = ("OPTIMIZER.LR=0.1,0.2", "EXPERIMENT.SEED=0,1")
-    assert [len(group.runs) for group in groups_of(planned(ON, *rates))] == [4]
-    assert [len(group.runs) for group in groups_of(planned(ON, *rates[:1], "TRAIN.AMP=off,bf16"))] == [2, 2]
+    assert [len(group) for group in groups_of(planned(ON, *rates)).values()] == [4]
+    assert [len(group) for group in groups_of(planned(ON, *rates[:1], "TRAIN.AMP=off,bf16")).values()] == [
+        2,
+        2,
+    ]
     assert len(groups_of(planned("DATA.BATCH_SIZE=8,16"))) == 2, "they are what was asked for"
 
 
