@@ -127,9 +127,7 @@ def run(config: Config) -> FitResult:
             if world.is_main and TRIAL in os.environ:
                 from linnaeus.sweep.search import PruningTracker
 
-                trainer.tracker = PruningTracker(
-                    trainer.tracker, folder, stop, lambda: trainer.progress.epoch, train.EPOCHS
-                )
+                trainer.tracker = PruningTracker(tracker, folder, stop, trainer)
             if folder.claim is not None:
                 trainer.checkpoint_extras["run"] = folder.claim.id
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed

@@ -10,10 +10,10 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linnaeus.config.load import to_yaml
 from linnaeus.errors import ConfigError
@@ -25,12 +25,13 @@ from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
 from linnaeus.tracking import Tracker
 
+if TYPE_CHECKING:
+    from linnaeus.training.trainer import Trainer
+
 WARMUP_FRACTION = 0.25
 """No run is pruned in this fraction of the epochs."""
 MIN_EPOCHS_LEFT = 2
 """A run with fewer epochs left is not pruned: its result is worth more than the time."""
-GOAL = "goal"
-"""Attribute of the study: the metric that it is told, where `--metric` names none."""
 _SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
 
 logger = logging.getLogger("linnaeus.sweep")
@@ -170,63 +171,42 @@ class Study:
         """
         if state.status == "finished":
             result = read_json(run.folder / RESULT) or {}
-            goal = self.goal or result.get("headline")
-            value = result.get("metrics", {}).get(goal)
-            if self.sweep.metric is None and self.goal is None:
-                self.study.set_user_attr(GOAL, goal)
-            self._tell(number, *((self._sign * value,) if value is not None else (None, self._states.FAIL)))
+            value = result.get("metrics", {}).get(self.sweep.metric or result.get("headline"))
+            self._tell(number, value, self._states.FAIL if value is None else None)
         elif state.status in ("pruned", "failed"):
             self._tell(number, None, self._states.PRUNED if state.status == "pruned" else self._states.FAIL)
         return state.status in ("finished", "pruned", "failed")
 
-    def fail(self, number: int) -> None:
-        """Tell the study that a trial has no run."""
-        self._tell(number, None, self._states.FAIL)
-
     def _tell(self, number: int, value: float | None, state: Any = None) -> None:
         self.study.tell(number, value, state=state, skip_if_finished=True)
-
-    @property
-    def goal(self) -> str | None:
-        """The metric that the study is told: the wanted one, or what decides which checkpoint is best.
-
-        That is known once a run has been validated.
-        """
-        return self.sweep.metric or self.study.user_attrs.get(GOAL)
-
-    @property
-    def _sign(self) -> int:
-        """Factor of the metric in the study. Without a wanted metric, the study makes its values large."""
-        goal = None if self.sweep.metric else self.goal
-        return -1 if goal is not None and is_smaller_better(goal) else 1
 
     def best(self) -> str | None:
         """The best finished trial in words; None without one."""
         if not any(trial.state == self._states.COMPLETE for trial in self.trials()):
             return None
         best = self.study.best_trial
-        return f"{self._run_of(best.params).title} with {self._sign * best.value:.4f}"
+        return f"{self._run_of(best.params).title} with {best.value:.4f}"
 
-    def report(self, number: int, values: Mapping[str, float], epoch: int, num_epochs: int) -> bool:
+    def report(
+        self, number: int, values: Mapping[str, float], headline: str, epoch: int, num_epochs: int
+    ) -> bool:
         """Report a validation of a trial; returns whether to end its run.
 
         Args:
             number: of the trial.
-            values: the metrics, the headline last of those that begin with `top1/`.
+            values: the metrics.
+            headline: the one that decides which checkpoint is best; compared where --metric names none.
             epoch: epochs trained so far.
             num_epochs: TRAIN.EPOCHS.
 
         Raises:
             ConfigError: the run does not have the metric of the search.
         """
-        goal = self.goal
-        if goal is None:
-            ranks = [name for name in values if name.startswith("top1/")]
-            goal = (ranks or [*values])[-1 if ranks else 0]
-            self.study.set_user_attr(GOAL, goal)
+        goal = self.sweep.metric or headline
         if goal not in values:
+            missing = repr(self.sweep.metric) if self.sweep.metric else "a top-1 accuracy"
             raise ConfigError(
-                f"--metric: no run has {goal!r}; they have {', '.join(values)}. The search needs "
+                f"--metric: no run has {missing}; they have {', '.join(values)}. The search needs "
                 "another EXPERIMENT.NAME"
             )
         self.study.pruner = self.optuna.pruners.MedianPruner(
@@ -237,7 +217,7 @@ class Study:
         trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
         if frozen.state.is_finished() or epoch in frozen.intermediate_values:
             return False
-        trial.report(self._sign * values[goal], epoch)
+        trial.report(values[goal], epoch)
         return self.sweep.prune and num_epochs - epoch >= MIN_EPOCHS_LEFT and trial.should_prune()
 
     def _run_of(self, params: Mapping[str, Any]) -> SweepRun:
@@ -260,17 +240,14 @@ class PruningTracker(Tracker):
         inner: gets everything too.
         folder: of the run.
         stop: the request that ends it.
-        epoch: says how many epochs are trained.
-        num_epochs: TRAIN.EPOCHS.
+        trainer: that of the run.
     """
 
-    def __init__(
-        self, inner: Tracker, folder: RunFolder, stop: StopRequest, epoch: Callable[[], int], num_epochs: int
-    ) -> None:
+    def __init__(self, inner: Tracker, folder: RunFolder, stop: StopRequest, trainer: Trainer) -> None:
         sweep, _, number = os.environ[TRIAL].rpartition(":")
         self._study, self._number = Study(Sweep.read(Path(sweep))), int(number)
         self._inner, self._folder, self._stop = inner, folder, stop
-        self._epoch, self._num_epochs = epoch, num_epochs
+        self._trainer = trainer
         self.table, self.summarise, self.finish = inner.table, inner.summarise, inner.finish  # type: ignore[method-assign]
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -283,7 +260,13 @@ class PruningTracker(Tracker):
         found = {
             name.removeprefix("val/"): value for name, value in values.items() if name.startswith("val/")
         }
-        if found and self._study.report(self._number, found, self._epoch(), self._num_epochs):
-            self._folder.pruned = f"after epoch {self._epoch()}, worse than the median of the others"
+        if not found:
+            return
+        from linnaeus.training.metrics import headline  # here: others read a study without torch
+
+        name, _ = headline(found, self._trainer.assembly.criterion)
+        epoch, num_epochs = self._trainer.progress.epoch, self._trainer.plan.num_epochs
+        if self._study.report(self._number, found, name, epoch, num_epochs):
+            self._folder.pruned = f"after epoch {epoch}, worse than the median of the others"
             self._stop.stop_signal = self._stop.stop_signal or signal.SIGTERM
             logger.info("pruned %s", self._folder.pruned)

@@ -157,7 +157,7 @@ def test_the_worst_of_several_is_pruned(open_study: Open, prunes: bool) -> None:
         assert asked is not None
         value = 0.5 if number < 6 else 0.1
         for epoch in range(1, 20):
-            if study.report(asked[0], {"loss": 0.5, "top1/a": value}, epoch, 20):
+            if study.report(asked[0], {"loss": 0.5, "top1/a": value}, "top1/a", epoch, 20):
                 ended.append((number, epoch))
                 break
         else:
@@ -171,7 +171,7 @@ def test_a_metric_that_no_run_has_ends_the_search(open_study: Open) -> None:
     asked = study.ask()
     assert asked is not None
     with pytest.raises(ConfigError, match=r"--metric.*top5/a.*top1/a"):
-        study.report(asked[0], {"loss": 0.5, "top1/a": 0.1}, 1, 20)
+        study.report(asked[0], {"loss": 0.5, "top1/a": 0.1}, "top1/a", 1, 20)
 
 
 def test_a_search_does_not_mix_two_configurations(open_study: Open, tmp_path: Path) -> None:
