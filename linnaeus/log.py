@@ -146,7 +146,7 @@ class RunFolder:
 
 @contextmanager
 def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFolder]:
-    """The folder of a run, with its lock and its log until the context ends; arguments as for `RunFolder`.
+    """The folder of a run, with its claim and its log until the context ends; arguments as for `RunFolder`.
 
     Raises:
         ConfigError: the folder cannot be written to, or is in use; the same on every rank.

@@ -1,9 +1,9 @@
 """The folder of a run: who has it, which run it is and how it ended.
 
-`run.json` names the run by an id, and says who has it or how it ended. Who has the folder is decided by the
-files `.claims/N`. A claim is made at once and with its content, by linking a finished file to the next
-number; that needs no locks and holds on network file systems. Claim N + 1 is made only after the holder of
-claim N was seen dead, or handed its claim over. A holder deletes its own claim and no other.
+`run.json` names the run by an id, and says how it ended. Who has the folder is decided by the files
+`.claims/N`, of which the last one counts. A claim is made at once and with its content, by linking a
+temporary file to the next number: that needs no locks and holds on network file systems. Claim N + 1 is made
+only after the holder of claim N was seen dead. A worker hands its claim over to the run that it starts.
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ CLAIMS = ".claims"
 RUN_FILES = (CONFIG, "model.json", METRICS, RESULT, AUTOBATCH, RUN)
 """Files that a run writes into its folder."""
 HANDED_OVER = "LINNAEUS_CLAIM"
-"""Environment variable of a run that a worker starts: the number of the worker's claim, handed over to it."""
+"""Environment variable of a run that a worker starts: the number of the claim that is handed over to it."""
 TRIAL = "LINNAEUS_TRIAL"
 """Environment variable of a run that a search has started: the sweep's folder and the number of the trial."""
 BEAT_S = 30.0
 """Seconds between two touches of a claim by its holder."""
+SILENT_S = 3 * BEAT_S
+"""SLURM is asked for the job of a holder that has not touched its claim for this time."""
 DEAD_S = 600.0
-"""A claim of another machine that nobody has touched for so long belongs to nobody."""
+"""A holder on another machine that has not touched its claim for this time is dead."""
 QUEUE_S = 20.0
-"""An answer of SLURM is used for so long."""
+"""An answer of SLURM is used for this time."""
 
 RunStatus = Literal["not run", "running", "finished", "failed", "interrupted", "pruned"]
 
@@ -80,8 +82,9 @@ class Holder:
         host: name of its machine.
         pid: its number there.
         start: when it began, in ticks after the start of the machine; empty where the system does not say.
-        boot: the machine's id of this start.
+        boot: the machine's id of this start, and the namespace of its process numbers.
         job: number of its job of SLURM; empty without one.
+        restarts: how often this job was queued again.
     """
 
     host: str
@@ -89,16 +92,13 @@ class Holder:
     start: str
     boot: str
     job: str
+    restarts: str
 
     @classmethod
     def this_process(cls) -> Holder:
         """The process that calls."""
-        return cls(socket.gethostname(), os.getpid(), _start(os.getpid()), _boot_id(), own_job())
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is a process of this machine, since its last start."""
-        return (self.host, self.boot) == (socket.gethostname(), _boot_id())
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        return cls(socket.gethostname(), os.getpid(), _start(os.getpid()), _boot(), own_job(), restarts)
 
     def lives(self, silent_s: float) -> bool:
         """Whether the process has not ended, as far as can be seen from here.
@@ -106,10 +106,13 @@ class Holder:
         Args:
             silent_s: seconds since it has touched its claim.
         """
-        if self.is_here:
+        here = Holder.this_process()
+        if (self.host, self.boot) == (here.host, here.boot):
             return self.start == _start(self.pid) != ""
-        if self.job and (self.job == own_job() or not _is_queued(self.job)):
-            return False  # the same job has been queued again, or it has ended
+        if self.job and self.job == here.job and self.restarts != here.restarts:
+            return False  # the job has been queued again, and this is it
+        if self.job and silent_s > SILENT_S and not is_queued(self.job):
+            return False
         return silent_s < DEAD_S
 
     def __str__(self) -> str:
@@ -122,6 +125,30 @@ def own_job() -> str:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ.get("SLURM_JOB_ID", "")
+
+
+def is_queued(job: str, *, now: bool = False) -> bool:
+    """Whether SLURM has a job, or one of an array's, in its queue; True where it does not answer.
+
+    Args:
+        job: its number.
+        now: ask again, whatever was answered before.
+    """
+    if now:
+        _queue.cache_clear()
+    queue = _queue(int(time.monotonic() / QUEUE_S))
+    return queue is None or any(job in (each, each.partition("_")[0]) for each in queue)
+
+
+@functools.lru_cache(maxsize=1)
+def _queue(moment: int) -> list[str] | None:
+    """The numbers of all jobs; None for no answer. One answer serves as long as `moment` is the same."""
+    command = ("squeue", "--noheader", "--array", "--format=%i")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()
 
 
 def _start(pid: int) -> str:
@@ -137,33 +164,12 @@ def _start(pid: int) -> str:
     return "" if found[0] in (b"Z", b"X") else found[19].decode()
 
 
-def _boot_id() -> str:
+@functools.cache
+def _boot() -> str:
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     return ""
-
-
-def _is_queued(job: str) -> bool:
-    """Whether SLURM has a job in its queue; True where it does not answer."""
-    now = int(time.monotonic() / QUEUE_S)
-    return job in (_squeue(now) or "").split() or _squeue(now, job) != ""
-
-
-@functools.lru_cache(maxsize=1000)
-def _squeue(now: int, job: str = "") -> str | None:
-    """The numbers of this user's jobs, or of one job where it is in the queue; None for no answer.
-
-    Args:
-        now: an answer holds as long as this number is the same, so that many runs ask once.
-        job: the one to ask for.
-    """
-    which = f"--jobs={job}" if job else f"--user={os.getuid()}"
-    command = ("squeue", "--noheader", "--array", "--format=%i", which)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else "" if "Invalid job id" in done.stderr else None
 
 
 @dataclass(frozen=True)
@@ -172,11 +178,10 @@ class State:
 
     Attributes:
         status: `interrupted` for a run that was stopped or killed, and can be resumed.
-        holder: who has it, or had it last; None where nobody has begun it.
+        holder: who has it, or had it last; None where that is not known.
         exit_code: of its last process; None while it goes on or where nobody saw the end.
         reason: why it has not ended well.
         seconds: from start to end, summed over interruptions.
-        claim: number of the claim to which this belongs.
     """
 
     status: RunStatus
@@ -184,31 +189,21 @@ class State:
     exit_code: int | None = None
     reason: str | None = None
     seconds: float | None = None
-    claim: int = 0
 
 
-NOT_RUN = State("not run")
+def read_state(folder: Path) -> State:
+    """The state of a run. Nothing is written; a folder that cannot be read holds no run."""
+    _, content, silent_s = _newest(folder)
+    if (holder := _holder(content)) is not None and holder.lives(silent_s):
+        return State("running", holder)
+    return _state_left(folder)
 
 
-def read_state(folder: Path, *, without: int = 0) -> State:
-    """The state of a run. Nothing is written; a folder that cannot be read holds no run.
-
-    Args:
-        folder: the run's.
-        without: number of a claim that does not count, such as the caller's own.
-    """
+def _state_left(folder: Path) -> State:
+    """The state in which the last process has left a run."""
     written = read_json(folder / RUN) or {}
-    ended, number = written.get("ended"), written.get("claim", 0)
-    newest = max({*_claims(folder)} - {without}, default=0)
-    holder = _holder(read_json(folder / CLAIMS / str(newest)) or {})
-    if newest and holder is not None and holder.lives(_silent_s(folder, newest, time.time())):
-        return State("running", holder, claim=newest)
-    if newest > number or (written and not ended):
-        holder = holder or _holder(written)
-        if (folder / RESULT).is_file():
-            return State("finished", holder, 0, claim=newest)
-        return State("interrupted", holder, None, f"{holder or 'its process'} was killed", claim=newest)
-    if ended:
+    holder, seconds = _holder(written), written.get("seconds")
+    if ended := written.get("ended"):
         code = ended.get("exit_code", 1)
         status: RunStatus = "failed"
         if code == 0 and (folder / RESULT).is_file():
@@ -217,15 +212,17 @@ def read_state(folder: Path, *, without: int = 0) -> State:
             status = "pruned"
         elif code - 128 in SIGNALS or -code in SIGNALS:
             status = "interrupted"
-        return State(status, _holder(written), code, ended.get("reason"), ended.get("seconds"), number)
-    # Without a `run.json`: not begun, or of an older version.
+        return State(status, holder, code, ended.get("reason"), seconds)
     if (folder / RESULT).is_file():
-        return State("finished", exit_code=0)
+        return State("finished", holder, 0, seconds=seconds)
+    if written:
+        return State("interrupted", holder, None, f"{holder or 'its process'} was killed", seconds)
+    # Not begun, or of an older version.
     if any((folder / CHECKPOINTS).glob("*.pt")):
         return State("interrupted")
     if (folder / METRICS).exists():
         return State("failed", reason="ended without a result and without a checkpoint")
-    return NOT_RUN
+    return State("not run")
 
 
 def _holder(content: dict[str, Any]) -> Holder | None:
@@ -235,19 +232,15 @@ def _holder(content: dict[str, Any]) -> Holder | None:
         return None
 
 
-def _claims(folder: Path) -> list[int]:
-    """The numbers of the claims of a folder; none where it cannot be read."""
+def _newest(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
+    """The number of a folder's last claim, its content, and the seconds since it was touched; 0 for none."""
     try:
-        return [int(path.name) for path in (folder / CLAIMS).iterdir() if path.name.isdecimal()]
-    except OSError:
-        return []
-
-
-def _silent_s(folder: Path, number: int, now: float) -> float:
-    try:
-        return now - (folder / CLAIMS / str(number)).stat().st_mtime
-    except OSError:
-        return 0.0
+        numbers = (int(path.name) for path in (folder / CLAIMS).iterdir() if path.name.isdecimal())
+        number = max(numbers, default=0)
+        path = folder / CLAIMS / str(number)
+        return number, read_json(path) or {}, (now or time.time()) - path.stat().st_mtime
+    except OSError:  # none, or given back at this moment
+        return 0, {}, 0.0
 
 
 class Claim:
@@ -255,7 +248,7 @@ class Claim:
 
     Args:
         folder: of the run; made where there is none.
-        handed_over: number of a claim whose holder lets this process take over.
+        handed_over: number of the last claim, whose holder lets this process have it until `release`.
 
     Attributes:
         id: the run's. `begin` writes it down.
@@ -268,67 +261,73 @@ class Claim:
     def __init__(self, folder: Path, handed_over: int | None = None) -> None:
         self.folder = folder
         self._since = time.time()
+        self._content = {**asdict(Holder.this_process()), "since": self._since}
+        self._lender: dict[str, Any] = {}
         self._is_over = threading.Event()
-        self.number = self._take(handed_over)
-        found = folder.stat()
-        self._place = found.st_dev, found.st_ino
+        self.number = self._take() if handed_over is None else self._take_over(handed_over)
+        self._earlier = read_json(folder / RUN) or {}
+        self.id: str = self._earlier.get("id") or uuid.uuid4().hex[:12]
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def _take(self, handed_over: int | None) -> int:
+    @property
+    def _path(self) -> Path:
+        return self.folder / CLAIMS / str(self.number)
+
+    def _take(self) -> int:
         """Make the next claim; returns its number."""
         while True:
             (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
-            finished = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
+            temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
             try:
-                self._before = read_json(self.folder / RUN) or {}
-                self.id: str = self._before.get("id") or uuid.uuid4().hex[:12]
-                content = {"id": self.id, **asdict(Holder.this_process())}
-                finished.write_text(json.dumps(content), encoding="utf-8")
-                now = finished.stat().st_mtime  # by the clock of the file server
-                before = _claims(self.folder)
-                newest = max(before, default=0)
-                self._check_free(newest, handed_over, now)
-                number: int = max(newest, self._before.get("claim", 0)) + 1
-                own = self.folder / CLAIMS / str(number)
-                link_new(finished, own)
-                if {*_claims(self.folder)} == {*before, number}:
+                temporary.write_text(json.dumps(self._content), encoding="utf-8")
+                number = self._check_free(now=temporary.stat().st_mtime) + 1  # by the file server's clock
+                link_new(temporary, self.folder / CLAIMS / str(number))
+                if _newest(self.folder)[0] == number:
                     return number
-                own.unlink()  # somebody else made a claim at the same time: neither has the folder
-                time.sleep(random.uniform(0, 0.1))
+                (self.folder / CLAIMS / str(number)).unlink()  # what was seen before is no longer so
             except (FileExistsError, FileNotFoundError):
-                continue  # another process was faster, or has deleted the empty folder
+                pass  # another process was faster, or has deleted the empty folder
             finally:
-                finished.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
+            time.sleep(random.uniform(0, 0.1))
 
-    def _check_free(self, newest: int, handed_over: int | None, now: float) -> None:
-        """Raise `FolderInUseError` if the holder of the newest claim lives."""
-        if newest in (0, handed_over):
-            return
-        holder = _holder(read_json(self.folder / CLAIMS / str(newest)) or {})
-        silent_s = _silent_s(self.folder, newest, now)
-        if holder.lives(silent_s) if holder is not None else silent_s < DEAD_S:
+    def _take_over(self, number: int) -> int:
+        """Put this process in the place of the holder of a claim; returns its number."""
+        newest, self._lender, _ = _newest(self.folder)
+        if newest != number:
+            raise FolderInUseError(
+                f"EXPERIMENT.NAME: {self.folder} has been taken over by {_holder(self._lender)}"
+            )
+        write_text_atomically(self.folder / CLAIMS / str(number), json.dumps(self._content))
+        return number
+
+    def _check_free(self, now: float) -> int:
+        """The number of the last claim; raises `FolderInUseError` if its holder lives."""
+        number, content, silent_s = _newest(self.folder, now)
+        holder = _holder(content)
+        if number and (holder.lives(silent_s) if holder is not None else silent_s < DEAD_S):
             raise FolderInUseError(
                 f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
                 f"({holder or 'it does not say which'}); choose another name"
             )
+        return number
 
     def _beat(self) -> None:
         """Touch the claim, with the time of the file server."""
         while not self._is_over.wait(BEAT_S):
-            with suppress(OSError, LostFolderError):
-                self.check()
-                os.utime(self.folder / CLAIMS / str(self.number))
+            with suppress(OSError):
+                if self.is_mine:
+                    os.utime(self._path)
 
     @property
     def is_mine(self) -> bool:
-        """Whether the folder is still the one that was claimed, and nobody has taken it over."""
-        try:
-            found = self.folder.stat()
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == self._place and max(
-            _claims(self.folder), default=0
-        ) == self.number
+        """Whether the folder is still the one that was claimed, and this process has it."""
+        return _newest(self.folder)[:2] == (self.number, self._content)
+
+    @property
+    def state(self) -> State:
+        """How the run was before this process took it."""
+        return _state_left(self.folder)
 
     def check(self) -> None:
         """To be called before anything is written into the folder.
@@ -337,7 +336,7 @@ class Claim:
             LostFolderError: the folder was renamed or deleted, or is another process's by now.
         """
         if not self.is_mine:
-            holder = read_state(self.folder).holder
+            holder = _holder(_newest(self.folder)[1])
             raise LostFolderError(
                 f"{self.folder} is not the folder of this run any more: it was renamed or deleted"
                 f"{f', or taken over by {holder}' if holder else ''}; this run (id {self.id}) ends here"
@@ -349,7 +348,7 @@ class Claim:
         Raises:
             CheckpointError: it is another run's.
         """
-        if "id" not in self._before:
+        if "id" not in self._earlier:
             self.id = found or self.id
         elif found not in (None, self.id):
             raise CheckpointError(
@@ -359,12 +358,12 @@ class Claim:
             )
 
     def begin(self) -> None:
-        """Write down which run this is and who has it.
+        """Write down which run this is, and that it goes on: how it has ended before is forgotten.
 
         Raises:
             LostFolderError, LinnaeusError, OSError: see `check` and `write_text_atomically`.
         """
-        self._write(None)
+        self._write(None, self._earlier.get("seconds"))
 
     def end(self, exit_code: int, reason: str | None = None, *, pruned: bool = False) -> None:
         """Write down how the run has ended; nothing in a folder that is not this run's any more.
@@ -374,22 +373,15 @@ class Claim:
             reason: why it has not ended well.
             pruned: whether a search has ended it.
         """
-        seconds = round(self._seconds_before + time.time() - self._since, 3)
-        ended = {"exit_code": exit_code, "reason": reason, "seconds": seconds} | (
-            {"pruned": True} if pruned else {}
-        )
+        seconds = (self._earlier.get("seconds") or 0.0) + time.time() - self._since
+        ended = {"exit_code": exit_code, "reason": reason, **({"pruned": True} if pruned else {})}
         with suppress(OSError, LinnaeusError):
-            self._write(ended)
+            self._write(ended, round(seconds, 3))
 
-    @property
-    def _seconds_before(self) -> float:
-        earlier = self._before.get("ended") or {}
-        return float(earlier.get("seconds") or 0.0)
-
-    def _write(self, ended: dict[str, Any] | None) -> None:
+    def _write(self, ended: dict[str, Any] | None, seconds: float | None) -> None:
         self.check()
-        content = {"id": self.id, "claim": self.number, **asdict(Holder.this_process()), "since": self._since}
-        write_text_atomically(self.folder / RUN, json.dumps({**content, "ended": ended}, indent=1) + "\n")
+        content = {"id": self.id, **self._content, "seconds": seconds, "ended": ended}
+        write_text_atomically(self.folder / RUN, json.dumps(content, indent=1) + "\n")
 
     def move(self, folder: Path) -> None:
         """Rename the folder, whose claim is given back.
@@ -404,10 +396,15 @@ class Claim:
     def release(self) -> None:
         """Give the claim back; nothing happens the second time."""
         self._is_over.set()
-        with suppress(OSError):  # renamed, deleted, not empty
-            if self.is_mine:
-                (self.folder / CLAIMS / str(self.number)).unlink()
-                (self.folder / CLAIMS).rmdir()
+        with suppress(OSError, LinnaeusError):  # renamed, deleted, not empty
+            if not self.is_mine:
+                return
+            if self._lender:
+                write_text_atomically(self._path, json.dumps(self._lender))
+                return
+            for number in range(1, self.number + 1):  # those of the dead too, its own last
+                (self.folder / CLAIMS / str(number)).unlink(missing_ok=True)
+            (self.folder / CLAIMS).rmdir()
 
 
 def claim_run_folder(folder: Path) -> Claim:
@@ -416,8 +413,7 @@ def claim_run_folder(folder: Path) -> Claim:
     Raises:
         ConfigError: it cannot be made or written to, or is in use.
     """
-    given = os.environ.get(HANDED_OVER, "")
-    check_run_folder(folder)
+    given = os.environ.pop(HANDED_OVER, "")  # once: not to what this process starts
     try:
         return Claim(folder, int(given) if given else None)
     except OSError as error:

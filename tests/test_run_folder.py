@@ -22,12 +22,14 @@ from linnaeus.run_folder import (
     HANDED_OVER,
     RUN,
     RUN_FILES,
+    SILENT_S,
     Claim,
     FolderInUseError,
     Holder,
     LostFolderError,
     check_run_folder,
     claim_run_folder,
+    is_queued,
     move_aside,
     read_state,
 )
@@ -161,7 +163,7 @@ def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path: Pat
             Claim(folder)
         found = run_of(folder)["id"]
     state = read_state(folder)
-    assert (state.status, state.exit_code) == ("interrupted", None)
+    assert (state.status, state.exit_code, state.seconds) == ("interrupted", None, None)
     assert state.holder is not None
     assert state.holder.pid == pid
     claim = Claim(folder)
@@ -189,7 +191,7 @@ def test_a_worker_hands_its_claim_over_and_keeps_it(folder: Path, monkeypatch: p
 
 
 def elsewhere(folder: Path, age_s: float, **changes: Any) -> None:
-    """Let a process of another machine have the folder, which has touched its claim so long ago."""
+    """Let a process of another machine have the folder; `age_s` seconds ago it has touched its claim."""
     (folder / CLAIMS).mkdir(exist_ok=True)
     holder = {**vars(Holder.this_process()), "host": "elsewhere", "boot": "other", **changes}
     path = folder / CLAIMS / "7"
@@ -211,16 +213,36 @@ def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(fold
 
 def test_a_job_that_is_not_in_the_queue_has_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = {"12_3"}
-    monkeypatch.setattr(run_folder, "_is_queued", lambda job: job in queue)
-    elsewhere(folder, 0, job="12_3")
+    monkeypatch.setattr(run_folder, "_queue", lambda moment: [*queue])
+    elsewhere(folder, SILENT_S + 60, job="12_3")
     with pytest.raises(FolderInUseError, match="12_3"):
         Claim(folder)
     queue.clear()
     Claim(folder).release()
-    queue.add("12_3")
+    elsewhere(folder, 0, job="12_3")
+    with pytest.raises(FolderInUseError, match="12_3"):  # perhaps another cluster's
+        Claim(folder)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    Claim(folder).release()  # the same job, queued again on another node
+    with pytest.raises(FolderInUseError, match="12_3"):  # another node of this job
+        Claim(folder)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    Claim(folder).release()  # the same job, queued again
+
+
+def test_slurm_is_asked_once_and_without_an_answer_a_job_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho >> {tmp_path}/asked; [ -e {tmp_path}/away ] && exit 1; echo 12_3 7\n")
+    squeue.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(run_folder, "QUEUE_S", 1e9)
+    assert is_queued("12_3", now=True)
+    assert [is_queued(job) for job in ("12", "7", "8")] == [True, True, False]
+    assert (tmp_path / "asked").read_text() == "\n"
+    (tmp_path / "away").touch()
+    assert is_queued("8", now=True)
 
 
 def test_of_several_that_see_a_dead_holder_one_takes_the_folder(tmp_path: Path) -> None:

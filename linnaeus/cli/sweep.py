@@ -505,7 +505,8 @@ def _watch_jobs(watched: _Watched) -> bool:
     Raises:
         LinnaeusError: sbatch has refused the job.
     """
-    from linnaeus.sweep.slurm import is_in_queue, submit
+    from linnaeus.run_folder import is_queued
+    from linnaeus.sweep.slurm import submit
 
     folder = watched.sweep.folder
     number = submit(folder / "slurm", _jobs_script(watched.options, watched.sweep))
@@ -514,7 +515,7 @@ def _watch_jobs(watched: _Watched) -> bool:
         number, shlex.quote(str(folder)), number,
     )  # fmt: skip
     with _noted() as received:
-        watched.to_the_end(lambda: not received and is_in_queue(number), received, LOOK_AT_QUEUE_S)
+        watched.to_the_end(lambda: not received and is_queued(number, now=True), received, LOOK_AT_QUEUE_S)
     if received:
         logger.info("SLURM job %s goes on; scancel %s ends it, with checkpoints", number, number)
     return bool(received)

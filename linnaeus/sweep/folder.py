@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
@@ -120,7 +121,7 @@ class Sweep:
             raise ConfigError(f"'{folder}': is not the folder of a sweep: {SWEEP} {reason}")
         try:
             sweep = cls(folder, **content)
-            if all(isinstance(run["config"], str) and isinstance(run["values"], dict) for run in sweep.runs):
+            if all({"name", "values", "config"} <= {*run} for run in sweep.runs):
                 return sweep
         except (TypeError, KeyError):
             pass
@@ -173,7 +174,7 @@ class Sweep:
         differs = ""
         if (self.trials is None) != (earlier.trials is None):
             differs = f"a {'grid' if earlier.trials is None else 'search'}"
-        elif self.trials is not None and (self.metric, _space(self)) != (earlier.metric, _space(earlier)):
+        elif self.trials is not None and (self.metric, {*self.argv}) != (earlier.metric, {*earlier.argv}):
             differs = "a search with other keys, values or another metric"
         elif mine.keys() != others.keys():
             differs = "a sweep with other values"
@@ -192,7 +193,7 @@ class Sweep:
         return [SweepRun(self.folder / run["name"], run["values"], run["config"]) for run in entries]
 
     def repeat_failed(self) -> None:
-        """Let workers take the failed runs of a grid again; they go on from their checkpoints."""
+        """Forget that runs of a grid have failed: workers take them again, from their checkpoints."""
         for run in self.grid():
             if read_state(run.folder).status == "failed":
                 with suppress(FolderInUseError, OSError):  # somebody has it again
@@ -201,23 +202,24 @@ class Sweep:
                     claim.release()
 
 
-def _space(sweep: Sweep) -> list[str]:
-    """What a search looks through, in any order."""
-    return sorted(sweep.argv)
-
-
 def _is_same(text: str, other: str) -> bool:
     """Whether two configurations are equal. A key that an older version did not have is at its default."""
-    return text == other or read_config(text) == read_config(other)
+    if text == other:
+        return True
+    defaults = flattened(yaml.safe_load(to_yaml(Config())))
+    return defaults | flattened(yaml.safe_load(text)) == defaults | flattened(yaml.safe_load(other))
 
 
-def read_config(text: str) -> Config:
-    """The configuration in a text.
+def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a nested configuration by dotted key; an empty group has none.
 
-    Raises:
-        ConfigError: it has keys that this version does not know.
+    >>> flattened({"A": {"B": 1, "C": {}}, "D": [2]})
+    {'A.B': 1, 'D': [2]}
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        return load_config(["--cfg", file.name]).config
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": inner for key, inner in flattened(value).items()}
+        else:
+            flat[str(name)] = value
+    return flat

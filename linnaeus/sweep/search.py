@@ -11,7 +11,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,14 +116,18 @@ class Study:
             if len(trial.params) == len(self.space.axes):
                 yield trial, self._run_of(trial.params)
 
-    def waiting(self) -> Iterator[tuple[int, SweepRun]]:
-        """The trials that have not been told, with their runs; those whose run has ended are told."""
+    def open_trials(self) -> Iterator[tuple[int, SweepRun]]:
+        """The trials that have not been told how they ended, with their runs."""
+        self.tell_ended()
         for trial, run in self.runs():
-            if trial.state.is_finished():
-                continue
-            state = read_state(run.folder)
-            if not self.tell(trial.number, run, state) and state.status in ("not run", "interrupted"):
+            if not trial.state.is_finished():
                 yield trial.number, run
+
+    def tell_ended(self) -> None:
+        """Tell the study of all runs that have ended; one that was interrupted goes on later."""
+        for trial, run in self.runs():
+            if not trial.state.is_finished():
+                self._tell(trial.number, run, read_state(run.folder))
 
     def ask(self) -> tuple[int, SweepRun] | None:
         """Ask for a trial; None where there are as many as there may be.
@@ -131,7 +135,8 @@ class Study:
         Raises:
             ConfigError: see `check_configuration`.
         """
-        with self._alone():
+        self._asking.acquire()
+        try:
             trials = self.trials()
             for trial in trials:  # killed while they were asked for
                 if not trial.state.is_finished() and len(trial.params) < len(self.space.axes):
@@ -145,6 +150,9 @@ class Study:
                 warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
                 self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
             trial = self.study.ask({axis.key: self._distribution(axis) for axis in self.space.axes})
+        finally:
+            with suppress(RuntimeError):  # taken away after 30 s in which this process stood still
+                self._asking.release()
         return trial.number, self._run_of(trial.params)
 
     def config_of(self, run: SweepRun) -> str:
@@ -155,30 +163,18 @@ class Study:
         """
         return to_yaml(plan_run(self.space.combination(run.values)).config)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other worker asks inside the context."""
-        self._asking.acquire()
-        try:
-            yield
-        finally:
-            self._asking.release()
-
-    def tell(self, number: int, run: SweepRun, state: State) -> bool:
-        """Tell the study how the run of a trial has ended; returns whether it has.
-
-        A run that was interrupted has not: it goes on later.
-        """
+    def _tell(self, number: int, run: SweepRun, state: State) -> None:
+        value, told = None, self._states.FAIL
         if state.status == "finished":
             result = read_json(run.folder / RESULT) or {}
             value = result.get("metrics", {}).get(self.sweep.metric or result.get("headline"))
-            self._tell(number, value, self._states.FAIL if value is None else None)
-        elif state.status in ("pruned", "failed"):
-            self._tell(number, None, self._states.PRUNED if state.status == "pruned" else self._states.FAIL)
-        return state.status in ("finished", "pruned", "failed")
-
-    def _tell(self, number: int, value: float | None, state: Any = None) -> None:
-        self.study.tell(number, value, state=state, skip_if_finished=True)
+            told = told if value is None else None
+        elif state.status == "pruned":
+            told = self._states.PRUNED
+        elif state.status != "failed":
+            return
+        with suppress(self.optuna.exceptions.UpdateFinishedTrialError):  # by another worker, just now
+            self.study.tell(number, value, state=told, skip_if_finished=True)
 
     def best(self) -> str | None:
         """The best finished trial in words; None without one."""

@@ -163,12 +163,6 @@ def submit_command(
     )
 
 
-def is_in_queue(number: str) -> bool:
-    """Whether a job, or any of an array, is in the queue; True where SLURM does not answer."""
-    done = _call("squeue", "--noheader", "--format=%i", f"--jobs={number}")
-    return bool(done.stdout.strip()) if done.returncode == 0 else "Invalid job id" not in done.stderr
-
-
 def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command of SLURM; one that is not there, or does not answer, has failed."""
     try:
@@ -286,7 +280,7 @@ def _queue_again(received: Sequence[int], has_progress: bool) -> None:
 def main(argv: Sequence[str]) -> int:
     """Do what a job was submitted for; returns the exit code."""
     from linnaeus.sweep.folder import Sweep  # here: every command imports this module for its options
-    from linnaeus.sweep.worker import Child, Worker
+    from linnaeus.sweep.worker import Child, Worker, saved_at
 
     env, words = _environment(os.environ), [*argv]
     alone = words[0] == "--alone"
@@ -302,18 +296,12 @@ def main(argv: Sequence[str]) -> int:
             resume = []
             if run is not None and (holder := read_state(run).holder) and holder.job == own_job():
                 resume = ["TRAIN.AUTO_RESUME=True"]  # the job has been queued again
-            before = _stamp(run)
+            saved = saved_at(run) if run else None
             code = child.run([*start, "linnaeus.main", *words, *resume], env, None, Path.cwd())
-            has_progress = _stamp(run) != before
+            has_progress = run is not None and saved_at(run) != saved
         if child.received and code != 0:
             _queue_again(child.received, has_progress)
     return code
-
-
-def _stamp(run: Path | None) -> int | None:
-    """When the last checkpoint of a run was written."""
-    path = run / "checkpoints/last.pt" if run is not None else None
-    return path.stat().st_mtime_ns if path is not None and path.exists() else None
 
 
 if __name__ == "__main__":

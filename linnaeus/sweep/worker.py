@@ -16,11 +16,12 @@ from types import FrameType
 import psutil
 
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.files import AUTOBATCH, RESULT, write_text_atomically
+from linnaeus.files import AUTOBATCH, RESULT, read_json, write_text_atomically
 from linnaeus.run_folder import (
     HANDED_OVER,
     OUTPUT,
     REASON_LETTERS,
+    RUN,
     TRIAL,
     Claim,
     FolderInUseError,
@@ -33,7 +34,8 @@ from linnaeus.signals import SIGNALS, handled
 from linnaeus.sweep.folder import ASKED, Sweep, SweepRun
 
 TRIES = 3
-"""A worker takes a run whose process was killed so often."""
+"""A worker takes a run that does not end up to this number of times."""
+ENDED = ("finished", "failed", "pruned")
 STARTS = {"START": "train", "START_VAL": "val"}
 """The keys with the sizes that a search tries first, and their modes."""
 EXIT_SOME_FAILED = 1
@@ -131,10 +133,10 @@ class Worker:
         self._tries: Counter[Path] = Counter()
         self._cwd = Path(sweep.cwd) if Path(sweep.cwd).is_dir() else Path.cwd()
         self._study = None
+        sweep.folder = sweep.folder.resolve()
         if sweep.trials is not None:
             from linnaeus.sweep.search import Study
 
-            sweep.folder = sweep.folder.resolve()
             self._study = Study(sweep)
             os.chdir(self._cwd)  # the files of the command are read for each trial
             self._study.check_configuration()
@@ -144,95 +146,93 @@ class Worker:
 
         Raises:
             ConfigError: the runs of a search do not have its metric.
+            LinnaeusError: the sweep's folder cannot be written to.
         """
-        some_failed = False
-        while not self._child.received and (taken := self._take()):
-            claim, run, number = taken
-            try:
-                self._train(claim, run, number)
-            finally:
-                claim.release()
-            state = read_state(run.folder)
-            _say(f"{run.title}: {state.status}{f': {state.reason}' if state.reason else ''}")
-            some_failed |= state.status == "failed"
-            if self._study is not None and number is not None:
-                self._study.tell(number, run, state)
+        try:
+            while not self._child.received and (taken := self._take()):
+                claim, run, trial = taken
+                try:
+                    self._train(claim, run, trial)
+                finally:
+                    claim.release()
+                state = read_state(run.folder)
+                print(f"{run.title}: {state.status}{f': {state.reason}' if state.reason else ''}", flush=True)
                 if state.status == "failed" and "--metric:" in (state.reason or ""):
                     raise ConfigError(f"--metric: {run.title}: {state.reason}")
-        if self._study is not None:
-            [*self._study.waiting()]  # tells trials with equal values how their one run has ended
+        except OSError as error:
+            raise LinnaeusError(f"{self._sweep.folder} cannot be written to: {error}") from error
+        finally:
+            if self._study is not None:
+                self._study.tell_ended()
         if self._child.received:
             return 128 + self._child.received[0]
-        return EXIT_SOME_FAILED if some_failed else 0
+        left = (read_state(folder).status for folder in self._tries)
+        return EXIT_SOME_FAILED if {*left} & {"failed", "interrupted"} else 0
 
     def _take(self) -> tuple[Claim, SweepRun, int | None] | None:
         """Claim a run that nobody has; None where there is none."""
-        for number, run in self._waiting():
-            if self._tries[run.folder] >= TRIES:
+        for trial, run in self._open():
+            if self._tries[run.folder] >= TRIES or read_state(run.folder).status in ENDED:
                 continue
             try:
                 claim = Claim(run.folder)
             except FolderInUseError:
                 continue
-            except OSError as error:
-                raise LinnaeusError(f"{run.folder} cannot be written to: {error.strerror}") from error
-            if read_state(run.folder, without=claim.number).status in ("not run", "interrupted"):
+            if claim.state.status not in ENDED:  # by somebody else, since this process has looked
                 self._tries[run.folder] += 1
-                return claim, run, number
+                return claim, run, trial
             claim.release()
         return None
 
-    def _waiting(self) -> Iterator[tuple[int | None, SweepRun]]:
-        """The runs that may be taken; those of a search are asked for last."""
+    def _open(self) -> Iterator[tuple[int | None, SweepRun]]:
+        """The runs that may not have ended; those of a search are asked for last."""
         if self._study is None:
-            for run in self._sweep.grid():
-                if read_state(run.folder).status in ("not run", "interrupted"):
-                    yield None, run
+            yield from ((None, run) for run in self._sweep.grid())
             return
-        yield from self._study.waiting()
+        yield from self._study.open_trials()
         while (asked := self._study.ask()) is not None:
             yield asked
-            [*self._study.waiting()]  # a point that was asked for before is told, or goes on elsewhere
+            self._study.tell_ended()  # a point that was asked for before
 
-    def _train(self, claim: Claim, run: SweepRun, number: int | None) -> None:
+    def _train(self, claim: Claim, run: SweepRun, trial: int | None) -> None:
         """Train a run to its end or until this process is asked to stop."""
         folder, env = run.folder, {**self._env, HANDED_OVER: str(claim.number)}
-        (folder / OUTPUT).parent.mkdir(exist_ok=True)
+        output = folder / OUTPUT
+        output.parent.mkdir(exist_ok=True)
         try:
             text = run.config or (self._study and self._study.config_of(run)) or ""
         except ConfigError as error:
             claim.end(error.exit_code, "; ".join(error.problems))
             return
         write_text_atomically(folder / ASKED, text)
-        if number is not None:
-            env[TRIAL] = f"{self._sweep.folder.resolve()}:{number}"
-        where = [f"EXPERIMENT.OUTPUT_DIR={self._sweep.folder.resolve()}", f"EXPERIMENT.NAME={folder.name}"]
-        command = [*self._prefix, "linnaeus.main", "--cfg", str((folder / ASKED).resolve()), *where]
-        _say(f"{run.title}: started; output in {folder / OUTPUT}")
-        begin = (folder / OUTPUT).stat().st_size if (folder / OUTPUT).exists() else 0
-        saved = _saved(folder)
-        code = self._child.run([*command, *_newest_sizes(folder)], env, folder / OUTPUT, self._cwd)
-        self._note_end(claim, folder, code, begin)
-        self.progress += _saved(folder) != saved or (folder / RESULT).exists()
+        if trial is not None:
+            env[TRIAL] = f"{self._sweep.folder}:{trial}"
+        where = [f"EXPERIMENT.OUTPUT_DIR={self._sweep.folder}", f"EXPERIMENT.NAME={folder.name}"]
+        command = [*self._prefix, "linnaeus.main", "--cfg", str(folder / ASKED), *where]
+        print(f"{run.title}: started; output in {output}", flush=True)
+        begin = output.stat().st_size if output.exists() else 0
+        saved, written = saved_at(folder), read_json(folder / RUN)
+        code = self._child.run([*command, *_newest_sizes(folder)], env, output, self._cwd)
+        now = read_json(folder / RUN) or {}
+        if now == written or not now.get("ended"):
+            self._note_end(claim, folder, code, begin)
+        self.progress += saved_at(folder) != saved or (folder / RESULT).exists()
 
     def _note_end(self, claim: Claim, folder: Path, code: int, begin: int) -> None:
-        """Note how a run has ended that has not done so itself."""
+        """Note how a run has ended that has not done so itself; a killed one goes on in the next try."""
+        if code < 0 and not self._child.received and self._tries[folder] < TRIES:
+            return
         try:
-            own = claim if claim.is_mine else Claim(folder)  # its process has left a claim
+            own = claim if claim.is_mine else Claim(folder)  # its process has died with the claim
         except (FolderInUseError, OSError):
             return  # it has been renamed, or a process of it lives on
-        state = read_state(folder, without=own.number)
-        is_noted = state.claim > claim.number and state.exit_code is not None
-        is_killed = code < 0 and not self._child.received and self._tries[folder] < TRIES
-        if not is_noted and not is_killed:
-            if self._child.received and code != 0:
-                own.end(128 + self._child.received[0], stopped_reason(folder, self._child.received[0]))
-            elif code == 0 and (folder / RESULT).is_file():
-                own.end(0)
-            else:
-                own.end(code or 1, _reason(folder, code, begin))
-        if own is not claim:
-            own.release()
+        if self._child.received and code != 0:
+            own.end(128 + self._child.received[0], stopped_reason(folder, self._child.received[0]))
+        elif code == 0 and (folder / RESULT).is_file():
+            own.end(0)
+        else:
+            own.end(code or 1, _reason(folder, code, begin))
+        own.release()
 
 
 def _reason(folder: Path, code: int, begin: int) -> str:
@@ -245,8 +245,8 @@ def _reason(folder: Path, code: int, begin: int) -> str:
     return short or f"ended with exit code {code}" + ("" if code else f" and without {RESULT}")
 
 
-def _saved(folder: Path) -> int | None:
-    """When the last checkpoint of a run was written."""
+def saved_at(folder: Path) -> int | None:
+    """When the last checkpoint of a run was written, in ns; None where there is none."""
     with suppress(OSError):
         return (folder / "checkpoints/last.pt").stat().st_mtime_ns
     return None
@@ -282,7 +282,3 @@ def work_here(folder: Path, num_processes: int = 1) -> int:
     child = Child(is_step=False)
     with child.listening():
         return Worker(Sweep.read(folder), local_prefix(num_processes), os.environ, child).work()
-
-
-def _say(sentence: str) -> None:
-    print(sentence, flush=True)

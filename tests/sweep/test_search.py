@@ -98,7 +98,8 @@ def test_a_search_draws_near_to_the_best(open_study: Open, metric: str, draws_ne
             end(run, distance)
         else:
             end(run, 1 - distance)
-        assert study.tell(number, run, read_state(run.folder))
+        study.tell_ended()
+        assert study.trials()[number].state.is_finished()
     assert len(distances) == 24
     assert (sum(distances[-8:]) < sum(distances[:8])) == draws_near
 
@@ -108,11 +109,11 @@ def test_two_workers_share_a_study_and_ask_for_no_trial_too_many(open_study: Ope
     runs = [asked for study in (one, other, one, other) if (asked := study.ask()) is not None]
     assert [number for number, _ in runs] == [0, 1, 2]
     assert len({run.values[LR] for _, run in runs}) == 3, "another seed for each trial"
-    assert [number for number, _ in other.waiting()] == [0, 1, 2], "those of a dead worker too"
+    assert [number for number, _ in other.open_trials()] == [0, 1, 2], "those of a dead worker too"
     for (number, run), (value, code) in zip(runs, [(0.5, 0), (None, 1), (None, 143)], strict=True):
         end(run, value, code)
         assert number in (0, 1, 2)
-    assert [*other.waiting()] == []
+    assert [*other.open_trials()] == []
     assert states(one) == ["COMPLETE", "FAIL", "PRUNED"]
     assert f"{runs[0][1].title} with 0.5" in str(one.best())
     assert open_study(RATES, trials=4).ask() is not None, "more trials are asked for"
@@ -124,10 +125,7 @@ def test_a_run_that_was_interrupted_is_not_told(open_study: Open) -> None:
     asked = study.ask()
     assert asked is not None
     end(asked[1], None, 130)
-    assert [run.folder for _, run in study.waiting()] == [asked[1].folder]
-    claim = Claim(asked[1].folder)
-    assert [*study.waiting()] == [], "it goes on in a living process"
-    claim.release()
+    assert [run.folder for _, run in study.open_trials()] == [asked[1].folder]
     assert states(study) == ["RUNNING"]
 
 
@@ -136,7 +134,7 @@ def test_equal_points_are_trained_once(open_study: Open) -> None:
     runs = [asked for _ in range(6) if (asked := study.ask()) is not None]
     for folder in {run.folder for _, run in runs}:
         end(next(run for _, run in runs if run.folder == folder), 0.5)
-    assert [*study.waiting()] == []
+    assert [*study.open_trials()] == []
     assert states(study) == ["COMPLETE"] * 6
 
 
@@ -162,7 +160,7 @@ def test_the_worst_of_several_is_pruned(open_study: Open, prunes: bool) -> None:
                 break
         else:
             end(asked[1], value)
-            study.tell(*asked, read_state(asked[1].folder))
+            study.tell_ended()
     assert ended == ([(6, 6)] if prunes else [])
 
 
