@@ -20,7 +20,6 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -92,7 +91,7 @@ class Holder:
     start: str
     boot: str
     job: str
-    restarts: str
+    restarts: str = "0"
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -408,16 +407,21 @@ class Claim:
 
 
 def claim_run_folder(folder: Path) -> Claim:
-    """Make the folder of a run, and claim it.
+    """Make the folder of a run, `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`, and claim it.
 
     Raises:
-        ConfigError: it cannot be made or written to, or is in use.
+        ConfigError: it cannot be made or written to, is in use, or is a sweep's.
     """
     given = os.environ.pop(HANDED_OVER, "")  # once: not to what this process starts
     try:
+        if any((folder / name).exists() for name in (SWEEP, STUDY)):
+            raise ConfigError(
+                f"EXPERIMENT.NAME: {folder} is the folder of a sweep, which holds a folder for each of its "
+                "runs; choose another name"
+            )
         return Claim(folder, int(given) if given else None)
     except OSError as error:
-        raise _cannot_write(folder, why_not_written(error, folder)) from error
+        raise cannot_write(folder, error) from error
 
 
 def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
@@ -430,10 +434,10 @@ def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
         The new path of the earlier run, None where there was none; and the claim of the folder.
 
     Raises:
-        ConfigError: the folder cannot be renamed, or made anew, or is in use; an earlier run is where it was.
+        ConfigError: the folder cannot be renamed, or made anew, or is in use.
     """
     folder = claim.folder
-    if not check_run_folder(folder, keep=False):
+    if not holds_run(folder):
         return None, claim
     names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
     aside = next(path for path in names if not path.exists())
@@ -441,7 +445,7 @@ def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
         claim.move(aside)
         return aside, Claim(folder)
     except OSError as error:
-        raise _cannot_write(folder, why_not_written(error, folder)) from error
+        raise cannot_write(folder, error) from error
 
 
 def holds_run(folder: Path) -> bool:
@@ -449,53 +453,9 @@ def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS))
 
 
-def check_run_folder(folder: Path, *, keep: bool = True) -> bool:
-    """Check that the folder of a run can be made or written to, without touching anything.
-
-    Args:
-        folder: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
-        keep: whether an earlier run is to stay there.
-
-    Returns:
-        Whether it holds an earlier run.
-
-    Raises:
-        ConfigError: it is a sweep's or cannot be written to, or an earlier run cannot be moved aside.
-    """
-    if any((folder / name).exists() for name in (SWEEP, STUDY)):
-        raise ConfigError(
-            f"EXPERIMENT.NAME: {folder} is the folder of a sweep, which holds a folder for each of its runs; "
-            "choose another name"
-        )
-    try:
-        nearest = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
-        if not nearest.is_dir():
-            raise _cannot_write(folder, f"{nearest} is no folder")
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise _cannot_write(folder, f"no permission for {nearest}")
-        if not holds_run(folder):
-            return False
-        inner = None if keep else next(_runs_within(folder), None)
-    except OSError as error:
-        raise _cannot_write(folder, why_not_written(error, folder)) from error
-    if inner is not None:
-        raise ConfigError(
-            f"EXPERIMENT.NAME: the earlier run in {folder} cannot be moved aside, because {inner} is the "
-            "folder of another run; choose another name"
-        )
-    return True
-
-
-def _runs_within(folder: Path) -> Iterator[Path]:
-    """The folders below one that hold runs of other names, such as `group/one` below `group`."""
-    for path in sorted(folder.iterdir()):
-        if path.name not in (LOGS, CHECKPOINTS, CLAIMS) and path.is_dir() and not path.is_symlink():
-            if holds_run(path) or (path / CLAIMS).exists():
-                yield path
-            yield from _runs_within(path)
-
-
-def _cannot_write(folder: Path, reason: str) -> ConfigError:
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    """The error for the user when the folder of a run or a sweep cannot be made or written to."""
+    reason = why_not_written(error, folder)
     return ConfigError(
         f"EXPERIMENT.OUTPUT_DIR: {folder} cannot be written to: {reason}; choose another folder"
     )
@@ -504,7 +464,6 @@ def _cannot_write(folder: Path, reason: str) -> ConfigError:
 # The output of a run that a worker has started.
 
 OUTPUT = f"{LOGS}/output.txt"
-REASON_LETTERS = 400
 TAIL_BYTES = 1 << 16
 """Only this much of the end of a run's output is read for its last line."""
 _LAUNCHER = re.compile(r"[EWI]\d{4} [\d:.]+ .*torch/distributed/elastic/|srun: |slurmstepd: ")
@@ -531,10 +490,5 @@ def last_line(folder: Path, begin: int = 0) -> str:
 def stopped_reason(folder: Path, number: int) -> str:
     """What is said of a run that a signal has stopped."""
     has_saved = checkpoint_file(folder, "last") is not None
-    name = signal_name(number)
-    return f"stopped by {name} {'after a checkpoint' if has_saved else 'before its first checkpoint'}"
-
-
-def signal_name(number: int) -> str:
-    """`SIGKILL` for 9."""
-    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
+    when = "after a checkpoint" if has_saved else "before its first checkpoint"
+    return f"stopped by {signal.Signals(number).name} {when}"

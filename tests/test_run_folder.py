@@ -27,7 +27,6 @@ from linnaeus.run_folder import (
     FolderInUseError,
     Holder,
     LostFolderError,
-    check_run_folder,
     claim_run_folder,
     is_queued,
     move_aside,
@@ -62,7 +61,6 @@ def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path: Path) -> None:
         if file is not None:
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).touch()
-        assert not check_run_folder(folder)
         assert taken_and_left(folder) is None
         assert names(folder) == ({Path(file).parts[0]} if file is not None else set())
 
@@ -73,34 +71,18 @@ def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path) -> None:
         (folder / "one").mkdir(parents=True)
         (folder / "notes.txt").write_text("of the user")
         (folder / own).touch()
-        before = folder.stat().st_mtime_ns
-        assert check_run_folder(folder)
-        assert folder.stat().st_mtime_ns == before, "a check touches nothing"
         aside = taken_and_left(folder)
         assert aside == tmp_path / f"{number}.1"
         assert names(aside) == {"one", "notes.txt", own}
     assert taken_and_left(tmp_path / "0.1") == tmp_path / "0.1.1"
 
 
-@pytest.mark.parametrize("take", [check_run_folder, claim_run_folder])
 @pytest.mark.parametrize("name", ["file", "file/digits", "nowhere"])
-def test_a_check_says_what_making_the_folder_would(tmp_path: Path, take: Any, name: str) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to("/proc/nowhere")
     with pytest.raises(ConfigError, match=f"EXPERIMENT.OUTPUT_DIR.*{name}"):
-        take(tmp_path / name)
-
-
-@pytest.mark.parametrize("trace", ["config.yaml", CLAIMS])
-def test_a_run_is_not_moved_with_another_one_in_it(tmp_path: Path, trace: str) -> None:
-    folder = tmp_path / "group"
-    (folder / "deep/one" / trace).mkdir(parents=True)
-    (folder / "result.json").touch()
-    claim = claim_run_folder(folder)
-    with pytest.raises(ConfigError, match=r"EXPERIMENT.NAME: .*deep/one"):
-        move_aside(claim)
-    claim.release()
-    assert names(folder) == {"deep", "result.json"}
+        claim_run_folder(tmp_path / name)
 
 
 # --- who has it ---

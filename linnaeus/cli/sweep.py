@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,6 +72,7 @@ LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
 """Pauses between two looks at the runs: of workers here, and of jobs."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Thing = TypeVar("Thing")
+Watch = Callable[[Callable[[], bool], Sequence[int], float], None]
 logger = logging.getLogger("linnaeus.sweep")
 
 
@@ -187,6 +187,7 @@ def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
     """
     from linnaeus.console import make_console
     from linnaeus.log import close_logging, set_up_logging
+    from linnaeus.signals import handled
 
     console = make_console()
     if not options.launch.dry_run:  # which prints what a shell or sbatch reads
@@ -207,16 +208,19 @@ def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
         sweep.write()
         sweep.repeat_failed()
         study = _study(sweep)
-        watched = _Watched(options, sweep, study, console)
-        interrupted = (
-            _watch_jobs(watched) if options.launch.launcher == "slurm" else _watch_workers(watched, shares)
-        )
+        watch = partial(_watch, options, sweep, study, console)
+        received: list[int] = []  # signals, of which this process only takes note
+        with handled((signal.SIGINT, signal.SIGTERM), lambda number, _: received.append(number)):
+            if options.launch.launcher == "slurm":
+                _watch_jobs(watch, options, sweep, received)
+            else:
+                _watch_workers(watch, sweep, shares, received)
         table = _report(options, sweep, study, console)
         if study is not None and (found := study.best()) is not None:
             logger.info("best: %s", found)
     finally:
         close_logging()
-    if interrupted:
+    if received:
         return EXIT_INTERRUPTED
     ended_well = table.with_status("finished", "pruned")
     return 0 if ended_well and len(ended_well) == len(table.rows) else EXIT_SOME_FAILED
@@ -293,48 +297,41 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
     return table
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """A sweep whose workers work."""
+def _watch(
+    options: Options, sweep: Sweep, study: Study | None, console: Console, goes_on: Callable[[], bool],
+    received: Sequence[int], pause_s: float,
+) -> None:  # fmt: skip
+    """Show the table as long as workers work: live on a terminal, elsewhere a line for each change.
 
-    options: Options
-    sweep: Sweep
-    study: Study | None
-    console: Console
+    Args:
+        goes_on: whether a worker that was started here works. Those that others have started are waited for
+            as long as they train.
+        received: the signals so far, which end the waiting for others.
+        pause_s: seconds between two looks.
+    """
+    from rich.live import Live
 
-    def to_the_end(self, goes_on: Callable[[], bool], received: Sequence[int], pause_s: float) -> None:
-        """Show the table as long as workers work: live on a terminal, elsewhere a line for each change.
+    from linnaeus.cli.compare.session import runs_table
+    from linnaeus.console import is_interactive
+    from linnaeus.run_folder import read_state
 
-        Args:
-            goes_on: whether a worker that was started here works. Those that others have started are waited
-                for as long as they train.
-            received: the signals so far, which end the waiting for others.
-            pause_s: between two looks.
-        """
-        from rich.live import Live
-
-        from linnaeus.cli.compare.session import runs_table
-        from linnaeus.console import is_interactive
-        from linnaeus.run_folder import read_state
-
-        known: dict[Path, str] = {}
-        with Live(console=self.console, auto_refresh=False, transient=True) as live:
-            while True:
-                is_over = not goes_on()
-                runs = _runs(self.sweep, self.study)
-                states = [read_state(run.folder) for run in runs]
-                if is_over and (received or not any(state.status == "running" for state in states)):
-                    return
-                if is_interactive(self.console) and runs:
-                    table = _comparison(self.sweep, self.study, self.options)
-                    live.update(runs_table(table, self.console), refresh=True)
-                for run, state in zip(runs, states, strict=True) if not is_interactive(self.console) else []:
+    known: dict[Path, str] = {}
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            is_over = not goes_on()
+            runs = _runs(sweep, study)
+            states = [read_state(run.folder) for run in runs]
+            if is_over and (received or not any(state.status == "running" for state in states)):
+                return
+            if not is_interactive(console):
+                for run, state in zip(runs, states, strict=True):
                     if known.setdefault(run.folder, "not run") != state.status:
                         known[run.folder] = state.status
-                        logger.info(
-                            "%s: %s", run.title, ": ".join(filter(None, (state.status, state.reason)))
-                        )
-                time.sleep(pause_s)
+                        reason = f": {state.reason}" if state.reason else ""
+                        logger.info("%s: %s%s", run.title, state.status, reason)
+            elif runs:
+                live.update(runs_table(_comparison(sweep, study, options), console), refresh=True)
+            time.sleep(pause_s)
 
 
 # Workers on this machine.
@@ -447,60 +444,40 @@ def _start_workers(sweep: Sweep, shares: Sequence[Share]) -> list[subprocess.Pop
     return workers
 
 
-@contextmanager
-def _noted() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM inside the context are noted in the list, and do nothing else."""
-    from linnaeus.signals import handled
+def _watch_workers(watch: Watch, sweep: Sweep, shares: Sequence[Share], received: Sequence[int]) -> None:
+    """Start workers here, watch them, and pass signals on to them."""
+    workers, num_passed_on = _start_workers(sweep, shares), 0
 
-    received: list[int] = []
-    with handled((signal.SIGINT, signal.SIGTERM), lambda number, _: received.append(number)):
-        yield received
+    def goes_on() -> bool:
+        nonlocal num_passed_on
+        alive = [worker for worker in workers if worker.poll() is None]
+        while num_passed_on < len(received):
+            num_passed_on += 1
+            for worker in alive:
+                worker.send_signal(signal.SIGINT)
+        return bool(alive)
 
-
-def _watch_workers(watched: _Watched, shares: Sequence[Share]) -> bool:
-    """Start workers here and watch them; returns whether somebody has interrupted them."""
-    sweep = watched.sweep
-    with _noted() as received:
-        workers, num_passed_on = _start_workers(sweep, shares), 0
-
-        def goes_on() -> bool:
-            nonlocal num_passed_on
-            alive = [worker for worker in workers if worker.poll() is None]
-            while num_passed_on < len(received):
-                num_passed_on += 1
-                for worker in alive:
-                    worker.send_signal(signal.SIGINT)
-            return bool(alive)
-
-        watched.to_the_end(goes_on, received, LOOK_S)
+    watch(goes_on, received, LOOK_S)
     for number, worker in enumerate(workers, start=1):
         if worker.returncode not in (0, EXIT_SOME_FAILED, EXIT_INTERRUPTED):
             log = sweep.folder / f"logs/worker{number}.txt"
             last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             logger.warning("worker %d has ended with %d: %s (%s)", number, worker.returncode, last, log)
-    return bool(received)
 
 
 # Workers on SLURM.
 
 
-def _jobs_script(options: Options, sweep: Sweep) -> str:
+def _script(options: Options, sweep: Sweep) -> str:
     """The script of the array of workers."""
-    from linnaeus.sweep.slurm import script
+    from linnaeus.sweep.slurm import workers_script
 
     num_runs = len(sweep.runs) if sweep.trials is None else min(JOBS_OF_A_SEARCH, sweep.trials)
-    words = ["work", str(sweep.folder.resolve())]
-    return script(
-        sweep.folder / "slurm",
-        options.launch.slurm,
-        sweep.folder.name,
-        words,
-        options.launch.jobs or num_runs,
-    )
+    return workers_script(sweep.folder, options.launch, num_runs)
 
 
-def _watch_jobs(watched: _Watched) -> bool:
-    """Submit an array of workers and watch it; returns whether somebody has ended the watch.
+def _watch_jobs(watch: Watch, options: Options, sweep: Sweep, received: Sequence[int]) -> None:
+    """Submit an array of workers and watch it.
 
     Raises:
         LinnaeusError: sbatch has refused the job.
@@ -508,23 +485,20 @@ def _watch_jobs(watched: _Watched) -> bool:
     from linnaeus.run_folder import is_queued
     from linnaeus.sweep.slurm import submit
 
-    folder = watched.sweep.folder
-    number = submit(folder / "slurm", _jobs_script(watched.options, watched.sweep))
+    number = submit(sweep.folder / "slurm", _script(options, sweep))
     logger.info(
         "submitted as SLURM job %s; linnaeus sweep --status %s shows the runs, and scancel %s ends them",
-        number, shlex.quote(str(folder)), number,
+        number, shlex.quote(str(sweep.folder)), number,
     )  # fmt: skip
-    with _noted() as received:
-        watched.to_the_end(lambda: not received and is_queued(number, now=True), received, LOOK_AT_QUEUE_S)
+    watch(lambda: not received and is_queued(number, now=True), received, LOOK_AT_QUEUE_S)
     if received:
         logger.info("SLURM job %s goes on; scancel %s ends it, with checkpoints", number, number)
-    return bool(received)
 
 
 def _dry_run(options: Options, sweep: Sweep, shares: Sequence[Share]) -> str:
     """What would be started."""
     if options.launch.launcher == "slurm":
-        return _jobs_script(options, sweep)
+        return _script(options, sweep)
     lines = [f"# {counted(len(shares), 'worker')}: {' | '.join(map(str, shares))}"]
     lines.append("# they take these runs, one after another:")
     lines += [f"#   {run.title}" for run in sweep.grid()]

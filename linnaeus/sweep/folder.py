@@ -18,7 +18,7 @@ from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, SWEEP, link_new, read_json
-from linnaeus.run_folder import RUN_FILES, Claim, FolderInUseError, read_state
+from linnaeus.run_folder import RUN_FILES, Claim, FolderInUseError, cannot_write, read_state
 from linnaeus.sweep.grid import Combination
 
 ASKED = "logs/config.yaml"
@@ -163,10 +163,7 @@ class Sweep:
             finally:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"EXPERIMENT.OUTPUT_DIR: {self.folder} cannot be written to: {error.strerror}; choose "
-                "another folder"
-            ) from error
+            raise cannot_write(self.folder, error) from error
 
     def _check_same(self, earlier: Sweep) -> None:
         """Refuse a folder that holds other runs."""

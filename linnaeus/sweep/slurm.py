@@ -105,6 +105,12 @@ def script(
     return "\n".join(["#!/bin/bash", *lines, f"cd {here} || exit", f"exec {command}", ""])
 
 
+def workers_script(folder: Path, options: LaunchOptions, jobs: int = 1) -> str:
+    """The script of an array of workers of the sweep in a folder; `jobs` where the options name no number."""
+    words = ["work", str(folder.resolve())]
+    return script(folder / "slurm", options.slurm, folder.name, words, options.jobs or jobs)
+
+
 def submit(folder: Path, text: str) -> str:
     """Submit a script, which is kept beside its logs; returns the job's number.
 

@@ -20,14 +20,12 @@ from linnaeus.files import AUTOBATCH, RESULT, read_json, write_text_atomically
 from linnaeus.run_folder import (
     HANDED_OVER,
     OUTPUT,
-    REASON_LETTERS,
     RUN,
     TRIAL,
     Claim,
     FolderInUseError,
     last_line,
     read_state,
-    signal_name,
     stopped_reason,
 )
 from linnaeus.signals import SIGNALS, handled
@@ -39,6 +37,7 @@ ENDED = ("finished", "failed", "pruned")
 STARTS = {"START": "train", "START_VAL": "val"}
 """The keys with the sizes that a search tries first, and their modes."""
 EXIT_SOME_FAILED = 1
+REASON_LETTERS = 400
 
 
 class Child:
@@ -239,7 +238,7 @@ def _reason(folder: Path, code: int, begin: int) -> str:
     """Why a run has failed: the last line that it wrote, or the signal that has ended it."""
     if code < 0:
         lack = ", often for lack of host memory" if code == -signal.SIGKILL else ""
-        return f"ended by {signal_name(-code)}{lack}"
+        return f"ended by signal {-code} ({signal.strsignal(-code)}){lack}"
     last = last_line(folder, begin).removeprefix("- ")
     short = last if len(last) <= REASON_LETTERS else f"{last[:REASON_LETTERS]}..."
     return short or f"ended with exit code {code}" + ("" if code else f" and without {RESULT}")
