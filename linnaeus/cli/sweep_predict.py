@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
-from typing import get_args
+from dataclasses import replace
 
 from rich.console import Console
-from rich.table import Table
 
-from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, Gpu
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.measure import Setup
-from linnaeus.cli.analyze.predict import META, PredictedStep, build_on_meta, fill, predicted_step
-from linnaeus.cli.analyze.results import Row
+from linnaeus.cli.analyze.options import Options
+from linnaeus.cli.analyze.predict import META, Target, predict_sizes
+from linnaeus.cli.analyze.results import Analysis, Row
+from linnaeus.cli.analyze.show import sizes_table
 from linnaeus.config.schema import DataConfig
 from linnaeus.console import StatusLine
 from linnaeus.data.datasets import build_data
@@ -25,7 +24,6 @@ from linnaeus.errors import AutoBatchError, LinnaeusError
 from linnaeus.sweep.folder import PlannedRun
 from linnaeus.words import counted
 
-MODES: tuple[Mode, ...] = get_args(Mode)
 _WITHOUT_MEMORY = ("EXPERIMENT.", "SCHEDULE.", "OPTIMIZER.LR", "OPTIMIZER.lr")
 """How the keys begin that no step's memory depends on, and that are swept most."""
 logger = logging.getLogger("linnaeus.sweep")
@@ -39,40 +37,40 @@ def check_predictions(
     Args:
         runs: of the sweep.
         gpus: that the runs may be given.
-        console: shows the table.
+        console: shows the tables.
         world_size: processes of each run.
 
     Raises:
         AutoBatchError: for some runs nothing is predicted to fit on any of the GPUs.
     """
-    groups = groups_of(runs)
-    table = Table(title="Predicted batch sizes", title_justify="left")
-    for heading in ("runs", "number", "GPU", "training", "validation"):
-        table.add_column(heading, overflow="fold")
+    world = World(META, world_size=world_size, local_world_size=world_size)
     nowhere = []
-    with StatusLine(console) as line:
-        for number, (name, group) in enumerate(groups.items(), start=1):
-            logger.info(
-                "predicting batch sizes, group %d of %d (%s)", number, len(groups), counted(len(group), "run")
-            )
-            try:
-                rows = _predicted(group[0], gpus, world_size, line, console)
-            except LinnaeusError as error:  # the run itself says it better, if it is a mistake
-                logger.warning("%s: batch sizes are not predicted: %s", name, " ".join(str(error).split()))
-                rows = []
-            for gpu in gpus:
-                cells = [_cell(row) for row in rows if row.device == gpu.name]
-                table.add_row(name, str(len(group)), gpu.name, *(cells or ["not predicted"] * len(MODES)))
-            missing: dict[str, str | None] = {}
-            for row in rows:
-                if row.batch_size is None:
-                    missing.setdefault(row.device, row.reason)
-            if len(missing) == len(gpus):
-                nowhere.append(f"  - {name} ({counted(len(group), 'run')}): {missing[gpus[0].name]}")
-            elif missing:
-                logger.warning("%s: nothing is predicted to fit on %s", name, ", ".join(missing))
+    for name, group in groups_of(runs).items():
+        title, analysis = f"{name} ({counted(len(group), 'run')})", Analysis()
+        config = replace(group[0].config, DATA=_up_to_configured(group[0].config.DATA))
+        autobatch = config.DATA.AUTOBATCH
+        options = Options(fractions=[autobatch.TARGET_MEMORY_FRACTION if autobatch.ENABLED else 1.0])
+        try:
+            with StatusLine(console) as line:
+                data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+                setup = Setup(config, data, world, RankStatus(line.update), console)
+                predict_sizes(Target(gpus, ASSUMED_BASE_BYTES, "assumed"), setup, options, analysis)
+        except LinnaeusError as error:  # the run itself says it better, if it is a mistake
+            logger.warning("%s: batch sizes are not predicted: %s", title, " ".join(str(error).split()))
+            continue
+        finally:
             gc.collect()
-    console.print(table)
+        table = sizes_table(analysis)
+        table.title = title
+        console.print(table)
+        reasons: dict[str, str] = {}
+        for row in analysis.rows:
+            if (reason := _why_not(row, config.DATA)) is not None:
+                reasons.setdefault(row.device, reason)
+        if len(reasons) == len(gpus):
+            nowhere.append(f"  - {title}: {reasons[gpus[0].name]}")
+        elif reasons:
+            logger.warning("%s: nothing is predicted to fit on %s", title, ", ".join(reasons))
     if nowhere:
         raise AutoBatchError(
             "no run was started: nothing is predicted to fit for\n" + "\n".join(nowhere) + "\nLeave these "
@@ -90,45 +88,20 @@ def groups_of(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
     return groups
 
 
-def _predicted(
-    run: PlannedRun, gpus: Sequence[Gpu], world_size: int, line: StatusLine, console: Console
-) -> list[Row]:
-    """A row for each mode and GPU."""
-    config = run.config
-    status = RankStatus(line.update)
-    status.update("building")
-    data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-    world = World(META, world_size=world_size, local_world_size=world_size)
-    search = build_on_meta(Setup(config, data, world, status, console))
-    rows = []
-    for mode in MODES:
-        status.update(f"tracing {mode}")
-        step = predicted_step(search, mode, ASSUMED_BASE_BYTES)
-        rows += [_row(config.DATA, step, gpu) for gpu in gpus]
-    return rows
+def _up_to_configured(data: DataConfig) -> DataConfig:
+    """The node, with each size that is not searched as the bound of the sizes that are predicted."""
+    autobatch = data.AUTOBATCH
+    if not autobatch.ENABLED:
+        autobatch = replace(autobatch, MIN_BATCH_SIZE=1, MAX_BATCH_SIZE=data.BATCH_SIZE, MULTIPLE_OF=1)
+    if not autobatch.ENABLED_VAL:
+        autobatch = replace(autobatch, MIN_BATCH_SIZE_VAL=1, MAX_BATCH_SIZE_VAL=data.BATCH_SIZE_VAL)
+    return replace(data, AUTOBATCH=autobatch)
 
 
-def _row(data: DataConfig, step: PredictedStep, gpu: Gpu) -> Row:
-    """The size that a search would find, or the one that is configured, where it fits."""
-    suffix = "" if step.mode == "train" else "_VAL"
-    autobatch, size = data.AUTOBATCH, getattr(data, f"BATCH_SIZE{suffix}")
-    row = Row(step.mode, 1.0, device=gpu.name, device_bytes=gpu.total_bytes)
-    if getattr(autobatch, f"ENABLED{suffix}"):
-        row.memory_fraction = getattr(autobatch, f"TARGET_MEMORY_FRACTION{suffix}")
-        fill(row, step, autobatch.MEMORY_LIMIT_GB)
-    elif (need := step.prediction.peak_bytes(size)) <= gpu.total_bytes:
-        row.batch_size = size
-        row.safe_batch_size = size if step.prediction.safe_bytes(size) <= gpu.total_bytes else None
-    else:
-        row.reason = (
-            f"DATA.BATCH_SIZE{suffix} is {size}, which is predicted to take {need / GIB:.2f} GiB; {gpu.name} "
-            f"has {gpu.total_bytes / GIB:.2f} GiB"
-        )
-    return row
-
-
-def _cell(row: Row) -> str:
-    if row.batch_size is None:
-        return "none fits"
-    safe = row.safe_batch_size
-    return str(safe) if safe is not None else f"{row.batch_size} (without margin)"
+def _why_not(row: Row, data: DataConfig) -> str | None:
+    """Why a run does not fit on the row's GPU; None where it does."""
+    suffix = "" if row.mode == "train" else "_VAL"
+    if row.batch_size is None or getattr(data.AUTOBATCH, f"ENABLED{suffix}") or row.limited_by != "memory":
+        return row.reason
+    size = getattr(data, f"BATCH_SIZE{suffix}")
+    return f"DATA.BATCH_SIZE{suffix} is {size}; at most {row.batch_size} is predicted to fit on {row.device}"
