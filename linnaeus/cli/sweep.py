@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,14 +21,14 @@ from linnaeus.cli.analyze.options import read_gpus
 from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_count, read_plot
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 from linnaeus.files import SWEEP
-from linnaeus.sweep.slurm import LaunchOptions
+from linnaeus.sweep.slurm import LaunchOptions, check_sbatch
 from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from linnaeus.cli.compare.runs import Comparison
-    from linnaeus.sweep.folder import PlannedRun, Sweep, SweepRun
+    from linnaeus.sweep.folder import Plan, Sweep, SweepRun
     from linnaeus.sweep.grid import Combination
     from linnaeus.sweep.search import Study
 
@@ -101,7 +102,7 @@ class Options:
     no_prune: bool = False
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[PlannedRun]]:
+def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
     """Read the tokens after `sweep`, and check every combination as a configuration.
 
     Returns:
@@ -136,45 +137,45 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[PlannedRun]]:
         space = read_space(rest)
         line, points = space.line, list(space.corners()) if space.axes else []
         problems += line.problems + space.problems
+        if find_spec("optuna") is None:
+            problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
         if options.trials is None and not options.status:
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
-    runs = _planned(points, problems)
+    plans = _plans(points, problems)
     if problems:
         raise ConfigError(problems)
     if line.print_config:
-        return "---\n".join(f"# {run.combination.title}\n{to_yaml(run.config)}" for run in runs)
+        return "---\n".join(f"# {point.title}\n{to_yaml(config)}" for point, config in plans)
     check_files({"--plot": options.plot})
-    folder = runs[0].folder.parent
-    if options.status:
-        return options, Sweep.read(folder), []
-    entries = runs if options.search is None else runs[:1]
+    folder = Path(plans[0][1].EXPERIMENT.OUTPUT_DIR)
+    entries = plans if options.search is None else plans[:1]
     sweep = Sweep.of(
         folder, rest, entries, metric=options.metric, trials=options.trials, prune=not options.no_prune
     )
     if not options.launch.dry_run:
         sweep.check()
-    return options, sweep, runs
+    return options, Sweep.read(folder) if options.status else sweep, plans
 
 
-def _planned(combinations: Sequence[Combination], problems: list[str]) -> list[PlannedRun]:
+def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Plan]:
     """The runs of combinations; what is wrong with some only names one of them."""
     from linnaeus.sweep.folder import plan_run
 
-    runs = []
+    plans = []
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
-            runs.append(plan_run(combination))
+            plans.append((combination, plan_run(combination)))
         except ConfigError as error:
             for problem in error.problems:
                 combinations_with.setdefault(problem, []).append(combination)
     for problem, wrong in combinations_with.items():
         is_everywhere = len(wrong) == len(combinations)
         problems.append(problem if is_everywhere else f"{problem} with {wrong[0].title}")
-    return runs
+    return plans
 
 
-def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
+def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
     """Start workers, show the table while they work and at the end, and write the files.
 
     Returns:
@@ -183,6 +184,7 @@ def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
     Raises:
         ConfigError: the folder cannot be written to, or is that of another sweep.
         AutoBatchError: for some runs nothing is predicted to fit.
+        LostFolderError: the folder was renamed or deleted while the runs went on.
         LinnaeusError: sbatch has refused the job.
     """
     from linnaeus.console import make_console
@@ -196,15 +198,16 @@ def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
         if options.status:
             _show(_comparison(sweep, _study(sweep), options), console)
             return 0
-        shares = _shares(options.launch, runs)
+        shares = _shares(options.launch, plans)
         if options.predict_gpu:
             from linnaeus.cli.sweep_predict import check_predictions  # here: only this needs torch
 
-            check_predictions(runs, options.predict_gpu, console, world_size=shares[0].num_processes)
+            check_predictions(plans, options.predict_gpu, console, world_size=shares[0].num_processes)
         if options.launch.dry_run:
             console.print(_dry_run(options, sweep, shares), markup=False, soft_wrap=True, end="")
             return 0
-        _study(sweep)  # before the folder is made: Optuna may be missing
+        if options.launch.launcher == "slurm":
+            check_sbatch()
         sweep.write()
         sweep.repeat_failed()
         study = _study(sweep)
@@ -215,6 +218,7 @@ def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
                 _watch_jobs(watch, options, sweep, received)
             else:
                 _watch_workers(watch, sweep, shares, received)
+        sweep.check_is_there()
         table = _report(options, sweep, study, console)
         if study is not None and (found := study.best()) is not None:
             logger.info("best: %s", found)
@@ -231,12 +235,11 @@ def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
 
 def _study(sweep: Sweep) -> Study | None:
     """The study of a search; None for a grid, or where the folder is not made yet."""
-    if sweep.trials is None:
+    if sweep.trials is None or not (sweep.folder / SWEEP).exists():
         return None
-    from linnaeus.sweep.search import Study, check_optuna
+    from linnaeus.sweep.search import Study
 
-    check_optuna()
-    return Study(sweep) if (sweep.folder / SWEEP).exists() else None
+    return Study(sweep)
 
 
 def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
@@ -262,6 +265,8 @@ def _show(table: Comparison, console: Console) -> None:
         print_runs(table, console)
     else:
         console.print("no run has begun")
+    if table.metrics and (problem := table.unknown_metric) is not None:
+        logger.warning("--metric: %s", problem)
 
 
 def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:
@@ -272,8 +277,6 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
     _show(table, console)
     if not table.rows:
         return table
-    if table.metrics and (problem := table.unknown_metric) is not None:
-        logger.warning("--metric: %s", problem)
     plot = options.plot or sweep.folder / "sweep.png"
     try:
         for name in ("figures.json", "sweep.csv"):
@@ -405,11 +408,11 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def _shares(launch: LaunchOptions, runs: Sequence[PlannedRun]) -> list[Share]:
+def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
     """One for each worker on this machine."""
     if launch.jobs is None or launch.launcher == "slurm":
         return [Share()]
-    is_cpu = all(run.config.EXPERIMENT.DEVICE == "cpu" for run in runs)
+    is_cpu = all(config.EXPERIMENT.DEVICE == "cpu" for _, config in plans)
     gpus = [] if is_cpu else visible_gpus()
     shares = divide(launch.jobs, gpus, sorted(os.sched_getaffinity(0)) if launch.jobs > 1 else [])
     if launch.jobs > 1 and not launch.dry_run:
@@ -460,6 +463,7 @@ def _watch_workers(watch: Watch, sweep: Sweep, shares: Sequence[Share], received
     watch(goes_on, received, LOOK_S)
     for number, worker in enumerate(workers, start=1):
         if worker.returncode not in (0, EXIT_SOME_FAILED, EXIT_INTERRUPTED):
+            sweep.check_is_there()
             log = sweep.folder / f"logs/worker{number}.txt"
             last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             logger.warning("worker %d has ended with %d: %s (%s)", number, worker.returncode, last, log)
@@ -499,7 +503,8 @@ def _dry_run(options: Options, sweep: Sweep, shares: Sequence[Share]) -> str:
     """What would be started."""
     if options.launch.launcher == "slurm":
         return _script(options, sweep)
-    lines = [f"# {counted(len(shares), 'worker')}: {' | '.join(map(str, shares))}"]
+    lines = ["# in a folder that the command makes without --dry-run"]
+    lines.append(f"# {counted(len(shares), 'worker')}: {' | '.join(map(str, shares))}")
     lines.append("# they take these runs, one after another:")
     lines += [f"#   {run.title}" for run in sweep.grid()]
     lines += [f"#   {sweep.trials} trials, whose values Optuna chooses"] if sweep.trials is not None else []

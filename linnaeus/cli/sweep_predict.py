@@ -16,12 +16,13 @@ from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.predict import META, Target, predict_sizes
 from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.cli.analyze.show import sizes_table
-from linnaeus.config.schema import DataConfig
+from linnaeus.config.schema import Config, DataConfig
 from linnaeus.console import StatusLine
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError, LinnaeusError
-from linnaeus.sweep.folder import PlannedRun
+from linnaeus.sweep.folder import Plan
+from linnaeus.sweep.grid import title_of
 from linnaeus.words import counted
 
 _WITHOUT_MEMORY = ("EXPERIMENT.", "SCHEDULE.", "OPTIMIZER.LR", "OPTIMIZER.lr")
@@ -30,12 +31,12 @@ logger = logging.getLogger("linnaeus.sweep")
 
 
 def check_predictions(
-    runs: Sequence[PlannedRun], gpus: Sequence[Gpu], console: Console, *, world_size: int = 1
+    plans: Sequence[Plan], gpus: Sequence[Gpu], console: Console, *, world_size: int = 1
 ) -> None:
     """Show the batch sizes that are predicted for each group of runs whose sizes cannot differ.
 
     Args:
-        runs: of the sweep.
+        plans: the runs of the sweep.
         gpus: that the runs may be given.
         console: shows the tables.
         world_size: processes of each run.
@@ -45,9 +46,9 @@ def check_predictions(
     """
     world = World(META, world_size=world_size, local_world_size=world_size)
     nowhere = []
-    for name, group in groups_of(runs).items():
+    for name, group in groups_of(plans).items():
         title, analysis = f"{name} ({counted(len(group), 'run')})", Analysis()
-        config = replace(group[0].config, DATA=_up_to_configured(group[0].config.DATA))
+        config = replace(group[0], DATA=_up_to_configured(group[0].DATA))
         autobatch = config.DATA.AUTOBATCH
         options = Options(fractions=[autobatch.TARGET_MEMORY_FRACTION if autobatch.ENABLED else 1.0])
         try:
@@ -78,13 +79,12 @@ def check_predictions(
         )
 
 
-def groups_of(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
-    """The runs, in their order, by the swept values that their sizes may depend on."""
-    groups: dict[str, list[PlannedRun]] = {}
-    for run in runs:
-        values = run.combination.values.items()
-        name = ", ".join(f"{key}={text}" for key, text in values if not key.startswith(_WITHOUT_MEMORY))
-        groups.setdefault(name or "all", []).append(run)
+def groups_of(plans: Sequence[Plan]) -> dict[str, list[Config]]:
+    """The configurations, in their order, by the swept values that their sizes may depend on."""
+    groups: dict[str, list[Config]] = {}
+    for point, config in plans:
+        kept = {key: text for key, text in point.values.items() if not key.startswith(_WITHOUT_MEMORY)}
+        groups.setdefault(title_of(kept) or "all", []).append(config)
     return groups
 
 

@@ -46,22 +46,6 @@ def is_smaller_better(metric: str) -> bool:
     return any(part.endswith(_SMALLER_IS_BETTER) for part in metric.split("/"))
 
 
-def check_optuna() -> Any:
-    """The module of Optuna.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import optuna
-    except ImportError:
-        raise ConfigError(
-            "--search optuna: needs Optuna, which is not installed: pip install 'linnaeus[sweep]'"
-        ) from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
 class Study:
     """The study of a sweep's folder, made where there is none.
 
@@ -69,12 +53,15 @@ class Study:
         sweep: a search.
 
     Raises:
-        ConfigError: Optuna is not installed, or the file is damaged, or the configuration has changed.
+        ConfigError: the file is damaged.
+        ImportError: Optuna is not installed.
     """
 
     def __init__(self, sweep: Sweep) -> None:
-        self.sweep, self.optuna = sweep, check_optuna()
-        optuna = self.optuna
+        import optuna  # here: `compare` reads this module without
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.sweep, self.optuna = sweep, optuna
         self.space: Space = read_space(sweep.argv)
         self._states = optuna.trial.TrialState
         smaller_is_better = sweep.metric is not None and is_smaller_better(sweep.metric)
@@ -89,7 +76,9 @@ class Study:
                     direction="minimize" if smaller_is_better else "maximize",
                 )  # fmt: skip
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ConfigError(f"EXPERIMENT.NAME: {path} is damaged: {error!r}") from error
+                raise ConfigError(
+                    f"EXPERIMENT.NAME: {path} is damaged; give the search another name"
+                ) from error
         self._asking = journal.JournalFileSymlinkLock(str(sweep.folder / "asking"))
 
     def check_configuration(self) -> None:
@@ -99,7 +88,7 @@ class Study:
             ConfigError: a file has changed since the search began.
         """
         corner = plan_run(next(self.space.corners()))
-        if to_yaml(corner.config) != self.sweep.runs[0]["config"]:
+        if to_yaml(corner) != self.sweep.runs[0]["config"]:
             raise ConfigError(
                 f"EXPERIMENT.NAME: {self.sweep.folder}: the configuration has changed since this search "
                 "began, and a search cannot mix the results of two; give the new one another name"
@@ -145,7 +134,7 @@ class Study:
                 return None
             # Another seed for each trial, whichever worker asks. `constant_liar` keeps the sampler away from
             # points that are being run.
-            seed = plan_run(next(self.space.corners())).config.EXPERIMENT.SEED + len(trials)
+            seed = plan_run(next(self.space.corners())).EXPERIMENT.SEED + len(trials)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
                 self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
@@ -161,7 +150,7 @@ class Study:
         Raises:
             ConfigError: lists everything that is wrong with it.
         """
-        return to_yaml(plan_run(self.space.combination(run.values)).config)
+        return to_yaml(plan_run(self.space.combination(run.values)))
 
     def _tell(self, number: int, run: SweepRun, state: State) -> None:
         value, told = None, self._states.FAIL

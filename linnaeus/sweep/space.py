@@ -132,12 +132,12 @@ def _interval(key: str, text: str, value: IntervalSweep) -> Axis:
     low, high = float(value.start or 0), float(value.end or 0)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"{text!r}: the first end of an interval is to be below the second")
-    if not _is_number(key):
+    if _type_of(key) in (str, bool):
         raise ValueError(f"{text!r}: an interval has numbers, and this key takes none; list its values")
     is_log = "log" in value.tags or ("linear" not in value.tags and low > 0 and high / low >= LOG_RATIO)
     if is_log and low <= 0:
         raise ValueError(f"{text!r}: tag(log, ...) needs ends above 0")
-    is_whole = isinstance(value.start, int) or _is_whole(key)
+    is_whole = isinstance(value.start, int) or _type_of(key) is int
     if is_whole:
         low, high = math.ceil(low), math.floor(high)
         if low > high:
@@ -154,16 +154,6 @@ def _range(key: str, text: str) -> Axis | None:
     low, step = min(values[0], values[-1]), abs(values[1] - values[0])
     high = low + (len(values) - 1) * step
     return Axis(key, float(low), float(high), step=float(step), is_whole=is_whole)
-
-
-def _is_whole(key: str) -> bool:
-    """Whether a key takes whole numbers alone."""
-    return _type_of(key) is int
-
-
-def _is_number(key: str) -> bool:
-    """Whether a key may take a number; also True for the arguments of a class of the user's."""
-    return _type_of(key) not in (str, bool)
 
 
 def _type_of(key: str) -> Any:

@@ -145,7 +145,7 @@ class Worker:
 
         Raises:
             ConfigError: the runs of a search do not have its metric.
-            LinnaeusError: the sweep's folder cannot be written to.
+            LinnaeusError: the sweep's folder cannot be written to, or was renamed or deleted.
         """
         try:
             while not self._child.received and (taken := self._take()):
@@ -165,11 +165,15 @@ class Worker:
                 self._study.tell_ended()
         if self._child.received:
             return 128 + self._child.received[0]
-        left = (read_state(folder).status for folder in self._tries)
-        return EXIT_SOME_FAILED if {*left} & {"failed", "interrupted"} else 0
+        runs = self._sweep.grid() if self._study is None else [run for _, run in self._study.runs()]
+        states = Counter(read_state(run.folder).status for run in runs)
+        print("no run is left to take:", ", ".join(f"{number} {name}" for name, number in states.items()))
+        mine = (read_state(folder).status for folder in self._tries)
+        return EXIT_SOME_FAILED if {*mine} & {"failed", "interrupted"} else 0
 
     def _take(self) -> tuple[Claim, SweepRun, int | None] | None:
         """Claim a run that nobody has; None where there is none."""
+        self._sweep.check_is_there()
         for trial, run in self._open():
             if self._tries[run.folder] >= TRIES or read_state(run.folder).status in ENDED:
                 continue
@@ -219,8 +223,10 @@ class Worker:
 
     def _note_end(self, claim: Claim, folder: Path, code: int, begin: int) -> None:
         """Note how a run has ended that has not done so itself; a killed one goes on in the next try."""
+        self._sweep.check_is_there()
         if code < 0 and not self._child.received and self._tries[folder] < TRIES:
             return
+        reason = _reason(folder, code, begin) if folder.exists() else "its folder was renamed or deleted"
         try:
             own = claim if claim.is_mine else Claim(folder)  # its process has died with the claim
         except (FolderInUseError, OSError):
@@ -230,7 +236,7 @@ class Worker:
         elif code == 0 and (folder / RESULT).is_file():
             own.end(0)
         else:
-            own.end(code or 1, _reason(folder, code, begin))
+            own.end(code or 1, reason)
         own.release()
 
 
@@ -262,12 +268,6 @@ def _newest_sizes(folder: Path) -> list[str]:
     return []
 
 
-def local_prefix(num_processes: int) -> list[str]:
-    """What starts the program on this machine, once or in several ranks."""
-    ranks = ["linnaeus.sweep.torchrun", "--standalone", f"--nproc-per-node={num_processes}", "-m"]
-    return [sys.executable, "-m", *(ranks if num_processes > 1 else [])]
-
-
 def work_here(folder: Path, num_processes: int = 1) -> int:
     """Take the runs of a sweep on this machine; returns the exit code, see `Worker.work`.
 
@@ -278,6 +278,8 @@ def work_here(folder: Path, num_processes: int = 1) -> int:
     Raises:
         ConfigError: it is no sweep's, or a search cannot go on.
     """
+    ranks = ["linnaeus.sweep.torchrun", "--standalone", f"--nproc-per-node={num_processes}", "-m"]
+    prefix = [sys.executable, "-m", *(ranks if num_processes > 1 else [])]
     child = Child(is_step=False)
     with child.listening():
-        return Worker(Sweep.read(folder), local_prefix(num_processes), os.environ, child).work()
+        return Worker(Sweep.read(folder), prefix, os.environ, child).work()

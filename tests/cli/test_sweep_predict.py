@@ -10,7 +10,7 @@ from linnaeus.autobatch.predict.gpus import find_gpu
 from linnaeus.cli import sweep
 from linnaeus.cli.sweep_predict import check_predictions, groups_of
 from linnaeus.errors import AutoBatchError
-from linnaeus.sweep.folder import PlannedRun
+from linnaeus.sweep.folder import Plan
 from tests.helpers.consoles import plain_console
 
 pytestmark = pytest.mark.usefixtures("run")  # in an empty folder
@@ -21,7 +21,7 @@ POINTS = (
 )  # fmt: skip
 
 
-def planned(*argv: str) -> list[PlannedRun]:
+def planned(*argv: str) -> list[Plan]:
     request = sweep.read([*POINTS, *argv])
     assert not isinstance(request, str)
     return request[2]
