@@ -189,9 +189,9 @@ def _schedule(config: Config, assembly: Assembly, plan: BatchPlan) -> Schedule:
 
 def _checkpoints(path: Path, train: TrainConfig, world: World, folder: RunFolder) -> CheckpointFolder:
     is_background = world.device.type != "cpu"  # on the CPU the copy would take memory that AutoBatch counts
-    return CheckpointFolder(
-        path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background, check=folder.check
-    )
+    checkpoints = CheckpointFolder(path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background)
+    checkpoints.check = folder.check
+    return checkpoints
 
 
 def _resumed_nodes(config: Config) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from linnaeus.autobatch.predict.gpus import Gpu
 from linnaeus.cli.analyze.options import read_gpus
 from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_count, read_plot
-from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
+from linnaeus.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.files import SWEEP
 from linnaeus.sweep.slurm import LaunchOptions, check_sbatch
 from linnaeus.words import counted
@@ -60,13 +60,11 @@ examples:
   linnaeus sweep --cfg my_exp.yaml EXPERIMENT.SEED=0,1 --launcher slurm --slurm gpus-per-node=4 time=4:00:00
   linnaeus sweep --cfg my_exp.yaml --search optuna --trials 40 OPTIMIZER.LR='interval(1e-4,1e-1)'
   linnaeus sweep --status runs/my_exp
-  linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,128 OPTIMIZER.LR=1e-3,2e-3 --plot sweep.html
   linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
 
 exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 3 nothing is predicted to fit,
 130 interrupted
 """
-EXIT_SOME_FAILED = 1
 JOBS_OF_A_SEARCH = 4
 """Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
 LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
@@ -79,18 +77,7 @@ logger = logging.getLogger("linnaeus.sweep")
 
 @dataclass
 class Options:
-    """What is compared, where the picture goes, and where the runs run.
-
-    Attributes:
-        metric: name of a validation metric; None for the one that decides which checkpoint is best.
-        plot: picture; None for `sweep.png` beside the runs.
-        predict_gpu: the GPUs for which batch sizes are predicted before the first run starts.
-        status: only show the status of the runs.
-        launch: where the runs run.
-        search: name of the method that chooses the runs; None for a grid.
-        trials: how many trials a search has.
-        no_prune: whether a search lets all runs train to their end.
-    """
+    """The options of these names; None for one that is not given."""
 
     metric: str | None = None
     plot: Path | None = None

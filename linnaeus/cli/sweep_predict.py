@@ -35,12 +35,6 @@ def check_predictions(
 ) -> None:
     """Show the batch sizes that are predicted for each group of runs whose sizes cannot differ.
 
-    Args:
-        plans: the runs of the sweep.
-        gpus: that the runs may be given.
-        console: shows the tables.
-        world_size: processes of each run.
-
     Raises:
         AutoBatchError: for some runs nothing is predicted to fit on any of the GPUs.
     """

@@ -29,13 +29,7 @@ exit codes: 0 its runs ended well, 1 some did not, 2 the folder or an option, 13
 
 @dataclass
 class Options:
-    """The sweep and the processes of a run.
-
-    Attributes:
-        folder: of the sweep.
-        nproc: ranks of each run; None for one, or on SLURM for those of the job.
-        launch: where the worker works.
-    """
+    """The sweep, the processes of each run, and where the worker works."""
 
     folder: Path = Path()
     nproc: int | None = None

@@ -177,12 +177,7 @@ class Study:
     ) -> bool:
         """Report a validation of a trial; returns whether to end its run.
 
-        Args:
-            number: of the trial.
-            values: the metrics.
-            headline: the one that decides which checkpoint is best; compared where --metric names none.
-            epoch: epochs trained so far.
-            num_epochs: TRAIN.EPOCHS.
+        Without `--metric` the headline is compared. `epoch` counts the epochs trained so far.
 
         Raises:
             ConfigError: the run does not have the metric of the search.
@@ -214,8 +209,8 @@ class Study:
         if axis.choices:
             return kinds.CategoricalDistribution(axis.choices)
         if axis.is_whole:
-            return kinds.IntDistribution(int(axis.low), int(axis.high), axis.is_log, int(axis.step or 1))
-        return kinds.FloatDistribution(axis.low, axis.high, axis.is_log, axis.step)
+            return kinds.IntDistribution(int(axis.low), int(axis.high), axis.is_log)
+        return kinds.FloatDistribution(axis.low, axis.high, axis.is_log)
 
 
 class PruningTracker(Tracker):

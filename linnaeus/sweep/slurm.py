@@ -110,9 +110,7 @@ def workers_script(folder: Path, options: LaunchOptions, jobs: int = 1) -> str:
 def check_sbatch() -> None:
     """Raise `ConfigError` where there is no SLURM."""
     if shutil.which("sbatch") is None:
-        raise ConfigError(
-            "--launcher slurm: there is no sbatch here; go to a login node of the cluster"
-        )
+        raise ConfigError("--launcher slurm: there is no sbatch here; go to a login node of the cluster")
 
 
 def submit(folder: Path, text: str) -> str:
@@ -146,9 +144,6 @@ def submit_command(
     """Submit one command, whose words have been checked, as one job: `linnaeus train --launcher slurm`.
 
     Args:
-        options: where it runs.
-        command: the word after `linnaeus`.
-        words: those after the command.
         with_torchrun: whether it uses a process for each GPU.
         run: the folder of the run that goes on there when the job is queued again; None for a command that
             begins anew.

@@ -15,7 +15,7 @@ from types import FrameType
 
 import psutil
 
-from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.errors import EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.files import AUTOBATCH, RESULT, read_json, write_text_atomically
 from linnaeus.run_folder import (
     HANDED_OVER,
@@ -36,7 +36,6 @@ TRIES = 3
 ENDED = ("finished", "failed", "pruned")
 STARTS = {"START": "train", "START_VAL": "val"}
 """The keys with the sizes that a search tries first, and their modes."""
-EXIT_SOME_FAILED = 1
 REASON_LETTERS = 400
 
 
@@ -246,8 +245,9 @@ def _reason(folder: Path, code: int, begin: int) -> str:
         lack = ", often for lack of host memory" if code == -signal.SIGKILL else ""
         return f"ended by signal {-code} ({signal.strsignal(-code)}){lack}"
     last = last_line(folder, begin).removeprefix("- ")
-    short = last if len(last) <= REASON_LETTERS else f"{last[:REASON_LETTERS]}..."
-    return short or f"ended with exit code {code}" + ("" if code else f" and without {RESULT}")
+    return last[:REASON_LETTERS] or f"ended with exit code {code}" + (
+        "" if code else f" and without {RESULT}"
+    )
 
 
 def saved_at(folder: Path) -> int | None:
