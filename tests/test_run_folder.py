@@ -20,15 +20,18 @@ from linnaeus.run_folder import (
     CLAIMS,
     DEAD_S,
     HANDED_OVER,
+    OUTPUT,
     RUN,
     RUN_FILES,
     SILENT_S,
+    TAIL_BYTES,
     Claim,
     FolderInUseError,
     Holder,
     LostFolderError,
     claim_run_folder,
     is_queued,
+    last_line,
     move_aside,
     read_state,
 )
@@ -269,7 +272,49 @@ def test_a_file_system_without_links_or_locks_is_used(folder: Path, monkeypatch:
     Claim(folder).release()
 
 
+def test_a_link_that_a_file_system_asks_for_twice_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def made_and_refused(*paths: Path) -> None:
+        link(*paths)
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "link", made_and_refused)
+    claim = Claim(folder)
+    with pytest.raises(FolderInUseError):
+        Claim(folder)
+    claim.release()
+
+
 # --- which run it is, and how it ended ---
+
+
+def test_the_seconds_of_a_run_are_summed(folder: Path) -> None:
+    seconds = 0.0
+    for code in (130, 0):
+        claim = Claim(folder)
+        claim.begin()
+        assert run_of(folder)["seconds"] == (seconds or None)
+        claim.end(code)
+        claim.release()
+        assert run_of(folder)["seconds"] > seconds
+        seconds = run_of(folder)["seconds"]
+
+
+def test_the_last_line_is_the_run_s_own(tmp_path: Path) -> None:
+    """Not what torchrun says after it."""
+    output = tmp_path / OUTPUT
+    output.parent.mkdir()
+    assert last_line(tmp_path) == ""
+    output.write_text("earlier\n")
+    begin = output.stat().st_size
+    assert last_line(tmp_path, begin) == ""
+    with output.open("a") as file:
+        file.write("x" * TAIL_BYTES + "\nno memory\n\n")
+        file.write("E1123 10:00:00.000 7 site-packages/torch/distributed/elastic/api.py:1] failed\nmore\n")
+    assert last_line(tmp_path, begin) == "no memory"
 
 
 @pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "taken over"])

@@ -134,18 +134,6 @@ def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_p
     assert earlier == ["earlier"]
 
 
-def test_a_run_that_fails_is_not_queued_again_and_gives_its_reason(slurm: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
-    (tmp_path / "quick").touch()
-    argv = ("sweep", "--cfg", "my_exp.yaml", "MODEL._target_=tests.slurm.slow.Linear,tests.slurm.slow.Curve")
-    shell = Shell(slurm, tmp_path, *argv, "TRAIN.EPOCHS=1", *ON_SLURM)
-    assert shell.end() == 1, shell.log.read_text()
-    good, bad = entries(tmp_path / "runs/small")
-    assert (good["status"], bad["status"]) == ("finished", "failed")
-    assert "Curve" in bad["reason"], bad
-    assert QUEUED_AGAIN not in outputs_of(tmp_path / "runs/small")
-
-
 def test_tasks_without_torchrun_are_refused_with_the_command_that_works(
     slurm: Cluster, tmp_path: Path
 ) -> None:
