@@ -1,25 +1,29 @@
 """The folder of a run: who has it, which run it is and how it ended.
 
 `run.json` names the run by an id, and says how it ended. Who has the folder is decided by the files
-`.claims/N`, of which the last one counts. A claim is made at once and with its content, by linking a
-temporary file to the next number: that needs no locks and holds on network file systems. Claim N + 1 is made
-only after the holder of claim N was seen dead. A worker hands its claim over to the run that it starts.
+`.claims/1`, `.claims/2`, ...: the last one counts. A claim is made at once and with its content, by linking a
+temporary file to the next number: that needs no locks and holds on network file systems. The next number is
+made when the holder of the last one has died, and when a worker hands its claim to the run that it starts, or
+gets it back. Who gives a claim up renames `.claims`, with the temporary files of those who are about to link.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -50,7 +54,7 @@ CLAIMS = ".claims"
 RUN_FILES = (CONFIG, "model.json", METRICS, RESULT, AUTOBATCH, RUN)
 """Files that a run writes into its folder."""
 HANDED_OVER = "LINNAEUS_CLAIM"
-"""Environment variable of a run that a worker starts: the number of the claim that is handed over to it."""
+"""Environment variable of a run that a worker starts: the token of the claim that is handed over to it."""
 TRIAL = "LINNAEUS_TRIAL"
 """Environment variable of a run that a search has started: the sweep's folder and the number of the trial."""
 BEAT_S = 30.0
@@ -59,6 +63,8 @@ SILENT_S = 3 * BEAT_S
 """SLURM is asked for the job of a holder that has not touched its claim for this time."""
 DEAD_S = 600.0
 """A holder on another machine that has not touched its claim for this time is dead."""
+ATTEMPTS = 50
+"""How often a claim is tried to be made while other processes make theirs."""
 QUEUE_S = 20.0
 """An answer of SLURM is used for this time."""
 
@@ -192,9 +198,10 @@ class State:
 
 def read_state(folder: Path) -> State:
     """The state of a run. Nothing is written; a folder that cannot be read holds no run."""
-    _, content, silent_s = _newest(folder)
-    if (holder := _holder(content)) is not None and holder.lives(silent_s):
-        return State("running", holder)
+    with suppress(OSError):
+        _, last, silent_s = _last_claim(folder)
+        if (holder := _holder(last)) is not None and holder.lives(silent_s):
+            return State("running", holder)
     return _state_left(folder)
 
 
@@ -231,14 +238,16 @@ def _holder(content: dict[str, Any]) -> Holder | None:
         return None
 
 
-def _newest(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
+def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
     """The number of a folder's last claim, its content, and the seconds since it was touched; 0 for none."""
     try:
         numbers = (int(path.name) for path in (folder / CLAIMS).iterdir() if path.name.isdecimal())
         number = max(numbers, default=0)
         path = folder / CLAIMS / str(number)
         return number, read_json(path) or {}, (now or time.time()) - path.stat().st_mtime
-    except OSError:  # none, or given back at this moment
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            raise
         return 0, {}, 0.0
 
 
@@ -246,10 +255,11 @@ class Claim:
     """A folder that this process has, from construction to `release`. A thread touches the claim.
 
     Args:
-        folder: of the run; made where there is none.
-        handed_over: number of the last claim, whose holder lets this process have it until `release`.
+        folder: of the run; made where there is none, in a folder that is there.
+        handed_over: token of a claim whose holder lets this process have the folder until `release`.
 
     Attributes:
+        token: tells this claim from all others.
         id: the run's. `begin` writes it down.
 
     Raises:
@@ -257,71 +267,92 @@ class Claim:
         OSError: it cannot be written to.
     """
 
-    def __init__(self, folder: Path, handed_over: int | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, handed_over: str | None = None) -> None:
+        self.folder, self.token = folder, uuid.uuid4().hex
         self._since = time.time()
-        self._content = {**asdict(Holder.this_process()), "since": self._since}
+        self._content = {**asdict(Holder.this_process()), "token": self.token, "lender": handed_over}
         self._lender: dict[str, Any] = {}
         self._is_over = threading.Event()
-        self.number = self._take() if handed_over is None else self._take_over(handed_over)
+        self._take(self._check_free if handed_over is None else self._borrow)
         self._earlier = read_json(folder / RUN) or {}
         self.id: str = self._earlier.get("id") or uuid.uuid4().hex[:12]
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    @property
-    def _path(self) -> Path:
-        return self.folder / CLAIMS / str(self.number)
-
-    def _take(self) -> int:
-        """Make the next claim; returns its number."""
-        while True:
-            (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
-            temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
+    def _take(self, check: Callable[[dict[str, Any], float], None]) -> None:
+        """Make the next claim, as soon as nobody else makes one at the same moment."""
+        for is_last in (*[False] * ATTEMPTS, True):
             try:
-                temporary.write_text(json.dumps(self._content), encoding="utf-8")
-                number = self._check_free(now=temporary.stat().st_mtime) + 1  # by the file server's clock
-                link_new(temporary, self.folder / CLAIMS / str(number))
-                if _newest(self.folder)[0] == number:
-                    return number
-                (self.folder / CLAIMS / str(number)).unlink()  # what was seen before is no longer so
-            except (FileExistsError, FileNotFoundError):
-                pass  # another process was faster, or has deleted the empty folder
-            finally:
-                temporary.unlink(missing_ok=True)
-            time.sleep(random.uniform(0, 0.1))
+                self.folder.mkdir(exist_ok=True)
+                (self.folder / CLAIMS).mkdir(exist_ok=True)
+                return self._link(self._content, check)
+            except (FileExistsError, FileNotFoundError):  # made, or given up, by another process just now
+                if is_last:
+                    raise
+                time.sleep(random.uniform(0, 0.1))
 
-    def _take_over(self, number: int) -> int:
-        """Put this process in the place of the holder of a claim; returns its number."""
-        newest, self._lender, _ = _newest(self.folder)
-        if newest != number:
-            raise FolderInUseError(
-                f"EXPERIMENT.NAME: {self.folder} has been taken over by {_holder(self._lender)}"
-            )
-        write_text_atomically(self.folder / CLAIMS / str(number), json.dumps(self._content))
-        return number
+    def _link(self, content: dict[str, Any], check: Callable[[dict[str, Any], float], None]) -> None:
+        """Make the next claim.
 
-    def _check_free(self, now: float) -> int:
-        """The number of the last claim; raises `FolderInUseError` if its holder lives."""
-        number, content, silent_s = _newest(self.folder, now)
-        holder = _holder(content)
-        if number and (holder.lives(silent_s) if holder is not None else silent_s < DEAD_S):
+        Args:
+            content: of its file.
+            check: raises if the last claim, which was touched so many seconds ago, must stay the last.
+        """
+        temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
+        try:
+            temporary.write_text(json.dumps(content), encoding="utf-8")
+            number, last, silent_s = _last_claim(self.folder, temporary.stat().st_mtime)  # the server's clock
+            if number:
+                check(last, silent_s)
+            link_new(temporary, self.folder / CLAIMS / str(number + 1))
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _check_free(self, last: dict[str, Any], silent_s: float) -> None:
+        holder = _holder(last)
+        if holder.lives(silent_s) if holder is not None else silent_s < DEAD_S:
             raise FolderInUseError(
                 f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
                 f"({holder or 'it does not say which'}); choose another name"
             )
-        return number
+
+    def _borrow(self, last: dict[str, Any], silent_s: float) -> None:
+        if last.get("token") != self._content["lender"]:
+            self._check_free(last, silent_s)
+            raise FolderInUseError(f"EXPERIMENT.NAME: the worker of this run has lost {self.folder}")
+        self._lender = last
+
+    def take_back(self) -> None:
+        """Have the folder again that was handed over, whether or not it was given back.
+
+        To be called when the process that it was handed over to has ended.
+
+        Raises:
+            FolderInUseError, FileExistsError: a third process has taken the folder.
+            OSError: it cannot be written to, or was renamed or deleted.
+        """
+
+        def check(last: dict[str, Any], silent_s: float) -> None:
+            if last.get("lender") != self.token:
+                self._check_free(last, silent_s)
+
+        if not self.is_mine:
+            self._link(self._content, check)
 
     def _beat(self) -> None:
         """Touch the claim, with the time of the file server."""
         while not self._is_over.wait(BEAT_S):
             with suppress(OSError):
-                if self.is_mine:
-                    os.utime(self._path)
+                number, last, _ = _last_claim(self.folder)
+                if last.get("token") == self.token:
+                    os.utime(self.folder / CLAIMS / str(number))
 
     @property
     def is_mine(self) -> bool:
         """Whether the folder is still the one that was claimed, and this process has it."""
-        return _newest(self.folder)[:2] == (self.number, self._content)
+        try:
+            return _last_claim(self.folder)[1].get("token") == self.token
+        except OSError:  # such as too many open files: whatever is done next says it
+            return True
 
     @property
     def state(self) -> State:
@@ -335,7 +366,7 @@ class Claim:
             LostFolderError: the folder was renamed or deleted, or is another process's by now.
         """
         if not self.is_mine:
-            holder = _holder(_newest(self.folder)[1])
+            holder = read_state(self.folder).holder
             raise LostFolderError(
                 f"{self.folder} is not the folder of this run any more: it was renamed or deleted"
                 f"{f', or taken over by {holder}' if holder else ''}; this run (id {self.id}) ends here"
@@ -379,7 +410,9 @@ class Claim:
 
     def _write(self, ended: dict[str, Any] | None, seconds: float | None) -> None:
         self.check()
-        content = {"id": self.id, **self._content, "seconds": seconds, "ended": ended}
+        self.id = (read_json(self.folder / RUN) or {}).get("id", self.id)  # a worker's run has begun since
+        holder = asdict(Holder.this_process())
+        content = {"id": self.id, **holder, "since": self._since, "seconds": seconds, "ended": ended}
         write_text_atomically(self.folder / RUN, json.dumps(content, indent=1) + "\n")
 
     def move(self, folder: Path) -> None:
@@ -393,17 +426,17 @@ class Claim:
         self.release()
 
     def release(self) -> None:
-        """Give the claim back; nothing happens the second time."""
+        """Give the claim up, or back to a living worker; nothing happens the second time."""
         self._is_over.set()
-        with suppress(OSError, LinnaeusError):  # renamed, deleted, not empty
+        with suppress(OSError):  # renamed, deleted
             if not self.is_mine:
                 return
-            if self._lender:
-                write_text_atomically(self._path, json.dumps(self._lender))
-                return
-            for number in range(1, self.number + 1):  # those of the dead too, its own last
-                (self.folder / CLAIMS / str(number)).unlink(missing_ok=True)
-            (self.folder / CLAIMS).rmdir()
+            lender = _holder(self._lender)
+            if lender is not None and lender.lives(0.0):
+                self._link(self._lender, lambda last, silent_s: None)
+            else:
+                given_up = (self.folder / CLAIMS).rename(self.folder / f"{CLAIMS}.{self.token}")
+                shutil.rmtree(given_up)
 
 
 def claim_run_folder(folder: Path) -> Claim:
@@ -412,14 +445,15 @@ def claim_run_folder(folder: Path) -> Claim:
     Raises:
         ConfigError: it cannot be made or written to, is in use, or is a sweep's.
     """
-    given = os.environ.pop(HANDED_OVER, "")  # once: not to what this process starts
+    token = os.environ.pop(HANDED_OVER, None)  # once: not to what this process starts
     try:
         if any((folder / name).exists() for name in (SWEEP, STUDY)):
             raise ConfigError(
                 f"EXPERIMENT.NAME: {folder} is the folder of a sweep, which holds a folder for each of its "
                 "runs; choose another name"
             )
-        return Claim(folder, int(given) if given else None)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return Claim(folder, token)
     except OSError as error:
         raise cannot_write(folder, error) from error
 
@@ -455,7 +489,8 @@ def holds_run(folder: Path) -> bool:
 
 def cannot_write(folder: Path, error: OSError) -> ConfigError:
     """The error for the user when the folder of a run or a sweep cannot be made or written to."""
-    reason = why_not_written(error, folder)
+    is_file = isinstance(error, FileExistsError)
+    reason = f"{error.filename} is no folder" if is_file else why_not_written(error, folder)
     return ConfigError(
         f"EXPERIMENT.OUTPUT_DIR: {folder} cannot be written to: {reason}; choose another folder"
     )

@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     Mutant(
         "a run takes the folder of another one", "run_folder.py",
-        "        if number and (holder", "        if False and (holder",
+        "        if holder.lives(silent_s) if", "        if False if",
         "tests/test_run_folder.py",
     ),
     Mutant(

@@ -214,7 +214,8 @@ class Sweep:
             if read_state(run.folder).status == "failed":
                 with suppress(FolderInUseError, OSError):  # somebody has it again
                     claim = Claim(run.folder)
-                    claim.end(EXIT_INTERRUPTED, "to be tried again")
+                    if claim.state.status == "failed":
+                        claim.end(EXIT_INTERRUPTED, "to be tried again")
                     claim.release()
 
 

@@ -16,7 +16,7 @@ from types import FrameType
 import psutil
 
 from linnaeus.errors import EXIT_SOME_FAILED, ConfigError, LinnaeusError
-from linnaeus.files import AUTOBATCH, RESULT, read_json, write_text_atomically
+from linnaeus.files import AUTOBATCH, RESULT, checkpoint_file, read_json, write_text_atomically
 from linnaeus.run_folder import (
     HANDED_OVER,
     OUTPUT,
@@ -32,7 +32,7 @@ from linnaeus.signals import SIGNALS, handled
 from linnaeus.sweep.folder import ASKED, Sweep, SweepRun
 
 TRIES = 3
-"""A worker takes a run that does not end up to this number of times."""
+"""A worker takes a run that is killed up to this number of times."""
 ENDED = ("finished", "failed", "pruned")
 STARTS = {"START": "train", "START_VAL": "val"}
 """The keys with the sizes that a search tries first, and their modes."""
@@ -153,15 +153,15 @@ class Worker:
                     self._train(claim, run, trial)
                 finally:
                     claim.release()
+                self._sweep.check_is_there()
+                if self._study is not None:
+                    self._study.tell_ended()
                 state = read_state(run.folder)
                 print(f"{run.title}: {state.status}{f': {state.reason}' if state.reason else ''}", flush=True)
                 if state.status == "failed" and "--metric:" in (state.reason or ""):
                     raise ConfigError(f"--metric: {run.title}: {state.reason}")
         except OSError as error:
             raise LinnaeusError(f"{self._sweep.folder} cannot be written to: {error}") from error
-        finally:
-            if self._study is not None:
-                self._study.tell_ended()
         if self._child.received:
             return 128 + self._child.received[0]
         runs = self._sweep.grid() if self._study is None else [run for _, run in self._study.runs()]
@@ -198,7 +198,7 @@ class Worker:
 
     def _train(self, claim: Claim, run: SweepRun, trial: int | None) -> None:
         """Train a run to its end or until this process is asked to stop."""
-        folder, env = run.folder, {**self._env, HANDED_OVER: str(claim.number)}
+        folder, env = run.folder, {**self._env, HANDED_OVER: claim.token}
         output = folder / OUTPUT
         output.parent.mkdir(exist_ok=True)
         try:
@@ -213,30 +213,24 @@ class Worker:
         command = [*self._prefix, "linnaeus.main", "--cfg", str(folder / ASKED), *where]
         print(f"{run.title}: started; output in {output}", flush=True)
         begin = output.stat().st_size if output.exists() else 0
-        saved, written = saved_at(folder), read_json(folder / RUN)
+        saved, before = saved_at(folder), read_json(folder / RUN)
         code = self._child.run([*command, *_newest_sizes(folder)], env, output, self._cwd)
-        now = read_json(folder / RUN) or {}
-        if now == written or not now.get("ended"):
-            self._note_end(claim, folder, code, begin)
         self.progress += saved_at(folder) != saved or (folder / RESULT).exists()
-
-    def _note_end(self, claim: Claim, folder: Path, code: int, begin: int) -> None:
-        """Note how a run has ended that has not done so itself; a killed one goes on in the next try."""
-        self._sweep.check_is_there()
-        if code < 0 and not self._child.received and self._tries[folder] < TRIES:
-            return
-        reason = _reason(folder, code, begin) if folder.exists() else "its folder was renamed or deleted"
         try:
-            own = claim if claim.is_mine else Claim(folder)  # its process has died with the claim
+            claim.take_back()
         except (FolderInUseError, OSError):
-            return  # it has been renamed, or a process of it lives on
+            return  # another worker has it, or it was renamed or deleted
+        now = read_json(folder / RUN) or before or {}
+        has_begun = now != (before or {})
+        if has_begun and now.get("ended"):
+            return  # as it has noted itself
+        is_killed = has_begun or code in (-signal.SIGKILL, 128 + signal.SIGKILL)
         if self._child.received and code != 0:
-            own.end(128 + self._child.received[0], stopped_reason(folder, self._child.received[0]))
+            claim.end(128 + self._child.received[0], stopped_reason(folder, self._child.received[0]))
         elif code == 0 and (folder / RESULT).is_file():
-            own.end(0)
-        else:
-            own.end(code or 1, reason)
-        own.release()
+            claim.end(0)
+        elif not is_killed or self._tries[folder] >= TRIES:
+            claim.end(code or 1, _reason(folder, code, begin))
 
 
 def _reason(folder: Path, code: int, begin: int) -> str:
@@ -252,9 +246,8 @@ def _reason(folder: Path, code: int, begin: int) -> str:
 
 def saved_at(folder: Path) -> int | None:
     """When the last checkpoint of a run was written, in ns; None where there is none."""
-    with suppress(OSError):
-        return (folder / "checkpoints/last.pt").stat().st_mtime_ns
-    return None
+    path = checkpoint_file(folder, "last")
+    return None if path is None else path.stat().st_mtime_ns
 
 
 def _newest_sizes(folder: Path) -> list[str]:
