@@ -20,6 +20,7 @@ from linnaeus.autobatch.errors import AutoBatchError as AutoBatchError
 from linnaeus.autobatch.errors import LinnaeusError as LinnaeusError
 from linnaeus.words import counted
 
+EXIT_SOME_FAILED = 1
 EXIT_INTERRUPTED = 130
 """The shell's own code for a program that Ctrl-C ended."""
 

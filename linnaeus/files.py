@@ -1,4 +1,4 @@
-"""Files and folders of a run: written atomically, never overwritten."""
+"""Names of a run's files, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def link_or_copy(source: Path, path: Path) -> None:
         shutil.copy2(source, path)
 
 
-def link_new(finished: Path, path: Path) -> None:
+def link_new(temporary: Path, path: Path) -> None:
     """Give a finished file another name, in one step that only one of several processes can take.
 
     Raises:
@@ -160,9 +160,12 @@ def link_new(finished: Path, path: Path) -> None:
         OSError: it cannot be made.
     """
     try:
-        os.link(finished, path)
-    except (FileExistsError, FileNotFoundError):
+        os.link(temporary, path)
+    except FileNotFoundError:
         raise
+    except FileExistsError:
+        if temporary.stat().st_nlink != 2:  # otherwise done, and asked for again by a network file system
+            raise
     except OSError:  # a file system without links
         with path.open("xb") as file:
-            file.write(finished.read_bytes())
+            file.write(temporary.read_bytes())

@@ -18,7 +18,7 @@ from rich.logging import RichHandler
 
 from linnaeus.console import is_interactive, make_console
 from linnaeus.files import LOGS, not_written, why_not_written, write_atomically
-from linnaeus.run_folder import Claim, check_run_folder, claim_run_folder, move_aside
+from linnaeus.run_folder import Claim, claim_run_folder, move_aside
 
 if TYPE_CHECKING:
     from linnaeus.dist import World
@@ -89,8 +89,8 @@ class RunFolder:
         Raises:
             ConfigError: the folder cannot be written to, or is in use.
         """
-        check_run_folder(self._path, keep=self._keep)
-        self._new_folders = [path for path in (self._path, *self._path.parents) if not path.exists()]
+        with suppress(OSError):  # which the claim says
+            self._new_folders = [path for path in (self._path, *self._path.parents) if not path.exists()]
         self.claim = claim_run_folder(self._path)
 
     def check(self) -> None:
@@ -146,7 +146,7 @@ class RunFolder:
 
 @contextmanager
 def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFolder]:
-    """The folder of a run, with its lock and its log until the context ends; arguments as for `RunFolder`.
+    """The folder of a run, with its claim and its log until the context ends; arguments as for `RunFolder`.
 
     Raises:
         ConfigError: the folder cannot be written to, or is in use; the same on every rank.

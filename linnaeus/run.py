@@ -127,9 +127,7 @@ def run(config: Config) -> FitResult:
             if world.is_main and TRIAL in os.environ:
                 from linnaeus.sweep.search import PruningTracker
 
-                trainer.tracker = PruningTracker(
-                    trainer.tracker, folder, stop, lambda: trainer.progress.epoch, train.EPOCHS
-                )
+                trainer.tracker = PruningTracker(tracker, folder, stop, trainer)
             if folder.claim is not None:
                 trainer.checkpoint_extras["run"] = folder.claim.id
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
@@ -191,9 +189,9 @@ def _schedule(config: Config, assembly: Assembly, plan: BatchPlan) -> Schedule:
 
 def _checkpoints(path: Path, train: TrainConfig, world: World, folder: RunFolder) -> CheckpointFolder:
     is_background = world.device.type != "cpu"  # on the CPU the copy would take memory that AutoBatch counts
-    return CheckpointFolder(
-        path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background, check=folder.check
-    )
+    checkpoints = CheckpointFolder(path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background)
+    checkpoints.check = folder.check
+    return checkpoints
 
 
 def _resumed_nodes(config: Config) -> dict[str, Any]:

@@ -1,26 +1,29 @@
 """The folder of a run: who has it, which run it is and how it ended.
 
-`run.json` names the run by an id, and says who has it or how it ended. Who has the folder is decided by the
-files `.claims/N`. A claim is made at once and with its content, by linking a finished file to the next
-number; that needs no locks and holds on network file systems. Claim N + 1 is made only after the holder of
-claim N was seen dead, or handed its claim over. A holder deletes its own claim and no other.
+`run.json` names the run by an id, and says how it ended. Who has the folder is decided by the files
+`.claims/1`, `.claims/2`, ...: the last one counts. A claim is made at once and with its content, by linking a
+temporary file to the next number: that needs no locks and holds on network file systems. The next number is
+made when the holder of the last one has died, and when a worker hands its claim to the run that it starts, or
+gets it back. Who gives a claim up renames `.claims`, with the temporary files of those who are about to link.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -51,15 +54,19 @@ CLAIMS = ".claims"
 RUN_FILES = (CONFIG, "model.json", METRICS, RESULT, AUTOBATCH, RUN)
 """Files that a run writes into its folder."""
 HANDED_OVER = "LINNAEUS_CLAIM"
-"""Environment variable of a run that a worker starts: the number of the worker's claim, handed over to it."""
+"""Environment variable of a run that a worker starts: the token of the claim that is handed over to it."""
 TRIAL = "LINNAEUS_TRIAL"
 """Environment variable of a run that a search has started: the sweep's folder and the number of the trial."""
 BEAT_S = 30.0
 """Seconds between two touches of a claim by its holder."""
+SILENT_S = 3 * BEAT_S
+"""SLURM is asked for the job of a holder that has not touched its claim for this time."""
 DEAD_S = 600.0
-"""A claim of another machine that nobody has touched for so long belongs to nobody."""
+"""A holder on another machine that has not touched its claim for this time is dead."""
+ATTEMPTS = 50
+"""How often a claim is tried to be made while other processes make theirs."""
 QUEUE_S = 20.0
-"""An answer of SLURM is used for so long."""
+"""An answer of SLURM is used for this time."""
 
 RunStatus = Literal["not run", "running", "finished", "failed", "interrupted", "pruned"]
 
@@ -80,8 +87,9 @@ class Holder:
         host: name of its machine.
         pid: its number there.
         start: when it began, in ticks after the start of the machine; empty where the system does not say.
-        boot: the machine's id of this start.
+        boot: the machine's id of this start, and the namespace of its process numbers.
         job: number of its job of SLURM; empty without one.
+        restarts: how often this job was queued again.
     """
 
     host: str
@@ -89,16 +97,13 @@ class Holder:
     start: str
     boot: str
     job: str
+    restarts: str = "0"
 
     @classmethod
     def this_process(cls) -> Holder:
         """The process that calls."""
-        return cls(socket.gethostname(), os.getpid(), _start(os.getpid()), _boot_id(), own_job())
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is a process of this machine, since its last start."""
-        return (self.host, self.boot) == (socket.gethostname(), _boot_id())
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        return cls(socket.gethostname(), os.getpid(), _start(os.getpid()), _boot(), own_job(), restarts)
 
     def lives(self, silent_s: float) -> bool:
         """Whether the process has not ended, as far as can be seen from here.
@@ -106,10 +111,13 @@ class Holder:
         Args:
             silent_s: seconds since it has touched its claim.
         """
-        if self.is_here:
+        here = Holder.this_process()
+        if (self.host, self.boot) == (here.host, here.boot):
             return self.start == _start(self.pid) != ""
-        if self.job and (self.job == own_job() or not _is_queued(self.job)):
-            return False  # the same job has been queued again, or it has ended
+        if self.job and self.job == here.job and self.restarts != here.restarts:
+            return False  # the job has been queued again, and this is it
+        if self.job and silent_s > SILENT_S and not is_queued(self.job):
+            return False
         return silent_s < DEAD_S
 
     def __str__(self) -> str:
@@ -122,6 +130,30 @@ def own_job() -> str:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ.get("SLURM_JOB_ID", "")
+
+
+def is_queued(job: str, *, now: bool = False) -> bool:
+    """Whether SLURM has a job, or one of an array's, in its queue; True where it does not answer.
+
+    Args:
+        job: its number.
+        now: ask again, whatever was answered before.
+    """
+    if now:
+        _queue.cache_clear()
+    queue = _queue(int(time.monotonic() / QUEUE_S))
+    return queue is None or any(job in (each, each.partition("_")[0]) for each in queue)
+
+
+@functools.lru_cache(maxsize=1)
+def _queue(moment: int) -> list[str] | None:
+    """The numbers of all jobs; None for no answer. One answer serves as long as `moment` is the same."""
+    command = ("squeue", "--noheader", "--array", "--format=%i")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()
 
 
 def _start(pid: int) -> str:
@@ -137,33 +169,12 @@ def _start(pid: int) -> str:
     return "" if found[0] in (b"Z", b"X") else found[19].decode()
 
 
-def _boot_id() -> str:
+@functools.cache
+def _boot() -> str:
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     return ""
-
-
-def _is_queued(job: str) -> bool:
-    """Whether SLURM has a job in its queue; True where it does not answer."""
-    now = int(time.monotonic() / QUEUE_S)
-    return job in (_squeue(now) or "").split() or _squeue(now, job) != ""
-
-
-@functools.lru_cache(maxsize=1000)
-def _squeue(now: int, job: str = "") -> str | None:
-    """The numbers of this user's jobs, or of one job where it is in the queue; None for no answer.
-
-    Args:
-        now: an answer holds as long as this number is the same, so that many runs ask once.
-        job: the one to ask for.
-    """
-    which = f"--jobs={job}" if job else f"--user={os.getuid()}"
-    command = ("squeue", "--noheader", "--array", "--format=%i", which)
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else "" if "Invalid job id" in done.stderr else None
 
 
 @dataclass(frozen=True)
@@ -172,11 +183,10 @@ class State:
 
     Attributes:
         status: `interrupted` for a run that was stopped or killed, and can be resumed.
-        holder: who has it, or had it last; None where nobody has begun it.
+        holder: who has it, or had it last; None where that is not known.
         exit_code: of its last process; None while it goes on or where nobody saw the end.
         reason: why it has not ended well.
         seconds: from start to end, summed over interruptions.
-        claim: number of the claim to which this belongs.
     """
 
     status: RunStatus
@@ -184,31 +194,22 @@ class State:
     exit_code: int | None = None
     reason: str | None = None
     seconds: float | None = None
-    claim: int = 0
 
 
-NOT_RUN = State("not run")
+def read_state(folder: Path) -> State:
+    """The state of a run. Nothing is written; a folder that cannot be read holds no run."""
+    with suppress(OSError):
+        _, last, silent_s = _last_claim(folder)
+        if (holder := _holder(last)) is not None and holder.lives(silent_s):
+            return State("running", holder)
+    return _state_left(folder)
 
 
-def read_state(folder: Path, *, without: int = 0) -> State:
-    """The state of a run. Nothing is written; a folder that cannot be read holds no run.
-
-    Args:
-        folder: the run's.
-        without: number of a claim that does not count, such as the caller's own.
-    """
+def _state_left(folder: Path) -> State:
+    """The state in which the last process has left a run."""
     written = read_json(folder / RUN) or {}
-    ended, number = written.get("ended"), written.get("claim", 0)
-    newest = max({*_claims(folder)} - {without}, default=0)
-    holder = _holder(read_json(folder / CLAIMS / str(newest)) or {})
-    if newest and holder is not None and holder.lives(_silent_s(folder, newest, time.time())):
-        return State("running", holder, claim=newest)
-    if newest > number or (written and not ended):
-        holder = holder or _holder(written)
-        if (folder / RESULT).is_file():
-            return State("finished", holder, 0, claim=newest)
-        return State("interrupted", holder, None, f"{holder or 'its process'} was killed", claim=newest)
-    if ended:
+    holder, seconds = _holder(written), written.get("seconds")
+    if ended := written.get("ended"):
         code = ended.get("exit_code", 1)
         status: RunStatus = "failed"
         if code == 0 and (folder / RESULT).is_file():
@@ -217,15 +218,17 @@ def read_state(folder: Path, *, without: int = 0) -> State:
             status = "pruned"
         elif code - 128 in SIGNALS or -code in SIGNALS:
             status = "interrupted"
-        return State(status, _holder(written), code, ended.get("reason"), ended.get("seconds"), number)
-    # Without a `run.json`: not begun, or of an older version.
+        return State(status, holder, code, ended.get("reason"), seconds)
     if (folder / RESULT).is_file():
-        return State("finished", exit_code=0)
+        return State("finished", holder, 0, seconds=seconds)
+    if written:
+        return State("interrupted", holder, None, f"{holder or 'its process'} was killed", seconds)
+    # Not begun, or of an older version.
     if any((folder / CHECKPOINTS).glob("*.pt")):
         return State("interrupted")
     if (folder / METRICS).exists():
         return State("failed", reason="ended without a result and without a checkpoint")
-    return NOT_RUN
+    return State("not run")
 
 
 def _holder(content: dict[str, Any]) -> Holder | None:
@@ -235,29 +238,28 @@ def _holder(content: dict[str, Any]) -> Holder | None:
         return None
 
 
-def _claims(folder: Path) -> list[int]:
-    """The numbers of the claims of a folder; none where it cannot be read."""
+def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
+    """The number of a folder's last claim, its content, and the seconds since it was touched; 0 for none."""
     try:
-        return [int(path.name) for path in (folder / CLAIMS).iterdir() if path.name.isdecimal()]
-    except OSError:
-        return []
-
-
-def _silent_s(folder: Path, number: int, now: float) -> float:
-    try:
-        return now - (folder / CLAIMS / str(number)).stat().st_mtime
-    except OSError:
-        return 0.0
+        numbers = (int(path.name) for path in (folder / CLAIMS).iterdir() if path.name.isdecimal())
+        number = max(numbers, default=0)
+        path = folder / CLAIMS / str(number)
+        return number, read_json(path) or {}, (now or time.time()) - path.stat().st_mtime
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            raise
+        return 0, {}, 0.0
 
 
 class Claim:
     """A folder that this process has, from construction to `release`. A thread touches the claim.
 
     Args:
-        folder: of the run; made where there is none.
-        handed_over: number of a claim whose holder lets this process take over.
+        folder: of the run; made where there is none, in a folder that is there.
+        handed_over: token of a claim whose holder lets this process have the folder until `release`.
 
     Attributes:
+        token: tells this claim from all others.
         id: the run's. `begin` writes it down.
 
     Raises:
@@ -265,70 +267,97 @@ class Claim:
         OSError: it cannot be written to.
     """
 
-    def __init__(self, folder: Path, handed_over: int | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, handed_over: str | None = None) -> None:
+        self.folder, self.token = folder, uuid.uuid4().hex
         self._since = time.time()
+        self._content = {**asdict(Holder.this_process()), "token": self.token, "lender": handed_over}
+        self._lender: dict[str, Any] = {}
         self._is_over = threading.Event()
-        self.number = self._take(handed_over)
-        found = folder.stat()
-        self._place = found.st_dev, found.st_ino
+        self._take(self._check_free if handed_over is None else self._borrow)
+        self._earlier = read_json(folder / RUN) or {}
+        self.id: str = self._earlier.get("id") or uuid.uuid4().hex[:12]
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def _take(self, handed_over: int | None) -> int:
-        """Make the next claim; returns its number."""
-        while True:
-            (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
-            finished = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
+    def _take(self, check: Callable[[dict[str, Any], float], None]) -> None:
+        """Make the next claim, as soon as nobody else makes one at the same moment."""
+        for is_last in (*[False] * ATTEMPTS, True):
             try:
-                self._before = read_json(self.folder / RUN) or {}
-                self.id: str = self._before.get("id") or uuid.uuid4().hex[:12]
-                content = {"id": self.id, **asdict(Holder.this_process())}
-                finished.write_text(json.dumps(content), encoding="utf-8")
-                now = finished.stat().st_mtime  # by the clock of the file server
-                before = _claims(self.folder)
-                newest = max(before, default=0)
-                self._check_free(newest, handed_over, now)
-                number: int = max(newest, self._before.get("claim", 0)) + 1
-                own = self.folder / CLAIMS / str(number)
-                link_new(finished, own)
-                if {*_claims(self.folder)} == {*before, number}:
-                    return number
-                own.unlink()  # somebody else made a claim at the same time: neither has the folder
+                self.folder.mkdir(exist_ok=True)
+                (self.folder / CLAIMS).mkdir(exist_ok=True)
+                return self._link(self._content, check)
+            except (FileExistsError, FileNotFoundError):  # made, or given up, by another process just now
+                if is_last:
+                    raise
                 time.sleep(random.uniform(0, 0.1))
-            except (FileExistsError, FileNotFoundError):
-                continue  # another process was faster, or has deleted the empty folder
-            finally:
-                finished.unlink(missing_ok=True)
 
-    def _check_free(self, newest: int, handed_over: int | None, now: float) -> None:
-        """Raise `FolderInUseError` if the holder of the newest claim lives."""
-        if newest in (0, handed_over):
-            return
-        holder = _holder(read_json(self.folder / CLAIMS / str(newest)) or {})
-        silent_s = _silent_s(self.folder, newest, now)
+    def _link(self, content: dict[str, Any], check: Callable[[dict[str, Any], float], None]) -> None:
+        """Make the next claim.
+
+        Args:
+            content: of its file.
+            check: raises if the last claim, which was touched so many seconds ago, must stay the last.
+        """
+        temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
+        try:
+            temporary.write_text(json.dumps(content), encoding="utf-8")
+            number, last, silent_s = _last_claim(self.folder, temporary.stat().st_mtime)  # the server's clock
+            if number:
+                check(last, silent_s)
+            link_new(temporary, self.folder / CLAIMS / str(number + 1))
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _check_free(self, last: dict[str, Any], silent_s: float) -> None:
+        holder = _holder(last)
         if holder.lives(silent_s) if holder is not None else silent_s < DEAD_S:
             raise FolderInUseError(
                 f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
                 f"({holder or 'it does not say which'}); choose another name"
             )
 
+    def _borrow(self, last: dict[str, Any], silent_s: float) -> None:
+        if last.get("token") != self._content["lender"]:
+            self._check_free(last, silent_s)
+            raise FolderInUseError(f"EXPERIMENT.NAME: the worker of this run has lost {self.folder}")
+        self._lender = last
+
+    def take_back(self) -> None:
+        """Have the folder again that was handed over, whether or not it was given back.
+
+        To be called when the process that it was handed over to has ended.
+
+        Raises:
+            FolderInUseError, FileExistsError: a third process has taken the folder.
+            OSError: it cannot be written to, or was renamed or deleted.
+        """
+
+        def check(last: dict[str, Any], silent_s: float) -> None:
+            if last.get("lender") != self.token:
+                self._check_free(last, silent_s)
+
+        if not self.is_mine:
+            self._link(self._content, check)
+
     def _beat(self) -> None:
         """Touch the claim, with the time of the file server."""
         while not self._is_over.wait(BEAT_S):
-            with suppress(OSError, LostFolderError):
-                self.check()
-                os.utime(self.folder / CLAIMS / str(self.number))
+            with suppress(OSError):
+                number, last, _ = _last_claim(self.folder)
+                if last.get("token") == self.token:
+                    os.utime(self.folder / CLAIMS / str(number))
 
     @property
     def is_mine(self) -> bool:
-        """Whether the folder is still the one that was claimed, and nobody has taken it over."""
+        """Whether the folder is still the one that was claimed, and this process has it."""
         try:
-            found = self.folder.stat()
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == self._place and max(
-            _claims(self.folder), default=0
-        ) == self.number
+            return _last_claim(self.folder)[1].get("token") == self.token
+        except OSError:  # such as too many open files: whatever is done next says it
+            return True
+
+    @property
+    def state(self) -> State:
+        """How the run was before this process took it."""
+        return _state_left(self.folder)
 
     def check(self) -> None:
         """To be called before anything is written into the folder.
@@ -349,7 +378,7 @@ class Claim:
         Raises:
             CheckpointError: it is another run's.
         """
-        if "id" not in self._before:
+        if "id" not in self._earlier:
             self.id = found or self.id
         elif found not in (None, self.id):
             raise CheckpointError(
@@ -359,12 +388,12 @@ class Claim:
             )
 
     def begin(self) -> None:
-        """Write down which run this is and who has it.
+        """Write down which run this is, and that it goes on: how it has ended before is forgotten.
 
         Raises:
             LostFolderError, LinnaeusError, OSError: see `check` and `write_text_atomically`.
         """
-        self._write(None)
+        self._write(None, self._earlier.get("seconds"))
 
     def end(self, exit_code: int, reason: str | None = None, *, pruned: bool = False) -> None:
         """Write down how the run has ended; nothing in a folder that is not this run's any more.
@@ -374,22 +403,17 @@ class Claim:
             reason: why it has not ended well.
             pruned: whether a search has ended it.
         """
-        seconds = round(self._seconds_before + time.time() - self._since, 3)
-        ended = {"exit_code": exit_code, "reason": reason, "seconds": seconds} | (
-            {"pruned": True} if pruned else {}
-        )
+        seconds = (self._earlier.get("seconds") or 0.0) + time.time() - self._since
+        ended = {"exit_code": exit_code, "reason": reason, **({"pruned": True} if pruned else {})}
         with suppress(OSError, LinnaeusError):
-            self._write(ended)
+            self._write(ended, round(seconds, 3))
 
-    @property
-    def _seconds_before(self) -> float:
-        earlier = self._before.get("ended") or {}
-        return float(earlier.get("seconds") or 0.0)
-
-    def _write(self, ended: dict[str, Any] | None) -> None:
+    def _write(self, ended: dict[str, Any] | None, seconds: float | None) -> None:
         self.check()
-        content = {"id": self.id, "claim": self.number, **asdict(Holder.this_process()), "since": self._since}
-        write_text_atomically(self.folder / RUN, json.dumps({**content, "ended": ended}, indent=1) + "\n")
+        self.id = (read_json(self.folder / RUN) or {}).get("id", self.id)  # a worker's run has begun since
+        holder = asdict(Holder.this_process())
+        content = {"id": self.id, **holder, "since": self._since, "seconds": seconds, "ended": ended}
+        write_text_atomically(self.folder / RUN, json.dumps(content, indent=1) + "\n")
 
     def move(self, folder: Path) -> None:
         """Rename the folder, whose claim is given back.
@@ -402,26 +426,36 @@ class Claim:
         self.release()
 
     def release(self) -> None:
-        """Give the claim back; nothing happens the second time."""
+        """Give the claim up, or back to a living worker; nothing happens the second time."""
         self._is_over.set()
-        with suppress(OSError):  # renamed, deleted, not empty
-            if self.is_mine:
-                (self.folder / CLAIMS / str(self.number)).unlink()
-                (self.folder / CLAIMS).rmdir()
+        with suppress(OSError):  # renamed, deleted
+            if not self.is_mine:
+                return
+            lender = _holder(self._lender)
+            if lender is not None and lender.lives(0.0):
+                self._link(self._lender, lambda last, silent_s: None)
+            else:
+                given_up = (self.folder / CLAIMS).rename(self.folder / f"{CLAIMS}.{self.token}")
+                shutil.rmtree(given_up)
 
 
 def claim_run_folder(folder: Path) -> Claim:
-    """Make the folder of a run, and claim it.
+    """Make the folder of a run, `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`, and claim it.
 
     Raises:
-        ConfigError: it cannot be made or written to, or is in use.
+        ConfigError: it cannot be made or written to, is in use, or is a sweep's.
     """
-    given = os.environ.get(HANDED_OVER, "")
-    check_run_folder(folder)
+    token = os.environ.pop(HANDED_OVER, None)  # once: not to what this process starts
     try:
-        return Claim(folder, int(given) if given else None)
+        if any((folder / name).exists() for name in (SWEEP, STUDY)):
+            raise ConfigError(
+                f"EXPERIMENT.NAME: {folder} is the folder of a sweep, which holds a folder for each of its "
+                "runs; choose another name"
+            )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return Claim(folder, token)
     except OSError as error:
-        raise _cannot_write(folder, why_not_written(error, folder)) from error
+        raise cannot_write(folder, error) from error
 
 
 def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
@@ -434,10 +468,10 @@ def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
         The new path of the earlier run, None where there was none; and the claim of the folder.
 
     Raises:
-        ConfigError: the folder cannot be renamed, or made anew, or is in use; an earlier run is where it was.
+        ConfigError: the folder cannot be renamed, or made anew, or is in use.
     """
     folder = claim.folder
-    if not check_run_folder(folder, keep=False):
+    if not holds_run(folder):
         return None, claim
     names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
     aside = next(path for path in names if not path.exists())
@@ -445,7 +479,7 @@ def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
         claim.move(aside)
         return aside, Claim(folder)
     except OSError as error:
-        raise _cannot_write(folder, why_not_written(error, folder)) from error
+        raise cannot_write(folder, error) from error
 
 
 def holds_run(folder: Path) -> bool:
@@ -453,53 +487,10 @@ def holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS))
 
 
-def check_run_folder(folder: Path, *, keep: bool = True) -> bool:
-    """Check that the folder of a run can be made or written to, without touching anything.
-
-    Args:
-        folder: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
-        keep: whether an earlier run is to stay there.
-
-    Returns:
-        Whether it holds an earlier run.
-
-    Raises:
-        ConfigError: it is a sweep's or cannot be written to, or an earlier run cannot be moved aside.
-    """
-    if any((folder / name).exists() for name in (SWEEP, STUDY)):
-        raise ConfigError(
-            f"EXPERIMENT.NAME: {folder} is the folder of a sweep, which holds a folder for each of its runs; "
-            "choose another name"
-        )
-    try:
-        nearest = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
-        if not nearest.is_dir():
-            raise _cannot_write(folder, f"{nearest} is no folder")
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise _cannot_write(folder, f"no permission for {nearest}")
-        if not holds_run(folder):
-            return False
-        inner = None if keep else next(_runs_within(folder), None)
-    except OSError as error:
-        raise _cannot_write(folder, why_not_written(error, folder)) from error
-    if inner is not None:
-        raise ConfigError(
-            f"EXPERIMENT.NAME: the earlier run in {folder} cannot be moved aside, because {inner} is the "
-            "folder of another run; choose another name"
-        )
-    return True
-
-
-def _runs_within(folder: Path) -> Iterator[Path]:
-    """The folders below one that hold runs of other names, such as `group/one` below `group`."""
-    for path in sorted(folder.iterdir()):
-        if path.name not in (LOGS, CHECKPOINTS, CLAIMS) and path.is_dir() and not path.is_symlink():
-            if holds_run(path) or (path / CLAIMS).exists():
-                yield path
-            yield from _runs_within(path)
-
-
-def _cannot_write(folder: Path, reason: str) -> ConfigError:
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    """The error for the user when the folder of a run or a sweep cannot be made or written to."""
+    is_file = isinstance(error, FileExistsError)
+    reason = f"{error.filename} is no folder" if is_file else why_not_written(error, folder)
     return ConfigError(
         f"EXPERIMENT.OUTPUT_DIR: {folder} cannot be written to: {reason}; choose another folder"
     )
@@ -508,7 +499,6 @@ def _cannot_write(folder: Path, reason: str) -> ConfigError:
 # The output of a run that a worker has started.
 
 OUTPUT = f"{LOGS}/output.txt"
-REASON_LETTERS = 400
 TAIL_BYTES = 1 << 16
 """Only this much of the end of a run's output is read for its last line."""
 _LAUNCHER = re.compile(r"[EWI]\d{4} [\d:.]+ .*torch/distributed/elastic/|srun: |slurmstepd: ")
@@ -535,10 +525,5 @@ def last_line(folder: Path, begin: int = 0) -> str:
 def stopped_reason(folder: Path, number: int) -> str:
     """What is said of a run that a signal has stopped."""
     has_saved = checkpoint_file(folder, "last") is not None
-    name = signal_name(number)
-    return f"stopped by {name} {'after a checkpoint' if has_saved else 'before its first checkpoint'}"
-
-
-def signal_name(number: int) -> str:
-    """`SIGKILL` for 9."""
-    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
+    when = "after a checkpoint" if has_saved else "before its first checkpoint"
+    return f"stopped by {signal.Signals(number).name} {when}"

@@ -112,12 +112,12 @@ MUTANTS = (
     ),
     Mutant(
         "a run takes the folder of another one", "run_folder.py",
-        "                self._check_free(newest, handed_over, now)\n", "",
+        "        if holder.lives(silent_s) if", "        if False if",
         "tests/test_run_folder.py",
     ),
     Mutant(
         "a run writes into a folder that it has lost", "run_folder.py",
-        "        if not self.is_mine:\n", "        if False:\n",
+        "        if not self.is_mine:\n            holder", "        if False:\n            holder",
         "tests/test_run_folder.py",
     ),
     Mutant(

@@ -20,8 +20,8 @@ PACKAGE = ROOT / "linnaeus"
 ORDER = (
     "version",
     "autobatch", "integrations", "rng", "words", "errors", "files", "signals", "run_folder", "config",
-    "batching", "dist", "console", "log", "tracking", "sweep", "data", "models", "training", "sizing",
-    "inference", "run", "cli", "main", "train",
+    "batching", "dist", "console", "log", "tracking", "data", "models", "training", "sizing", "inference",
+    "sweep", "run", "cli", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
 

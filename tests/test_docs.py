@@ -356,21 +356,6 @@ def test_the_table_of_strategies_is_what_the_benchmark_printed(page: str) -> Non
     assert {name: tuple(found) for name, *found in rows if name in STRATEGIES} == expected
 
 
-def test_job_scripts_are_valid_and_ask_torchrun_for_what_it_has(experiment: None) -> None:
-    from torch.distributed.run import get_args_parser
-
-    scripts = [block for page in PAGES for block in blocks(page) if block.startswith("#!")]
-    assert scripts
-    for script in scripts:
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-        [line] = [line for line in script.splitlines() if line.startswith("srun torchrun")]
-        tokens = shlex.split(line.removesuffix(" &").replace("$SLURM_NNODES", "2"))
-        arguments = get_args_parser().parse_args(tokens[2:])
-        assert arguments.module
-        assert arguments.training_script == "linnaeus.main"
-        assert cli([*arguments.training_script_args, "--print-config"]) == 0
-
-
 def test_the_yaml_of_every_page_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for page in PAGES:
         for number, text in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)):

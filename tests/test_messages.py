@@ -15,7 +15,7 @@ from linnaeus.config.schema import DistConfig
 from linnaeus.dist import World, join, resolve_device
 from linnaeus.files import why_not_written
 from linnaeus.log import MetricsFile
-from linnaeus.run_folder import Claim, claim_run_folder, move_aside
+from linnaeus.run_folder import Claim, claim_run_folder
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.runs import Run
 
@@ -36,10 +36,8 @@ def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "broken.yaml").write_text("DATA: [1,\n")
     messages = {line: run(*line.split(), "--print-config").err for line in COMMAND_LINES}
 
-    run_folder, group, file = tmp_path / "r1", tmp_path / "group", tmp_path / "file"
-    (group / "one").mkdir(parents=True)
-    for path in (group / "one/run.json", group / "result.json", file):
-        path.touch()
+    run_folder, file = tmp_path / "r1", tmp_path / "file"
+    file.touch()
     claim = Claim(run_folder)
     messages["a folder in use"] = error_of(Claim, run_folder)
     claim.id = "abc"
@@ -52,7 +50,6 @@ def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.
     run_folder.rename(tmp_path / "renamed")
     messages["a folder that was renamed"] = error_of(claim.check)
     claim.release()
-    messages["a run with another one in it"] = error_of(move_aside, Claim(group))
     messages["a folder that cannot be made"] = error_of(claim_run_folder, file / "r1")
     messages["a file that cannot be written"] = error_of(MetricsFile, tmp_path / "none/metrics.jsonl")
     no_quota = OSError(EDQUOT, os.strerror(EDQUOT))

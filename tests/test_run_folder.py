@@ -20,14 +20,18 @@ from linnaeus.run_folder import (
     CLAIMS,
     DEAD_S,
     HANDED_OVER,
+    OUTPUT,
     RUN,
     RUN_FILES,
+    SILENT_S,
+    TAIL_BYTES,
     Claim,
     FolderInUseError,
     Holder,
     LostFolderError,
-    check_run_folder,
     claim_run_folder,
+    is_queued,
+    last_line,
     move_aside,
     read_state,
 )
@@ -60,7 +64,6 @@ def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path: Path) -> None:
         if file is not None:
             (folder / file).parent.mkdir(exist_ok=True)
             (folder / file).touch()
-        assert not check_run_folder(folder)
         assert taken_and_left(folder) is None
         assert names(folder) == ({Path(file).parts[0]} if file is not None else set())
 
@@ -71,34 +74,18 @@ def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path) -> None:
         (folder / "one").mkdir(parents=True)
         (folder / "notes.txt").write_text("of the user")
         (folder / own).touch()
-        before = folder.stat().st_mtime_ns
-        assert check_run_folder(folder)
-        assert folder.stat().st_mtime_ns == before, "a check touches nothing"
         aside = taken_and_left(folder)
         assert aside == tmp_path / f"{number}.1"
         assert names(aside) == {"one", "notes.txt", own}
     assert taken_and_left(tmp_path / "0.1") == tmp_path / "0.1.1"
 
 
-@pytest.mark.parametrize("take", [check_run_folder, claim_run_folder])
 @pytest.mark.parametrize("name", ["file", "file/digits", "nowhere"])
-def test_a_check_says_what_making_the_folder_would(tmp_path: Path, take: Any, name: str) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to("/proc/nowhere")
     with pytest.raises(ConfigError, match=f"EXPERIMENT.OUTPUT_DIR.*{name}"):
-        take(tmp_path / name)
-
-
-@pytest.mark.parametrize("trace", ["config.yaml", CLAIMS])
-def test_a_run_is_not_moved_with_another_one_in_it(tmp_path: Path, trace: str) -> None:
-    folder = tmp_path / "group"
-    (folder / "deep/one" / trace).mkdir(parents=True)
-    (folder / "result.json").touch()
-    claim = claim_run_folder(folder)
-    with pytest.raises(ConfigError, match=r"EXPERIMENT.NAME: .*deep/one"):
-        move_aside(claim)
-    claim.release()
-    assert names(folder) == {"deep", "result.json"}
+        claim_run_folder(tmp_path / name)
 
 
 # --- who has it ---
@@ -161,11 +148,11 @@ def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path: Pat
             Claim(folder)
         found = run_of(folder)["id"]
     state = read_state(folder)
-    assert (state.status, state.exit_code) == ("interrupted", None)
+    assert (state.status, state.exit_code, state.seconds) == ("interrupted", None, None)
     assert state.holder is not None
     assert state.holder.pid == pid
     claim = Claim(folder)
-    assert (claim.id, claim.number) == (found, 2)
+    assert claim.id == found
     claim.begin()
     claim.end(0)
     claim.release()
@@ -175,7 +162,7 @@ def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path: Pat
 
 def test_a_worker_hands_its_claim_over_and_keeps_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Claim(folder)
-    monkeypatch.setenv(HANDED_OVER, str(worker.number))
+    monkeypatch.setenv(HANDED_OVER, worker.token)
     run = claim_run_folder(folder)
     with pytest.raises(FolderInUseError):  # handed over once
         claim_run_folder(folder)
@@ -188,8 +175,22 @@ def test_a_worker_hands_its_claim_over_and_keeps_it(folder: Path, monkeypatch: p
     assert read_state(folder).reason == "stopped"
 
 
+def test_a_worker_takes_its_claim_back_when_its_run_has_died(folder: Path) -> None:
+    """Also where that cannot be seen from here. What a third process has taken stays its own."""
+    worker = Claim(folder)
+    run = Claim(folder, worker.token)
+    worker.take_back()
+    assert (worker.is_mine, run.is_mine) == (True, False)
+    run.release()
+    with pytest.raises(FolderInUseError):
+        Claim(folder, run.token)
+    elsewhere(folder, 0)
+    with pytest.raises(FolderInUseError, match="elsewhere"):
+        worker.take_back()
+
+
 def elsewhere(folder: Path, age_s: float, **changes: Any) -> None:
-    """Let a process of another machine have the folder, which has touched its claim so long ago."""
+    """Let a process of another machine have the folder; `age_s` seconds ago it has touched its claim."""
     (folder / CLAIMS).mkdir(exist_ok=True)
     holder = {**vars(Holder.this_process()), "host": "elsewhere", "boot": "other", **changes}
     path = folder / CLAIMS / "7"
@@ -204,23 +205,41 @@ def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(fold
         Claim(folder)
     elsewhere(folder, DEAD_S + 60)
     assert read_state(folder).status == "finished"
-    claim = Claim(folder)
-    assert claim.number == 8
-    claim.release()
+    Claim(folder).release()
 
 
 def test_a_job_that_is_not_in_the_queue_has_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = {"12_3"}
-    monkeypatch.setattr(run_folder, "_is_queued", lambda job: job in queue)
-    elsewhere(folder, 0, job="12_3")
+    monkeypatch.setattr(run_folder, "_queue", lambda moment: [*queue])
+    elsewhere(folder, SILENT_S + 60, job="12_3")
     with pytest.raises(FolderInUseError, match="12_3"):
         Claim(folder)
     queue.clear()
     Claim(folder).release()
-    queue.add("12_3")
+    elsewhere(folder, 0, job="12_3")
+    with pytest.raises(FolderInUseError, match="12_3"):  # perhaps another cluster's
+        Claim(folder)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    Claim(folder).release()  # the same job, queued again on another node
+    with pytest.raises(FolderInUseError, match="12_3"):  # another node of this job
+        Claim(folder)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    Claim(folder).release()  # the same job, queued again
+
+
+def test_slurm_is_asked_once_and_without_an_answer_a_job_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho >> {tmp_path}/asked; [ -e {tmp_path}/away ] && exit 1; echo 12_3 7\n")
+    squeue.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(run_folder, "QUEUE_S", 1e9)
+    assert is_queued("12_3", now=True)
+    assert [is_queued(job) for job in ("12", "7", "8")] == [True, True, False]
+    assert (tmp_path / "asked").read_text() == "\n"
+    (tmp_path / "away").touch()
+    assert is_queued("8", now=True)
 
 
 def test_of_several_that_see_a_dead_holder_one_takes_the_folder(tmp_path: Path) -> None:
@@ -265,7 +284,49 @@ def test_a_file_system_without_links_or_locks_is_used(folder: Path, monkeypatch:
     Claim(folder).release()
 
 
+def test_a_link_that_a_file_system_asks_for_twice_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def made_and_refused(*paths: Path) -> None:
+        link(*paths)
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "link", made_and_refused)
+    claim = Claim(folder)
+    with pytest.raises(FolderInUseError):
+        Claim(folder)
+    claim.release()
+
+
 # --- which run it is, and how it ended ---
+
+
+def test_the_seconds_of_a_run_are_summed(folder: Path) -> None:
+    seconds = 0.0
+    for code in (130, 0):
+        claim = Claim(folder)
+        claim.begin()
+        assert run_of(folder)["seconds"] == (seconds or None)
+        claim.end(code)
+        claim.release()
+        assert run_of(folder)["seconds"] > seconds
+        seconds = run_of(folder)["seconds"]
+
+
+def test_the_last_line_is_the_run_s_own(tmp_path: Path) -> None:
+    """Not what torchrun says after it."""
+    output = tmp_path / OUTPUT
+    output.parent.mkdir()
+    assert last_line(tmp_path) == ""
+    output.write_text("earlier\n")
+    begin = output.stat().st_size
+    assert last_line(tmp_path, begin) == ""
+    with output.open("a") as file:
+        file.write("x" * TAIL_BYTES + "\nno memory\n\n")
+        file.write("E1123 10:00:00.000 7 site-packages/torch/distributed/elastic/api.py:1] failed\nmore\n")
+    assert last_line(tmp_path, begin) == "no memory"
 
 
 @pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "taken over"])
@@ -274,7 +335,7 @@ def test_a_run_that_has_lost_its_folder_writes_nothing_more(folder: Path, how: s
     claim.begin()
     claim.check()
     if how == "taken over":  # it was silent for too long
-        (folder / CLAIMS / "2").write_text((folder / CLAIMS / "1").read_text())
+        (folder / CLAIMS / "2").write_text((folder / CLAIMS / "1").read_text().replace(claim.token, "other"))
     else:
         folder.rename(folder.with_name("away"))
     if how == "replaced":

@@ -74,7 +74,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
                 print(request, end="")
             return 0
         launch = request[0].launch
-        submits = launch.launcher == "slurm" and command != "sweep"  # which submits its runs
+        submits = launch.launcher == "slurm" and command not in ("sweep", "work")  # which submit workers
         if rank is not None and (submits or command in NOT_WITH_TORCHRUN):
             raise ConfigError(
                 f"torchrun: {command} takes no processes from it; run it alone: linnaeus {shlex.join(tokens)}"
@@ -91,12 +91,13 @@ def cli(argv: Sequence[str] | None = None) -> int:
         if submits:
             from linnaeus.sweep.slurm import submit_command
 
-            with_ranks = command == "work" or command not in NOT_WITH_TORCHRUN
             folder = None  # a run of `train` goes on in its folder when the job is queued again
             if command == "train":
                 experiment = request[1].EXPERIMENT
                 folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
-            print(submit_command(launch, command, launch.argv, with_ranks, folder), end="")
+            print(
+                submit_command(launch, command, launch.argv, command not in NOT_WITH_TORCHRUN, folder), end=""
+            )
             return 0
         exit_code: int = part_of(command, "run")(*request)
         return exit_code

@@ -9,26 +9,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from linnaeus.autobatch.predict.gpus import Gpu
 from linnaeus.cli.analyze.options import read_gpus
 from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_count, read_plot
-from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
+from linnaeus.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.files import SWEEP
-from linnaeus.sweep.slurm import LaunchOptions
+from linnaeus.sweep.slurm import LaunchOptions, check_sbatch
 from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from linnaeus.cli.compare.runs import Comparison
-    from linnaeus.sweep.folder import PlannedRun, Sweep, SweepRun
+    from linnaeus.sweep.folder import Plan, Sweep, SweepRun
     from linnaeus.sweep.grid import Combination
     from linnaeus.sweep.search import Study
 
@@ -60,36 +60,24 @@ examples:
   linnaeus sweep --cfg my_exp.yaml EXPERIMENT.SEED=0,1 --launcher slurm --slurm gpus-per-node=4 time=4:00:00
   linnaeus sweep --cfg my_exp.yaml --search optuna --trials 40 OPTIMIZER.LR='interval(1e-4,1e-1)'
   linnaeus sweep --status runs/my_exp
-  linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,128 OPTIMIZER.LR=1e-3,2e-3 --plot sweep.html
   linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
 
 exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 3 nothing is predicted to fit,
 130 interrupted
 """
-EXIT_SOME_FAILED = 1
 JOBS_OF_A_SEARCH = 4
 """Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
 LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
 """Pauses between two looks at the runs: of workers here, and of jobs."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Thing = TypeVar("Thing")
+Watch = Callable[[Callable[[], bool], Sequence[int], float], None]
 logger = logging.getLogger("linnaeus.sweep")
 
 
 @dataclass
 class Options:
-    """What is compared, where the picture goes, and where the runs run.
-
-    Attributes:
-        metric: name of a validation metric; None for the one that decides which checkpoint is best.
-        plot: picture; None for `sweep.png` beside the runs.
-        predict_gpu: the GPUs for which batch sizes are predicted before the first run starts.
-        status: only show the status of the runs.
-        launch: where the runs run.
-        search: name of the method that chooses the runs; None for a grid.
-        trials: how many trials a search has.
-        no_prune: whether a search lets all runs train to their end.
-    """
+    """The options of these names; None for one that is not given."""
 
     metric: str | None = None
     plot: Path | None = None
@@ -101,7 +89,7 @@ class Options:
     no_prune: bool = False
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[PlannedRun]]:
+def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
     """Read the tokens after `sweep`, and check every combination as a configuration.
 
     Returns:
@@ -136,45 +124,45 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[PlannedRun]]:
         space = read_space(rest)
         line, points = space.line, list(space.corners()) if space.axes else []
         problems += line.problems + space.problems
+        if find_spec("optuna") is None:
+            problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
         if options.trials is None and not options.status:
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
-    runs = _planned(points, problems)
+    plans = _plans(points, problems)
     if problems:
         raise ConfigError(problems)
     if line.print_config:
-        return "---\n".join(f"# {run.combination.title}\n{to_yaml(run.config)}" for run in runs)
+        return "---\n".join(f"# {point.title}\n{to_yaml(config)}" for point, config in plans)
     check_files({"--plot": options.plot})
-    folder = runs[0].folder.parent
-    if options.status:
-        return options, Sweep.read(folder), []
-    entries = runs if options.search is None else runs[:1]
+    folder = Path(plans[0][1].EXPERIMENT.OUTPUT_DIR)
+    entries = plans if options.search is None else plans[:1]
     sweep = Sweep.of(
         folder, rest, entries, metric=options.metric, trials=options.trials, prune=not options.no_prune
     )
     if not options.launch.dry_run:
         sweep.check()
-    return options, sweep, runs
+    return options, Sweep.read(folder) if options.status else sweep, plans
 
 
-def _planned(combinations: Sequence[Combination], problems: list[str]) -> list[PlannedRun]:
+def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Plan]:
     """The runs of combinations; what is wrong with some only names one of them."""
     from linnaeus.sweep.folder import plan_run
 
-    runs = []
+    plans = []
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
-            runs.append(plan_run(combination))
+            plans.append((combination, plan_run(combination)))
         except ConfigError as error:
             for problem in error.problems:
                 combinations_with.setdefault(problem, []).append(combination)
     for problem, wrong in combinations_with.items():
         is_everywhere = len(wrong) == len(combinations)
         problems.append(problem if is_everywhere else f"{problem} with {wrong[0].title}")
-    return runs
+    return plans
 
 
-def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
+def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
     """Start workers, show the table while they work and at the end, and write the files.
 
     Returns:
@@ -183,10 +171,12 @@ def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
     Raises:
         ConfigError: the folder cannot be written to, or is that of another sweep.
         AutoBatchError: for some runs nothing is predicted to fit.
+        LostFolderError: the folder was renamed or deleted while the runs went on.
         LinnaeusError: sbatch has refused the job.
     """
     from linnaeus.console import make_console
     from linnaeus.log import close_logging, set_up_logging
+    from linnaeus.signals import handled
 
     console = make_console()
     if not options.launch.dry_run:  # which prints what a shell or sbatch reads
@@ -195,28 +185,33 @@ def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
         if options.status:
             _show(_comparison(sweep, _study(sweep), options), console)
             return 0
-        shares = _shares(options.launch, runs)
+        shares = _shares(options.launch, plans)
         if options.predict_gpu:
             from linnaeus.cli.sweep_predict import check_predictions  # here: only this needs torch
 
-            check_predictions(runs, options.predict_gpu, console, world_size=shares[0].num_processes)
+            check_predictions(plans, options.predict_gpu, console, world_size=shares[0].num_processes)
         if options.launch.dry_run:
             console.print(_dry_run(options, sweep, shares), markup=False, soft_wrap=True, end="")
             return 0
-        _study(sweep)  # before the folder is made: Optuna may be missing
+        if options.launch.launcher == "slurm":
+            check_sbatch()
         sweep.write()
         sweep.repeat_failed()
         study = _study(sweep)
-        watched = _Watched(options, sweep, study, console)
-        interrupted = (
-            _watch_jobs(watched) if options.launch.launcher == "slurm" else _watch_workers(watched, shares)
-        )
+        watch = partial(_watch, options, sweep, study, console)
+        received: list[int] = []  # signals, of which this process only takes note
+        with handled((signal.SIGINT, signal.SIGTERM), lambda number, _: received.append(number)):
+            if options.launch.launcher == "slurm":
+                _watch_jobs(watch, options, sweep, received)
+            else:
+                _watch_workers(watch, sweep, shares, received)
+        sweep.check_is_there()
         table = _report(options, sweep, study, console)
         if study is not None and (found := study.best()) is not None:
             logger.info("best: %s", found)
     finally:
         close_logging()
-    if interrupted:
+    if received:
         return EXIT_INTERRUPTED
     ended_well = table.with_status("finished", "pruned")
     return 0 if ended_well and len(ended_well) == len(table.rows) else EXIT_SOME_FAILED
@@ -227,12 +222,11 @@ def run(options: Options, sweep: Sweep, runs: Sequence[PlannedRun]) -> int:
 
 def _study(sweep: Sweep) -> Study | None:
     """The study of a search; None for a grid, or where the folder is not made yet."""
-    if sweep.trials is None:
+    if sweep.trials is None or not (sweep.folder / SWEEP).exists():
         return None
-    from linnaeus.sweep.search import Study, check_optuna
+    from linnaeus.sweep.search import Study
 
-    check_optuna()
-    return Study(sweep) if (sweep.folder / SWEEP).exists() else None
+    return Study(sweep)
 
 
 def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
@@ -258,6 +252,8 @@ def _show(table: Comparison, console: Console) -> None:
         print_runs(table, console)
     else:
         console.print("no run has begun")
+    if table.metrics and (problem := table.unknown_metric) is not None:
+        logger.warning("--metric: %s", problem)
 
 
 def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:
@@ -268,8 +264,6 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
     _show(table, console)
     if not table.rows:
         return table
-    if table.metrics and (problem := table.unknown_metric) is not None:
-        logger.warning("--metric: %s", problem)
     plot = options.plot or sweep.folder / "sweep.png"
     try:
         for name in ("figures.json", "sweep.csv"):
@@ -293,48 +287,41 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
     return table
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """A sweep whose workers work."""
+def _watch(
+    options: Options, sweep: Sweep, study: Study | None, console: Console, goes_on: Callable[[], bool],
+    received: Sequence[int], pause_s: float,
+) -> None:  # fmt: skip
+    """Show the table as long as workers work: live on a terminal, elsewhere a line for each change.
 
-    options: Options
-    sweep: Sweep
-    study: Study | None
-    console: Console
+    Args:
+        goes_on: whether a worker that was started here works. Those that others have started are waited for
+            as long as they train.
+        received: the signals so far, which end the waiting for others.
+        pause_s: seconds between two looks.
+    """
+    from rich.live import Live
 
-    def to_the_end(self, goes_on: Callable[[], bool], received: Sequence[int], pause_s: float) -> None:
-        """Show the table as long as workers work: live on a terminal, elsewhere a line for each change.
+    from linnaeus.cli.compare.session import runs_table
+    from linnaeus.console import is_interactive
+    from linnaeus.run_folder import read_state
 
-        Args:
-            goes_on: whether a worker that was started here works. Those that others have started are waited
-                for as long as they train.
-            received: the signals so far, which end the waiting for others.
-            pause_s: between two looks.
-        """
-        from rich.live import Live
-
-        from linnaeus.cli.compare.session import runs_table
-        from linnaeus.console import is_interactive
-        from linnaeus.run_folder import read_state
-
-        known: dict[Path, str] = {}
-        with Live(console=self.console, auto_refresh=False, transient=True) as live:
-            while True:
-                is_over = not goes_on()
-                runs = _runs(self.sweep, self.study)
-                states = [read_state(run.folder) for run in runs]
-                if is_over and (received or not any(state.status == "running" for state in states)):
-                    return
-                if is_interactive(self.console) and runs:
-                    table = _comparison(self.sweep, self.study, self.options)
-                    live.update(runs_table(table, self.console), refresh=True)
-                for run, state in zip(runs, states, strict=True) if not is_interactive(self.console) else []:
+    known: dict[Path, str] = {}
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            is_over = not goes_on()
+            runs = _runs(sweep, study)
+            states = [read_state(run.folder) for run in runs]
+            if is_over and (received or not any(state.status == "running" for state in states)):
+                return
+            if not is_interactive(console):
+                for run, state in zip(runs, states, strict=True):
                     if known.setdefault(run.folder, "not run") != state.status:
                         known[run.folder] = state.status
-                        logger.info(
-                            "%s: %s", run.title, ": ".join(filter(None, (state.status, state.reason)))
-                        )
-                time.sleep(pause_s)
+                        reason = f": {state.reason}" if state.reason else ""
+                        logger.info("%s: %s%s", run.title, state.status, reason)
+            elif runs:
+                live.update(runs_table(_comparison(sweep, study, options), console), refresh=True)
+            time.sleep(pause_s)
 
 
 # Workers on this machine.
@@ -408,11 +395,11 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
-def _shares(launch: LaunchOptions, runs: Sequence[PlannedRun]) -> list[Share]:
+def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
     """One for each worker on this machine."""
     if launch.jobs is None or launch.launcher == "slurm":
         return [Share()]
-    is_cpu = all(run.config.EXPERIMENT.DEVICE == "cpu" for run in runs)
+    is_cpu = all(config.EXPERIMENT.DEVICE == "cpu" for _, config in plans)
     gpus = [] if is_cpu else visible_gpus()
     shares = divide(launch.jobs, gpus, sorted(os.sched_getaffinity(0)) if launch.jobs > 1 else [])
     if launch.jobs > 1 and not launch.dry_run:
@@ -447,84 +434,64 @@ def _start_workers(sweep: Sweep, shares: Sequence[Share]) -> list[subprocess.Pop
     return workers
 
 
-@contextmanager
-def _noted() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM inside the context are noted in the list, and do nothing else."""
-    from linnaeus.signals import handled
+def _watch_workers(watch: Watch, sweep: Sweep, shares: Sequence[Share], received: Sequence[int]) -> None:
+    """Start workers here, watch them, and pass signals on to them."""
+    workers, num_passed_on = _start_workers(sweep, shares), 0
 
-    received: list[int] = []
-    with handled((signal.SIGINT, signal.SIGTERM), lambda number, _: received.append(number)):
-        yield received
+    def goes_on() -> bool:
+        nonlocal num_passed_on
+        alive = [worker for worker in workers if worker.poll() is None]
+        while num_passed_on < len(received):
+            num_passed_on += 1
+            for worker in alive:
+                worker.send_signal(signal.SIGINT)
+        return bool(alive)
 
-
-def _watch_workers(watched: _Watched, shares: Sequence[Share]) -> bool:
-    """Start workers here and watch them; returns whether somebody has interrupted them."""
-    sweep = watched.sweep
-    with _noted() as received:
-        workers, num_passed_on = _start_workers(sweep, shares), 0
-
-        def goes_on() -> bool:
-            nonlocal num_passed_on
-            alive = [worker for worker in workers if worker.poll() is None]
-            while num_passed_on < len(received):
-                num_passed_on += 1
-                for worker in alive:
-                    worker.send_signal(signal.SIGINT)
-            return bool(alive)
-
-        watched.to_the_end(goes_on, received, LOOK_S)
+    watch(goes_on, received, LOOK_S)
     for number, worker in enumerate(workers, start=1):
         if worker.returncode not in (0, EXIT_SOME_FAILED, EXIT_INTERRUPTED):
+            sweep.check_is_there()
             log = sweep.folder / f"logs/worker{number}.txt"
             last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             logger.warning("worker %d has ended with %d: %s (%s)", number, worker.returncode, last, log)
-    return bool(received)
 
 
 # Workers on SLURM.
 
 
-def _jobs_script(options: Options, sweep: Sweep) -> str:
+def _script(options: Options, sweep: Sweep) -> str:
     """The script of the array of workers."""
-    from linnaeus.sweep.slurm import script
+    from linnaeus.sweep.slurm import workers_script
 
     num_runs = len(sweep.runs) if sweep.trials is None else min(JOBS_OF_A_SEARCH, sweep.trials)
-    words = ["work", str(sweep.folder.resolve())]
-    return script(
-        sweep.folder / "slurm",
-        options.launch.slurm,
-        sweep.folder.name,
-        words,
-        options.launch.jobs or num_runs,
-    )
+    return workers_script(sweep.folder, options.launch, num_runs)
 
 
-def _watch_jobs(watched: _Watched) -> bool:
-    """Submit an array of workers and watch it; returns whether somebody has ended the watch.
+def _watch_jobs(watch: Watch, options: Options, sweep: Sweep, received: Sequence[int]) -> None:
+    """Submit an array of workers and watch it.
 
     Raises:
         LinnaeusError: sbatch has refused the job.
     """
-    from linnaeus.sweep.slurm import is_in_queue, submit
+    from linnaeus.run_folder import is_queued
+    from linnaeus.sweep.slurm import submit
 
-    folder = watched.sweep.folder
-    number = submit(folder / "slurm", _jobs_script(watched.options, watched.sweep))
+    number = submit(sweep.folder / "slurm", _script(options, sweep))
     logger.info(
         "submitted as SLURM job %s; linnaeus sweep --status %s shows the runs, and scancel %s ends them",
-        number, shlex.quote(str(folder)), number,
+        number, shlex.quote(str(sweep.folder)), number,
     )  # fmt: skip
-    with _noted() as received:
-        watched.to_the_end(lambda: not received and is_in_queue(number), received, LOOK_AT_QUEUE_S)
+    watch(lambda: not received and is_queued(number, now=True), received, LOOK_AT_QUEUE_S)
     if received:
         logger.info("SLURM job %s goes on; scancel %s ends it, with checkpoints", number, number)
-    return bool(received)
 
 
 def _dry_run(options: Options, sweep: Sweep, shares: Sequence[Share]) -> str:
     """What would be started."""
     if options.launch.launcher == "slurm":
-        return _jobs_script(options, sweep)
-    lines = [f"# {counted(len(shares), 'worker')}: {' | '.join(map(str, shares))}"]
+        return _script(options, sweep)
+    lines = ["# in a folder that the command makes without --dry-run"]
+    lines.append(f"# {counted(len(shares), 'worker')}: {' | '.join(map(str, shares))}")
     lines.append("# they take these runs, one after another:")
     lines += [f"#   {run.title}" for run in sweep.grid()]
     lines += [f"#   {sweep.trials} trials, whose values Optuna chooses"] if sweep.trials is not None else []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from linnaeus.cli.parser import CommandParser, read_count
 from linnaeus.errors import ConfigError
+from linnaeus.sweep.slurm import LaunchOptions
 
 DESCRIPTION = """\
 Takes runs of a sweep that nobody has, one after another, until none is left.
@@ -28,15 +29,11 @@ exit codes: 0 its runs ended well, 1 some did not, 2 the folder or an option, 13
 
 @dataclass
 class Options:
-    """The sweep and the processes of a run.
-
-    Attributes:
-        folder: of the sweep.
-        nproc: ranks of each run.
-    """
+    """The sweep, the processes of each run, and where the worker works."""
 
     folder: Path = Path()
-    nproc: int = 1
+    nproc: int | None = None
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
 
 
 def read(argv: Sequence[str]) -> tuple[Options]:
@@ -51,6 +48,10 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     words, problems = PARSER.words(argv, options)
     if len(words) != 1:
         problems.append(f"'{' '.join(words)}': name the folder of one sweep, such as runs/my_exp")
+    if options.launch.launcher == "slurm" and options.nproc is not None:
+        problems.append("--nproc: on SLURM a run has a process for each GPU; give gpus-per-node=N")
+    if options.launch.launcher == "local" and options.launch.jobs is not None:
+        problems.append("--jobs: is for --launcher slurm; here, start linnaeus work once for each worker")
     if problems:
         raise ConfigError(problems)
     options.folder = Path(words[0]).expanduser()
@@ -59,17 +60,28 @@ def read(argv: Sequence[str]) -> tuple[Options]:
 
 
 def run(options: Options) -> int:
-    """Take runs; returns the exit code.
+    """Take runs, or submit jobs that do; returns the exit code.
 
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
+    if options.launch.launcher == "slurm":
+        from linnaeus.sweep.slurm import submit, workers_script
+
+        text = workers_script(options.folder, options.launch)
+        if options.launch.dry_run:
+            print(text, end="")
+        else:
+            number = submit(options.folder / "slurm", text)
+            print(f"submitted as SLURM job {number}; scancel {number} ends it, with checkpoints")
+        return 0
     from linnaeus.sweep.worker import work_here
 
-    return work_here(options.folder, options.nproc)
+    return work_here(options.folder, options.nproc or 1)
 
 
 PARSER = CommandParser(
     "work", words="FOLDER [options]", description=DESCRIPTION, details=DETAILS, takes_overrides=False
 )
+PARSER.option("--jobs", "N", read_count, "workers, with --launcher slurm; default: 1", launches=True)
 PARSER.option("--nproc", "N", read_count, "processes of each run, with torchrun; default: 1")

@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
-import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
-from linnaeus.errors import ConfigError
-from linnaeus.files import CHECKPOINTS, SWEEP, link_new, read_json
-from linnaeus.run_folder import RUN_FILES, Claim, FolderInUseError, read_state
-from linnaeus.sweep.grid import Combination
+from linnaeus.errors import EXIT_INTERRUPTED, ConfigError
+from linnaeus.files import CHECKPOINTS, STUDY, SWEEP, link_new, read_json, suggest_path, write_text_atomically
+from linnaeus.run_folder import (
+    RUN_FILES,
+    Claim,
+    FolderInUseError,
+    LostFolderError,
+    cannot_write,
+    holds_run,
+    read_state,
+)
+from linnaeus.sweep.grid import NOT_SWEPT, Combination, title_of
 
 ASKED = "logs/config.yaml"
 """The configuration with which a worker starts a run, in the run's folder."""
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """One run before it has begun.
-
-    Attributes:
-        combination: its point of the grid.
-        config: its configuration, with a name and a folder of its own.
-    """
-
-    combination: Combination
-    config: Config
-
-    @property
-    def folder(self) -> Path:
-        """Where its files are."""
-        return Path(self.config.EXPERIMENT.OUTPUT_DIR) / self.config.EXPERIMENT.NAME
+Plan = tuple[Combination, Config]
+"""A point of a grid, and the configuration of its run, with a name and a folder of its own."""
 
 
-def plan_run(combination: Combination) -> PlannedRun:
-    """The run of a combination: in a folder of its own below the sweep's, and resumed there.
+def plan_run(combination: Combination) -> Config:
+    """The configuration of a run: in a folder of its own below the sweep's, and resumed there.
 
     Raises:
-        ConfigError: lists everything that is wrong with its configuration.
+        ConfigError: lists everything that is wrong with it.
     """
     config = load_config(combination.argv).config
     sweep = str(Path(config.EXPERIMENT.OUTPUT_DIR) / config.EXPERIMENT.NAME)
-    experiment = dataclasses.replace(config.EXPERIMENT, NAME=combination.name, OUTPUT_DIR=sweep)
-    train = dataclasses.replace(config.TRAIN, AUTO_RESUME=True)
-    return PlannedRun(combination, dataclasses.replace(config, EXPERIMENT=experiment, TRAIN=train))
+    experiment = replace(config.EXPERIMENT, NAME=combination.name, OUTPUT_DIR=sweep)
+    return replace(config, EXPERIMENT=experiment, TRAIN=replace(config.TRAIN, AUTO_RESUME=True))
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class SweepRun:
     @property
     def title(self) -> str:
         """The values as they are typed on a command line."""
-        return " ".join(f"{key}={value}" for key, value in self.values.items())
+        return title_of(self.values)
 
 
 @dataclass
@@ -87,6 +80,7 @@ class Sweep:
         trials: how many a search may have; None for a grid.
         prune: whether a search ends runs that are worse than the median of the others.
         cwd: the folder in which the command was typed: paths in a configuration begin there.
+        id: tells it from another sweep that has its folder later.
     """
 
     folder: Path
@@ -96,13 +90,14 @@ class Sweep:
     trials: int | None = None
     prune: bool = True
     cwd: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @classmethod
-    def of(cls, folder: Path, argv: Sequence[str], runs: Sequence[PlannedRun], **rest: Any) -> Sweep:
+    def of(cls, folder: Path, argv: Sequence[str], plans: Sequence[Plan], **rest: Any) -> Sweep:
         """A sweep that is not written yet."""
         entries = [
-            {"name": run.combination.name, "values": run.combination.values, "config": to_yaml(run.config)}
-            for run in runs
+            {"name": combination.name, "values": combination.values, "config": to_yaml(config)}
+            for combination, config in plans
         ]
         return cls(folder, list(argv), entries, cwd=str(Path.cwd()), **rest)
 
@@ -116,11 +111,16 @@ class Sweep:
         path = folder / SWEEP
         content = read_json(path)
         if content is None:
+            if not folder.is_dir():
+                raise ConfigError(f"'{folder}': no such folder{suggest_path(folder)}")
             reason = "is damaged" if path.exists() else "is missing"
-            raise ConfigError(f"'{folder}': is not the folder of a sweep: {SWEEP} {reason}")
+            raise ConfigError(
+                f"'{folder}': is not the folder of a sweep: {SWEEP} {reason}; what its runs have is shown by "
+                f"linnaeus compare {shlex.quote(str(folder))}"
+            )
         try:
             sweep = cls(folder, **content)
-            if all(isinstance(run["config"], str) and isinstance(run["values"], dict) for run in sweep.runs):
+            if all({"name", "values", "config"} <= {*run} for run in sweep.runs):
                 return sweep
         except (TypeError, KeyError):
             pass
@@ -139,6 +139,23 @@ class Sweep:
             )
         if (self.folder / SWEEP).exists():
             self._check_same(Sweep.read(self.folder))
+        elif any(holds_run(self.folder / run["name"]) for run in self.runs) or (self.folder / STUDY).exists():
+            raise ConfigError(
+                f"EXPERIMENT.NAME: {self.folder} has runs of these values and no {SWEEP} that says what they "
+                "are: give the sweep another name"
+            )
+
+    def check_is_there(self) -> None:
+        """To be called before a run is taken.
+
+        Raises:
+            LostFolderError: the folder was renamed or deleted, or is another sweep's by now.
+        """
+        if (read_json(self.folder / SWEEP) or {}).get("id") != self.id:
+            raise LostFolderError(
+                f"{self.folder} is not the folder of this sweep any more: it was renamed or deleted; "
+                "where it is now, linnaeus work FOLDER goes on"
+            )
 
     def write(self) -> None:
         """Write `sweep.json`, unless it is there and says the same; more trials than it says are added.
@@ -146,26 +163,26 @@ class Sweep:
         Raises:
             ConfigError: as for `check`, or the folder cannot be written to.
         """
-        content = {key: value for key, value in vars(self).items() if key != "folder"}
         temporary = self.folder / f".{uuid.uuid4().hex}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                temporary.write_text(self._text(), encoding="utf-8")
                 link_new(temporary, self.folder / SWEEP)
-                return
             except FileExistsError:
                 earlier = Sweep.read(self.folder)
                 self._check_same(earlier)
+                self.id = earlier.id
                 if (self.trials or 0) > (earlier.trials or 0):
-                    temporary.replace(self.folder / SWEEP)
+                    write_text_atomically(self.folder / SWEEP, self._text())
             finally:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"EXPERIMENT.OUTPUT_DIR: {self.folder} cannot be written to: {error.strerror}; choose "
-                "another folder"
-            ) from error
+            raise cannot_write(self.folder, error) from error
+
+    def _text(self) -> str:
+        content = {key: value for key, value in vars(self).items() if key != "folder"}
+        return json.dumps(content, indent=1) + "\n"
 
     def _check_same(self, earlier: Sweep) -> None:
         """Refuse a folder that holds other runs."""
@@ -192,32 +209,42 @@ class Sweep:
         return [SweepRun(self.folder / run["name"], run["values"], run["config"]) for run in entries]
 
     def repeat_failed(self) -> None:
-        """Let workers take the failed runs of a grid again; they go on from their checkpoints."""
+        """Forget that runs of a grid have failed: workers take them again, from their checkpoints."""
         for run in self.grid():
             if read_state(run.folder).status == "failed":
                 with suppress(FolderInUseError, OSError):  # somebody has it again
                     claim = Claim(run.folder)
-                    claim.begin()
+                    if claim.state.status == "failed":
+                        claim.end(EXIT_INTERRUPTED, "to be tried again")
                     claim.release()
 
 
-def _space(sweep: Sweep) -> list[str]:
-    """What a search looks through, in any order."""
-    return sorted(sweep.argv)
+def _space(sweep: Sweep) -> set[str]:
+    """What a search looks through."""
+    return {token for token in sweep.argv if not token.startswith(NOT_SWEPT)}
 
 
 def _is_same(text: str, other: str) -> bool:
-    """Whether two configurations are equal. A key that an older version did not have is at its default."""
-    return text == other or read_config(text) == read_config(other)
+    """Whether two configurations are equal, up to where the files are.
 
-
-def read_config(text: str) -> Config:
-    """The configuration in a text.
-
-    Raises:
-        ConfigError: it has keys that this version does not know.
+    A key that an older version did not have is at its default.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        return load_config(["--cfg", file.name]).config
+    ignored = dict.fromkeys(NOT_SWEPT)
+    defaults = flattened(yaml.safe_load(to_yaml(Config())))
+    mine, others = (defaults | flattened(yaml.safe_load(one)) | ignored for one in (text, other))
+    return text == other or mine == others
+
+
+def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a nested configuration by dotted key; an empty group has none.
+
+    >>> flattened({"A": {"B": 1, "C": {}}, "D": [2]})
+    {'A.B': 1, 'D': [2]}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": inner for key, inner in flattened(value).items()}
+        else:
+            flat[str(name)] = value
+    return flat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line
@@ -33,7 +33,7 @@ class Combination:
     @property
     def title(self) -> str:
         """The combination as it is typed on a command line."""
-        return " ".join(f"{key}={value}" for key, value in self.values.items())
+        return title_of(self.values)
 
     @property
     def name(self) -> str:
@@ -44,6 +44,11 @@ class Combination:
             return safe
         digest = hashlib.sha256(wanted.encode()).hexdigest()[:8]
         return f"{safe[: MAX_LETTERS - 9]}-{digest}"
+
+
+def title_of(values: Mapping[str, str]) -> str:
+    """The values of a run as they are typed on a command line."""
+    return " ".join(f"{key}={value}" for key, value in values.items())
 
 
 @dataclass

@@ -10,10 +10,10 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linnaeus.config.load import to_yaml
 from linnaeus.errors import ConfigError
@@ -25,12 +25,13 @@ from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
 from linnaeus.tracking import Tracker
 
+if TYPE_CHECKING:
+    from linnaeus.training.trainer import Trainer
+
 WARMUP_FRACTION = 0.25
 """No run is pruned in this fraction of the epochs."""
 MIN_EPOCHS_LEFT = 2
 """A run with fewer epochs left is not pruned: its result is worth more than the time."""
-GOAL = "goal"
-"""Attribute of the study: the metric that it is told, where `--metric` names none."""
 _SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
 
 logger = logging.getLogger("linnaeus.sweep")
@@ -45,22 +46,6 @@ def is_smaller_better(metric: str) -> bool:
     return any(part.endswith(_SMALLER_IS_BETTER) for part in metric.split("/"))
 
 
-def check_optuna() -> Any:
-    """The module of Optuna.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import optuna
-    except ImportError:
-        raise ConfigError(
-            "--search optuna: needs Optuna, which is not installed: pip install 'linnaeus[sweep]'"
-        ) from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
 class Study:
     """The study of a sweep's folder, made where there is none.
 
@@ -68,12 +53,15 @@ class Study:
         sweep: a search.
 
     Raises:
-        ConfigError: Optuna is not installed, or the file is damaged, or the configuration has changed.
+        ConfigError: the file is damaged.
+        ImportError: Optuna is not installed.
     """
 
     def __init__(self, sweep: Sweep) -> None:
-        self.sweep, self.optuna = sweep, check_optuna()
-        optuna = self.optuna
+        import optuna  # here: `compare` reads this module without
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.sweep, self.optuna = sweep, optuna
         self.space: Space = read_space(sweep.argv)
         self._states = optuna.trial.TrialState
         smaller_is_better = sweep.metric is not None and is_smaller_better(sweep.metric)
@@ -88,7 +76,9 @@ class Study:
                     direction="minimize" if smaller_is_better else "maximize",
                 )  # fmt: skip
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ConfigError(f"EXPERIMENT.NAME: {path} is damaged: {error!r}") from error
+                raise ConfigError(
+                    f"EXPERIMENT.NAME: {path} is damaged; give the search another name"
+                ) from error
         self._asking = journal.JournalFileSymlinkLock(str(sweep.folder / "asking"))
 
     def check_configuration(self) -> None:
@@ -98,7 +88,7 @@ class Study:
             ConfigError: a file has changed since the search began.
         """
         corner = plan_run(next(self.space.corners()))
-        if to_yaml(corner.config) != self.sweep.runs[0]["config"]:
+        if to_yaml(corner) != self.sweep.runs[0]["config"]:
             raise ConfigError(
                 f"EXPERIMENT.NAME: {self.sweep.folder}: the configuration has changed since this search "
                 "began, and a search cannot mix the results of two; give the new one another name"
@@ -115,14 +105,18 @@ class Study:
             if len(trial.params) == len(self.space.axes):
                 yield trial, self._run_of(trial.params)
 
-    def waiting(self) -> Iterator[tuple[int, SweepRun]]:
-        """The trials that have not been told, with their runs; those whose run has ended are told."""
+    def open_trials(self) -> Iterator[tuple[int, SweepRun]]:
+        """The trials that have not been told how they ended, with their runs."""
+        self.tell_ended()
         for trial, run in self.runs():
-            if trial.state.is_finished():
-                continue
-            state = read_state(run.folder)
-            if not self.tell(trial.number, run, state) and state.status in ("not run", "interrupted"):
+            if not trial.state.is_finished():
                 yield trial.number, run
+
+    def tell_ended(self) -> None:
+        """Tell the study of all runs that have ended; one that was interrupted goes on later."""
+        for trial, run in self.runs():
+            if not trial.state.is_finished():
+                self._tell(trial.number, run, read_state(run.folder))
 
     def ask(self) -> tuple[int, SweepRun] | None:
         """Ask for a trial; None where there are as many as there may be.
@@ -130,7 +124,8 @@ class Study:
         Raises:
             ConfigError: see `check_configuration`.
         """
-        with self._alone():
+        self._asking.acquire()
+        try:
             trials = self.trials()
             for trial in trials:  # killed while they were asked for
                 if not trial.state.is_finished() and len(trial.params) < len(self.space.axes):
@@ -139,11 +134,14 @@ class Study:
                 return None
             # Another seed for each trial, whichever worker asks. `constant_liar` keeps the sampler away from
             # points that are being run.
-            seed = plan_run(next(self.space.corners())).config.EXPERIMENT.SEED + len(trials)
+            seed = plan_run(next(self.space.corners())).EXPERIMENT.SEED + len(trials)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
                 self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
             trial = self.study.ask({axis.key: self._distribution(axis) for axis in self.space.axes})
+        finally:
+            with suppress(RuntimeError):  # taken away after 30 s in which this process stood still
+                self._asking.release()
         return trial.number, self._run_of(trial.params)
 
     def config_of(self, run: SweepRun) -> str:
@@ -152,81 +150,43 @@ class Study:
         Raises:
             ConfigError: lists everything that is wrong with it.
         """
-        return to_yaml(plan_run(self.space.combination(run.values)).config)
+        return to_yaml(plan_run(self.space.combination(run.values)))
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other worker asks inside the context."""
-        self._asking.acquire()
-        try:
-            yield
-        finally:
-            self._asking.release()
-
-    def tell(self, number: int, run: SweepRun, state: State) -> bool:
-        """Tell the study how the run of a trial has ended; returns whether it has.
-
-        A run that was interrupted has not: it goes on later.
-        """
+    def _tell(self, number: int, run: SweepRun, state: State) -> None:
+        value, told = None, self._states.FAIL
         if state.status == "finished":
             result = read_json(run.folder / RESULT) or {}
-            goal = self.goal or result.get("headline")
-            value = result.get("metrics", {}).get(goal)
-            if self.sweep.metric is None and self.goal is None:
-                self.study.set_user_attr(GOAL, goal)
-            self._tell(number, *((self._sign * value,) if value is not None else (None, self._states.FAIL)))
-        elif state.status in ("pruned", "failed"):
-            self._tell(number, None, self._states.PRUNED if state.status == "pruned" else self._states.FAIL)
-        return state.status in ("finished", "pruned", "failed")
-
-    def fail(self, number: int) -> None:
-        """Tell the study that a trial has no run."""
-        self._tell(number, None, self._states.FAIL)
-
-    def _tell(self, number: int, value: float | None, state: Any = None) -> None:
-        self.study.tell(number, value, state=state, skip_if_finished=True)
-
-    @property
-    def goal(self) -> str | None:
-        """The metric that the study is told: the wanted one, or what decides which checkpoint is best.
-
-        That is known once a run has been validated.
-        """
-        return self.sweep.metric or self.study.user_attrs.get(GOAL)
-
-    @property
-    def _sign(self) -> int:
-        """Factor of the metric in the study. Without a wanted metric, the study makes its values large."""
-        goal = None if self.sweep.metric else self.goal
-        return -1 if goal is not None and is_smaller_better(goal) else 1
+            value = result.get("metrics", {}).get(self.sweep.metric or result.get("headline"))
+            told = told if value is None else None
+        elif state.status == "pruned":
+            told = self._states.PRUNED
+        elif state.status != "failed":
+            return
+        with suppress(self.optuna.exceptions.UpdateFinishedTrialError):  # by another worker, just now
+            self.study.tell(number, value, state=told, skip_if_finished=True)
 
     def best(self) -> str | None:
         """The best finished trial in words; None without one."""
         if not any(trial.state == self._states.COMPLETE for trial in self.trials()):
             return None
         best = self.study.best_trial
-        return f"{self._run_of(best.params).title} with {self._sign * best.value:.4f}"
+        return f"{self._run_of(best.params).title} with {best.value:.4f}"
 
-    def report(self, number: int, values: Mapping[str, float], epoch: int, num_epochs: int) -> bool:
+    def report(
+        self, number: int, values: Mapping[str, float], headline: str, epoch: int, num_epochs: int
+    ) -> bool:
         """Report a validation of a trial; returns whether to end its run.
 
-        Args:
-            number: of the trial.
-            values: the metrics, the headline last of those that begin with `top1/`.
-            epoch: epochs trained so far.
-            num_epochs: TRAIN.EPOCHS.
+        Without `--metric` the headline is compared. `epoch` counts the epochs trained so far.
 
         Raises:
             ConfigError: the run does not have the metric of the search.
         """
-        goal = self.goal
-        if goal is None:
-            ranks = [name for name in values if name.startswith("top1/")]
-            goal = (ranks or [*values])[-1 if ranks else 0]
-            self.study.set_user_attr(GOAL, goal)
+        goal = self.sweep.metric or headline
         if goal not in values:
+            missing = repr(self.sweep.metric) if self.sweep.metric else "a top-1 accuracy"
             raise ConfigError(
-                f"--metric: no run has {goal!r}; they have {', '.join(values)}. The search needs "
+                f"--metric: no run has {missing}; they have {', '.join(values)}. The search needs "
                 "another EXPERIMENT.NAME"
             )
         self.study.pruner = self.optuna.pruners.MedianPruner(
@@ -237,7 +197,7 @@ class Study:
         trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
         if frozen.state.is_finished() or epoch in frozen.intermediate_values:
             return False
-        trial.report(self._sign * values[goal], epoch)
+        trial.report(values[goal], epoch)
         return self.sweep.prune and num_epochs - epoch >= MIN_EPOCHS_LEFT and trial.should_prune()
 
     def _run_of(self, params: Mapping[str, Any]) -> SweepRun:
@@ -249,8 +209,8 @@ class Study:
         if axis.choices:
             return kinds.CategoricalDistribution(axis.choices)
         if axis.is_whole:
-            return kinds.IntDistribution(int(axis.low), int(axis.high), axis.is_log, int(axis.step or 1))
-        return kinds.FloatDistribution(axis.low, axis.high, axis.is_log, axis.step)
+            return kinds.IntDistribution(int(axis.low), int(axis.high), axis.is_log)
+        return kinds.FloatDistribution(axis.low, axis.high, axis.is_log)
 
 
 class PruningTracker(Tracker):
@@ -260,17 +220,14 @@ class PruningTracker(Tracker):
         inner: gets everything too.
         folder: of the run.
         stop: the request that ends it.
-        epoch: says how many epochs are trained.
-        num_epochs: TRAIN.EPOCHS.
+        trainer: that of the run.
     """
 
-    def __init__(
-        self, inner: Tracker, folder: RunFolder, stop: StopRequest, epoch: Callable[[], int], num_epochs: int
-    ) -> None:
+    def __init__(self, inner: Tracker, folder: RunFolder, stop: StopRequest, trainer: Trainer) -> None:
         sweep, _, number = os.environ[TRIAL].rpartition(":")
         self._study, self._number = Study(Sweep.read(Path(sweep))), int(number)
         self._inner, self._folder, self._stop = inner, folder, stop
-        self._epoch, self._num_epochs = epoch, num_epochs
+        self._trainer = trainer
         self.table, self.summarise, self.finish = inner.table, inner.summarise, inner.finish  # type: ignore[method-assign]
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -283,7 +240,13 @@ class PruningTracker(Tracker):
         found = {
             name.removeprefix("val/"): value for name, value in values.items() if name.startswith("val/")
         }
-        if found and self._study.report(self._number, found, self._epoch(), self._num_epochs):
-            self._folder.pruned = f"after epoch {self._epoch()}, worse than the median of the others"
+        if not found:
+            return
+        from linnaeus.training.metrics import headline  # here: others read a study without torch
+
+        name, _ = headline(found, self._trainer.assembly.criterion)
+        epoch, num_epochs = self._trainer.progress.epoch, self._trainer.plan.num_epochs
+        if self._study.report(self._number, found, name, epoch, num_epochs):
+            self._folder.pruned = f"after epoch {epoch}, worse than the median of the others"
             self._stop.stop_signal = self._stop.stop_signal or signal.SIGTERM
             logger.info("pruned %s", self._folder.pruned)

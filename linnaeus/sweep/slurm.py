@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from linnaeus.errors import LinnaeusError
+from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.run_folder import own_job, read_state
 
 GRACE_S = 180
@@ -30,14 +31,9 @@ FLAGS = ("contiguous", "exclusive", "hold", "nice", "oversubscribe", "reboot", "
 _ONE_TASK = "each node has one task, which starts a process for each GPU; give nodes=N gpus-per-node=N"
 REFUSED = {
     "array": "a sweep makes the array; --jobs N is the number of workers",
-    **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-gpu"), _ONE_TASK),
-    "gpus": "all nodes have the same number; give gpus-per-node=N",
-    "chdir": "the paths in a configuration begin in the current folder; change to the other one first",
-    "wrap": "the job's script is made from the command line",
-    "test-only": "use --dry-run",
-    "no-requeue": "a run goes on after a preemption because its job goes back into the queue",
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus"), _ONE_TASK),
 }
-"""Options that would take the place of what the job's script is made for, each with what to do."""
+"""Options of sbatch that Linnaeus sets, each with what to give in their place."""
 TIME_IS_OVER = "its time was nearly over"
 
 
@@ -105,12 +101,26 @@ def script(
     return "\n".join(["#!/bin/bash", *lines, f"cd {here} || exit", f"exec {command}", ""])
 
 
+def workers_script(folder: Path, options: LaunchOptions, jobs: int = 1) -> str:
+    """The script of an array of workers of the sweep in a folder; `jobs` where the options name no number."""
+    words = ["work", str(folder.resolve())]
+    return script(folder / "slurm", options.slurm, folder.name, words, options.jobs or jobs)
+
+
+def check_sbatch() -> None:
+    """Raise `ConfigError` where there is no SLURM."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError("--launcher slurm: there is no sbatch here; go to a login node of the cluster")
+
+
 def submit(folder: Path, text: str) -> str:
     """Submit a script, which is kept beside its logs; returns the job's number.
 
     Raises:
+        ConfigError: there is no SLURM here.
         LinnaeusError: sbatch has refused it, or does not answer.
     """
+    check_sbatch()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -134,9 +144,6 @@ def submit_command(
     """Submit one command, whose words have been checked, as one job: `linnaeus train --launcher slurm`.
 
     Args:
-        options: where it runs.
-        command: the word after `linnaeus`.
-        words: those after the command.
         with_torchrun: whether it uses a process for each GPU.
         run: the folder of the run that goes on there when the job is queued again; None for a command that
             begins anew.
@@ -163,12 +170,6 @@ def submit_command(
     )
 
 
-def is_in_queue(number: str) -> bool:
-    """Whether a job, or any of an array, is in the queue; True where SLURM does not answer."""
-    done = _call("squeue", "--noheader", "--format=%i", f"--jobs={number}")
-    return bool(done.stdout.strip()) if done.returncode == 0 else "Invalid job id" not in done.stderr
-
-
 def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command of SLURM; one that is not there, or does not answer, has failed."""
     try:
@@ -177,7 +178,7 @@ def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Com
             timeout=120, start_new_session=True,  # Ctrl-C in the terminal would break it off
         )  # fmt: skip
     except FileNotFoundError:
-        said = f"there is no {command[0]} here; run this on a login node of the cluster"
+        said = f"there is no {command[0]} here"
     except subprocess.TimeoutExpired:
         said = f"{command[0]} does not answer"
     return subprocess.CompletedProcess(command, 1, "", said)
@@ -193,12 +194,6 @@ def prefix(env: Mapping[str, str], endpoint: str, *, alone: bool = False) -> lis
         env: that of the job.
         endpoint: address and port where its nodes meet.
         alone: whether it is one process in any case.
-
-    >>> env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8"}
-    >>> words = prefix(env, "n1:1234")
-    >>> print(*words[:3], *words[6:], sep=" ")  # doctest: +NORMALIZE_WHITESPACE
-    srun --nodes=4 --ntasks=4 linnaeus.sweep.torchrun --nnodes=4 --nproc-per-node=8 --rdzv-id=7
-    --rdzv-backend=c10d --rdzv-endpoint=n1:1234 -m
     """
     nodes, per_node = ("1", 1) if alone else (env.get("SLURM_NNODES") or "1", _per_node(env))
     python = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u", "-m"]
@@ -286,7 +281,7 @@ def _queue_again(received: Sequence[int], has_progress: bool) -> None:
 def main(argv: Sequence[str]) -> int:
     """Do what a job was submitted for; returns the exit code."""
     from linnaeus.sweep.folder import Sweep  # here: every command imports this module for its options
-    from linnaeus.sweep.worker import Child, Worker
+    from linnaeus.sweep.worker import Child, Worker, saved_at
 
     env, words = _environment(os.environ), [*argv]
     alone = words[0] == "--alone"
@@ -302,18 +297,12 @@ def main(argv: Sequence[str]) -> int:
             resume = []
             if run is not None and (holder := read_state(run).holder) and holder.job == own_job():
                 resume = ["TRAIN.AUTO_RESUME=True"]  # the job has been queued again
-            before = _stamp(run)
+            saved = saved_at(run) if run else None
             code = child.run([*start, "linnaeus.main", *words, *resume], env, None, Path.cwd())
-            has_progress = _stamp(run) != before
+            has_progress = run is not None and saved_at(run) != saved
         if child.received and code != 0:
             _queue_again(child.received, has_progress)
     return code
-
-
-def _stamp(run: Path | None) -> int | None:
-    """When the last checkpoint of a run was written."""
-    path = run / "checkpoints/last.pt" if run is not None else None
-    return path.stat().st_mtime_ns if path is not None and path.exists() else None
 
 
 if __name__ == "__main__":

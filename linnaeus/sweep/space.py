@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, RangeSweep
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
 
 from linnaeus.config.keys import KEYS, strip_optional
@@ -21,8 +20,6 @@ LOG_RATIO = 100.0
 """An interval whose ends differ by this factor is searched by its logarithm."""
 DIGITS = 6
 """Significant digits of a value in an interval, as it is typed and named."""
-RANGE_DIGITS = 12
-"""The same for a range, whose values are as in a grid."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,6 @@ class Axis:
     Attributes:
         key: dotted name of a key, or a group of presets.
         low, high: ends of an interval, both included.
-        step: between the values in it; None for any value, which is 1 for whole numbers.
         is_log: whether the logarithm is searched.
         is_whole: whether the values are whole numbers.
         choices: the values where they are no interval, as typed.
@@ -41,7 +37,6 @@ class Axis:
     key: str
     low: float = 0.0
     high: float = 0.0
-    step: float | None = None
     is_log: bool = False
     is_whole: bool = False
     choices: tuple[str, ...] = ()
@@ -54,7 +49,7 @@ class Axis:
         """A value as it is typed."""
         if self.choices or self.is_whole:
             return str(value if self.choices else int(value))
-        return f"{value:.{DIGITS if self.step is None else RANGE_DIGITS}g}"
+        return f"{value:.{DIGITS}g}"
 
 
 @dataclass
@@ -122,8 +117,6 @@ def _axis(key: str, text: str) -> Axis | None:
         value = None
     if isinstance(value, IntervalSweep):
         return _interval(key, text, value)
-    if isinstance(value, RangeSweep) and not value.shuffle:
-        return _range(key, text)
     values = sweep_values(text)
     return Axis(key, choices=tuple(values)) if len(values) > 1 else None
 
@@ -132,38 +125,17 @@ def _interval(key: str, text: str, value: IntervalSweep) -> Axis:
     low, high = float(value.start or 0), float(value.end or 0)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"{text!r}: the first end of an interval is to be below the second")
-    if not _is_number(key):
+    if _type_of(key) in (str, bool):
         raise ValueError(f"{text!r}: an interval has numbers, and this key takes none; list its values")
     is_log = "log" in value.tags or ("linear" not in value.tags and low > 0 and high / low >= LOG_RATIO)
     if is_log and low <= 0:
         raise ValueError(f"{text!r}: tag(log, ...) needs ends above 0")
-    is_whole = isinstance(value.start, int) or _is_whole(key)
+    is_whole = isinstance(value.start, int) or _type_of(key) is int
     if is_whole:
         low, high = math.ceil(low), math.floor(high)
         if low > high:
             raise ValueError(f"{text!r}: there is no whole number in it")
     return Axis(key, low, high, is_log=is_log, is_whole=is_whole)
-
-
-def _range(key: str, text: str) -> Axis | None:
-    # As typed: in binary, 0.7 is not 0.1 and a multiple of 0.4 - 0.1, and Optuna would drop it.
-    values = [Decimal(value) for value in sweep_values(text)]
-    if len(values) < 2:
-        return None
-    is_whole = all(value == int(value) for value in values)
-    low, step = min(values[0], values[-1]), abs(values[1] - values[0])
-    high = low + (len(values) - 1) * step
-    return Axis(key, float(low), float(high), step=float(step), is_whole=is_whole)
-
-
-def _is_whole(key: str) -> bool:
-    """Whether a key takes whole numbers alone."""
-    return _type_of(key) is int
-
-
-def _is_number(key: str) -> bool:
-    """Whether a key may take a number; also True for the arguments of a class of the user's."""
-    return _type_of(key) not in (str, bool)
 
 
 def _type_of(key: str) -> Any:

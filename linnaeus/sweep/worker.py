@@ -15,28 +15,28 @@ from types import FrameType
 
 import psutil
 
-from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.files import AUTOBATCH, RESULT, write_text_atomically
+from linnaeus.errors import EXIT_SOME_FAILED, ConfigError, LinnaeusError
+from linnaeus.files import AUTOBATCH, RESULT, checkpoint_file, read_json, write_text_atomically
 from linnaeus.run_folder import (
     HANDED_OVER,
     OUTPUT,
-    REASON_LETTERS,
+    RUN,
     TRIAL,
     Claim,
     FolderInUseError,
     last_line,
     read_state,
-    signal_name,
     stopped_reason,
 )
 from linnaeus.signals import SIGNALS, handled
 from linnaeus.sweep.folder import ASKED, Sweep, SweepRun
 
 TRIES = 3
-"""A worker takes a run whose process was killed so often."""
+"""A worker takes a run that is killed up to this number of times."""
+ENDED = ("finished", "failed", "pruned")
 STARTS = {"START": "train", "START_VAL": "val"}
 """The keys with the sizes that a search tries first, and their modes."""
-EXIT_SOME_FAILED = 1
+REASON_LETTERS = 400
 
 
 class Child:
@@ -131,10 +131,10 @@ class Worker:
         self._tries: Counter[Path] = Counter()
         self._cwd = Path(sweep.cwd) if Path(sweep.cwd).is_dir() else Path.cwd()
         self._study = None
+        sweep.folder = sweep.folder.resolve()
         if sweep.trials is not None:
             from linnaeus.sweep.search import Study
 
-            sweep.folder = sweep.folder.resolve()
             self._study = Study(sweep)
             os.chdir(self._cwd)  # the files of the command are read for each trial
             self._study.check_configuration()
@@ -144,112 +144,110 @@ class Worker:
 
         Raises:
             ConfigError: the runs of a search do not have its metric.
+            LinnaeusError: the sweep's folder cannot be written to, or was renamed or deleted.
         """
-        some_failed = False
-        while not self._child.received and (taken := self._take()):
-            claim, run, number = taken
-            try:
-                self._train(claim, run, number)
-            finally:
-                claim.release()
-            state = read_state(run.folder)
-            _say(f"{run.title}: {state.status}{f': {state.reason}' if state.reason else ''}")
-            some_failed |= state.status == "failed"
-            if self._study is not None and number is not None:
-                self._study.tell(number, run, state)
+        try:
+            while not self._child.received and (taken := self._take()):
+                claim, run, trial = taken
+                try:
+                    self._train(claim, run, trial)
+                finally:
+                    claim.release()
+                self._sweep.check_is_there()
+                if self._study is not None:
+                    self._study.tell_ended()
+                state = read_state(run.folder)
+                print(f"{run.title}: {state.status}{f': {state.reason}' if state.reason else ''}", flush=True)
                 if state.status == "failed" and "--metric:" in (state.reason or ""):
                     raise ConfigError(f"--metric: {run.title}: {state.reason}")
-        if self._study is not None:
-            [*self._study.waiting()]  # tells trials with equal values how their one run has ended
+        except OSError as error:
+            raise LinnaeusError(f"{self._sweep.folder} cannot be written to: {error}") from error
         if self._child.received:
             return 128 + self._child.received[0]
-        return EXIT_SOME_FAILED if some_failed else 0
+        runs = self._sweep.grid() if self._study is None else [run for _, run in self._study.runs()]
+        states = Counter(read_state(run.folder).status for run in runs)
+        print("no run is left to take:", ", ".join(f"{number} {name}" for name, number in states.items()))
+        mine = (read_state(folder).status for folder in self._tries)
+        return EXIT_SOME_FAILED if {*mine} & {"failed", "interrupted"} else 0
 
     def _take(self) -> tuple[Claim, SweepRun, int | None] | None:
         """Claim a run that nobody has; None where there is none."""
-        for number, run in self._waiting():
-            if self._tries[run.folder] >= TRIES:
+        self._sweep.check_is_there()
+        for trial, run in self._open():
+            if self._tries[run.folder] >= TRIES or read_state(run.folder).status in ENDED:
                 continue
             try:
                 claim = Claim(run.folder)
             except FolderInUseError:
                 continue
-            except OSError as error:
-                raise LinnaeusError(f"{run.folder} cannot be written to: {error.strerror}") from error
-            if read_state(run.folder, without=claim.number).status in ("not run", "interrupted"):
+            if claim.state.status not in ENDED:  # by somebody else, since this process has looked
                 self._tries[run.folder] += 1
-                return claim, run, number
+                return claim, run, trial
             claim.release()
         return None
 
-    def _waiting(self) -> Iterator[tuple[int | None, SweepRun]]:
-        """The runs that may be taken; those of a search are asked for last."""
+    def _open(self) -> Iterator[tuple[int | None, SweepRun]]:
+        """The runs that may not have ended; those of a search are asked for last."""
         if self._study is None:
-            for run in self._sweep.grid():
-                if read_state(run.folder).status in ("not run", "interrupted"):
-                    yield None, run
+            yield from ((None, run) for run in self._sweep.grid())
             return
-        yield from self._study.waiting()
+        yield from self._study.open_trials()
         while (asked := self._study.ask()) is not None:
             yield asked
-            [*self._study.waiting()]  # a point that was asked for before is told, or goes on elsewhere
+            self._study.tell_ended()  # a point that was asked for before
 
-    def _train(self, claim: Claim, run: SweepRun, number: int | None) -> None:
+    def _train(self, claim: Claim, run: SweepRun, trial: int | None) -> None:
         """Train a run to its end or until this process is asked to stop."""
-        folder, env = run.folder, {**self._env, HANDED_OVER: str(claim.number)}
-        (folder / OUTPUT).parent.mkdir(exist_ok=True)
+        folder, env = run.folder, {**self._env, HANDED_OVER: claim.token}
+        output = folder / OUTPUT
+        output.parent.mkdir(exist_ok=True)
         try:
             text = run.config or (self._study and self._study.config_of(run)) or ""
         except ConfigError as error:
             claim.end(error.exit_code, "; ".join(error.problems))
             return
         write_text_atomically(folder / ASKED, text)
-        if number is not None:
-            env[TRIAL] = f"{self._sweep.folder.resolve()}:{number}"
-        where = [f"EXPERIMENT.OUTPUT_DIR={self._sweep.folder.resolve()}", f"EXPERIMENT.NAME={folder.name}"]
-        command = [*self._prefix, "linnaeus.main", "--cfg", str((folder / ASKED).resolve()), *where]
-        _say(f"{run.title}: started; output in {folder / OUTPUT}")
-        begin = (folder / OUTPUT).stat().st_size if (folder / OUTPUT).exists() else 0
-        saved = _saved(folder)
-        code = self._child.run([*command, *_newest_sizes(folder)], env, folder / OUTPUT, self._cwd)
-        self._note_end(claim, folder, code, begin)
-        self.progress += _saved(folder) != saved or (folder / RESULT).exists()
-
-    def _note_end(self, claim: Claim, folder: Path, code: int, begin: int) -> None:
-        """Note how a run has ended that has not done so itself."""
+        if trial is not None:
+            env[TRIAL] = f"{self._sweep.folder}:{trial}"
+        where = [f"EXPERIMENT.OUTPUT_DIR={self._sweep.folder}", f"EXPERIMENT.NAME={folder.name}"]
+        command = [*self._prefix, "linnaeus.main", "--cfg", str(folder / ASKED), *where]
+        print(f"{run.title}: started; output in {output}", flush=True)
+        begin = output.stat().st_size if output.exists() else 0
+        saved, before = saved_at(folder), read_json(folder / RUN)
+        code = self._child.run([*command, *_newest_sizes(folder)], env, output, self._cwd)
+        self.progress += saved_at(folder) != saved or (folder / RESULT).exists()
         try:
-            own = claim if claim.is_mine else Claim(folder)  # its process has left a claim
+            claim.take_back()
         except (FolderInUseError, OSError):
-            return  # it has been renamed, or a process of it lives on
-        state = read_state(folder, without=own.number)
-        is_noted = state.claim > claim.number and state.exit_code is not None
-        is_killed = code < 0 and not self._child.received and self._tries[folder] < TRIES
-        if not is_noted and not is_killed:
-            if self._child.received and code != 0:
-                own.end(128 + self._child.received[0], stopped_reason(folder, self._child.received[0]))
-            elif code == 0 and (folder / RESULT).is_file():
-                own.end(0)
-            else:
-                own.end(code or 1, _reason(folder, code, begin))
-        if own is not claim:
-            own.release()
+            return  # another worker has it, or it was renamed or deleted
+        now = read_json(folder / RUN) or before or {}
+        has_begun = now != (before or {})
+        if has_begun and now.get("ended"):
+            return  # as it has noted itself
+        is_killed = has_begun or code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        if self._child.received and code != 0:
+            claim.end(128 + self._child.received[0], stopped_reason(folder, self._child.received[0]))
+        elif code == 0 and (folder / RESULT).is_file():
+            claim.end(0)
+        elif not is_killed or self._tries[folder] >= TRIES:
+            claim.end(code or 1, _reason(folder, code, begin))
 
 
 def _reason(folder: Path, code: int, begin: int) -> str:
     """Why a run has failed: the last line that it wrote, or the signal that has ended it."""
     if code < 0:
         lack = ", often for lack of host memory" if code == -signal.SIGKILL else ""
-        return f"ended by {signal_name(-code)}{lack}"
+        return f"ended by signal {-code} ({signal.strsignal(-code)}){lack}"
     last = last_line(folder, begin).removeprefix("- ")
-    short = last if len(last) <= REASON_LETTERS else f"{last[:REASON_LETTERS]}..."
-    return short or f"ended with exit code {code}" + ("" if code else f" and without {RESULT}")
+    return last[:REASON_LETTERS] or f"ended with exit code {code}" + (
+        "" if code else f" and without {RESULT}"
+    )
 
 
-def _saved(folder: Path) -> int | None:
-    """When the last checkpoint of a run was written."""
-    with suppress(OSError):
-        return (folder / "checkpoints/last.pt").stat().st_mtime_ns
-    return None
+def saved_at(folder: Path) -> int | None:
+    """When the last checkpoint of a run was written, in ns; None where there is none."""
+    path = checkpoint_file(folder, "last")
+    return None if path is None else path.stat().st_mtime_ns
 
 
 def _newest_sizes(folder: Path) -> list[str]:
@@ -263,12 +261,6 @@ def _newest_sizes(folder: Path) -> list[str]:
     return []
 
 
-def local_prefix(num_processes: int) -> list[str]:
-    """What starts the program on this machine, once or in several ranks."""
-    ranks = ["linnaeus.sweep.torchrun", "--standalone", f"--nproc-per-node={num_processes}", "-m"]
-    return [sys.executable, "-m", *(ranks if num_processes > 1 else [])]
-
-
 def work_here(folder: Path, num_processes: int = 1) -> int:
     """Take the runs of a sweep on this machine; returns the exit code, see `Worker.work`.
 
@@ -279,10 +271,8 @@ def work_here(folder: Path, num_processes: int = 1) -> int:
     Raises:
         ConfigError: it is no sweep's, or a search cannot go on.
     """
+    ranks = ["linnaeus.sweep.torchrun", "--standalone", f"--nproc-per-node={num_processes}", "-m"]
+    prefix = [sys.executable, "-m", *(ranks if num_processes > 1 else [])]
     child = Child(is_step=False)
     with child.listening():
-        return Worker(Sweep.read(folder), local_prefix(num_processes), os.environ, child).work()
-
-
-def _say(sentence: str) -> None:
-    print(sentence, flush=True)
+        return Worker(Sweep.read(folder), prefix, os.environ, child).work()

@@ -176,13 +176,12 @@ class CheckpointFolder:
         keep: number of checkpoints that are kept as `step_<number>.pt`, hard links to the newest ones.
         background: copy the content to the host and return while a thread writes it. The next call and the
             end of the context wait for the thread, and raise its error.
+
+    Attributes:
         check: called before a file is written; raises where the folder is not the run's any more.
     """
 
-    def __init__(
-        self, folder: Path, *, keep: int = 0, background: bool = False,
-        check: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, *, keep: int = 0, background: bool = False) -> None:
         self.folder = folder
         self.pending = folder / "pending.pt"
         self.last = folder / "last.pt"
@@ -190,7 +189,7 @@ class CheckpointFolder:
         self.best = folder / "best.pt"
         self._keep = keep
         self._background = background
-        self._check = check
+        self.check: Callable[[], object] = lambda: None
         self._thread: threading.Thread | None = None
         self._is_written = threading.Event()
         self._failure: BaseException | None = None
@@ -254,7 +253,7 @@ class CheckpointFolder:
             self._is_written.set()
 
     def _write(self, content: dict[str, Any], is_best: bool) -> None:
-        self._check()
+        self.check()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing

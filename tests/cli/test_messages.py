@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def of_sweeps() -> dict[str, str]:
     said = {"nothing fits": error_of(check_predictions, request[2], [find_gpu("t4")], plain_console()[0])}
     claim = Claim(Path("runs/killed"))
     claim.begin()
-    (Path("runs/killed/.claims") / str(claim.number)).unlink()
+    shutil.rmtree("runs/killed/.claims")
     [row] = read_runs([Path("runs/killed")])
     said["a killed run"] = (
         str(row.reason).replace(str(os.getpid()), "PID").replace(socket.gethostname(), "HOST")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from linnaeus.run_folder import read_state
 from linnaeus.sweep.slurm import TIME_IS_OVER
-from tests.helpers.runs import wait_until
+from tests.helpers.runs import free_ports, wait_until
 from tests.slurm import cluster
 from tests.slurm.cluster import (
     ENV,
@@ -133,16 +134,24 @@ def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_p
     assert earlier == ["earlier"]
 
 
-def test_a_run_that_fails_is_not_queued_again_and_gives_its_reason(slurm: Cluster, tmp_path: Path) -> None:
+def test_tasks_without_torchrun_are_refused_with_the_command_that_works(
+    slurm: Cluster, tmp_path: Path
+) -> None:
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     (tmp_path / "quick").touch()
-    argv = ("sweep", "--cfg", "my_exp.yaml", "MODEL._target_=tests.slurm.slow.Linear,tests.slurm.slow.Curve")
-    shell = Shell(slurm, tmp_path, *argv, "TRAIN.EPOCHS=1", *ON_SLURM)
-    assert shell.end() == 1, shell.log.read_text()
-    good, bad = entries(tmp_path / "runs/small")
-    assert (good["status"], bad["status"]) == ("finished", "failed")
-    assert "Curve" in bad["reason"], bad
-    assert QUEUED_AGAIN not in outputs_of(tmp_path / "runs/small")
+    options = "--cfg my_exp.yaml TRAIN.EPOCHS 1"
+    refused = slurm.try_call(
+        "srun", "--ntasks=2", sys.executable, "-m", "linnaeus.main", *options.split(), cwd=tmp_path
+    )
+    assert refused.code == 2, refused
+    assert not (tmp_path / "runs").exists()
+    (command,) = set(re.findall(r"srun .* linnaeus\.main \.\.\.", refused.err))
+    for name, value in (("GPUS", "2"), ("HEAD:29500", f"localhost:{free_ports(1)[0]}"), ("...", options)):
+        assert name in command
+        command = command.replace(name, value)
+    works = slurm.try_call("salloc", "--ntasks=2", "bash", "-c", command, cwd=tmp_path)
+    assert works.code == 0, works
+    assert validations(tmp_path) == [6], "of two processes"
 
 
 def table(text: str) -> list[list[str]]:

@@ -107,9 +107,9 @@ def test_all_mistakes_of_all_combinations_are_listed_once() -> None:
 def test_each_run_has_its_own_place() -> None:
     request = read(["DATA.BATCH_SIZE=8,16", "EXPERIMENT.NAME=mine", "EXPERIMENT.OUTPUT_DIR=out"])
     assert not isinstance(request, str)
-    _, _, runs = request
-    assert [str(run.folder) for run in runs] == [
+    nodes = [config.EXPERIMENT for _, config in request[2]]
+    assert [f"{node.OUTPUT_DIR}/{node.NAME}" for node in nodes] == [
         "out/mine/DATA.BATCH_SIZE=8", "out/mine/DATA.BATCH_SIZE=16",
     ]  # fmt: skip
-    assert [run.config.DATA.BATCH_SIZE for run in runs] == [8, 16]
-    assert all(run.config.TRAIN.AUTO_RESUME for run in runs)
+    assert [config.DATA.BATCH_SIZE for _, config in request[2]] == [8, 16]
+    assert all(config.TRAIN.AUTO_RESUME for _, config in request[2])

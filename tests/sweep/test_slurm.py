@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from linnaeus.cli.sweep import read
 from linnaeus.run_folder import read_state
 from linnaeus.sweep import slurm
 from linnaeus.sweep.slurm import problems_with
@@ -122,6 +123,34 @@ def test_what_a_job_does(
     monkeypatch.setenv("SLURM_JOB_ID", "43")
     assert slurm.main(words) == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["one", "one.1", "tiny"]
+
+
+def test_a_job_out_of_time_is_queued_again_as_long_as_it_gets_on(
+    commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (commands / "srun").write_text("#!/bin/sh\nkill -USR1 $PPID\nexit 1\n")
+    (commands / "scontrol").write_text('#!/bin/sh\necho "$*" >> asked\n')
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    for restarts, expected in (("0", True), ("1", False)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        assert slurm.main(["--alone", "train"]) != 0
+        assert ("requeue 42" in Path("asked").read_text()) == expected
+        Path("asked").unlink()
+
+
+def test_a_worker_is_submitted_by_itself(commands: Path, run: Run, tmp_path: Path) -> None:
+    planned = read([*TINY, "EXPERIMENT.SEED=0,1"])
+    assert isinstance(planned, tuple)
+    planned[1].write()
+    words = ("work", "runs/tiny", "--launcher", "slurm", "--slurm", "time=30")
+    assert run(*words, "--nproc", "2").code == 2
+    assert run("work", "runs/tiny", "--jobs", "2").code == 2
+    shown = run(*words, "--jobs", "2", "--dry-run")
+    assert "#SBATCH --array=0-1\n" in shown.out
+    assert shown.out.endswith(f"linnaeus.sweep.slurm work {tmp_path}/runs/tiny\n")
+    assert run(*words).code == 0
+    (commands / "sbatch").unlink()
+    assert run(*words).code == 2
 
 
 def test_ranks_follow_from_the_job() -> None:

@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +19,9 @@ import psutil
 import pytest
 
 from linnaeus.cli.sweep import read
-from linnaeus.run_folder import CLAIMS, OUTPUT, Claim, Holder, read_state
+from linnaeus.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
+from linnaeus.sweep.folder import Sweep
+from linnaeus.sweep.worker import Child
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Process
 from tests.helpers.runs import Run, wait_until
@@ -95,7 +99,7 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Pa
     (tmp_path / "elsewhere").mkdir()  # a worker leaves what has failed, the command tries it again
     worker = start(tmp_path / "elsewhere", "work", "../runs/tiny")
     assert worker.wait(100) == 0
-    assert (tmp_path / "elsewhere/shell.txt").read_text() == ""
+    assert (tmp_path / "elsewhere/shell.txt").read_text().endswith("1 finished, 1 failed\n")
     before = (folder / f"{key}={model}s" / OUTPUT).stat().st_size
     again = run_in_child(*argv)
     assert again.code == 1
@@ -116,6 +120,55 @@ def test_other_values_in_the_folder_of_a_sweep_are_refused(tmp_path: Path, run: 
     assert refused.code == 2
     assert "EXPERIMENT.NAME" in refused.err
     assert "runs/tiny" in refused.err
+
+
+def test_a_sweep_is_known_by_its_file(tmp_path: Path, run: Run) -> None:
+    """Renamed it goes on, in its place a worker ends, and without the file its runs are nobody's."""
+    planned = read([*TINY, "EXPERIMENT.SEED=0,1"])
+    assert isinstance(planned, tuple)
+    sweep = planned[1]
+    sweep.write()
+    claim = Claim(sweep.folder / "EXPERIMENT.SEED=0")
+    claim.begin()
+    claim.release()
+    sweep.check_is_there()
+    renamed = sweep.folder.rename(sweep.folder.with_name("renamed"))
+    with pytest.raises(LostFolderError):
+        sweep.check_is_there()
+    other = read([*TINY, "EXPERIMENT.SEED=0,1"])
+    assert isinstance(other, tuple)
+    other[1].write()
+    with pytest.raises(LostFolderError):
+        sweep.check_is_there()
+    again = read([*TINY, "EXPERIMENT.SEED=0,1", "EXPERIMENT.NAME=renamed"])
+    assert isinstance(again, tuple)
+    again[1].write()
+    assert again[1].id == Sweep.read(renamed).id
+    (renamed / "sweep.json").unlink()
+    refused = run("sweep", *TINY, "EXPERIMENT.SEED=0,1", "EXPERIMENT.NAME=renamed")
+    assert (refused.code, "sweep.json" in refused.err) == (2, True)
+
+
+def test_the_second_signal_kills_a_run(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, signal\n"
+        "signal.signal(signal.SIGINT, lambda *_: pathlib.Path('first').touch())\n"
+        "pathlib.Path('up').touch()\n"
+        "while True: signal.pause()"
+    )
+    child = Child(is_step=False)
+
+    def send() -> None:
+        for name in ("up", "first"):
+            wait_until((tmp_path / name).exists)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with child.listening():
+        thread = threading.Thread(target=send)
+        thread.start()
+        assert child.run([sys.executable, "-c", code], os.environ, None, tmp_path) == -signal.SIGKILL
+        thread.join()
+    assert child.received == [signal.SIGINT] * 2
 
 
 @pytest.mark.e2e
@@ -237,5 +290,5 @@ def test_a_worker_takes_only_what_nobody_has(
     holder = {**vars(Holder.this_process()), "host": "node7", "boot": ""}
     (other / "1").write_text(json.dumps(holder))
     done = run("work", "runs/tiny")
-    assert (done.code, done.out) == (0, "")
+    assert (done.code, "2 running" in done.out) == (0, True)
     mine.release()

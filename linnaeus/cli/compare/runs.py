@@ -17,8 +17,8 @@ from linnaeus.cli.tables import Figures
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.tree import PLAN
 from linnaeus.files import CONFIG, METRICS, RESULT, read_json
-from linnaeus.run_folder import NOT_RUN, RunStatus, State, read_state
-from linnaeus.sweep.folder import ASKED
+from linnaeus.run_folder import RunStatus, State, read_state
+from linnaeus.sweep.folder import ASKED, flattened
 from linnaeus.sweep.search import is_smaller_better
 
 Flat = Mapping[str, Any]
@@ -41,21 +41,6 @@ _PLANNED = {
 
 
 # What differs.
-
-
-def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a nested configuration by dotted key; an empty group has none.
-
-    >>> flattened({"A": {"B": 1, "C": {}}, "D": [2]})
-    {'A.B': 1, 'D': [2]}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{key}": inner for key, inner in flattened(value).items()}
-        else:
-            flat[str(name)] = value
-    return flat
 
 
 def differing_keys(configs: Sequence[Flat]) -> list[str]:
@@ -176,7 +161,7 @@ class Row:
 
     values: dict[str, str]
     folder: Path
-    state: State = NOT_RUN
+    state: State = field(default_factory=lambda: State("not run"))
     result: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
