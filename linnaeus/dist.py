@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
+import math
 import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,9 +29,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.ranks.control import (
+    FAREWELL_S,
     REPORT_S,
     ControlPlane,
     Failure,
+    ForeignFailureError,
     Keys,
     first_difference,
     group_of_this_rank,
@@ -42,12 +49,14 @@ logger = logging.getLogger("linnaeus.dist")
 _BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
 _CAUSE_S = 2.0
 """How long a rank that has lost its connection to another one waits for the cause to be known."""
-_CONNECT_TIMEOUT = timedelta(seconds=10)
-"""Of one attempt to reach the store. torch's wait lets no signal through, so it is no longer than this."""
+_CONNECT_S = 10.0
+"""Longest time of one attempt to reach the store, and of its answer."""
 _LAUNCHER_S = 0.5
 """How long a rank that the launcher has ended looks for the death of another one, which is why it did."""
 _LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process")
 """How backends say that another rank has gone. An error that only looks like it is told a little later."""
+_OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
+"""How they say that a collective has taken too long."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,11 @@ class World:
         """Whether there are other ranks."""
         return self.world_size > 1
 
-    def update(self, doing: str) -> None:
-        """Say what this rank does from now on; other ranks name it when this one fails or hangs."""
+    def update(self, doing: str | Callable[[], str]) -> None:
+        """Say what this rank does from now on; other ranks name it when this one fails or hangs.
+
+        A function is asked about every second, in another thread.
+        """
         if self.control is not None:
             self.control.update(doing)
 
@@ -252,41 +264,116 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
         return
     rank, world_size = _rank_and_world_size()
     if world_size == 1:
-        with ControlPlane(torch_dist.HashStore(), 0, 1, on_orphaned=_stop_this_process):
-            yield World(device)
+        yield World(device)
         return
-    timeout = timedelta(minutes=config.TIMEOUT_MINUTES)
-    store = _store(rank, timedelta(minutes=config.START_MINUTES))
-    attempt = agree_on_attempt(store, rank, world_size, config.START_MINUTES * 60)
-    store = torch_dist.PrefixStore(attempt, store)
-    control_store = torch_dist.PrefixStore("linnaeus", store)
-
-    def end_process(failure: Failure) -> None:
-        _print(rank, f"rank {failure.rank}: {failure.message}")
-        _leave(failure.exit_code)
-
-    with ControlPlane(
-        control_store, rank, world_size, end_process=end_process, on_orphaned=_stop_this_process
-    ) as control:
-        backend = config.BACKEND
-        if backend == "auto":
-            backend = "nccl" if device.type == "cuda" else "gloo"
-        torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        host_group = torch_dist.new_group(None, timeout, "gloo") if backend == "nccl" else None
-        assert not isinstance(host_group, int)  # this rank is a member
+    faulthandler.enable()
+    with errors_told_first(World(device, rank, world_size)):
+        control = _meet(rank, world_size, config)
+    with control:
+        with errors_told_first(World(device, rank, world_size, control=control)):
+            control.update("joining the process group")
+            host_group, single_rank_group = _make_groups(device, control, config)
         yield World(  # with `device_id`, torch would refuse the group of a single rank
             device=device,
             rank=rank,
             world_size=world_size,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             control=control,
-            host_group=host_group or torch_dist.group.WORLD,
-            single_rank_group=group_of_this_rank(backend, timeout),
+            host_group=host_group,
+            single_rank_group=single_rank_group,
         )
         with suppress(torch_dist.DistError):  # the launcher, which hosts the store, may have ended
             control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
             control.collect(None)  # rank 0 leaves last: it may host the store
     torch_dist.destroy_process_group()
+
+
+def _meet(rank: int, world_size: int, config: DistConfig) -> ControlPlane:
+    """The control plane of the ranks of this attempt, once all have come.
+
+    Raises:
+        LinnaeusError: a rank has not come within `DIST.START_MINUTES`, or the store does not answer.
+    """
+    limit_s, timeout_s = config.START_MINUTES * 60, config.TIMEOUT_MINUTES * 60
+
+    def end_process(failure: Failure) -> None:
+        _print(rank, f"rank {failure.rank}: {failure.message}")
+        faulthandler.dump_traceback()  # where the main thread hangs
+        _leave(failure.exit_code)
+
+    def meet() -> ControlPlane:
+        store = _store(rank, limit_s)
+        attempt = agree_on_attempt(store, rank, world_size, limit_s)
+        return ControlPlane(
+            torch_dist.PrefixStore(f"{attempt}/linnaeus", store), rank, world_size, end_process=end_process,
+            limit_s=timeout_s, limit_name=f"DIST.TIMEOUT_MINUTES {config.TIMEOUT_MINUTES:g}",
+        )  # fmt: skip
+
+    try:
+        return _in_thread(meet, limit_s + _CONNECT_S)
+    except TimeoutError:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise LinnaeusError(
+            f"the store at {address} (MASTER_ADDR, MASTER_PORT) has not answered rank {rank} within "
+            f"{config.START_MINUTES:g} minutes (DIST.START_MINUTES): see whether torchrun, or rank 0, runs "
+            "and whether another program uses the port"
+        ) from None
+
+
+def _make_groups(
+    device: torch.device, control: ControlPlane, config: DistConfig
+) -> tuple[torch_dist.ProcessGroup | None, torch_dist.ProcessGroup]:
+    """Initialise the default process group; the host group and that of this rank alone.
+
+    Raises:
+        ForeignFailureError: another rank has failed.
+    """
+    backend = config.BACKEND
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=config.TIMEOUT_MINUTES)
+
+    def make() -> tuple[Any, torch_dist.ProcessGroup]:
+        torch_dist.init_process_group(
+            backend, store=control.store.clone(), timeout=timeout,
+            rank=control.rank, world_size=control.world_size,
+        )  # fmt: skip
+        host_group = torch_dist.new_group(None, timeout, "gloo") if backend == "nccl" else None
+        return host_group or torch_dist.group.WORLD, group_of_this_rank(backend, timeout)
+
+    def look() -> None:
+        if control.seen is not None:
+            raise ForeignFailureError(control.seen, control.seen.rank)
+
+    return _in_thread(make, math.inf, look)  # the process group has its timeout
+
+
+def _in_thread(function: Callable[[], T], limit_s: float, look: Callable[[], object] = lambda: None) -> T:
+    """Call a function that waits in C++, while this thread waits in Python, which handles signals meanwhile.
+
+    Args:
+        function: what to call.
+        limit_s: longest time.
+        look: called often, and may raise an error that ends the wait.
+
+    Raises:
+        TimeoutError: it takes longer; it goes on in its thread as long as the process lives.
+    """
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="start", daemon=True).start()
+    deadline = time.monotonic() + limit_s
+    while not wait([future], 0.1).done:
+        look()
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return future.result()
 
 
 def agree_on_attempt(
@@ -361,11 +448,11 @@ def errors_told_first(world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if world.control is not None:
+        if world.is_distributed:
             ignore_signals()  # torchrun sends SIGTERM to all ranks as soon as one has died
         # For the log file; the console gets it in a better form.
         logger.debug("ended by %s", type(error).__name__, exc_info=True)
-        if world.control is None:
+        if not world.is_distributed:
             raise
         raise RankEnded(_tell(world.rank, world.control, error)) from error
 
@@ -378,45 +465,51 @@ class RankEnded(SystemExit):
         _leave(self.code if isinstance(self.code, int) else 1)
 
 
-def _tell(rank: int, control: ControlPlane, error: BaseException) -> int:
+def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     """Tell an error, or the failure of another rank that has caused it, and return the exit code.
 
     It is printed first, then written to torchrun's error file and published, which may take `FAREWELL_S`.
     """
-    cause = _cause(control, error)
-    if cause is not None:
-        _print(rank, f"rank {cause.rank}: {cause.message}")
-    elif isinstance(error, LinnaeusError | Interrupted):
+    cause, is_first = None, True
+    with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
+        if control is not None:
+            cause, is_first = _in_thread(partial(_cause, control, error), _CONNECT_S)
+    is_ours = isinstance(error, LinnaeusError | Interrupted)
+    if cause is None and isinstance(error, LinnaeusError | Interrupted):
         cause = Failure(rank, str(error), error.exit_code)
-        _print(rank, cause.message)
-    else:
-        traceback.print_exception(error)
+    elif cause is None:
         cause = Failure(rank, f"{type(error).__name__}: {error}")
-        _print(rank, cause.message)
-    with suppress(torch_dist.DistError):  # the store may have gone
-        if control.failure is None:  # torchrun names the rank that tells it first
-            _write_error_file(cause, error)
-        control.fail(cause)
+    if cause.is_hang or (cause.rank == rank and not is_ours):
+        traceback.print_exception(error)
+    _print(rank, cause.message if cause.rank == rank else f"rank {cause.rank}: {cause.message}")
+    if is_first:  # torchrun names the rank that tells it first
+        _write_error_file(cause, error)
+    with suppress(torch_dist.DistError, TimeoutError):
+        if control is not None:
+            _in_thread(partial(control.fail, cause), FAREWELL_S + _CONNECT_S)
     return cause.exit_code
 
 
-def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
-    """The failure of another rank behind this rank's error; None if it is this rank's own."""
+def _cause(control: ControlPlane, error: BaseException) -> tuple[Failure | None, bool]:
+    """The failure behind an error, None if it is this rank's own; and whether no rank has failed before."""
     is_lost = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
     is_ended = isinstance(error, Interrupted) and error.signal == signal.SIGTERM
     deadline = time.monotonic() + (_CAUSE_S if is_lost else _LAUNCHER_S if is_ended else 0.0)
-    with suppress(torch_dist.DistError):
-        while True:
-            failure = control.failure
-            if failure is not None and (failure.rank != control.rank or is_lost):
-                return failure
-            if (is_lost or is_ended) and (dead := control.dead_neighbours()):
-                dead_rank, doing = dead[0]
-                return Failure(dead_rank, f"its process died ({doing}), so the job ends")
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(0.05)
-    return None
+    while True:
+        failure = control.failure
+        if failure is not None and (failure.rank != control.rank or is_lost):
+            return failure, False
+        if (is_lost or is_ended) and (dead := control.dead_neighbours()):
+            dead_rank, doing = dead[0]
+            return Failure(dead_rank, f"its process died ({doing}), so the job ends"), True
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    if isinstance(error, RuntimeError) and _OVERDUE.search(str(error)) is not None:
+        control.end_silent_ranks()
+        message = f"a collective has taken longer than {control.limit_name} ({first_line(error)}). "
+        return Failure(control.rank, message + control.overview(), is_hang=True), True
+    return None, failure is None
 
 
 def _write_error_file(cause: Failure, error: BaseException) -> None:
@@ -442,11 +535,7 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _stop_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _store(rank: int, timeout: timedelta) -> torch_dist.Store:
+def _store(rank: int, limit_s: float) -> torch_dist.Store:
     """A connection to the store: torchrun's own where it has one, else rank 0's.
 
     torch's rendezvous is not used: some versions put a count of restarts before the keys, which differs
@@ -454,14 +543,14 @@ def _store(rank: int, timeout: timedelta) -> torch_dist.Store:
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + limit_s
     while True:
         try:
             store = torch_dist.TCPStore(
-                host, port, is_master=rank == 0 and not is_torchruns, timeout=_CONNECT_TIMEOUT,
+                host, port, is_master=rank == 0 and not is_torchruns, timeout=timedelta(seconds=_CONNECT_S),
                 wait_for_workers=False, multi_tenant=True,
             )  # fmt: skip
-            store.set_timeout(timeout)
+            store.set_timeout(timedelta(seconds=limit_s))
             return store
         except torch_dist.DistError as error:
             if rank == 0 and not is_torchruns:
@@ -471,8 +560,7 @@ def _store(rank: int, timeout: timedelta) -> torch_dist.Store:
             if time.monotonic() > deadline:
                 raise LinnaeusError(
                     f"rank {rank} finds no store at {host}:{port} (MASTER_ADDR, MASTER_PORT) within "
-                    f"{timeout.total_seconds() / 60:.3g} minutes: see whether rank 0 runs, or raise "
-                    "DIST.START_MINUTES"
+                    f"{limit_s / 60:.3g} minutes: see whether rank 0 runs, or raise DIST.START_MINUTES"
                 ) from None
 
 
