@@ -49,8 +49,8 @@ logger = logging.getLogger("linnaeus.dist")
 _BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
 _CAUSE_S = 2.0
 """How long a rank that has lost its connection to another one waits for the cause to be known."""
-_CONNECT_S = 10.0
-"""Longest time of one attempt to reach the store, and of its answer."""
+_ANSWER_S = 10.0
+"""A store that has not answered for so long is not waited for."""
 _LAUNCHER_S = 0.5
 """How long a rank that the launcher has ended looks for the death of another one, which is why it did."""
 _LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process")
@@ -291,10 +291,15 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
 def _meet(rank: int, world_size: int, config: DistConfig) -> ControlPlane:
     """The control plane of the ranks of this attempt, once all have come.
 
+    It uses torchrun's own store, where it has one, else rank 0's. torch's rendezvous is not used: some
+    versions put a count of restarts before the keys, which differs between nodes.
+
     Raises:
         LinnaeusError: a rank has not come within `DIST.START_MINUTES`, or the store does not answer.
     """
-    limit_s, timeout_s = config.START_MINUTES * 60, config.TIMEOUT_MINUTES * 60
+    limit_s, minutes = config.START_MINUTES * 60, config.TIMEOUT_MINUTES
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     def end_process(failure: Failure) -> None:
         _print(rank, f"rank {failure.rank}: {failure.message}")
@@ -302,21 +307,23 @@ def _meet(rank: int, world_size: int, config: DistConfig) -> ControlPlane:
         _leave(failure.exit_code)
 
     def meet() -> ControlPlane:
-        store = _store(rank, limit_s)
+        store = torch_dist.TCPStore(
+            host, port, is_master=rank == 0 and not is_torchruns, timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
         attempt = agree_on_attempt(store, rank, world_size, limit_s)
         return ControlPlane(
             torch_dist.PrefixStore(f"{attempt}/linnaeus", store), rank, world_size, end_process=end_process,
-            limit_s=timeout_s, limit_name=f"DIST.TIMEOUT_MINUTES {config.TIMEOUT_MINUTES:g}",
+            limit_s=minutes * 60, limit_name=f"DIST.TIMEOUT_MINUTES {minutes:g}",
         )  # fmt: skip
 
     try:
-        return _in_thread(meet, limit_s + _CONNECT_S)
-    except TimeoutError:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return _in_thread(meet, limit_s + _ANSWER_S)
+    except (TimeoutError, torch_dist.DistError) as error:
         raise LinnaeusError(
-            f"the store at {address} (MASTER_ADDR, MASTER_PORT) has not answered rank {rank} within "
-            f"{config.START_MINUTES:g} minutes (DIST.START_MINUTES): see whether torchrun, or rank 0, runs "
-            "and whether another program uses the port"
+            f"the store at {host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be used: {first_line(error)}. See "
+            "whether torchrun, or rank 0, runs, whether another program uses the port, and "
+            f"DIST.START_MINUTES {config.START_MINUTES:g}"
         ) from None
 
 
@@ -372,7 +379,7 @@ def _in_thread(function: Callable[[], T], limit_s: float, look: Callable[[], obj
     while not wait([future], 0.1).done:
         look()
         if time.monotonic() > deadline:
-            raise TimeoutError
+            raise TimeoutError("no answer")
     return future.result()
 
 
@@ -473,7 +480,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     cause, is_first = None, True
     with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
         if control is not None:
-            cause, is_first = _in_thread(partial(_cause, control, error), _CONNECT_S)
+            cause, is_first = _in_thread(partial(_cause, control, error), _ANSWER_S)
     is_ours = isinstance(error, LinnaeusError | Interrupted)
     if cause is None and isinstance(error, LinnaeusError | Interrupted):
         cause = Failure(rank, str(error), error.exit_code)
@@ -486,7 +493,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
         _write_error_file(cause, error)
     with suppress(torch_dist.DistError, TimeoutError):
         if control is not None:
-            _in_thread(partial(control.fail, cause), FAREWELL_S + _CONNECT_S)
+            _in_thread(partial(control.fail, cause), FAREWELL_S + _ANSWER_S)
     return cause.exit_code
 
 
@@ -535,52 +542,23 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _store(rank: int, limit_s: float) -> torch_dist.Store:
-    """A connection to the store: torchrun's own where it has one, else rank 0's.
-
-    torch's rendezvous is not used: some versions put a count of restarts before the keys, which differs
-    between nodes.
-    """
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            store = torch_dist.TCPStore(
-                host, port, is_master=rank == 0 and not is_torchruns, timeout=timedelta(seconds=_CONNECT_S),
-                wait_for_workers=False, multi_tenant=True,
-            )  # fmt: skip
-            store.set_timeout(timedelta(seconds=limit_s))
-            return store
-        except torch_dist.DistError as error:
-            if rank == 0 and not is_torchruns:
-                raise LinnaeusError(
-                    f"rank 0 cannot serve port {port} (MASTER_PORT): {first_line(error)}"
-                ) from None
-            if time.monotonic() > deadline:
-                raise LinnaeusError(
-                    f"rank {rank} finds no store at {host}:{port} (MASTER_ADDR, MASTER_PORT) within "
-                    f"{limit_s / 60:.3g} minutes: see whether rank 0 runs, or raise DIST.START_MINUTES"
-                ) from None
-
-
 def _rank_and_world_size() -> tuple[int, int]:
     """What the launcher says in the environment.
 
     Raises:
         ConfigError: it does not fit together.
     """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    values = {name: os.environ.get(name) for name in names}
-    numbers = [value for name, value in values.items() if name != "MASTER_ADDR"]
-    is_whole = None not in values.values() and all((number or "").isdecimal() for number in numbers)
-    if not is_whole or int(values["RANK"] or 0) >= int(values["WORLD_SIZE"] or 0):
-        told = ", ".join(f"{name}={value}" for name, value in values.items())
+    told = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
+    rank, world_size, _ = numbers = [
+        int(text) if text.isdecimal() else -1 for text in list(told.values())[:3]
+    ]
+    if min(numbers) < 0 or not told["MASTER_ADDR"] or rank >= world_size:
+        listed = ", ".join(f"{name}={value or None}" for name, value in told.items())
         raise ConfigError(
-            f"the environment says {told}; RANK must lie below WORLD_SIZE, and the others say where rank 0 "
+            f"the environment says {listed}; RANK must lie below WORLD_SIZE, and the others say where rank 0 "
             "is. torchrun sets them; unset RANK and WORLD_SIZE for a single process"
         )
-    return int(values["RANK"] or 0), int(values["WORLD_SIZE"] or 0)
+    return rank, world_size
 
 
 def _refuse_tasks_without_torchrun() -> None:

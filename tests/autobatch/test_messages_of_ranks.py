@@ -42,6 +42,8 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: process.pid)
         other.update("train: trying batch size 128")
+    main.look()
+    main.look()
     messages["a rank that has died"] = error_of(main.check)
     main, other = planes()
     other.fail(Failure(1, "ValueError: this is broken"))

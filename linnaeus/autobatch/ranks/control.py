@@ -221,8 +221,8 @@ class ControlPlane:
                 continue
             looks = self._silent_looks[rank] = self._silent_looks[rank] + 1 if beat.count == last_count else 0
             self._last_counts[rank] = beat.count
-            if looks > 1 and beat.status() == psutil.STATUS_ZOMBIE:
-                self._declare_dead(rank)
+            if looks and beat.status() == psutil.STATUS_ZOMBIE:
+                keys.put_first("failure", Failure(rank, f"its process died ({beat.doing}), so the job ends"))
             elif looks and looks % SILENCE_LOOKS == 0:
                 status, seconds = beat.status() or "on another machine", looks * BEAT_S
                 is_overdue = seconds >= self.limit_s
@@ -312,9 +312,6 @@ class ControlPlane:
                 raise OverdueError(name, self._beat_of(rank).doing)
             if now - looked > BEAT_S:
                 looked, doing = now, self._beat_of(rank).doing
-                if self._is_dead(rank) and not self.keys.exist([key]):
-                    self._declare_dead(rank)
-                    continue
                 on_wait(name, doing)
                 if now - reported > (REPORT_S if doing == reported_doing else min(CHANGE_S, REPORT_S)):
                     reported, reported_doing = now, doing
@@ -354,18 +351,12 @@ class ControlPlane:
     def check(self) -> None:
         """Raise the failure of another rank, if there is one: what this rank does is in vain then."""
         with contextlib.suppress(torch_dist.DistError):
-            for rank, _ in self.dead_neighbours():
-                self._declare_dead(rank)
             self._raise_failure()
 
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
             self.keys.put(f"read/{self.rank}", True)
             raise ForeignFailureError(failure, self.name_of(failure.rank))
-
-    def _declare_dead(self, rank: int) -> None:
-        doing = self._beat_of(rank).doing
-        self.keys.put_first("failure", Failure(rank, f"its process died ({doing}), so the job ends"))
 
     def _is_dead(self, rank: int) -> bool:
         """Whether the process of a rank on this machine has ended."""
