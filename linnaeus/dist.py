@@ -63,8 +63,9 @@ _OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout"
 class World:
     """The processes of this run, as one of them sees them.
 
-    Objects that decide how a run goes on travel over the control plane, where waiting has no timeout and an
-    error of another rank is raised. During training, sums and checkpoints use `host_group`.
+    Objects that decide how a run goes on travel over the control plane, where waiting has no timeout and the
+    failure of another rank is raised as a `LinnaeusError` with its message and exit code. During training,
+    sums and checkpoints use `host_group`.
 
     Attributes:
         device: where this rank computes.
@@ -100,27 +101,15 @@ class World:
             self.control.update(doing)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. It must be picklable.
-
-        Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
-        """
+        """Rank 0's value, on every rank. It must be picklable."""
         return value if self.control is None else self.control.broadcast(value)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank. They must be picklable.
-
-        Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
-        """
+        """The values of all ranks, in rank order, on every rank. They must be picklable."""
         return [value] if self.control is None else self.control.gather(value)
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0 and return its result on every rank.
-
-        Raises:
-            LinnaeusError: the function raised it on rank 0, or another rank has failed.
-        """
+        """Call `function` on rank 0 and return its result on every rank, or raise its error there."""
         return self.broadcast(function() if self.is_main else None)  # type: ignore[no-any-return]
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
@@ -330,14 +319,8 @@ def _meet(rank: int, world_size: int, config: DistConfig) -> ControlPlane:
 def _make_groups(
     device: torch.device, control: ControlPlane, config: DistConfig
 ) -> tuple[torch_dist.ProcessGroup | None, torch_dist.ProcessGroup]:
-    """Initialise the default process group; the host group and that of this rank alone.
-
-    Raises:
-        ForeignFailureError: another rank has failed.
-    """
-    backend = config.BACKEND
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
+    """Initialise the default process group; the host group, and that of this rank alone."""
+    backend = config.BACKEND if config.BACKEND != "auto" else "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=config.TIMEOUT_MINUTES)
 
     def make() -> tuple[Any, torch_dist.ProcessGroup]:
@@ -356,15 +339,12 @@ def _make_groups(
 
 
 def _in_thread(function: Callable[[], T], limit_s: float, look: Callable[[], object] = lambda: None) -> T:
-    """Call a function that waits in C++, while this thread waits in Python, which handles signals meanwhile.
+    """Call a function that waits in C++, while this thread waits in Python, where signals are handled.
 
-    Args:
-        function: what to call.
-        limit_s: longest time.
-        look: called often, and may raise an error that ends the wait.
+    `look` is called meanwhile; an error that it raises ends the wait.
 
     Raises:
-        TimeoutError: it takes longer; it goes on in its thread as long as the process lives.
+        TimeoutError: it takes longer than `limit_s`; its thread goes on as long as the process lives.
     """
     future: Future[T] = Future()
 
@@ -482,10 +462,9 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
         if control is not None:
             cause, is_first = _in_thread(partial(_cause, control, error), _ANSWER_S)
     is_ours = isinstance(error, LinnaeusError | Interrupted)
-    if cause is None and isinstance(error, LinnaeusError | Interrupted):
-        cause = Failure(rank, str(error), error.exit_code)
-    elif cause is None:
-        cause = Failure(rank, f"{type(error).__name__}: {error}")
+    if cause is None:
+        message = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        cause = Failure(rank, message, getattr(error, "exit_code", 1))
     if cause.is_hang or (cause.rank == rank and not is_ours):
         traceback.print_exception(error)
     _print(rank, cause.message if cause.rank == rank else f"rank {cause.rank}: {cause.message}")
