@@ -5,8 +5,8 @@
     python -m benchmarks.fault_times --random 200 --ranks 3
 
 Each fault happens in a real job on the CPU. Without options each kind happens on rank 0 and on rank 1, at
-each of six places. A line has the seconds from the fault to the end of the last process, the exit code, what the
-ranks said, and what the same command did next. `deaf` holds the GIL for 45 s, `hang` waits for ever, with
+each of six places. A line has the seconds from the fault to the end of the last process, the exit code, what
+the ranks said, and what the same command did next. `deaf` holds the GIL for 45 s, `hang` waits for ever, with
 `DIST.TIMEOUT_MINUTES=0.2`.
 
 `--start`: while the ranks import torch, torchrun is killed, or it is stopped and its ranks get SIGTERM.
