@@ -56,7 +56,8 @@ _LAUNCHER_S = 0.5
 _LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process")
 """How backends say that another rank has gone. An error that only looks like it is told a little later."""
 _OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
-"""How they say that a collective has taken too long."""
+"""How gloo and the store say that a collective has taken too long."""
+_LONG = "a collective has taken longer than"
 
 
 @dataclass(frozen=True)
@@ -293,6 +294,8 @@ def _meet(rank: int, world_size: int, config: DistConfig) -> ControlPlane:
     def end_process(failure: Failure) -> None:
         _print(rank, f"rank {failure.rank}: {failure.message}")
         faulthandler.dump_traceback()  # where the main thread hangs
+        if failure.rank == rank:
+            _write_error_file(failure)
         _leave(failure.exit_code)
 
     def meet() -> ControlPlane:
@@ -328,8 +331,14 @@ def _make_groups(
             backend, store=control.store.clone(), timeout=timeout,
             rank=control.rank, world_size=control.world_size,
         )  # fmt: skip
-        host_group = torch_dist.new_group(None, timeout, "gloo") if backend == "nccl" else None
-        return host_group or torch_dist.group.WORLD, group_of_this_rank(backend, timeout)
+        group: Any = torch_dist.group.WORLD
+        if backend == "nccl":
+            if hasattr(group, "register_abort_hook"):  # since torch 2.15
+                group.register_abort_hook(
+                    0, lambda: control.declare_hang(control.rank, f"{_LONG} {control.limit_name}")
+                )
+            group = torch_dist.new_group(None, timeout, "gloo")
+        return group, group_of_this_rank(backend, timeout)
 
     def look() -> None:
         if control.seen is not None:
@@ -492,18 +501,17 @@ def _cause(control: ControlPlane, error: BaseException) -> tuple[Failure | None,
             break
         time.sleep(0.05)
     if isinstance(error, RuntimeError) and _OVERDUE.search(str(error)) is not None:
-        control.end_silent_ranks()
-        message = f"a collective has taken longer than {control.limit_name} ({first_line(error)}). "
-        return Failure(control.rank, message + control.overview(), is_hang=True), True
+        failure = control.declare_hang(control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})")
+        return failure, failure.rank == control.rank
     return None, failure is None
 
 
-def _write_error_file(cause: Failure, error: BaseException) -> None:
+def _write_error_file(cause: Failure, error: BaseException | None = None) -> None:
     """Tell torchrun, which shows the first error of the job when it ends."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    is_ours = isinstance(error, LinnaeusError | Interrupted)
+    is_ours = isinstance(error, LinnaeusError | Interrupted | None)
     shown = cause.message if is_ours else "".join(traceback.format_exception(error))
     extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}  # torchrun prints the former
     with suppress(OSError):

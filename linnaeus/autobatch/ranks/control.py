@@ -229,23 +229,26 @@ class ControlPlane:
                 over = f", longer than {self.limit_name}" if is_overdue else ""
                 silence = f"no heartbeat for {seconds:.0f} s{over}; its process {beat.pid} is {status}"
                 if is_overdue or status == psutil.STATUS_STOPPED:
-                    keys.put_first("failure", Failure(rank, f"{silence}. {self.overview()}", is_hang=True))
-                    self.end_silent_ranks()
+                    self.declare_hang(rank, silence)
                 else:
                     logger.warning("rank %d (%s): %s; waiting", self.name_of(rank), beat.doing, silence)
 
-    def overview(self) -> str:
-        """What each rank was doing when it sent its last heartbeat; a line for all that did the same."""
-        ranks: dict[str, list[str]] = {}
-        for rank in range(self.world_size):
-            ranks.setdefault(self._beat_of(rank).doing, []).append(str(self.name_of(rank)))
-        lines = (f"\n  rank {', '.join(names)}: {doing}" for doing, names in ranks.items())
-        return "Last heard of:" + "".join(lines)
+    def declare_hang(self, rank: int, why: str) -> Failure:
+        """Publish that a rank, or a collective that it takes part in, hangs, with what each rank did last.
 
-    def end_silent_ranks(self) -> None:
-        """Abort silent ranks of this launcher: faulthandler, where it is on, prints their stacks."""
-        for rank, looks in self._silent_looks.items():
-            beat = self._beat_of(rank)
+        Silent ranks of this launcher are aborted: faulthandler, where it is on, prints their stacks.
+
+        Returns:
+            The first failure of the job.
+        """
+        ranks: dict[str, list[str]] = {}
+        for each in range(self.world_size):
+            ranks.setdefault(self._beat_of(each).doing, []).append(str(self.name_of(each)))
+        lines = (f"\n  rank {', '.join(names)}: {doing}" for doing, names in ranks.items())
+        message = f"{why}. Last heard of:{''.join(lines)}"
+        first: Failure = self.keys.put_first("failure", Failure(rank, message, is_hang=True))
+        for each, looks in self._silent_looks.items():
+            beat = self._beat_of(each)
             if self._end_process is None or looks < SILENCE_LOOKS or not beat.is_on_this_machine():
                 continue
             with contextlib.suppress(psutil.Error):
@@ -253,6 +256,7 @@ class ControlPlane:
                 if process.ppid() == os.getppid():  # else the number is that of another process by now
                     process.send_signal(signal.SIGABRT)
                     process.resume()
+        return first
 
     # --- exchanges ---
 
