@@ -164,7 +164,8 @@ def show_random(count: int, num_ranks: int) -> None:
         name = chance.choice(("SIGKILL", "SIGTERM", "SIGINT", "SIGUSR1", "SIGSTOP"))
         target, moment_s = chance.randrange(-1, num_ranks), chance.uniform(0, 1.2 * duration_s)
         with tempfile.TemporaryDirectory() as folder:
-            job = Job(Path(folder), ranks=num_ranks, forked=number % 2 == 0)
+            # A rank that is stopped before its first heartbeat is waited for as one that starts late.
+            job = Job(Path(folder), "DIST.START_MINUTES=0.5", ranks=num_ranks, forked=number % 2 == 0)
             job.wait(job.has_ended, limit_s=moment_s)
             ranks = job.ranks()
             if target == -1 and name != "SIGSTOP":
