@@ -378,8 +378,8 @@ def agree_on_attempt(
     """A name that all ranks of this attempt have in common, and that no earlier attempt had.
 
     The store may outlive an attempt that a launcher has restarted, and each node's launcher counts its
-    restarts for itself. So rank 0 makes up a name and tells it together with the calling card that each rank
-    has laid down; a rank takes the name as soon as its own card is among them, and says so.
+    restarts for itself. So each rank lays down a card, and rank 0 tells all cards that it has found; a rank
+    joins as soon as its own card is among them. Rank 0's card is the name.
 
     Args:
         store: of the process group.
@@ -391,44 +391,33 @@ def agree_on_attempt(
         LinnaeusError: a rank has not come in time.
     """
     keys = Keys(torch_dist.PrefixStore("linnaeus", store))
-    card, started = uuid.uuid4().hex, clock.monotonic()
-
-    def wait_for(late: str) -> None:
-        if clock.monotonic() - started > limit_s:
+    card, told, others = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
+    started = reported = clock.monotonic()
+    if rank:
+        keys.put(f"card/{rank}", card)
+    while True:
+        if rank == 0:
+            cards = {0: card} | {other: keys.get(f"card/{other}") for other in others}
+            if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
+                keys.put("attempt", told := cards)
+            late = ", ".join(str(other) for other in others if not keys.exist([f"joined/{card}/{other}"]))
+        else:
+            told = keys.get("attempt") or {}
+            late = "" if told.get(rank) == card else "0"
+            if not late:
+                keys.put(f"joined/{told[0]}/{rank}", True)
+        if not late:
+            return told[0]
+        now = clock.monotonic()
+        if now - started > limit_s:
             raise LinnaeusError(
                 f"rank {late} has not started within {limit_s / 60:.3g} minutes; see whether its process "
                 "runs, or raise DIST.START_MINUTES"
             )
-        clock.sleep(0.05)
-
-    if rank == 0:
-        return _found_attempt(keys, card, world_size, clock, wait_for)
-    keys.put(f"card/{rank}", card)
-    while True:
-        told: tuple[str, dict[int, str]] | None = keys.get("attempt")
-        if told is not None and told[1].get(rank) == card:
-            keys.put(f"joined/{told[0]}/{rank}", True)
-            return told[0]
-        wait_for("0")
-
-
-def _found_attempt(
-    keys: Keys, name: str, world_size: int, clock: Any, wait_for: Callable[[str], None]
-) -> str:
-    told: dict[int, str] = {}
-    reported = clock.monotonic()
-    while True:
-        cards = {rank: keys.get(f"card/{rank}") for rank in range(1, world_size)}
-        if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
-            keys.put("attempt", (name, cards))
-            told = cards
-        late = ", ".join(str(rank) for rank in cards if not keys.exist([f"joined/{name}/{rank}"]))
-        if not late:
-            return name
-        if clock.monotonic() - reported > REPORT_S:
-            reported = clock.monotonic()
+        if rank == 0 and now - reported > REPORT_S:
+            reported = now
             print(f"[rank 0] waiting for rank {late} to start", file=sys.stderr, flush=True)  # no log yet
-        wait_for(late)
+        clock.sleep(0.05)
 
 
 @contextmanager

@@ -45,8 +45,6 @@ POLL_S = (0.001, 1.0)
 """Shortest and longest pause between two reads of a value; the pause grows with the time waited."""
 REPORT_S = 30.0
 """A waiting rank logs this often what it waits for."""
-CHANGE_S = 5.0
-"""It does so earlier when the other rank does something else; this is the shortest time between two lines."""
 FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
 ABANDON_LOOKS = 10
@@ -304,7 +302,6 @@ class ControlPlane:
     ) -> Any:
         key, name = f"value/{number}/{rank}", self.name_of(rank)
         started = looked = reported = self.clock.monotonic()
-        reported_doing = ""
         while True:
             has_failed = self.failure is not None  # read first: what a rank has sent before it failed counts
             if self.keys.exist([key]):
@@ -317,8 +314,8 @@ class ControlPlane:
             if now - looked > BEAT_S:
                 looked, doing = now, self._beat_of(rank).doing
                 on_wait(name, doing)
-                if now - reported > (REPORT_S if doing == reported_doing else min(CHANGE_S, REPORT_S)):
-                    reported, reported_doing = now, doing
+                if now - reported > REPORT_S:
+                    reported = now
                     logger.info("waiting %.0f s for rank %d: %s", now - started, name, doing)
             self.clock.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
 
