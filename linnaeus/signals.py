@@ -122,12 +122,13 @@ class StopRequest:
         """Say at once that a signal was heard: the main thread may be in a call, or wait for a thread's."""
         is_told = False
         while (number := os.read(reader, 1)[0]) != 0:
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            is_ctrl_c = number == signal.SIGINT
             if number in SIGNALS and self._deferred and not is_told:
-                is_told, again = True, " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+                is_told, name = True, "Ctrl-C" if is_ctrl_c else signal.Signals(number).name
+                again = " (Ctrl-C again: at once)" if is_ctrl_c else ""
                 logger.info("%s: stopping after this step and saving a checkpoint%s", name, again)
-            elif number == signal.SIGINT:
-                print(f"{name}: stopping as soon as the call under way returns", file=sys.stderr, flush=True)
+            elif is_ctrl_c:
+                print("Ctrl-C: stopping as soon as the call under way returns", file=sys.stderr, flush=True)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
