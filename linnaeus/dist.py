@@ -110,7 +110,7 @@ class World:
         return [value] if self.control is None else self.control.gather(value)
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0 and return its result on every rank, or raise its error there."""
+        """Call `function` on rank 0 and return its result on every rank."""
         return self.broadcast(function() if self.is_main else None)  # type: ignore[no-any-return]
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:

@@ -142,9 +142,8 @@ class ControlPlane:
         self._pulse_keys = Keys(store.clone())
         self._end_process = end_process
         self._counts = itertools.count()
-        watched = range(1, world_size) if rank == 0 else range(1)
-        self._silent_looks = dict.fromkeys(watched, 0)
-        self._last_counts = dict.fromkeys(watched, -1)
+        # For each rank that this one looks after: the count of its last heartbeat, and the looks since.
+        self._watched = dict.fromkeys(range(1, world_size) if rank == 0 else range(1), (_GONE, 0))
         self._looks_after_failure = 0
         self._is_store_lost = False
         self._closed = threading.Event()
@@ -213,12 +212,12 @@ class ControlPlane:
             self._end_process(failure)
 
     def _look_for_silence(self, keys: Keys) -> None:
-        for rank, last_count in self._last_counts.items():
+        for rank, (last_count, looks) in self._watched.items():
             beat = keys.get(f"beat/{rank}") or _Beat()
             if beat.count == _GONE:
                 continue
-            looks = self._silent_looks[rank] = self._silent_looks[rank] + 1 if beat.count == last_count else 0
-            self._last_counts[rank] = beat.count
+            looks = looks + 1 if beat.count == last_count else 0
+            self._watched[rank] = beat.count, looks
             if looks and beat.status() == psutil.STATUS_ZOMBIE:
                 keys.put_first("failure", Failure(rank, f"its process died ({beat.doing}), so the job ends"))
             elif looks and looks % SILENCE_LOOKS == 0:
@@ -245,7 +244,7 @@ class ControlPlane:
         lines = (f"\n  rank {', '.join(names)}: {doing}" for doing, names in ranks.items())
         message = f"{why}. Last heard of:{''.join(lines)}"
         first: Failure = self.keys.put_first("failure", Failure(rank, message, is_hang=True))
-        for each, looks in self._silent_looks.items():
+        for each, (_, looks) in self._watched.items():
             beat = self._beat_of(each)
             if self._end_process is None or looks < SILENCE_LOOKS or not beat.is_on_this_machine():
                 continue
