@@ -327,6 +327,8 @@ def _make_groups(
     timeout = timedelta(minutes=config.TIMEOUT_MINUTES)
 
     def make() -> tuple[Any, torch_dist.ProcessGroup]:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index or 0)  # each thread has its own
         torch_dist.init_process_group(
             backend, store=control.store.clone(), timeout=timeout,
             rank=control.rank, world_size=control.world_size,
