@@ -116,7 +116,7 @@ def show(name: str, *options: str, **env: str) -> None:
         began = happened.stat().st_mtime if happened.exists() else ended
         told = re.findall(r"(?<=\[rank \d\] )rank \d: .*|rank \d \(.*: no heartbeat.*|stopped by \w+", text)
         again = Job(Path(folder)).end()
-        what = shorten(told[0], 90, placeholder=" …") if told else "nothing"
+        what = shorten(min(told), 90, placeholder=" …") if told else "nothing"
         then = "the run is complete" if again == 0 else f"exit code {again}"
         print(
             f"{name:<48} {ended - began:5.1f} s  exit code {code!s:>4}  {what}; next start: {then}",
