@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
+import math
 import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,9 +29,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.ranks.control import (
+    FAREWELL_S,
     REPORT_S,
     ControlPlane,
     Failure,
+    ForeignFailureError,
     Keys,
     first_difference,
     group_of_this_rank,
@@ -42,20 +49,24 @@ logger = logging.getLogger("linnaeus.dist")
 _BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
 _CAUSE_S = 2.0
 """How long a rank that has lost its connection to another one waits for the cause to be known."""
-_CONNECT_TIMEOUT = timedelta(seconds=10)
-"""Of one attempt to reach the store. torch's wait lets no signal through, so it is no longer than this."""
+_ANSWER_S = 10.0
+"""A store that has not answered for so long is not waited for."""
 _LAUNCHER_S = 0.5
 """How long a rank that the launcher has ended looks for the death of another one, which is why it did."""
 _LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process")
 """How backends say that another rank has gone. An error that only looks like it is told a little later."""
+_OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
+"""How gloo and the store say that a collective has taken too long."""
+_LONG = "a collective has taken longer than"
 
 
 @dataclass(frozen=True)
 class World:
     """The processes of this run, as one of them sees them.
 
-    Objects that decide how a run goes on travel over the control plane, where waiting has no timeout and an
-    error of another rank is raised. During training, sums and checkpoints use `host_group`.
+    Objects that decide how a run goes on travel over the control plane, where waiting has no timeout and the
+    failure of another rank is raised as a `LinnaeusError` with its message and exit code. During training,
+    sums and checkpoints use `host_group`.
 
     Attributes:
         device: where this rank computes.
@@ -82,33 +93,24 @@ class World:
         """Whether there are other ranks."""
         return self.world_size > 1
 
-    def update(self, doing: str) -> None:
-        """Say what this rank does from now on; other ranks name it when this one fails or hangs."""
+    def update(self, doing: str | Callable[[], str]) -> None:
+        """Say what this rank does from now on; other ranks name it when this one fails or hangs.
+
+        A function is asked about every second, in another thread.
+        """
         if self.control is not None:
             self.control.update(doing)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. It must be picklable.
-
-        Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
-        """
+        """Rank 0's value, on every rank. It must be picklable."""
         return value if self.control is None else self.control.broadcast(value)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank. They must be picklable.
-
-        Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
-        """
+        """The values of all ranks, in rank order, on every rank. They must be picklable."""
         return [value] if self.control is None else self.control.gather(value)
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0 and return its result on every rank.
-
-        Raises:
-            LinnaeusError: the function raised it on rank 0, or another rank has failed.
-        """
+        """Call `function` on rank 0 and return its result on every rank."""
         return self.broadcast(function() if self.is_main else None)  # type: ignore[no-any-return]
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
@@ -252,41 +254,124 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
         return
     rank, world_size = _rank_and_world_size()
     if world_size == 1:
-        with ControlPlane(torch_dist.HashStore(), 0, 1, on_orphaned=_stop_this_process):
-            yield World(device)
+        yield World(device)
         return
-    timeout = timedelta(minutes=config.TIMEOUT_MINUTES)
-    store = _store(rank, timedelta(minutes=config.START_MINUTES))
-    attempt = agree_on_attempt(store, rank, world_size, config.START_MINUTES * 60)
-    store = torch_dist.PrefixStore(attempt, store)
-    control_store = torch_dist.PrefixStore("linnaeus", store)
-
-    def end_process(failure: Failure) -> None:
-        _print(rank, f"rank {failure.rank}: {failure.message}")
-        _leave(failure.exit_code)
-
-    with ControlPlane(
-        control_store, rank, world_size, end_process=end_process, on_orphaned=_stop_this_process
-    ) as control:
-        backend = config.BACKEND
-        if backend == "auto":
-            backend = "nccl" if device.type == "cuda" else "gloo"
-        torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        host_group = torch_dist.new_group(None, timeout, "gloo") if backend == "nccl" else None
-        assert not isinstance(host_group, int)  # this rank is a member
+    faulthandler.enable()
+    with errors_told_first(World(device, rank, world_size)):
+        control = _meet(rank, world_size, config)
+    with control:
+        with errors_told_first(World(device, rank, world_size, control=control)):
+            control.update("joining the process group")
+            host_group, single_rank_group = _make_groups(device, control, config)
         yield World(  # with `device_id`, torch would refuse the group of a single rank
             device=device,
             rank=rank,
             world_size=world_size,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             control=control,
-            host_group=host_group or torch_dist.group.WORLD,
-            single_rank_group=group_of_this_rank(backend, timeout),
+            host_group=host_group,
+            single_rank_group=single_rank_group,
         )
         with suppress(torch_dist.DistError):  # the launcher, which hosts the store, may have ended
             control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
             control.collect(None)  # rank 0 leaves last: it may host the store
     torch_dist.destroy_process_group()
+
+
+def _meet(rank: int, world_size: int, config: DistConfig) -> ControlPlane:
+    """The control plane of the ranks of this attempt, once all have come.
+
+    It uses torchrun's own store, where it has one, else rank 0's. torch's rendezvous is not used: some
+    versions put a count of restarts before the keys, which differs between nodes.
+
+    Raises:
+        LinnaeusError: a rank has not come within `DIST.START_MINUTES`, or the store does not answer.
+    """
+    limit_s, minutes = config.START_MINUTES * 60, config.TIMEOUT_MINUTES
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def end_process(failure: Failure) -> None:
+        _print(rank, f"rank {failure.rank}: {failure.message}")
+        faulthandler.dump_traceback()  # where the main thread hangs
+        if failure.rank == rank:
+            _write_error_file(failure)
+        _leave(failure.exit_code)
+
+    def meet() -> ControlPlane:
+        store = torch_dist.TCPStore(
+            host, port, is_master=rank == 0 and not is_torchruns, timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+        attempt = agree_on_attempt(store, rank, world_size, limit_s)
+        return ControlPlane(
+            torch_dist.PrefixStore(f"{attempt}/linnaeus", store), rank, world_size, end_process=end_process,
+            limit_s=minutes * 60, limit_name=f"DIST.TIMEOUT_MINUTES {minutes:g}",
+        )  # fmt: skip
+
+    try:
+        return _in_thread(meet, limit_s + _ANSWER_S)
+    except (TimeoutError, torch_dist.DistError) as error:
+        raise LinnaeusError(
+            f"the store at {host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be used: {first_line(error)}. See "
+            "whether torchrun, or rank 0, runs, whether another program uses the port, and "
+            f"DIST.START_MINUTES {config.START_MINUTES:g}"
+        ) from None
+
+
+def _make_groups(
+    device: torch.device, control: ControlPlane, config: DistConfig
+) -> tuple[torch_dist.ProcessGroup | None, torch_dist.ProcessGroup]:
+    """Initialise the default process group; the host group, and that of this rank alone."""
+    backend = config.BACKEND if config.BACKEND != "auto" else "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=config.TIMEOUT_MINUTES)
+
+    def make() -> tuple[Any, torch_dist.ProcessGroup]:
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index or 0)  # each thread has its own
+        torch_dist.init_process_group(
+            backend, store=control.store.clone(), timeout=timeout,
+            rank=control.rank, world_size=control.world_size,
+        )  # fmt: skip
+        group: Any = torch_dist.group.WORLD
+        if backend == "nccl":
+            if hasattr(group, "register_abort_hook"):  # since torch 2.15
+                group.register_abort_hook(
+                    0, lambda: control.declare_hang(control.rank, f"{_LONG} {control.limit_name}")
+                )
+            group = torch_dist.new_group(None, timeout, "gloo")
+        return group, group_of_this_rank(backend, timeout)
+
+    def look() -> None:
+        if control.seen is not None:
+            raise ForeignFailureError(control.seen, control.seen.rank)
+
+    return _in_thread(make, math.inf, look)  # the process group has its timeout
+
+
+def _in_thread(function: Callable[[], T], limit_s: float, look: Callable[[], object] = lambda: None) -> T:
+    """Call a function that waits in C++, while this thread waits in Python, where signals are handled.
+
+    `look` is called meanwhile; an error that it raises ends the wait.
+
+    Raises:
+        TimeoutError: it takes longer than `limit_s`; its thread goes on as long as the process lives.
+    """
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="start", daemon=True).start()
+    deadline = time.monotonic() + limit_s
+    while not wait([future], 0.1).done:
+        look()
+        if time.monotonic() > deadline:
+            raise TimeoutError("no answer")
+    return future.result()
 
 
 def agree_on_attempt(
@@ -295,8 +380,8 @@ def agree_on_attempt(
     """A name that all ranks of this attempt have in common, and that no earlier attempt had.
 
     The store may outlive an attempt that a launcher has restarted, and each node's launcher counts its
-    restarts for itself. So rank 0 makes up a name and tells it together with the calling card that each rank
-    has laid down; a rank takes the name as soon as its own card is among them, and says so.
+    restarts for itself. So each rank lays down a card, and rank 0 tells all cards that it has found; a rank
+    joins as soon as its own card is among them. Rank 0's card is the name.
 
     Args:
         store: of the process group.
@@ -308,44 +393,33 @@ def agree_on_attempt(
         LinnaeusError: a rank has not come in time.
     """
     keys = Keys(torch_dist.PrefixStore("linnaeus", store))
-    card, started = uuid.uuid4().hex, clock.monotonic()
-
-    def wait_for(late: str) -> None:
-        if clock.monotonic() - started > limit_s:
+    card, told, others = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
+    started = reported = clock.monotonic()
+    if rank:
+        keys.put(f"card/{rank}", card)
+    while True:
+        if rank == 0:
+            cards = {0: card} | {other: keys.get(f"card/{other}") for other in others}
+            if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
+                keys.put("attempt", told := cards)
+            late = ", ".join(str(other) for other in others if not keys.exist([f"joined/{card}/{other}"]))
+        else:
+            told = keys.get("attempt") or {}
+            late = "" if told.get(rank) == card else "0"
+            if not late:
+                keys.put(f"joined/{told[0]}/{rank}", True)
+        if not late:
+            return told[0]
+        now = clock.monotonic()
+        if now - started > limit_s:
             raise LinnaeusError(
                 f"rank {late} has not started within {limit_s / 60:.3g} minutes; see whether its process "
                 "runs, or raise DIST.START_MINUTES"
             )
-        clock.sleep(0.05)
-
-    if rank == 0:
-        return _found_attempt(keys, card, world_size, clock, wait_for)
-    keys.put(f"card/{rank}", card)
-    while True:
-        told: tuple[str, dict[int, str]] | None = keys.get("attempt")
-        if told is not None and told[1].get(rank) == card:
-            keys.put(f"joined/{told[0]}/{rank}", True)
-            return told[0]
-        wait_for("0")
-
-
-def _found_attempt(
-    keys: Keys, name: str, world_size: int, clock: Any, wait_for: Callable[[str], None]
-) -> str:
-    told: dict[int, str] = {}
-    reported = clock.monotonic()
-    while True:
-        cards = {rank: keys.get(f"card/{rank}") for rank in range(1, world_size)}
-        if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
-            keys.put("attempt", (name, cards))
-            told = cards
-        late = ", ".join(str(rank) for rank in cards if not keys.exist([f"joined/{name}/{rank}"]))
-        if not late:
-            return name
-        if clock.monotonic() - reported > REPORT_S:
-            reported = clock.monotonic()
+        if rank == 0 and now - reported > REPORT_S:
+            reported = now
             print(f"[rank 0] waiting for rank {late} to start", file=sys.stderr, flush=True)  # no log yet
-        wait_for(late)
+        clock.sleep(0.05)
 
 
 @contextmanager
@@ -361,11 +435,11 @@ def errors_told_first(world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if world.control is not None:
+        if world.is_distributed:
             ignore_signals()  # torchrun sends SIGTERM to all ranks as soon as one has died
         # For the log file; the console gets it in a better form.
         logger.debug("ended by %s", type(error).__name__, exc_info=True)
-        if world.control is None:
+        if not world.is_distributed:
             raise
         raise RankEnded(_tell(world.rank, world.control, error)) from error
 
@@ -378,53 +452,57 @@ class RankEnded(SystemExit):
         _leave(self.code if isinstance(self.code, int) else 1)
 
 
-def _tell(rank: int, control: ControlPlane, error: BaseException) -> int:
+def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     """Tell an error, or the failure of another rank that has caused it, and return the exit code.
 
     It is printed first, then written to torchrun's error file and published, which may take `FAREWELL_S`.
     """
-    cause = _cause(control, error)
-    if cause is not None:
-        _print(rank, f"rank {cause.rank}: {cause.message}")
-    elif isinstance(error, LinnaeusError | Interrupted):
-        cause = Failure(rank, str(error), error.exit_code)
-        _print(rank, cause.message)
-    else:
+    cause, is_first = None, True
+    with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
+        if control is not None:
+            cause, is_first = _in_thread(partial(_cause, control, error), _ANSWER_S)
+    is_ours = isinstance(error, LinnaeusError | Interrupted)
+    if cause is None:
+        message = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        cause = Failure(rank, message, getattr(error, "exit_code", 1))
+    if cause.is_hang or (cause.rank == rank and not is_ours):
         traceback.print_exception(error)
-        cause = Failure(rank, f"{type(error).__name__}: {error}")
-        _print(rank, cause.message)
-    with suppress(torch_dist.DistError):  # the store may have gone
-        if control.failure is None:  # torchrun names the rank that tells it first
-            _write_error_file(cause, error)
-        control.fail(cause)
+    _print(rank, cause.message if cause.rank == rank else f"rank {cause.rank}: {cause.message}")
+    if is_first:  # torchrun names the rank that tells it first
+        _write_error_file(cause, error)
+    with suppress(torch_dist.DistError, TimeoutError):
+        if control is not None:
+            _in_thread(partial(control.fail, cause), FAREWELL_S + _ANSWER_S)
     return cause.exit_code
 
 
-def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
-    """The failure of another rank behind this rank's error; None if it is this rank's own."""
+def _cause(control: ControlPlane, error: BaseException) -> tuple[Failure | None, bool]:
+    """The failure behind an error, None if it is this rank's own; and whether no rank has failed before."""
     is_lost = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
     is_ended = isinstance(error, Interrupted) and error.signal == signal.SIGTERM
     deadline = time.monotonic() + (_CAUSE_S if is_lost else _LAUNCHER_S if is_ended else 0.0)
-    with suppress(torch_dist.DistError):
-        while True:
-            failure = control.failure
-            if failure is not None and (failure.rank != control.rank or is_lost):
-                return failure
-            if (is_lost or is_ended) and (dead := control.dead_neighbours()):
-                dead_rank, doing = dead[0]
-                return Failure(dead_rank, f"its process died ({doing}), so the job ends")
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(0.05)
-    return None
+    while True:
+        failure = control.failure
+        if failure is not None and (failure.rank != control.rank or is_lost):
+            return failure, False
+        if (is_lost or is_ended) and (dead := control.dead_neighbours()):
+            dead_rank, doing = dead[0]
+            return Failure(dead_rank, f"its process died ({doing}), so the job ends"), True
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    if isinstance(error, RuntimeError) and _OVERDUE.search(str(error)) is not None:
+        failure = control.declare_hang(control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})")
+        return failure, failure.rank == control.rank
+    return None, failure is None
 
 
-def _write_error_file(cause: Failure, error: BaseException) -> None:
+def _write_error_file(cause: Failure, error: BaseException | None = None) -> None:
     """Tell torchrun, which shows the first error of the job when it ends."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    is_ours = isinstance(error, LinnaeusError | Interrupted)
+    is_ours = isinstance(error, LinnaeusError | Interrupted | None)
     shown = cause.message if is_ours else "".join(traceback.format_exception(error))
     extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}  # torchrun prints the former
     with suppress(OSError):
@@ -442,57 +520,23 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _stop_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _store(rank: int, timeout: timedelta) -> torch_dist.Store:
-    """A connection to the store: torchrun's own where it has one, else rank 0's.
-
-    torch's rendezvous is not used: some versions put a count of restarts before the keys, which differs
-    between nodes.
-    """
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            store = torch_dist.TCPStore(
-                host, port, is_master=rank == 0 and not is_torchruns, timeout=_CONNECT_TIMEOUT,
-                wait_for_workers=False, multi_tenant=True,
-            )  # fmt: skip
-            store.set_timeout(timeout)
-            return store
-        except torch_dist.DistError as error:
-            if rank == 0 and not is_torchruns:
-                raise LinnaeusError(
-                    f"rank 0 cannot serve port {port} (MASTER_PORT): {first_line(error)}"
-                ) from None
-            if time.monotonic() > deadline:
-                raise LinnaeusError(
-                    f"rank {rank} finds no store at {host}:{port} (MASTER_ADDR, MASTER_PORT) within "
-                    f"{timeout.total_seconds() / 60:.3g} minutes: see whether rank 0 runs, or raise "
-                    "DIST.START_MINUTES"
-                ) from None
-
-
 def _rank_and_world_size() -> tuple[int, int]:
     """What the launcher says in the environment.
 
     Raises:
         ConfigError: it does not fit together.
     """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    values = {name: os.environ.get(name) for name in names}
-    numbers = [value for name, value in values.items() if name != "MASTER_ADDR"]
-    is_whole = None not in values.values() and all((number or "").isdecimal() for number in numbers)
-    if not is_whole or int(values["RANK"] or 0) >= int(values["WORLD_SIZE"] or 0):
-        told = ", ".join(f"{name}={value}" for name, value in values.items())
+    told = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
+    rank, world_size, _ = numbers = [
+        int(text) if text.isdecimal() else -1 for text in list(told.values())[:3]
+    ]
+    if min(numbers) < 0 or not told["MASTER_ADDR"] or rank >= world_size:
+        listed = ", ".join(f"{name}={value or None}" for name, value in told.items())
         raise ConfigError(
-            f"the environment says {told}; RANK must lie below WORLD_SIZE, and the others say where rank 0 "
+            f"the environment says {listed}; RANK must lie below WORLD_SIZE, and the others say where rank 0 "
             "is. torchrun sets them; unset RANK and WORLD_SIZE for a single process"
         )
-    return int(values["RANK"] or 0), int(values["WORLD_SIZE"] or 0)
+    return rank, world_size
 
 
 def _refuse_tasks_without_torchrun() -> None:

@@ -162,7 +162,7 @@ MUTANTS = (
     ),
     Mutant(
         "a rank whose process has died is waited for", "autobatch/ranks/control.py",
-        "            for rank, _ in self.dead_neighbours():\n", "            for rank, _ in ():\n",
+        "if looks and beat.status() == psutil.STATUS_ZOMBIE:", "if False:",
         "tests/test_control.py",
     ),
 )  # fmt: skip

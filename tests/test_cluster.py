@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -116,14 +117,6 @@ def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> 
         assert [trial["batch_size"] for trial in found[mode]["trials"]] == [size] * 2
         assert found[mode]["ran_on_every_rank"] == [size]
     assert len(records(tmp_path, "val")) == 2
-
-
-@slow
-@pytest.mark.parametrize("where", ["0:data", "1:data", "0:result"])
-def test_a_rank_may_need_longer_than_silence_lasts(tmp_path: Path, where: str) -> None:
-    ended = run_job(tmp_path, "TRAIN.EPOCHS=1", OUTLAST=where)
-    assert ended.code == 0, ended.text
-    assert (tmp_path / "runs/small/result.json").exists()
 
 
 @pytest.mark.parametrize("facts", [({"a": 1, "LR": 2.5}, {"a": 1, "LR": 3.5}), ({"a": 1, "LR": 2}, {"a": 1})])
@@ -283,9 +276,72 @@ def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
     assert len(records(tmp_path, "val")) == 4
 
 
+@slow
+def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, "DIST.TIMEOUT_MINUTES=0.1", FAULT="hang:1:training in epoch 2")
+    assert ended.code != 0
+    assert re.search(r"\[rank 1\] rank 0: .*DIST.TIMEOUT_MINUTES", ended.text), ended.text
+    assert re.search(r"rank (0, )?1: training in epoch 2, step 7", ended.text), "what it did"
+    assert re.search(r"odd_ranks.py\W+line \d+ in watch", ended.text), "where it hangs"
+
+
+# --- starting ---
+
+
+@pytest.mark.parametrize("is_asked_to_stop", [pytest.param(False, marks=slow), True])
+def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_allowed(
+    tmp_path: Path, is_asked_to_stop: bool
+) -> None:
+    """Such as that of a torchrun that is stopped, or another program's port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, (tmp_path / "log.txt").open("w") as log:
+        listener.settimeout(forks.limit_s)
+        rank = forks.start(
+            ["-m", "linnaeus.main", *JOB, f"DIST.START_MINUTES={30 if is_asked_to_stop else 0.001}"],
+            cwd=tmp_path, stdout=log, stderr=log,
+            env={
+                "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listener.getsockname()[1]), "TORCHELASTIC_ERROR_FILE": f"{tmp_path}/error",
+            },
+        )  # fmt: skip
+        with listener.accept()[0]:
+            if is_asked_to_stop:
+                rank.send_signal(signal.SIGTERM)
+            code = rank.wait(forks.limit_s)
+    told = json.loads((tmp_path / "error").read_text())["message"]["message"]
+    assert (code, told in (tmp_path / "log.txt").read_text()) == (143 if is_asked_to_stop else 1, True)
+    assert ("SIGTERM" if is_asked_to_stop else "DIST.START_MINUTES") in told
+
+
+@e2e
+def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path: Path) -> None:
+    with (tmp_path / "log.txt").open("w") as log:
+        torchrun = forks.start(
+            ["-m", "torch.distributed.run", *TWO, "-m", "linnaeus.main", *JOB],
+            cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log, children_fork=False,
+        )  # fmt: skip
+
+    def importing() -> list[psutil.Process]:
+        with suppress(psutil.Error):
+            ranks = psutil.Process(torchrun.pid).children()
+            return [rank for rank in ranks if any("libtorch" in part.path for part in rank.memory_maps())]
+        return []
+
+    wait_until(lambda: len(importing()) == 2, torchrun)
+    ranks = importing()
+    torchrun.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+
+
 # --- faults, anywhere ---
 
-MARKS = {("SIGKILL", 0, "in training"): (), ("error", 1, "in training"): e2e}
+MARKS = {
+    ("SIGKILL", 0, "in training"): (),
+    ("error", 1, "while it joins"): e2e,
+    ("deaf", 1, "in training"): e2e,
+}
 
 
 @pytest.mark.timeout(240)
@@ -305,13 +361,15 @@ def test_a_fault_ends_all_with_its_cause_and_the_next_start_goes_on(
     ended = run_job(tmp_path, FAULT=f"{kind}:{rank}:{PLACES[place]}")
     assert (tmp_path / "fault_happened").exists(), ended.text
     trains = place in ("in training", "in validation", "while a checkpoint is written")
-    if kind in ("SIGTERM", "SIGUSR1") and trains:
+    if kind == "deaf":
+        assert ended.code == 0, ended.text
+        logs = (path.read_text() for path in tmp_path.glob("runs/small/logs/*.log"))
+        assert re.search(rf"rank {rank} \(.*no heartbeat", "".join([ended.text, *logs])), "it is named"
+    elif kind in ("SIGTERM", "SIGUSR1") and trains:
         assert kind in ended.text
     else:
         assert ended.code != 0
-        cause = {"error": "ValueError", "SIGKILL": "process died", "SIGSTOP": "no sign of life"}.get(
-            kind, kind
-        )
+        cause = {"error": "ValueError", "SIGKILL": "process died", "SIGSTOP": "is stopped"}.get(kind, kind)
         assert re.search(rf"\[rank {1 - rank}\] rank {rank}: .*{cause}", ended.text), ended.text
     again = run_job(tmp_path)
     assert again.code == 0, again.text

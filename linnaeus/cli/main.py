@@ -28,7 +28,7 @@ if find_spec("omegaconf") is None:
 from linnaeus import __version__
 from linnaeus.config.keys import suggest
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
-from linnaeus.signals import Interrupted
+from linnaeus.signals import Interrupted, end_with_torchrun
 
 COMMANDS = {
     "train": "train; the word may be left out, but `linnaeus` alone prints this text",
@@ -57,6 +57,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 2 configuration or option, 3 no batch size fits, or training ran out of
         memory, 130 interrupted (128 and the number of another signal), 1 anything else.
     """
+    end_with_torchrun()
     tokens = list(sys.argv[1:] if argv is None else argv)
     rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None  # torchrun sets both
     is_main = rank in (None, "0")

@@ -234,7 +234,7 @@ class Trainer:
         if self.assembly.freezing.is_frozen and self.assembly.freezing.ends_within(epoch + 1):
             self._unfreeze()
         self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
-        self.world.update(f"training in epoch {epoch + 1}")
+        self.world.update(lambda: f"training in epoch {epoch + 1}, step {self.progress.step + 1}")
         self.train_step.model.train()
         meter = LossMeter(self.world)
         self._clock = time.monotonic()

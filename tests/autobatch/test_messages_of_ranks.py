@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from linnaeus.autobatch import predict_memory
-from linnaeus.autobatch.ranks.control import SILENCE_LOOKS, ControlPlane, Failure
+from linnaeus.autobatch.ranks.control import BEAT_S, SILENCE_LOOKS, ControlPlane, Failure
 from linnaeus.autobatch.ranks.group import check_equal, members, together
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import CollectivesRefused, check_silenceable
@@ -31,7 +31,7 @@ from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
 
 def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     messages = {}
-    main, other = planes()
+    main, other = planes(limit_s=SILENCE_LOOKS * BEAT_S, limit_name="DIST.TIMEOUT_MINUTES 0.5")
     other.update("train: trying batch size 128")
     for _ in range(SILENCE_LOOKS + 1):
         main.look()
@@ -42,6 +42,8 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: process.pid)
         other.update("train: trying batch size 128")
+    main.look()
+    main.look()
     messages["a rank that has died"] = error_of(main.check)
     main, other = planes()
     other.fail(Failure(1, "ValueError: this is broken"))

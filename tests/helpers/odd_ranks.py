@@ -2,35 +2,37 @@
 
     FAULT=kind:rank:text    the rank does this when it says that it does something that contains the text
     KILL_AT=number          this process is killed at that event: a sample read, a file written, a new phase
-    OUTLAST=rank:place      in `data` or `result` the rank outlasts the looks after which it would be silent
     SHORTER=rank:samples    its dataset has so many training samples less
     OTHER=rank:option       its command line has this option at its end
     QUICK_BEATS=1           heartbeats and looks come ten times as often
 
-`kind` is `error`, or the name of a signal that the rank sends itself. A fault comes once in the folder.
+`kind` is `error`, `deaf` (the rank holds the GIL for longer than a silent rank is not named), `hang` (for
+ever), or the name of a signal that the rank sends itself. A fault comes once in the folder.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from linnaeus import run
 from linnaeus.autobatch.ranks import control
 from linnaeus.dist import World
 from linnaeus.main import cli
 from linnaeus.training import checkpoint
-from tests.helpers.runs import wait_until
 
 RANK = os.environ.get("RANK", "0")
 HAPPENED = Path("fault_happened")
 PLACES = {
+    "while it joins": "joining the process group",
     "before the search": "building data and model",
     "in the search": "trying batch size 8",
     "in training": "training in epoch 2",
@@ -38,10 +40,10 @@ PLACES = {
     "while a checkpoint is written": "saving a checkpoint",
 }
 """Where faults come, by what the rank says that it does there."""
-KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1")
+KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "deaf")
+Doing = str | Callable[[], str]
 
 _events = itertools.count(1)
-_looks: list[None] = []
 
 
 def setting(name: str) -> str:
@@ -55,21 +57,12 @@ def count_event() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def outlast_silence(place: str) -> None:
-    """Stay here, if this is asked for, for more of this rank's own looks than make another rank silent."""
-    if setting("OUTLAST") == place:
-        last = len(_looks) + control.SILENCE_LOOKS + 10
-        wait_until(lambda: len(_looks) > last)
-
-
 class Dataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Points in two classes."""
 
     num_classes = 2
 
     def __init__(self, train: bool, num_samples: int = 96) -> None:
-        if train:
-            outlast_silence("data")
         self.num_samples = num_samples - (int(setting("SHORTER") or 0) if train else 0)
 
     def __len__(self) -> int:
@@ -94,27 +87,32 @@ class Perceptron(torch.nn.Sequential):
         )
 
 
-def watch(place: str) -> None:
+def watch(doing: Doing) -> None:
     count_event()
+    place = doing if isinstance(doing, str) else doing()
     kind, _, rest = os.environ.get("FAULT", "").partition(":")
     rank, _, text = rest.partition(":")
     if kind and rank == RANK and text in place and not HAPPENED.exists():
         HAPPENED.touch()
         if kind == "error":
             raise ValueError("this rank is broken")
-        os.kill(os.getpid(), signal.Signals[kind])
+        if kind == "deaf":  # calls a C function with the GIL held
+            ctypes.PyDLL(None).usleep(int(1.5e6 * control.SILENCE_LOOKS * control.BEAT_S))
+        elif kind == "hang":
+            threading.Event().wait()
+        else:
+            os.kill(os.getpid(), signal.Signals[kind])
 
 
 def main() -> int:
-    update, write, save_result = World.update, checkpoint.write_atomically, run.save_result
-    look, tell = control.ControlPlane._look_for_silence, control.ControlPlane.update
+    update, write, tell = World.update, checkpoint.write_atomically, control.ControlPlane.update
 
-    def watched_update(world: World, doing: str) -> None:
+    def watched_update(world: World, doing: Doing) -> None:
         update(world, doing)
         if world.control is None:
             watch(doing)
 
-    def watched_tell(plane: Any, doing: str) -> None:
+    def watched_tell(plane: Any, doing: Doing) -> None:
         tell(plane, doing)
         watch(doing)
 
@@ -125,23 +123,11 @@ def main() -> int:
 
         write(path, watched_fill, **options)
 
-    def late_result(*arguments: Any) -> None:
-        outlast_silence("result")
-        save_result(*arguments)
-
-    def counted_look(plane: Any, keys: Any) -> None:
-        look(plane, keys)
-        _looks.append(None)
-
     World.update = watched_update  # type: ignore[method-assign]
     control.ControlPlane.update = watched_tell  # type: ignore[method-assign]
     checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]
-    run.save_result = late_result  # type: ignore[attr-defined]
-    control.ControlPlane._look_for_silence = counted_look  # type: ignore[method-assign]
     if os.environ.get("QUICK_BEATS"):
         control.BEAT_S = 0.1
-        if "OUTLAST" not in os.environ and "SIGSTOP" not in os.environ.get("FAULT", ""):
-            control.SILENCE_LOOKS *= 10  # a busy machine may keep a rank silent for seconds
     other = setting("OTHER")
     return cli([*sys.argv[1:], other] if other else sys.argv[1:])
 

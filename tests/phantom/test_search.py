@@ -236,3 +236,34 @@ def test_a_rank_makes_a_group_of_its_own_without_the_others(tmp_path: Path) -> N
     program.write_text(ALONE)
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program))
     assert on_phantoms(*command, gpus=2).split() == ["alone", "alone"]
+
+
+HANGS = """
+import os, threading, torch
+from linnaeus.config.schema import DistConfig
+from linnaeus.dist import join
+with join("cuda", DistConfig(TIMEOUT_MINUTES=0.05)) as world:
+    world.update(lambda: f"step {world.rank + 7}")
+    def tell():
+        while world.control.seen is None:
+            threading.Event().wait(0.1)
+        os.write(1, world.control.seen.message.encode())  # one write: lines that two ranks print may mix
+        os._exit(0)
+    threading.Thread(target=tell).start()
+    if world.rank == 0:
+        torch.distributed.all_reduce(torch.ones(1, device="cuda"))
+        torch.cuda.synchronize()
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.ProcessGroup, "register_abort_hook"), reason="before torch 2.15"
+)
+def test_a_collective_of_nccl_that_never_ends_tells_what_each_rank_does(tmp_path: Path) -> None:
+    program = tmp_path / "hangs.py"
+    program.write_text(HANGS)
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program))
+    shown = on_phantoms(*command, gpus=2)
+    for text in ("DIST.TIMEOUT_MINUTES 0.05", "rank 0: step 7", "rank 1: step 8"):
+        assert text in shown

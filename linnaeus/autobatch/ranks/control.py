@@ -6,9 +6,12 @@
     its error, if it ends ────────▶ failure ──────────────────▶ raises it
                                     read/<rank> ◀────────────── then the failed rank may exit
 
-No collective and no GPU takes part, so that no timeout of the process group applies while ranks wait. Rank 0
-looks after all ranks and every rank after rank 0: one that is silent for `SILENCE_LOOKS` looks has died or
-hangs. Looks are counted, not seconds: a process that was suspended itself finds nobody silent on waking up.
+No collective and no GPU takes part, so that no timeout of the process group applies while ranks wait.
+
+Rank 0 looks after all ranks, and each of them after rank 0. The machine knows whether a silent rank lives: a
+process that has died ends the job at once, one that is stopped after `SILENCE_LOOKS` looks. Any other may
+hold the GIL: it is named then, and ends the job after `limit_s`. Launchers see processes of other machines
+die. Looks are counted, not seconds: a process that was suspended itself finds nobody silent on waking up.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import logging
 import os
 import pickle
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,18 +40,18 @@ from linnaeus.autobatch.errors import AutoBatchError, LinnaeusError
 BEAT_S = 1.0
 """Time between two heartbeats, and between two looks at those of others."""
 SILENCE_LOOKS = 30
-"""A rank without a heartbeat for so many looks counts as dead or hung."""
+"""Looks without a new heartbeat after which a rank is named, or ends the job because it is stopped."""
 POLL_S = (0.001, 1.0)
 """Shortest and longest pause between two reads of a value; the pause grows with the time waited."""
 REPORT_S = 30.0
 """A waiting rank logs this often what it waits for."""
-CHANGE_S = 5.0
-"""It does so earlier when the other rank does something else; this is the shortest time between two lines."""
 FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
 ABANDON_LOOKS = 10
 """Looks after the first failure until a rank that has not met it is ended: it hangs in a collective."""
 
+_GONE = -1
+"""The count of heartbeats of a rank that has not begun them, or has left."""
 _PART_BYTES = 1 << 20
 """Longer values are split: the store refuses those above 8 MiB."""
 
@@ -58,11 +62,16 @@ logger = logging.getLogger("linnaeus.autobatch.ranks.control")
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of the job: the rank that met it, and the exit code of its process."""
+    """The first error of the job: the rank that met it, and the exit code of its process.
+
+    Attributes:
+        is_hang: whether a rank has not gone on, so that it matters where each of them was.
+    """
 
     rank: int
     message: str
     exit_code: int = 1
+    is_hang: bool = False
 
 
 class ForeignFailureError(LinnaeusError):
@@ -92,15 +101,18 @@ class ControlPlane:
         rank: this process.
         world_size: number of ranks.
         end_process: called with the first failure of the job if this rank does not meet it by itself; None
-            never ends it.
-        on_orphaned: called when the process that started this one has ended; None does not look.
+            never ends it, nor a rank that hangs.
+        limit_s: a rank without a heartbeat for so long hangs, although its process lives.
+        limit_name: what messages call this limit.
         name_of: the number that messages give to a rank, such as that among all ranks of the job.
         clock: has the functions `monotonic` and `sleep`.
 
     Attributes:
+        store: as given; a blocking call needs a clone, because it shuts out those of other threads.
         keys: what the ranks have told.
-        name_of, clock: as given.
-        doing: what this rank does; part of its heartbeat.
+        name_of, clock, limit_s, limit_name: as given.
+        doing: what this rank does, or a function that says it; part of its heartbeat.
+        seen: the failure that the heartbeat has found; None while there is none.
         is_ending: whether this rank has met a failure and ends by itself.
         on_look: called with each look, in the thread of the heartbeat and with the keys for it.
     """
@@ -112,26 +124,26 @@ class ControlPlane:
         world_size: int,
         *,
         end_process: Callable[[Failure], object] | None = None,
-        on_orphaned: Callable[[], object] | None = None,
+        limit_s: float = 600.0,
+        limit_name: str = "its limit",
         name_of: Callable[[int], int] = lambda rank: rank,
         clock: Any = time,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.name_of, self.clock = name_of, clock
-        self.doing = "starting"
+        self.limit_s, self.limit_name = limit_s, limit_name
+        self.doing: str | Callable[[], str] = "starting"
+        self.seen: Failure | None = None
         self.is_ending = False
         self.on_look: Callable[[Keys], object] = lambda keys: None
-        self.keys = Keys(store)
+        self.store, self.keys = store, Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
-        # The thread's connection is its own: a blocking call of the main thread must not delay the heartbeat.
         self._pulse_keys = Keys(store.clone())
-        self._end_process, self._on_orphaned = end_process, on_orphaned
-        self._parent = os.getppid()
+        self._end_process = end_process
         self._counts = itertools.count()
-        watched = range(1, world_size) if rank == 0 else range(1)
-        self._silent_looks = dict.fromkeys(watched, 0)
-        self._last_counts = dict.fromkeys(watched, -1)
+        # For each rank that this one looks after: the count of its last heartbeat, and the looks since.
+        self._watched = dict.fromkeys(range(1, world_size) if rank == 0 else range(1), (_GONE, 0))
         self._looks_after_failure = 0
         self._is_store_lost = False
         self._closed = threading.Event()
@@ -144,8 +156,11 @@ class ControlPlane:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        self._thread.join()
-        self._pulse_keys = self.keys  # lets the thread's connection go
+        self._thread.join(FAREWELL_S)
+        if not self._thread.is_alive():  # else the store does not answer
+            self._pulse_keys = self.keys  # lets the thread's connection go
+            with contextlib.suppress(torch_dist.DistError):
+                self._beat(self.keys)  # says that it leaves
 
     @property
     def failure(self) -> Failure | None:
@@ -155,17 +170,14 @@ class ControlPlane:
 
     # --- heartbeat ---
 
-    def update(self, doing: str) -> None:
-        """Say what this rank does from now on."""
+    def update(self, doing: str | Callable[[], str]) -> None:
+        """Say what this rank does from now on; a function is asked at each heartbeat."""
         self.doing = doing
         with contextlib.suppress(torch_dist.DistError):
             self._beat(self.keys)
 
     def look(self) -> None:
         """Send a heartbeat and look at those of others: a thread does so every `BEAT_S` seconds."""
-        if self._on_orphaned is not None and os.getppid() != self._parent:
-            self._on_orphaned()
-            self._on_orphaned = None
         if self._is_store_lost:
             return
         try:
@@ -183,11 +195,13 @@ class ControlPlane:
 
     def _beat(self, keys: Keys) -> None:
         if not self._is_store_lost:
-            keys.put(f"beat/{self.rank}", _Beat(next(self._counts), self.doing, _namespace(), os.getpid()))
+            count = _GONE if self._closed.is_set() else next(self._counts)
+            doing = self.doing if isinstance(self.doing, str) else self.doing()
+            keys.put(f"beat/{self.rank}", _Beat(count, doing, _namespace(), os.getpid()))
 
     def _look_at_others(self, keys: Keys) -> None:
         self.on_look(keys)
-        failure: Failure | None = keys.get("failure")
+        self.seen = failure = keys.get("failure")
         if failure is None:
             self._look_for_silence(keys)
             return
@@ -198,16 +212,48 @@ class ControlPlane:
             self._end_process(failure)
 
     def _look_for_silence(self, keys: Keys) -> None:
-        for rank, last_count in self._last_counts.items():
-            beat: _Beat | None = keys.get(f"beat/{rank}")
-            if beat is None:  # it has joined, but not begun its heartbeat
+        for rank, (last_count, looks) in self._watched.items():
+            beat = keys.get(f"beat/{rank}") or _Beat()
+            if beat.count == _GONE:
                 continue
-            self._silent_looks[rank] = self._silent_looks[rank] + 1 if beat.count == last_count else 0
-            self._last_counts[rank] = beat.count
-            if self._silent_looks[rank] >= SILENCE_LOOKS:
-                seconds, last = SILENCE_LOOKS * BEAT_S, f"last heard of: {beat.doing}, process {beat.pid}"
-                message = f"no sign of life for {seconds:.0f} s: it died or hangs ({last})"
-                keys.put_first("failure", Failure(rank, message))
+            looks = looks + 1 if beat.count == last_count else 0
+            self._watched[rank] = beat.count, looks
+            if looks and beat.status() == psutil.STATUS_ZOMBIE:
+                keys.put_first("failure", Failure(rank, f"its process died ({beat.doing}), so the job ends"))
+            elif looks and looks % SILENCE_LOOKS == 0:
+                status, seconds = beat.status() or "on another machine", looks * BEAT_S
+                is_overdue = seconds >= self.limit_s
+                over = f", longer than {self.limit_name}" if is_overdue else ""
+                silence = f"no heartbeat for {seconds:.0f} s{over}; its process {beat.pid} is {status}"
+                if is_overdue or status == psutil.STATUS_STOPPED:
+                    self.declare_hang(rank, silence)
+                else:
+                    logger.warning("rank %d (%s): %s; waiting", self.name_of(rank), beat.doing, silence)
+
+    def declare_hang(self, rank: int, why: str) -> Failure:
+        """Publish that a rank, or a collective that it takes part in, hangs, with what each rank did last.
+
+        Silent ranks of this launcher are aborted: faulthandler, where it is on, prints their stacks.
+
+        Returns:
+            The first failure of the job.
+        """
+        ranks: dict[str, list[str]] = {}
+        for each in range(self.world_size):
+            ranks.setdefault(self._beat_of(each).doing, []).append(str(self.name_of(each)))
+        lines = (f"\n  rank {', '.join(names)}: {doing}" for doing, names in ranks.items())
+        message = f"{why}. Last heard of:{''.join(lines)}"
+        first: Failure = self.keys.put_first("failure", Failure(rank, message, is_hang=True))
+        for each, (_, looks) in self._watched.items():
+            beat = self._beat_of(each)
+            if self._end_process is None or looks < SILENCE_LOOKS or not beat.is_on_this_machine():
+                continue
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(beat.pid)
+                if process.ppid() == os.getppid():  # else the number is that of another process by now
+                    process.send_signal(signal.SIGABRT)
+                    process.resume()
+        return first
 
     # --- exchanges ---
 
@@ -255,7 +301,6 @@ class ControlPlane:
     ) -> Any:
         key, name = f"value/{number}/{rank}", self.name_of(rank)
         started = looked = reported = self.clock.monotonic()
-        reported_doing = ""
         while True:
             has_failed = self.failure is not None  # read first: what a rank has sent before it failed counts
             if self.keys.exist([key]):
@@ -267,12 +312,9 @@ class ControlPlane:
                 raise OverdueError(name, self._beat_of(rank).doing)
             if now - looked > BEAT_S:
                 looked, doing = now, self._beat_of(rank).doing
-                if self._is_dead(rank) and not self.keys.exist([key]):
-                    self._declare_dead(rank)
-                    continue
                 on_wait(name, doing)
-                if now - reported > (REPORT_S if doing == reported_doing else min(CHANGE_S, REPORT_S)):
-                    reported, reported_doing = now, doing
+                if now - reported > REPORT_S:
+                    reported = now
                     logger.info("waiting %.0f s for rank %d: %s", now - started, name, doing)
             self.clock.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
 
@@ -309,8 +351,6 @@ class ControlPlane:
     def check(self) -> None:
         """Raise the failure of another rank, if there is one: what this rank does is in vain then."""
         with contextlib.suppress(torch_dist.DistError):
-            for rank, _ in self.dead_neighbours():
-                self._declare_dead(rank)
             self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -318,19 +358,9 @@ class ControlPlane:
             self.keys.put(f"read/{self.rank}", True)
             raise ForeignFailureError(failure, self.name_of(failure.rank))
 
-    def _declare_dead(self, rank: int) -> None:
-        doing = self._beat_of(rank).doing
-        self.keys.put_first("failure", Failure(rank, f"its process died ({doing}), so the job ends"))
-
     def _is_dead(self, rank: int) -> bool:
         """Whether the process of a rank on this machine has ended."""
-        beat = self._beat_of(rank)
-        if rank == self.rank or not beat.is_on_this_machine():
-            return False
-        try:
-            return psutil.Process(beat.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return rank != self.rank and self._beat_of(rank).status() == psutil.STATUS_ZOMBIE
 
     def _beat_of(self, rank: int) -> _Beat:
         return self.keys.get(f"beat/{rank}") or _Beat()
@@ -340,13 +370,22 @@ class ControlPlane:
 class _Beat:
     """One heartbeat. A PID is valid within one PID namespace of one boot."""
 
-    count: int = -1
+    count: int = _GONE
     doing: str = "starting"
     namespace: str = ""
     pid: int = 0
 
     def is_on_this_machine(self) -> bool:
         return self.namespace == _namespace() != ""
+
+    def status(self) -> str:
+        """The state of the process, as psutil calls it: a zombie once it has ended. Empty if unknown."""
+        if not self.is_on_this_machine():
+            return ""
+        try:
+            return psutil.Process(self.pid).status()
+        except psutil.NoSuchProcess:
+            return psutil.STATUS_ZOMBIE
 
 
 class Keys:
