@@ -23,7 +23,7 @@ from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
-from linnaeus.dist import World, errors_told_first, join, wrap
+from linnaeus.dist import World, errors_told_first, join
 from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
 from linnaeus.log import MetricsFile, RunFolder, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
@@ -44,6 +44,7 @@ from linnaeus.training.build import (
     plan_facts,
 )
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.ddp import wrap
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import scale_values

@@ -30,10 +30,11 @@ from linnaeus.console import StatusLine
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import num_workers
-from linnaeus.dist import World, wrap
+from linnaeus.dist import World
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.report import SearchProgress
 from linnaeus.training.build import Assembly
+from linnaeus.training.ddp import wrap
 from linnaeus.training.metrics import MetricsMemory
 from linnaeus.training.noise_scale import GradientProbe
 
@@ -174,7 +175,7 @@ class SizeSearch:
                 state=self.assembly.state,
                 mode=mode,
                 train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
-                # Those of the wrapper that `linnaeus.dist.wrap` makes.
+                # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.
                 buckets=Buckets(as_view=True) if self.world.is_distributed and with_training else None,
                 base_bytes=base_bytes,
             )

@@ -27,9 +27,9 @@ from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.log import MetricsFile
 from linnaeus.tracking import Tracker
-from linnaeus.training.batchnorm import TOO_FEW_FOR_BATCHNORM, distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.metrics import LossMeter, headline
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.training.recovery import Recovery, serve_request
@@ -40,6 +40,9 @@ from linnaeus.training.step_guard import StepGuard
 from linnaeus.training.stop import StopAgreement
 
 logger = logging.getLogger("linnaeus.trainer")
+
+_TOO_FEW_FOR_BATCHNORM = "Expected more than 1 value per channel when training"
+"""What torch says of a micro-batch of one sample, where a feature map has one pixel."""
 
 
 @dataclass
@@ -312,7 +315,7 @@ class Trainer:
                 self._num_images += stage.effective_batch_size
                 self._set_lr()
         except Exception as error:
-            if TOO_FEW_FOR_BATCHNORM in str(error):
+            if _TOO_FEW_FOR_BATCHNORM in str(error):
                 raise self._too_few_for_batchnorm() from error
             if not self._memory.refused(error):
                 raise
