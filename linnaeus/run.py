@@ -131,8 +131,8 @@ def run(config: Config) -> FitResult:
                 trainer.tracker = PruningTracker(
                     trainer.tracker, folder, stop, lambda: trainer.progress.epoch, train.EPOCHS
                 )
+            trainer.checkpoint_extras["run"] = world.on_main(lambda: folder.claim and folder.claim.id)
             if folder.claim is not None:
-                trainer.checkpoint_extras["run"] = folder.claim.id
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
                 save_config(config, path / CONFIG, {"RUN": folder.claim.id, **plan.as_dict()})

@@ -1,9 +1,10 @@
-"""DistributedDataParallel: the model as ranks train it, and BatchNorm's statistics made equal on all of them.
+"""DistributedDataParallel: the model as ranks train it, and BatchNorm's statistics made equal on all ranks.
 
-Every rank gathers running statistics from its own samples. They are made equal before a validation, and before
-a checkpoint between an epoch's last step and its validation. Any other checkpoint within an epoch holds those of
-rank 0 as they are: at the first forward pass of the next optimizer step DistributedDataParallel gives them to
-every rank anyway. Training is therefore the same bit for bit, whether or not it stops and resumes in between.
+Every rank gathers running statistics from its own samples. They are made equal before a validation, and
+before a checkpoint between an epoch's last step and its validation. Any other checkpoint within an epoch
+holds those of one rank as they are: at the first forward pass of the next optimizer step
+DistributedDataParallel gives rank 0's to every rank. Training is therefore the same bit for bit, whether or
+not it stops and resumes in between.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def wrap(
 def _settle_buckets(wrapper: DistributedDataParallel) -> None:
     """Let the first step use the buckets of all later ones.
 
-    After its first backward pass a wrapper sorts the gradients into new buckets, in the order in which they came.
-    How three or more ranks round a sum depends on its place in a bucket, so that the first step of a resumed
-    process would differ from the same step of a process that goes on. A backward pass of zeros, from the last
-    parameter to the first, gives that order before the first step.
+    After its first backward pass a wrapper sorts the gradients into new buckets, in the order in which they
+    came. How three or more ranks round a sum depends on its place in a bucket, so that the first step of a
+    resumed process would differ from that of a process that goes on. A backward pass of zeros, from the last
+    parameter to the first, gives the order before the first step.
     """
     parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
     wrapper.reducer.prepare_for_backward([])

@@ -199,6 +199,19 @@ class LossMeter:
         self._total, self._count = None, 0
         return mean
 
+    def state(self) -> tuple[float, int]:
+        """The sum and the number of steps, on this rank, for a checkpoint."""
+        return 0.0 if self._total is None else float(self._total), self._count
+
+    def load_states(self, states: Sequence[tuple[float, int]]) -> None:
+        """Go on from what `state` gave on each rank; on another number of ranks, from their mean."""
+        if len(states) == self._world.world_size:
+            states = [states[self._world.rank]]
+        totals, counts = [total for total, _ in states], [count for _, count in states]
+        if any(counts):
+            self._total = torch.tensor(sum(totals) / len(totals), device=self._world.device)
+            self._count = counts[0]
+
     def mean(self) -> float:
         """The mean over the steps since the last `drain` and over all ranks; NaN without steps.
 

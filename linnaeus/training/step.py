@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,10 +58,10 @@ class TrainStep:
         model: the module, or its DistributedDataParallel wrapper.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
-        before_update: called once per optimizer step, after clipping, before parameters, optimizer or the
-            loss scale change.
         after_step: called once per optimizer step, after the parameters have changed (EMA).
         probe: called after each backward pass, before clipping; measures the noise scale.
+        is_updating: whether parameters, optimizer, loss scale or average are changing. After a step that
+            failed it says whether they may have changed.
     """
 
     model: nn.Module
@@ -70,9 +70,9 @@ class TrainStep:
     scaler: torch.amp.GradScaler
     precision: Precision
     clip_grad_norm: float | None = None
-    before_update: Callable[[], None] | None = None
     after_step: Callable[[], None] | None = None
     probe: GradientProbe | None = None
+    is_updating: bool = field(default=False, init=False)
 
     def __call__(
         self, micro_batches: Iterable[Batch], num_micro_batches: int = 1, num_samples: int | None = None
@@ -110,13 +110,13 @@ class TrainStep:
         if self.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
-        if self.before_update is not None:
-            self.before_update()
+        self.is_updating = True
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.after_step is not None:
             self.after_step()
+        self.is_updating = False
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """A context in which gradients are not averaged over the ranks."""

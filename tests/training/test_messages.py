@@ -24,9 +24,8 @@ from linnaeus.training.losses import build_loss, logits_per_level
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import build_optimizer
-from linnaeus.training.out_of_memory import memory_sentence
+from linnaeus.training.out_of_memory import StateBytes, memory_sentence
 from linnaeus.training.resume import changes_of, check_changes
-from linnaeus.training.state_bytes import StateBytes
 from tests.helpers.contents import whole
 from tests.helpers.greedy import SPLIT, greedy, trainer_of
 from tests.helpers.messages import Golden, error_of
@@ -48,7 +47,6 @@ OUT_OF_MEMORY: dict[str, tuple[tuple[str, ...], int]] = {
     "one sample": ((SPLIT, "MODEL.largest=-1"), 1),
     "BatchNorm": ((SPLIT, *greedy(1), "MODEL.norm=BatchNorm1d"), 3),
     "in an update": ((SPLIT, "MODEL.where=update", "MODEL.largest=8"), 16),
-    "in a copy": ((SPLIT, "MODEL._target_=tests.helpers.greedy.Bloated", "TRAIN.EMA.ENABLED=False"), 16),
     "in the first validation": (IN_VALIDATION, 16),
     "in a later validation": ((*IN_VALIDATION, "MODEL.from_sample=32"), 16),
 }
@@ -92,7 +90,6 @@ def checkpoints(folder: Path) -> dict[str, str]:
     contents = {
         "is of something else": [1, 2], "holds weights": {"model.weight": torch.zeros(1)},
         "holds code": {"progress": nn.Linear(1, 1)}, "lacks an entry": {"progress": whole()["progress"]},
-        "has another entry": whole(progress=whole()["progress"] | {"epoch": -1}),
         "is of another version": whole(progress=whole()["progress"] | {"loss_scale": 1.0}),
     }  # fmt: skip
     found = {}
@@ -100,6 +97,9 @@ def checkpoints(folder: Path) -> dict[str, str]:
         torch.save(content, files.last)
         found[f"file {title}"] = error_of(load_checkpoint, files.last)
     found["the only file cannot be used"] = error_of(files.read_latest)
+    torch.save(whole(weights=torch.ones(9)), files.last)
+    files.last.write_bytes(files.last.read_bytes().replace(torch.ones(9).numpy().tobytes(), b"\1" * 36))
+    found["file has changed on the disk"] = error_of(load_checkpoint, files.last)
     for path in (files.last, files.previous):
         path.write_text("damaged")
     found["no file can be used"] = error_of(files.read_latest)
