@@ -68,7 +68,7 @@ def split_run(run: Run, name: str, *options: str) -> Outcome:
 def test_a_resumed_run_keeps_to_the_smaller_micro_batches(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = greedy(8, from_step=3)
+    fault = (*greedy(8, from_step=3), "TRAIN.LOG_EVERY=5")  # an average over the interruption too
     split_run(run, "whole", *fault)
     monkeypatch.setenv("INTERRUPT_AT", str(16 * 8))
     assert run(*RUN, SPLIT, *fault).code == 130
