@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -33,9 +34,6 @@ logger = logging.getLogger("linnaeus.checkpoint")
 REMEDY = "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
 
 _NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
-
-_START_S = 1.0
-"""A thread that does not run after so long has never been started."""
 
 _PROGRESS = {"epoch", "samples", "step", "best", "metrics", "seconds"}
 """Entries that the progress of a run may have; the first three it must have."""
@@ -197,9 +195,10 @@ class CheckpointFolder:
         self._keep = keep
         self._background = background
         self._check = check
-        self._thread: threading.Thread | None = None
-        self._is_written = threading.Event()
-        self._failure: BaseException | None = None
+        # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
+        # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
 
     def __enter__(self) -> CheckpointFolder:
         return self
@@ -211,6 +210,8 @@ class CheckpointFolder:
             if kind is None:
                 raise
             logger.error("%s", error)  # the exception under way is the one to report
+        finally:
+            self._writer.shutdown()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk.
@@ -218,16 +219,12 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the disk did not take it; the checkpoints before it are kept.
         """
-        # Not `join`: in Python 3.11, one that a signal ends takes the thread for ended too.
-        while self._thread is not None:
-            if self._is_written.wait(_START_S):
-                self._thread.join()
-                self._thread = None
-            elif self._thread.ident is None:  # a signal came before it was started
-                self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._writing is not None:
+            # Not without limit: a signal that comes as the waiting begins would be handled at its end only.
+            while futures.wait([self._writing], timeout=1.0).not_done:
+                pass
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def save(self, content: dict[str, Any], *, is_best: bool = False) -> None:
         """Write `last.pt`, and with `is_best` also `best.pt`.
@@ -239,25 +236,9 @@ class CheckpointFolder:
         self.wait()
         if self._background:
             content = nest.map_leaves(_host_copy, content)
-        # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
-        # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
-        self._is_written.clear()
-        self._thread = threading.Thread(target=self._write_aside, args=(content, is_best), name="checkpoint")
-        try:
-            self._thread.start()
-        except RuntimeError:  # no memory for its stack
-            self._thread = None
-            self._write_aside(content, is_best)
+        self._writing = self._writer.submit(self._write, content, is_best)
         if not self._background:
             self.wait()
-
-    def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
-        try:
-            self._write(content, is_best)
-        except BaseException as error:  # raised again by `wait`
-            self._failure = error
-        finally:
-            self._is_written.set()
 
     def save_for_next_attempt(self, content: dict[str, Any]) -> None:
         """Write `out_of_memory.pt`, which the next attempt resumes from; any one rank may.

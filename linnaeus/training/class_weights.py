@@ -102,7 +102,9 @@ def _weights_of_file(path: Path, taxonomy: Taxonomy) -> list[Tensor]:
 
 def _closest(name: str, names: Collection[str]) -> str:
     close = get_close_matches(name, names, 1)
-    return f"did you mean {close[0]!r}?" if close else f"there are {len(names)}, such as {next(iter(names))!r}"
+    return (
+        f"did you mean {close[0]!r}?" if close else f"there are {len(names)}, such as {next(iter(names))!r}"
+    )
 
 
 def _csv_rows(text: str) -> Iterator[tuple[int, str, str, str]]:

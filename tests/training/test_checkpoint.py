@@ -307,10 +307,6 @@ def test_a_file_of_the_users_is_no_numbered_checkpoint(tmp_path: Path) -> None:
     assert names(tmp_path) == {"last.pt", "previous.pt", "step_123456789.pt", *theirs}
 
 
-def writers() -> int:
-    return sum(thread.name == "checkpoint" for thread in threading.enumerate())
-
-
 class Gate:
     """Pickled only once somebody opens it."""
 
@@ -330,8 +326,6 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -
         weights += 1  # the next step, before a byte is written
         gate.open.set()
         checkpoints.save(whole(2, weights=weights))
-        assert writers() <= 1  # the first has been waited for
-    assert writers() == 0
     first, second = (load_checkpoint(path)["weights"] for path in (checkpoints.best, checkpoints.last))
     assert (first.tolist(), second.tolist()) == ([1.0] * 5, [2.0] * 5)
 
@@ -347,7 +341,6 @@ def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(t
         folder, background=True
     ) as checkpoints:  # fmt: skip
         checkpoints.save(content(1))
-    assert writers() == 0
 
 
 # --- interrupts ---
@@ -381,7 +374,6 @@ def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(tmp_path: Pa
 
     with pytest.raises(Interrupted):
         save()
-    assert writers() == 0
     assert names(tmp_path) == {"last.pt", "previous.pt"}
     assert epoch_of(CheckpointFolder(tmp_path).read_latest()) == 2
 
