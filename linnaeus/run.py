@@ -46,7 +46,6 @@ from linnaeus.training.build import (
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.ddp import wrap
 from linnaeus.training.noise_scale import build_probe
-from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import scale_values
 from linnaeus.training.report import report_plan, report_result, report_start, save_result
 from linnaeus.training.resume import find_checkpoint, is_finished, plain_nodes
@@ -103,8 +102,7 @@ def run(config: Config) -> FitResult:
                 return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         if world.is_main:
             weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
-            sentences = (*data.report, weights, assembly.freezing.sentence, note, settings_sentence(config))
-            report_start(sentences, settings_without_effect(config))
+            report_start(config, (*data.report, weights, assembly.freezing.sentence, note))
         search, plan_for = _size_search(config, data, assembly, world, folder.console)
         sized = find_planned_sizes(search, plan_for, None if checkpoint is None else checkpoint.content)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan

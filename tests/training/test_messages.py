@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
+from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import LossConfig, NoiseScaleConfig, OptimizerConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
@@ -22,9 +23,9 @@ from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_c
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.losses import build_loss, logits_per_level
 from linnaeus.training.noise_scale import check_noise_scale
-from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import build_optimizer
 from linnaeus.training.out_of_memory import StateBytes, memory_sentence
+from linnaeus.training.report import settings_sentence, settings_without_effect
 from linnaeus.training.resume import changes_of, check_changes
 from tests.helpers.contents import whole
 from tests.helpers.greedy import SPLIT, greedy, trainer_of
@@ -192,5 +193,12 @@ def test_messages(golden: Golden, tmp_path: Path) -> None:
     messages["switched on"] = str(settings_sentence(load_config(SWITCHED_ON).config))
     for title, (argv, remedy) in NOTES.items():
         messages[f"no effect: {title}"] = "\n".join(settings_without_effect(load_config(argv).config))
-        assert settings_without_effect(load_config([*argv, remedy]).config) == []
+        assert list(settings_without_effect(load_config([*argv, remedy]).config)) == []
     golden("training", messages, folder=tmp_path, here=__name__)
+
+
+@pytest.mark.parametrize("argv", [[], ["MODEL._target_=a.B", "LOSS._target_=a.C", "OPTIMIZER._target_=a.D"]])
+def test_a_plain_training_has_no_line(argv: list[str]) -> None:
+    config = load_config(argv).config
+    assert settings_sentence(config) is None
+    assert list(settings_without_effect(config)) == []
