@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as functional
 
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
-from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar

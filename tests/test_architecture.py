@@ -71,7 +71,7 @@ def test_only_commands_import_the_command() -> None:
 
 PURE = (
     "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py", "autobatch/split.py",
-    "batching/stages.py", "batching/sizes.py", "batching/advice.py",
+    "batching/facts.py", "batching/stages.py", "batching/sizes.py", "batching/advice.py",
     "batching/plan.py", "batching/summary.py",
 )  # fmt: skip
 

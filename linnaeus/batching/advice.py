@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split
-from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, Facts, better_sizes
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, better_sizes
 from linnaeus.config.schema import TrainConfig
 from linnaeus.words import counted
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from linnaeus.autobatch.split import Split
 from linnaeus.batching.advice import plan_warnings
-from linnaeus.batching.sizes import Facts, keeps_rest, plan_epochs, unused_keys
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.sizes import keeps_rest, plan_epochs, unused_keys
 from linnaeus.batching.stages import Stage, make_stage
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from linnaeus.errors import DataError

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from linnaeus import __version__
-from linnaeus.batching.sizes import Facts, micro_batches_held
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length, training_targets

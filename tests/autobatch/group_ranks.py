@@ -31,8 +31,8 @@ from linnaeus.autobatch.ranks import control, group, single_rank
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import of_main, together
 from linnaeus.autobatch.rng import rng_state
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.batching.sizes import Facts
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError

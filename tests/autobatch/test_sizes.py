@@ -19,8 +19,8 @@ import linnaeus
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.rng import rng_state
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.batching.sizes import Facts
 from linnaeus.batching.summary import summary_lines
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from tests.helpers.messages import Golden, error_of

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan
-from linnaeus.batching.sizes import Facts
 from linnaeus.data.sampler import EpochSampler, PlannedBatches
 from tests.helpers.configs import plan_of
 

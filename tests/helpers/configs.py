@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import (
     BatchScheduleConfig,

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
-from linnaeus.batching.sizes import Facts
 from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle

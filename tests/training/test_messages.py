@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
-from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import LossConfig, NoiseScaleConfig, OptimizerConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
@@ -124,7 +124,7 @@ WEIGHTS = {
     "all 0": ("w.yaml", "family:\n  dogs: 0\n  cats: 0\n"), "no ranks": ("w.yaml", "family: 3\n"),
     "YAML": ("w.yaml", "family: [\n"), "nothing": ("w.yaml", "{}"), "JSON": ("w.json", '{"family": 1,}'),
     "columns": ("w.csv", "class,weight\n"), "cells": ("w.csv", "rank,class,weight\nfamily,dogs\n"),
-    "no file": ("absent.csv", ""),
+    "range": ("w.yaml", "species:\n  lion: 1e60\n"), "no file": ("absent.csv", ""),
 }  # fmt: skip
 LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
     "weights of ranks": (LossConfig(RANK_WEIGHTS=[1.0]), TWO_RANKS),

@@ -21,8 +21,9 @@ from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.throughput import rungs
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
-from linnaeus.batching.sizes import Facts, max_samples_per_rank
+from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, timed_size
 from linnaeus.config.instantiate import is_target
