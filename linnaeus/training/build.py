@@ -56,14 +56,8 @@ def check_before_data(model: Any, optimizer: Any, config: TrainConfig, world: Wo
 
 
 def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
-    """Check that the built-in loss suits what the model gives.
-
-    Raises:
-        ConfigError: a loss with a sigmoid, on a model that gives log-probabilities.
-    """
-    if is_target(loss_node) or loss_node.NAME != "bce":
-        return
-    if gives_log_probabilities(model):
+    """Raise `ConfigError` for a loss with a sigmoid, on a model that gives log-probabilities."""
+    if not is_target(loss_node) and loss_node.NAME == "bce" and gives_log_probabilities(model):
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
             "set LOSS.NAME cross_entropy or focal, or MODEL.HEAD independent"

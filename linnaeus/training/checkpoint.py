@@ -235,7 +235,9 @@ class CheckpointFolder:
         """
         self.wait()
         if self._background:
-            content = nest.map_leaves(_host_copy, content)
+            content = nest.map_leaves(
+                lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, content
+            )
         self._writing = self._writer.submit(self._write, content, is_best)
         if not self._background:
             self.wait()
@@ -298,19 +300,17 @@ class CheckpointFolder:
         paths = (self.pending, self.last, self.previous, *self._numbered())
         found = [path for path in paths if path.exists()]
         reasons = []
-        for number, path in enumerate(found, start=1):
+        for path in found:
             try:
                 return load_checkpoint(path)
             except CheckpointError as error:
                 reasons.append(str(error))
-                if number < len(found):
+                if path != found[-1]:
                     logger.warning("%s; trying the one before it", error)
-        if len(found) == 1:
-            raise CheckpointError(f"{reasons[0]}; delete it or choose another EXPERIMENT.NAME to start anew")
         if found:
             raise CheckpointError(
-                f"none of {', '.join(map(str, found))} can be read; "
-                f"delete them or choose another EXPERIMENT.NAME to start anew. The newest: {reasons[0]}"
+                f"{reasons[0]}. No other checkpoint in {self.folder} can be read either; delete them or "
+                "choose another EXPERIMENT.NAME to start anew"
             )
         return None
 
@@ -341,10 +341,6 @@ def _link(path: Path, source: Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     link_or_copy(source, temporary)
     temporary.replace(path)
-
-
-def _host_copy(leaf: Any) -> Any:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:

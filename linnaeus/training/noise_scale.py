@@ -187,15 +187,7 @@ class GradientProbe:
 
 
 def check_noise_scale(config: NoiseScaleConfig, num_gradients: int) -> None:
-    """Check that gradients at two batch sizes can be measured.
-
-    Args:
-        config: the node TRAIN.NOISE_SCALE.
-        num_gradients: gradients that an optimizer step is the mean of: ranks times accumulation steps.
-
-    Raises:
-        ConfigError: there is only one.
-    """
+    """Raise `ConfigError` if an optimizer step has one gradient: of one micro-batch on one rank."""
     if config.ENABLED and num_gradients == 1:
         raise ConfigError(
             "TRAIN.NOISE_SCALE.ENABLED: True, but with one process and one micro-batch per optimizer step "
@@ -208,10 +200,10 @@ def check_noise_scale(config: NoiseScaleConfig, num_gradients: int) -> None:
 def build_probe(
     config: NoiseScaleConfig, model: nn.Module, scaler: torch.amp.GradScaler, plan: BatchPlan
 ) -> GradientProbe | None:
-    """The probe of a run, with arguments as for `GradientProbe`; None where it is not enabled.
+    """The probe of a run; None where it is not enabled.
 
     Raises:
-        ConfigError: as for `check_noise_scale`, by the plan.
+        ConfigError: no step of the plan has gradients at two batch sizes.
     """
     if not config.ENABLED:
         return None

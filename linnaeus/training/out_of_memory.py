@@ -149,12 +149,7 @@ def train_remedies(
 ) -> Iterator[str]:
     """What makes the forward and backward passes of training need less; only what would have an effect.
 
-    Args:
-        config: the TRAIN node.
-        assembly: the model and what belongs to it.
-        size: samples of the micro-batch that did not fit.
-        effective_batch_size: samples of the optimizer step, over all ranks.
-        origin: of the size; None if it is not known.
+    `size` is that of the micro-batch that did not fit, `effective_batch_size` that of its optimizer step.
     """
     smallest = 2 if batchnorm_kind(assembly.model) == "local" else 1  # a single sample has no variance
     if origin is not None and size > smallest:
@@ -218,12 +213,7 @@ def memory_sentence(
     >>> memory_sentence(state, held_bytes=7 * GIB, outside_bytes=GIB, total_bytes=8 * GIB, is_cpu=False)
     'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00 (buffers: next to nothing). Outside its allocator (context, libraries, other processes): 1.00 GiB'
 
-    Args:
-        state: tensors that training keeps.
-        held_bytes: what this process held when memory ran out.
-        outside_bytes: in use outside this process's allocator; on the CPU, by other processes.
-        total_bytes: of the device.
-        is_cpu: on the CPU, what the process holds includes its libraries.
+    `outside_bytes` are in use outside this process's allocator; on the CPU, by other processes.
     """  # noqa: E501
     parts = {_NAMES[name]: num_bytes for name, num_bytes in asdict(state).items() if num_bytes}
     activations = "activations, batch, libraries" if is_cpu else "activations and batch"

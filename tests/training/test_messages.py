@@ -133,7 +133,6 @@ LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
     "name": ({"_target_": "torch.nn.NoSuchLoss"}, None),
     "no module": ({"_target_": OWN}, None),
     "two ranks": ({"_target_": "torch.nn.CrossEntropyLoss"}, TWO_RANKS),
-    "weights of classes": ({"_target_": "torch.nn.CrossEntropyLoss", "weight": [1.0, 2.0]}, ONE_RANK),
     "weights as text": ({"_target_": "torch.nn.CrossEntropyLoss", "weight": ["a"]}, ONE_RANK),
     "argument": ({"_target_": "torch.nn.CrossEntropyLoss", "WEIGHT": [1.0]}, ONE_RANK),
 }
