@@ -22,7 +22,7 @@ from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Interpreter, Prediction, Scores
 from linnaeus.inference.read_ahead import read_ahead
 from linnaeus.training.losses import gives_log_probabilities
-from linnaeus.training.step import Precision
+from linnaeus.training.precision import Precision
 
 MAX_UNSEARCHED = 32
 """Up to this many images form one batch without a search, which would take longer than they do."""

@@ -24,9 +24,8 @@ from linnaeus.inference.predictor import Predictor
 from linnaeus.inference.read_ahead import default_workers
 from linnaeus.models.spec import ModelSpec
 from linnaeus.models.weights import saved_weights
-from linnaeus.training.build import AUTOCAST_DTYPES
 from linnaeus.training.checkpoint import load_checkpoint
-from linnaeus.training.step import Precision
+from linnaeus.training.precision import AUTOCAST_DTYPES, Precision
 from linnaeus.words import counted
 
 if TYPE_CHECKING:

@@ -32,10 +32,8 @@ from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabili
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
-from linnaeus.training.step import Precision, TrainStep, ValidationStep
-
-AUTOCAST_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Number format of the forward pass by the value of `TRAIN.AMP`; None for no autocast."""
+from linnaeus.training.precision import build_precision
+from linnaeus.training.step import TrainStep, ValidationStep
 
 
 def check_before_data(model: Any, optimizer: Any, config: TrainConfig, world: World) -> None:
@@ -176,11 +174,6 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
         num_classes = len(taxonomy.levels[0].classes)
         criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
     return criterion
-
-
-def build_precision(config: TrainConfig, device: torch.device) -> Precision:
-    """Number format and memory format of the steps, from the TRAIN node."""
-    return Precision(device, AUTOCAST_DTYPES[config.AMP], channels_last=config.CHANNELS_LAST)
 
 
 def plan_facts(

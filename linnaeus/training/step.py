@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.data.batch import Batch, batch_size, to_device
+from linnaeus.data.batch import Batch, batch_size
 from linnaeus.training.noise_scale import GradientProbe
+from linnaeus.training.precision import Precision
 
 Criterion = Callable[[Any, Any], Tensor]
 """Maps the model's outputs and the targets to a scalar loss: a mean over the B samples.
@@ -24,30 +25,6 @@ Steps average it over micro-batches, by their samples, and over the ranks, and s
 effective batch. A loss that divides by anything else, such as the number of known labels, has another
 gradient for each way to split the batch.
 """
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Number format and memory format of the forward pass.
-
-    Attributes:
-        autocast_dtype: bfloat16, float16, or None for no autocast.
-        channels_last: whether the model gets images in channels-last memory format.
-    """
-
-    device: torch.device
-    autocast_dtype: torch.dtype | None = None
-    channels_last: bool = False
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which to compute the forward pass and the loss."""
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.autocast_dtype)
-
-    def place(self, batch: Batch) -> Batch:
-        """Move a batch to the device, in the model's memory format."""
-        return to_device(batch, self.device, non_blocking=True, channels_last=self.channels_last)
 
 
 @dataclass

@@ -369,6 +369,7 @@ class Trainer:
         while control.keys.put_first("out of memory", self.world.rank) != self.world.rank:
             control.check()
             control.clock.sleep(0.1)
+        self.world.update("saving a checkpoint: memory ran out")
         try:
             self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))
             outcome = (

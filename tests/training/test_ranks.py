@@ -24,7 +24,8 @@ from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import GradientProbe, NoiseScale
-from linnaeus.training.step import Precision, TrainStep, ValidationStep
+from linnaeus.training.precision import Precision
+from linnaeus.training.step import TrainStep, ValidationStep
 from tests.helpers.bits import bits
 from tests.helpers.processes import Results, compute, group_of
 from tests.helpers.small_models import Point, half_square
