@@ -29,9 +29,9 @@ from linnaeus.errors import (
 from linnaeus.inference.tally import LevelCounts, Tally
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.freeze import Freezing
+from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.build import Assembly
 from linnaeus.training.losses import build_loss, gives_log_probabilities
-from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.out_of_memory import SizeOrigin, validation_remedies
 from linnaeus.training.precision import build_precision
 from linnaeus.training.step import TrainStep, ValidationStep

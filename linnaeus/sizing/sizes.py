@@ -33,9 +33,9 @@ from linnaeus.data.loader import num_workers
 from linnaeus.dist import World
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.report import SearchProgress
+from linnaeus.training.accuracy import MetricsMemory
 from linnaeus.training.build import Assembly
 from linnaeus.training.ddp import wrap
-from linnaeus.training.metrics import MetricsMemory
 from linnaeus.training.noise_scale import GradientProbe
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"

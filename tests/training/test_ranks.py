@@ -18,11 +18,11 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World
 from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.checkpoint import broadcast_state
 from linnaeus.training.ddp import distribute_batchnorm, wrap
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
-from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.precision import Precision
 from linnaeus.training.step import TrainStep, ValidationStep

@@ -20,7 +20,7 @@ from linnaeus.cli.analyze.predict import predict_sizes, target_of
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import yaml_blocks
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.training.metrics import ClassificationMetrics, MetricsMemory
+from linnaeus.training.accuracy import ClassificationMetrics, MetricsMemory
 from tests.helpers.predictions import (
     BASE,
     GROWING,

@@ -1,4 +1,4 @@
-"""Metrics over all processes: accuracy per taxonomic rank, agreement with the taxonomy, training loss."""
+"""Accuracy per taxonomic rank, agreement with the taxonomy, and losses, over all processes."""
 
 from __future__ import annotations
 
