@@ -25,13 +25,7 @@ from linnaeus.training.build import Assembly
 from linnaeus.training.noise_scale import GradientProbe
 
 _KEY = "TRAIN.ON_OUT_OF_MEMORY"
-_NAMES = {
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "average": "EMA",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer",
-}
+_NAMES = {"average": "EMA", "optimizer_state": "optimizer"}
 _NOTABLE_BYTES = GIB // 100
 
 
@@ -215,7 +209,7 @@ def memory_sentence(
 
     `outside_bytes` are in use outside this process's allocator; on the CPU, by other processes.
     """  # noqa: E501
-    parts = {_NAMES[name]: num_bytes for name, num_bytes in asdict(state).items() if num_bytes}
+    parts = {_NAMES.get(name, name): num_bytes for name, num_bytes in asdict(state).items() if num_bytes}
     activations = "activations, batch, libraries" if is_cpu else "activations and batch"
     parts[activations] = max(held_bytes - sum(parts.values()), 0)
     ordered = sorted(parts, key=lambda name: -parts[name])
