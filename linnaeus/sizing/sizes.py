@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -33,7 +34,6 @@ from linnaeus.data.loader import num_workers
 from linnaeus.dist import World
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.report import SearchProgress
-from linnaeus.training.accuracy import MetricsMemory
 from linnaeus.training.build import Assembly
 from linnaeus.training.ddp import wrap
 from linnaeus.training.noise_scale import GradientProbe
@@ -306,7 +306,7 @@ class _TrialTraining:
 
 
 def _on_meta(assembly: Assembly) -> Assembly:
-    """With steps that run on `meta`; validation holds what metrics hold, and runs none."""
+    """With steps that run on `meta`, and count into metrics of their own."""
     precision = dataclasses.replace(assembly.train_step.precision, device=torch.device("meta"))
     return dataclasses.replace(
         assembly,
@@ -314,7 +314,7 @@ def _on_meta(assembly: Assembly) -> Assembly:
         validation_step=dataclasses.replace(
             assembly.validation_step,
             precision=precision,
-            update_metrics=MetricsMemory(assembly.metrics),
+            update_metrics=deepcopy(assembly.metrics).to(precision.device).update,
         ),
     )
 

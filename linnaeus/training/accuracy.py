@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
-from torchmetrics.classification import MulticlassAccuracy
 
 from linnaeus.data.batch import Batch, batch_size
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
@@ -17,21 +15,14 @@ from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
 from linnaeus.training.losses import logits_per_level
 
-TOP5_BYTES = 20
-"""Bytes for each sample and class that top-5 accuracy of torchmetrics holds at its peak: one-hot labels and
-predictions. Counted from its tensors on the CPU."""
-
 
 class ClassificationMetrics(nn.Module):
     """Loss, accuracy per level and taxonomic consistency over a validation pass.
 
     `top1/<level>` and `top5/<level>` (for levels with more than five classes) are fractions of the samples
-    whose label is known at that level. `consistent` is the fraction of samples where each predicted class is
-    a child of the class predicted one level above. Samples with a predicted class of unknown parent are not
-    counted; if a level has no known parents, the metric is left out.
-
-    torchmetrics would gather each state of each metric by itself. Here it leaves the processes alone, and
-    `compute` adds all states up in one vector.
+    whose label is known at that level, 0 without such a sample. `consistent` is the fraction of samples where
+    each predicted class is a child of the class predicted one level above. Samples with a predicted class of
+    unknown parent are not counted; if a level has no known parents, the metric is left out.
 
     Args:
         taxonomy: levels and parents; None computes the loss only.
@@ -39,19 +30,17 @@ class ClassificationMetrics(nn.Module):
 
     def __init__(self, taxonomy: Taxonomy | None) -> None:
         super().__init__()
-        # By default, NaN would be ignored.
-        self.loss = MeanMetric(nan_strategy=math.nan, sync_on_compute=False)
-        self.level_names = [] if taxonomy is None else list(taxonomy.names)
-        counts = [] if taxonomy is None else list(taxonomy.num_classes.values())
-        self.top1 = [_accuracy(count, 1) for count in counts]
-        self.top5 = {level: _accuracy(count, 5) for level, count in enumerate(counts) if count > 5}
-        # Registered as submodules too, so that `to(device)` moves them.
-        self._accuracies = nn.ModuleList([*self.top1, *self.top5.values()])
-        self.consistent = MeanMetric(sync_on_compute=False)
-        self._parents: Sequence[Sequence[int]] = [] if taxonomy is None else taxonomy.parents
-        self._has_parents = bool(self._parents) and all(max(row) != UNKNOWN for row in self._parents)
-        for level, parents in enumerate(self._parents, start=1):
-            self.register_buffer(f"parents_{level}", torch.tensor(parents), persistent=False)
+        counts = {} if taxonomy is None else taxonomy.num_classes
+        parents: Sequence[Sequence[int]] = () if taxonomy is None else taxonomy.parents
+        self.level_names = list(counts)
+        self._names = ["loss"]
+        for name, count in counts.items():
+            self._names += [f"top1/{name}", f"top5/{name}"] if count > 5 else [f"top1/{name}"]
+        if parents and all(max(row) != UNKNOWN for row in parents):
+            self._names.append("consistent")
+        for level, row in enumerate(parents, start=1):
+            self.register_buffer(f"parents_{level}", torch.tensor(row), persistent=False)
+        self._totals: dict[str, tuple[Tensor, Tensor | int]] = {}
 
     @torch.no_grad()
     def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
@@ -62,17 +51,30 @@ class ClassificationMetrics(nn.Module):
             targets: labels [B, R], -1 where unknown.
             loss: mean loss of the batch.
         """
-        self.loss.update(loss.float(), batch_size(Batch(outputs, targets)))
+        size = batch_size(Batch(outputs, targets))
+        self._add("loss", loss.float() * size, size)
         if not self.level_names:
             return
         logits = logits_per_level(outputs, self.level_names)
         predictions = [level_logits.argmax(dim=1) for level_logits in logits]
-        for level, predicted in enumerate(predictions):
-            self.top1[level].update(predicted, targets[:, level])
-            if level in self.top5:
-                self.top5[level].update(logits[level].float(), targets[:, level])
-        if self._has_parents:
-            self.consistent.update(*self._consistency(predictions))
+        for level, name in enumerate(self.level_names):
+            labels = targets[:, level]
+            num_known = (labels != UNKNOWN).sum()
+            self._add(f"top1/{name}", (predictions[level] == labels).sum(), num_known)
+            if f"top5/{name}" in self._names:
+                top5 = logits[level].float().topk(5, dim=1).indices
+                self._add(f"top5/{name}", (top5 == labels[:, None]).sum(), num_known)
+        if "consistent" in self._names:
+            consistent = known = torch.ones_like(predictions[0], dtype=torch.bool)
+            for level in range(1, len(predictions)):
+                parents = self.get_buffer(f"parents_{level}")[predictions[level]]
+                consistent = consistent & (parents == predictions[level - 1])
+                known = known & (parents != UNKNOWN)
+            self._add("consistent", (consistent & known).sum(), known.sum())
+
+    def _add(self, name: str, total: Tensor, count: Tensor | int) -> None:
+        before = self._totals.get(name, (0, 0))
+        self._totals[name] = before[0] + total, before[1] + count
 
     def compute(self, world: World, *, aborted: bool = False) -> dict[str, float] | None:
         """The metrics over all batches of all processes, in one collective. Every process must call this.
@@ -84,42 +86,20 @@ class ClassificationMetrics(nn.Module):
         Returns:
             The values, equal on all processes; None if any process has broken its validation off.
         """
-        metrics = self._by_name()
-        states = [state for metric in metrics.values() for state in _states(metric).values()]
-        states.append(torch.tensor(float(aborted)))
-        # Float64 keeps counts exact below 2^53.
-        total = world.sum(torch.cat([state.cpu().double().flatten() for state in states]))
-        *sums, num_aborted = total.split([state.numel() for state in states])
+        pairs = (self._totals.get(name, (0, 0)) for name in self._names)
+        sums = [float(value) for pair in pairs for value in pair]  # exact below 2^53
+        *sums, num_aborted = world.sum(torch.tensor([*sums, aborted], dtype=torch.float64)).tolist()
         if num_aborted:
             return None
-        rest = iter(sums)
-        return {name: _value(metric, rest) for name, metric in metrics.items()}
+        values = {}
+        for name, total, count in zip(self._names, sums[::2], sums[1::2], strict=True):
+            empty = 0.0 if name.startswith("top") else math.nan
+            values[name] = total / count if count else empty
+        return values
 
     def reset(self) -> None:
         """Forget all batches."""
-        for metric in self._by_name().values():
-            metric.reset()
-
-    def _by_name(self) -> dict[str, Metric]:
-        """The metrics by the name of their value, in the order in which they are shown."""
-        metrics: dict[str, Metric] = {"loss": self.loss}
-        for level, name in enumerate(self.level_names):
-            metrics[f"top1/{name}"] = self.top1[level]
-            if level in self.top5:
-                metrics[f"top5/{name}"] = self.top5[level]
-        if self._has_parents:
-            metrics["consistent"] = self.consistent
-        return metrics
-
-    def _consistency(self, predictions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Whether the predicted classes are consistent, and all their parents known: [B] each, 0 or 1."""
-        consistent = torch.ones_like(predictions[0], dtype=torch.bool)
-        known = torch.ones_like(consistent)
-        for level in range(1, len(predictions)):
-            parents = self.get_buffer(f"parents_{level}")[predictions[level]]
-            consistent &= parents == predictions[level - 1]
-            known &= parents != UNKNOWN
-        return consistent.float(), known.float()
+        self._totals = {}
 
 
 def headline(metrics: dict[str, float], criterion: nn.Module) -> tuple[str, float]:
@@ -138,46 +118,6 @@ def headline(metrics: dict[str, float], criterion: nn.Module) -> tuple[str, floa
     weights = getattr(criterion, "level_weights", (1.0,) * len(top1))
     name = [name for name, weight in zip(top1, weights, strict=True) if weight > 0][-1]
     return name, metrics[name]
-
-
-class MetricsMemory:
-    """Holds what the metrics of a validation batch hold; torchmetrics itself looks at values.
-
-    Args:
-        metrics: those of the run.
-    """
-
-    def __init__(self, metrics: ClassificationMetrics) -> None:
-        self._names, self._top5 = metrics.level_names, metrics.top5
-
-    def __call__(self, outputs: Any, targets: Any, loss: Tensor) -> None:
-        """Allocate and release it for one batch; arguments as for `ClassificationMetrics.update`."""
-        if not self._names:
-            return
-        for level, logits in enumerate(logits_per_level(outputs, self._names)):
-            logits.argmax(dim=1)
-            if level in self._top5:
-                torch.empty(TOP5_BYTES * logits.numel(), dtype=torch.uint8, device=logits.device)
-
-
-def _accuracy(num_classes: int, top_k: int) -> MulticlassAccuracy:
-    return MulticlassAccuracy(
-        num_classes, top_k=top_k, average="micro", ignore_index=UNKNOWN, validate_args=False,
-        sync_on_compute=False,
-    )  # fmt: skip
-
-
-def _states(metric: Metric) -> dict[str, Tensor]:
-    """The states of a metric by name; each adds up over batches and processes."""
-    return {name: state for name, state in metric.metric_state.items() if isinstance(state, Tensor)}
-
-
-def _value(metric: Metric, sums: Iterator[Tensor]) -> float:
-    """The metric's value for the next of these sums in place of its own states, which it keeps."""
-    total = metric.clone()
-    for name, state in _states(metric).items():
-        setattr(total, name, next(sums).view(state.shape))
-    return float(total.compute())
 
 
 class LossMeter:
