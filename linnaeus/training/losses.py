@@ -272,15 +272,11 @@ class SingleRank(nn.Module):
                     warnings.simplefilter("ignore")  # such as MSELoss's, before the error
                     self(logits, targets)
             except Exception as error:
-                form = (
-                    "With DATA.AUGMENT.MIXUP or CUTMIX a loss gets probabilities [batch, classes] in "
-                    "training and labels [batch] in validation: choose LOSS.NAME, or set both to 0"
-                    if mixes
-                    else "A loss gets logits [batch, classes] and labels [batch], int64: choose LOSS.NAME"
-                )
                 raise ConfigError(
-                    f"LOSS: {type(self.loss).__name__} does not take {what} of classes. {form} "
-                    f"({first_line(error)})"
+                    f"LOSS: {type(self.loss).__name__} does not take {what} of classes "
+                    f"({first_line(error)}). A loss gets logits [batch, classes] and labels [batch], int64, or "
+                    "in training with DATA.AUGMENT.MIXUP or CUTMIX probabilities [batch, classes]. Choose "
+                    "LOSS.NAME, or set both to 0"
                 ) from error
 
 

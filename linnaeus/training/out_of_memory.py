@@ -261,32 +261,33 @@ class OutOfMemoryReport:
     folder: Path
     origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
 
-    def obstacle_to_split(self, stage: Stage, *, is_updating: bool, smallest: int) -> str | None:
-        """Why a step that failed cannot be taken again with smaller micro-batches; None if it can.
+    def of_step(
+        self, text: str, stage: Stage, *, is_updating: bool, smallest: int
+    ) -> OutOfMemoryError | None:
+        """The error of an optimizer step; None if it can be taken again with smaller micro-batches.
 
         Args:
+            text: what has happened.
             stage: the sizes of the step.
             is_updating: whether the update had begun.
             smallest: samples of the smallest micro-batch that the run would then have.
         """
         if is_updating:
-            return f"The update had begun, which cannot be undone, so {_KEY} split cannot help"
-        if stage.micro_batch_size == 1:
-            return "A micro-batch of one sample cannot be split"
-        if smallest < 2 and batchnorm_kind(self.assembly.model) == "local":
-            return "Split further, a micro-batch would have one sample, too few for BatchNorm"
-        if self.config.ON_OUT_OF_MEMORY != "split":
-            return f"{_KEY} split would go on with smaller micro-batches"
-        return None
-
-    def of_step(self, text: str, stage: Stage, obstacle: str, *, is_updating: bool) -> OutOfMemoryError:
-        """The error of an optimizer step that is not taken again, because of an obstacle."""
-        if is_updating:  # there were no activations
-            return self._error(text, "train", obstacle, update_remedies(self.assembly))
-        remedies = train_remedies(
-            self.config, self.assembly, stage.micro_batch_size, stage.effective_batch_size,
-            self.origins.get("train"),
-        )  # fmt: skip
+            obstacle = f"The update had begun, which cannot be undone, so {_KEY} split cannot help"
+        elif stage.micro_batch_size == 1:
+            obstacle = "A micro-batch of one sample cannot be split"
+        elif smallest < 2 and batchnorm_kind(self.assembly.model) == "local":
+            obstacle = "Split further, a micro-batch would have one sample, too few for BatchNorm"
+        elif self.config.ON_OUT_OF_MEMORY != "split":
+            obstacle = f"{_KEY} split would go on with smaller micro-batches"
+        else:
+            return None
+        remedies = update_remedies(self.assembly)  # there were no activations in an update
+        if not is_updating:
+            remedies = train_remedies(
+                self.config, self.assembly, stage.micro_batch_size, stage.effective_batch_size,
+                self.origins.get("train"),
+            )  # fmt: skip
         return self._error(text, "train", obstacle, remedies)
 
     def of_validation(self, error: Exception, epoch: int) -> OutOfMemoryError:

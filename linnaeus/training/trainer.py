@@ -335,18 +335,18 @@ class Trainer:
         Raises:
             OutOfMemoryError: from `error`; this process does not take the step again.
         """
-        limit, is_updating = -(-stage.micro_batch_size // 2), self.train_step.is_updating
+        limit = -(-stage.micro_batch_size // 2)
         limited = self.plan.limited(limit)
         text = (
             f"out of memory in optimizer step {self.progress.step + 1}, with micro-batches of "
             f"{stage.micro_batch_size} (x {stage.accumulation_steps} accumulation x {stage.world_size} "
             f"processes): {first_line(error)}"
         )
-        obstacle = self._out_of_memory.obstacle_to_split(
-            stage, is_updating=is_updating, smallest=limited.smallest_micro_batch
+        problem = self._out_of_memory.of_step(
+            text, stage, is_updating=self.train_step.is_updating, smallest=limited.smallest_micro_batch
         )
-        if obstacle is not None:
-            raise self._out_of_memory.of_step(text, stage, obstacle, is_updating=is_updating) from error
+        if problem is not None:
+            raise problem from error
         traceback.clear_frames(error.__traceback__)  # frees the activations
         self._step_start.restore()
         self.plan, self._micro_batch_limit = limited, limit
