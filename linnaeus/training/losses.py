@@ -274,8 +274,8 @@ class SingleRank(nn.Module):
             except Exception as error:
                 raise ConfigError(
                     f"LOSS: {type(self.loss).__name__} does not take {what} of classes "
-                    f"({first_line(error)}). A loss gets logits [batch, classes] and labels [batch], int64, or "
-                    "in training with DATA.AUGMENT.MIXUP or CUTMIX probabilities [batch, classes]. Choose "
+                    f"({first_line(error)}). A loss gets logits [batch, classes] and labels [batch], int64, "
+                    "or in training with DATA.AUGMENT.MIXUP or CUTMIX probabilities [batch, classes]. Choose "
                     "LOSS.NAME, or set both to 0"
                 ) from error
 
