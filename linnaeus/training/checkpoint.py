@@ -201,6 +201,7 @@ class CheckpointFolder:
         self._writing: Future[None] | None = None
 
     def __enter__(self) -> CheckpointFolder:
+        self._writer.submit(int)  # starts the thread: later there may be no memory for its stack
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
