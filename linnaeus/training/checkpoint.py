@@ -201,7 +201,6 @@ class CheckpointFolder:
         self._writing: Future[None] | None = None
 
     def __enter__(self) -> CheckpointFolder:
-        self._writer.submit(int)  # starts the thread: later there may be no memory for its stack
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -239,7 +238,11 @@ class CheckpointFolder:
             content = nest.map_leaves(
                 lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, content
             )
-        self._writing = self._writer.submit(self._write, content, is_best)
+        try:
+            self._writing = self._writer.submit(self._write, content, is_best)
+        except RuntimeError:  # no memory for the thread's stack; the content stays in the executor's queue
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._write(content, is_best)
         if not self._background:
             self.wait()
 

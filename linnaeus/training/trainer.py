@@ -347,7 +347,6 @@ class Trainer:
         )
         if problem is not None:
             raise problem from error
-        traceback.clear_frames(error.__traceback__)  # frees the activations
         self._step_start.restore()
         self.plan, self._micro_batch_limit = limited, limit
         if self.world.is_distributed:
@@ -364,6 +363,7 @@ class Trainer:
 
         Parameters, optimizer and average are the same on all ranks after the last completed step.
         """
+        traceback.clear_frames(error.__traceback__)  # frees the activations
         control = self.world.control
         assert control is not None
         while control.keys.put_first("out of memory", self.world.rank) != self.world.rank:
