@@ -25,8 +25,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as torch_dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.ranks.control import (
     FAREWELL_S,
@@ -202,33 +200,6 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     if current is None or current.type != device.type:
         raise ConfigError(problem + "is not available on this machine; use auto or cpu")
     return device
-
-
-def wrap(
-    model: nn.Module, world: World, *, find_unused_parameters: bool = False, single_rank: bool = False
-) -> nn.Module:
-    """The model as the training step calls it: wrapped in DistributedDataParallel if there are other ranks.
-
-    Args:
-        model: on its device.
-        world: the processes.
-        find_unused_parameters: for models that do not use every parameter in every step.
-        single_rank: use a process group of this rank alone, with the same buckets and hooks. For trials of
-            the batch-size search: the other ranks take no part in them.
-    """
-    if not world.is_distributed:
-        return model
-    group = world.single_rank_group if single_rank else torch_dist.group.WORLD
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            module.process_group = group
-    return DistributedDataParallel(
-        model,
-        device_ids=None if world.device.type == "cpu" else [world.device],
-        process_group=group,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=find_unused_parameters,
-    )
 
 
 @contextmanager

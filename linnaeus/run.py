@@ -23,7 +23,7 @@ from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
-from linnaeus.dist import World, errors_told_first, join, wrap
+from linnaeus.dist import World, errors_told_first, join
 from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
 from linnaeus.log import MetricsFile, RunFolder, open_run_folder
 from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
@@ -44,8 +44,8 @@ from linnaeus.training.build import (
     plan_facts,
 )
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.ddp import wrap
 from linnaeus.training.noise_scale import build_probe
-from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import scale_values
 from linnaeus.training.report import report_plan, report_result, report_start, save_result
 from linnaeus.training.resume import find_checkpoint, is_finished, plain_nodes
@@ -102,8 +102,7 @@ def run(config: Config) -> FitResult:
                 return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         if world.is_main:
             weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
-            sentences = (*data.report, weights, assembly.freezing.sentence, note, settings_sentence(config))
-            report_start(sentences, settings_without_effect(config))
+            report_start(config, (*data.report, weights, assembly.freezing.sentence, note))
         search, plan_for = _size_search(config, data, assembly, world, folder.console)
         sized = find_planned_sizes(search, plan_for, None if checkpoint is None else checkpoint.content)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
@@ -128,8 +127,8 @@ def run(config: Config) -> FitResult:
                 from linnaeus.sweep.search import PruningTracker
 
                 trainer.tracker = PruningTracker(tracker, folder, stop, trainer)
+            trainer.checkpoint_extras["run"] = world.on_main(lambda: folder.claim and folder.claim.id)
             if folder.claim is not None:
-                trainer.checkpoint_extras["run"] = folder.claim.id
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
                 save_config(config, path / CONFIG, {"RUN": folder.claim.id, **plan.as_dict()})

@@ -151,7 +151,7 @@ MUTANTS = (
         "tests/data",
     ),
     Mutant(
-        "the logged loss is a sum over steps", "training/metrics.py",
+        "the logged loss is a sum over steps", "training/accuracy.py",
         "self._total / self._count", "self._total",
         "tests/training",
     ),

@@ -26,7 +26,6 @@ from linnaeus.autobatch.ranks.control import (
 )
 from linnaeus.dist import agree_on_attempt
 from linnaeus.errors import LinnaeusError
-from linnaeus.training.recovery import ask_main, serve_request
 from tests.helpers.planes import Script, nothing, planes, ranks, script
 from tests.helpers.threads import together
 
@@ -199,7 +198,6 @@ def test_a_rank_whose_process_has_died_is_named(is_zombie: bool, monkeypatch: py
     with pytest.raises(ForeignFailureError, match="trying 128") as caught:
         main.gather("next")
     assert caught.value.failure.rank == 1
-    assert ask_main(other, 8, limit_s=10) is False
     process.communicate()
 
 
@@ -317,46 +315,3 @@ def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str]) ->
     assert len(capsys.readouterr().err.splitlines()) == 2, "every 30 seconds"
     with pytest.raises(LinnaeusError, match=r"rank 0 .*DIST.START_MINUTES"):
         agree_on_attempt(PrefixStore("b", store), 2, 3, 70, Script())
-
-
-# --- requests to rank 0 ---
-
-
-def answer(main: ControlPlane) -> None:
-    """Rank 0 looks, while its main thread hangs as in a collective, and does what it finds."""
-    main.look()
-    for thread in threading.enumerate():
-        if thread.name == "answer":
-            thread.join()
-
-
-def test_rank_0_does_what_other_ranks_ask_for_once() -> None:
-    main, *others = planes(3)
-    done: list[Any] = []
-    serve_request(main, done.append)
-    for other in others:
-        script(other, nothing, lambda: answer(main))
-        assert ask_main(other, 8, limit_s=10) is True
-    answer(main)
-    assert done == [8]
-
-
-def test_a_request_that_cannot_be_done_is_answered_so() -> None:
-    main, other = planes()
-
-    def refuse(request: Any) -> None:
-        raise OSError("the disk is full")
-
-    serve_request(main, refuse)
-    script(other, lambda: answer(main))
-    assert ask_main(other, 8, limit_s=10) is False
-    assert other.clock.seconds < 10
-
-
-def test_a_request_is_not_waited_for_when_the_job_has_failed_or_beyond_the_limit() -> None:
-    main, other = planes()
-    assert ask_main(other, 8, limit_s=10) is False
-    assert 10 <= (before := other.clock.seconds) < 11
-    script(other, lambda: fail(main))
-    assert ask_main(other, 8, limit_s=10) is False
-    assert other.clock.seconds < before + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,4 +21,6 @@ def test_a_client_that_is_killed_ends_its_fork_alone(tmp_path: Path) -> None:
     client.kill()
     assert client.wait(50) == -9
     wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(os.environ[forks.ADDRESS])  # a client that dies before it has asked
     assert forks.python("-c", "print(2); raise SystemExit(3)", cwd=tmp_path)[:2] == (3, "2\n")

@@ -21,9 +21,10 @@ from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError, firs
 from linnaeus.inference.figures import EvaluationMetrics, LevelFigures
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.freeze import Freezing
-from linnaeus.training.build import Assembly, build_precision
+from linnaeus.training.build import Assembly
 from linnaeus.training.losses import build_loss, gives_log_probabilities
 from linnaeus.training.out_of_memory import SizeOrigin, validation_remedies
+from linnaeus.training.precision import build_precision
 from linnaeus.training.step import TrainStep, ValidationStep
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
+from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.losses import log_probabilities, logits_per_level
-from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.words import counted
 
 NUM_BINS = 15

@@ -22,7 +22,7 @@ from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction, predictions_of
 from linnaeus.training.losses import gives_log_probabilities
-from linnaeus.training.step import Precision
+from linnaeus.training.precision import Precision
 
 MAX_UNSEARCHED = 32
 """Up to this many images form one batch without a search, which would take longer than they do."""

@@ -29,9 +29,8 @@ from linnaeus.inference.prediction import Prediction
 from linnaeus.inference.predictor import Predictor
 from linnaeus.models.model_spec import ModelSpec
 from linnaeus.models.weights import saved_weights
-from linnaeus.training.build import AUTOCAST_DTYPES
 from linnaeus.training.checkpoint import load_checkpoint
-from linnaeus.training.step import Precision
+from linnaeus.training.precision import AUTOCAST_DTYPES, Precision
 from linnaeus.words import counted
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -30,11 +31,11 @@ from linnaeus.console import StatusLine
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import num_workers
-from linnaeus.dist import World, wrap
+from linnaeus.dist import World
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.report import SearchProgress
 from linnaeus.training.build import Assembly
-from linnaeus.training.metrics import MetricsMemory
+from linnaeus.training.ddp import wrap
 from linnaeus.training.noise_scale import GradientProbe
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
@@ -174,7 +175,7 @@ class SizeSearch:
                 state=self.assembly.state,
                 mode=mode,
                 train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
-                # Those of the wrapper that `linnaeus.dist.wrap` makes.
+                # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.
                 buckets=Buckets(as_view=True) if self.world.is_distributed and with_training else None,
                 base_bytes=base_bytes,
             )
@@ -302,7 +303,7 @@ class _TrialTraining:
 
 
 def _on_meta(assembly: Assembly) -> Assembly:
-    """With steps that run on `meta`; validation holds what metrics hold, and runs none."""
+    """With steps that run on `meta`, and count into metrics of their own."""
     precision = dataclasses.replace(assembly.train_step.precision, device=torch.device("meta"))
     return dataclasses.replace(
         assembly,
@@ -310,7 +311,7 @@ def _on_meta(assembly: Assembly) -> Assembly:
         validation_step=dataclasses.replace(
             assembly.validation_step,
             precision=precision,
-            update_metrics=MetricsMemory(assembly.metrics),
+            update_metrics=deepcopy(assembly.metrics).to(precision.device).update,
         ),
     )
 

@@ -242,7 +242,7 @@ class PruningTracker(Tracker):
         }
         if not found:
             return
-        from linnaeus.training.metrics import headline  # here: others read a study without torch
+        from linnaeus.training.accuracy import headline  # here: others read a study without torch
 
         name, _ = headline(found, self._trainer.assembly.criterion)
         epoch, num_epochs = self._trainer.progress.epoch, self._trainer.plan.num_epochs

@@ -24,17 +24,15 @@ from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.timm_source import find_source
+from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabilities
-from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
-from linnaeus.training.step import Precision, TrainStep, ValidationStep
+from linnaeus.training.precision import build_precision
+from linnaeus.training.step import TrainStep, ValidationStep
 from linnaeus.version import __version__
-
-AUTOCAST_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Number format of the forward pass by the value of `TRAIN.AMP`; None for no autocast."""
 
 
 def check_before_data(model: Any, optimizer: Any, config: TrainConfig, world: World) -> None:
@@ -55,14 +53,8 @@ def check_before_data(model: Any, optimizer: Any, config: TrainConfig, world: Wo
 
 
 def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
-    """Check that the built-in loss suits what the model gives.
-
-    Raises:
-        ConfigError: a loss with a sigmoid, on a model that gives log-probabilities.
-    """
-    if is_target(loss_node) or loss_node.NAME != "bce":
-        return
-    if gives_log_probabilities(model):
+    """Raise `ConfigError` for a loss with a sigmoid, on a model that gives log-probabilities."""
+    if not is_target(loss_node) and loss_node.NAME == "bce" and gives_log_probabilities(model):
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
             "set LOSS.NAME cross_entropy or focal, or MODEL.HEAD independent"
@@ -181,11 +173,6 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
         num_classes = len(taxonomy.levels[0].classes)
         criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
     return criterion
-
-
-def build_precision(config: TrainConfig, device: torch.device) -> Precision:
-    """Number format and memory format of the steps, from the TRAIN node."""
-    return Precision(device, AUTOCAST_DTYPES[config.AMP], channels_last=config.CHANNELS_LAST)
 
 
 def plan_facts(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -33,8 +35,8 @@ REMEDY = "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
 
 _NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
 
-_START_S = 1.0
-"""A thread that does not run after so long has never been started."""
+_PROGRESS = {"epoch", "samples", "step", "best", "metrics", "seconds"}
+"""Entries that the progress of a run may have; the first three it must have."""
 
 _OWN_VALUES = ("lr", "weight_decay")
 """Values of an optimizer's groups that come from the configuration and not from a checkpoint. The others are
@@ -168,12 +170,13 @@ class CheckpointFolder:
     """`last.pt`, the one before it in `previous.pt`, `best.pt`, and numbered ones where they are asked for.
 
     A new checkpoint is written to `pending.pt` first. A process that is killed at any moment leaves at least
-    one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before. As a
-    context manager it waits for the file that is being written in the background.
+    one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before. A rank
+    that runs out of memory writes `out_of_memory.pt`, while rank 0 may still write another one. As a context
+    manager it waits for the file that is being written in the background.
 
     Args:
         folder: the run's `checkpoints/`.
-        keep: number of checkpoints that are kept as `step_<number>.pt`, hard links to the newest ones.
+        keep: number of checkpoints that are kept as `step_<number>.pt`: hard links, of the last steps.
         background: copy the content to the host and return while a thread writes it. The next call and the
             end of the context wait for the thread, and raise its error.
 
@@ -187,12 +190,14 @@ class CheckpointFolder:
         self.last = folder / "last.pt"
         self.previous = folder / "previous.pt"
         self.best = folder / "best.pt"
+        self.out_of_memory = folder / "out_of_memory.pt"
         self._keep = keep
         self._background = background
         self.check: Callable[[], object] = lambda: None
-        self._thread: threading.Thread | None = None
-        self._is_written = threading.Event()
-        self._failure: BaseException | None = None
+        # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
+        # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
 
     def __enter__(self) -> CheckpointFolder:
         return self
@@ -204,6 +209,8 @@ class CheckpointFolder:
             if kind is None:
                 raise
             logger.error("%s", error)  # the exception under way is the one to report
+        finally:
+            self._writer.shutdown()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk.
@@ -211,16 +218,12 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the disk did not take it; the checkpoints before it are kept.
         """
-        # Not `join`: in Python 3.11, one that a signal ends takes the thread for ended too.
-        while self._thread is not None:
-            if self._is_written.wait(_START_S):
-                self._thread.join()
-                self._thread = None
-            elif self._thread.ident is None:  # a signal came before it was started
-                self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._writing is not None:
+            # Not without limit: a signal that comes as the waiting begins would be handled at its end only.
+            while futures.wait([self._writing], timeout=1.0).not_done:
+                pass
+            writing, self._writing = self._writing, None
+            writing.result()
 
     def save(self, content: dict[str, Any], *, is_best: bool = False) -> None:
         """Write `last.pt`, and with `is_best` also `best.pt`.
@@ -231,33 +234,31 @@ class CheckpointFolder:
         """
         self.wait()
         if self._background:
-            content = nest.map_leaves(_host_copy, content)
-        # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
-        # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
-        self._is_written.clear()
-        self._thread = threading.Thread(target=self._write_aside, args=(content, is_best), name="checkpoint")
+            content = nest.map_leaves(
+                lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, content
+            )
         try:
-            self._thread.start()
-        except RuntimeError:  # no memory for its stack
-            self._thread = None
-            self._write_aside(content, is_best)
+            self._writing = self._writer.submit(self._write, content, is_best)
+        except RuntimeError:  # no memory for the thread's stack; the content stays in the executor's queue
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._write(content, is_best)
         if not self._background:
             self.wait()
 
-    def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
-        try:
-            self._write(content, is_best)
-        except BaseException as error:  # raised again by `wait`
-            self._failure = error
-        finally:
-            self._is_written.set()
+    def save_for_next_attempt(self, content: dict[str, Any]) -> None:
+        """Write `out_of_memory.pt`, which the next attempt resumes from; any one rank may.
+
+        Raises:
+            CheckpointError: this rank does not see the run's folder, or the disk does not take it.
+        """
+        with self._explained(self.out_of_memory, content):
+            self.folder.mkdir(exist_ok=True)
+            write_atomically(self.out_of_memory, partial(torch.save, content))
 
     def _write(self, content: dict[str, Any], is_best: bool) -> None:
         self.check()
-        try:
+        with self._explained(self.last, content):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
-                leftover.unlink()
             # `best.pt` is linked before `pending.pt` gets its name: found after a kill, it has its link.
             write_atomically(
                 self.pending, lambda file: torch.save(content, file),
@@ -267,21 +268,30 @@ class CheckpointFolder:
                 self.last.replace(self.previous)
             self.pending.replace(self.last)
             if self._keep:
-                _link(self.folder / f"step_{content['progress']['step']:08d}.pt", self.last)
-                for path in self._numbered()[self._keep :]:
+                newest = self.folder / f"step_{content['progress']['step']:08d}.pt"
+                _link(newest, self.last)
+                numbered = self._numbered()  # those before the newest: the user went back to an earlier one
+                kept = numbered[numbered.index(newest) :][: self._keep]
+                for path in set(numbered) - set(kept):
                     path.unlink()
+
+    @contextmanager
+    def _explained(self, path: Path, content: dict[str, Any]) -> Iterator[None]:
+        """Context in which a file is written; raises `CheckpointError` where that fails."""
+        try:
+            yield
         except OSError as error:
             reason = why_not_written(error, self.folder, nest.num_bytes(content))
             raise CheckpointError(
-                f"{self.last} cannot be written: {reason}; the checkpoints before it are kept"
+                f"{path} cannot be written: {reason}; the checkpoints before it are kept"
             ) from error
         except RuntimeError as error:
-            raise CheckpointError(f"{self.last} cannot be written: {error}") from error
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
 
     def _numbered(self) -> list[Path]:
-        """The numbered checkpoints, the one written last first. Files of other names are the user's."""
+        """The numbered checkpoints, the last step first. Files of other names are the user's."""
         paths = [path for path in self.folder.glob("step_*.pt") if _NUMBERED.fullmatch(path.name)]
-        return sorted(paths, key=lambda path: -path.stat().st_mtime_ns)
+        return sorted(paths, key=lambda path: -int(path.stem.removeprefix("step_")))
 
     def read_latest(self) -> dict[str, Any] | None:
         """The newest checkpoint that can be read, as `load_checkpoint` gives it; None when there is none.
@@ -293,19 +303,17 @@ class CheckpointFolder:
         paths = (self.pending, self.last, self.previous, *self._numbered())
         found = [path for path in paths if path.exists()]
         reasons = []
-        for number, path in enumerate(found, start=1):
+        for path in found:
             try:
                 return load_checkpoint(path)
             except CheckpointError as error:
                 reasons.append(str(error))
-                if number < len(found):
+                if path != found[-1]:
                     logger.warning("%s; trying the one before it", error)
-        if len(found) == 1:
-            raise CheckpointError(f"{reasons[0]}; delete it or choose another EXPERIMENT.NAME to start anew")
         if found:
             raise CheckpointError(
-                f"none of {', '.join(map(str, found))} can be read; "
-                f"delete them or choose another EXPERIMENT.NAME to start anew. The newest: {reasons[0]}"
+                f"{reasons[0]}. No other checkpoint in {self.folder} can be read either; delete them or "
+                "choose another EXPERIMENT.NAME to start anew"
             )
         return None
 
@@ -318,6 +326,10 @@ class CheckpointFolder:
         state: dict[str, Any] = {}
 
         def read() -> dict[str, Any] | None:
+            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
+                leftover.unlink()
+            if self.out_of_memory.exists():
+                self.out_of_memory.replace(self.pending)
             content = self.read_latest()
             if content is not None:
                 state.update(content.pop("state", {}))
@@ -334,21 +346,23 @@ def _link(path: Path, source: Path) -> None:
     temporary.replace(path)
 
 
-def _host_copy(leaf: Any) -> Any:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-
-
 def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint onto the CPU; only tensors and plain values are accepted (`weights_only`).
 
     Args:
         path: the file.
-        mmap: read tensors only when they are used; damage to them is not noticed.
+        mmap: read tensors only when they are used; damage to them is not noticed. Otherwise the checksums of
+            the archive are compared first, which torch does not do: 0.7 s for each GiB.
 
     Raises:
         CheckpointError: the file is damaged, no checkpoint, or has entries that a run cannot use.
     """
     try:
+        if not mmap:
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch reports damage with many kinds of exceptions
         raise CheckpointError(f"{path} {_why_not_loaded(path, error)}") from error
@@ -356,9 +370,15 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         is_state = isinstance(content, dict) and any(isinstance(value, Tensor) for value in content.values())
         what = ": it holds weights alone, with which MODEL.WEIGHTS starts a run" if is_state else ""
         raise CheckpointError(f"{path} is no checkpoint of Linnaeus{what}")
-    problem = next(_problems(content), None)
-    if problem is not None:
-        raise CheckpointError(f"{path} is no checkpoint that can be used: {problem}")
+    progress = content["progress"]
+    names = progress.keys() if isinstance(progress, dict) else set()
+    missing = [name for name in ("rng", "autobatch") if name not in content]
+    if not {"epoch", "samples", "step"} <= names <= _PROGRESS or missing:
+        raise CheckpointError(
+            f"{path} is no checkpoint that can be used: "
+            f"{f'it has no {missing[0]}' if missing else f'progress is {progress!r:.200}'}; it may be of "
+            "another version of Linnaeus"
+        )
     return content
 
 
@@ -372,33 +392,6 @@ def _why_not_loaded(path: Path, error: Exception) -> str:
         return "is damaged or no checkpoint of Linnaeus: it holds more than tensors and plain values"
     text = "".join(char for char in first_line(error) if char.isprintable())
     return f"is damaged or no checkpoint ({type(error).__name__}: {text})"
-
-
-def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """What a run cannot use in a checkpoint, beside the tensors of the state."""
-    progress = content["progress"]
-    for name, (kinds, is_required) in _ENTRIES.items():
-        place, _, entry = name.rpartition(".")
-        values = progress if place else content
-        if entry not in values:
-            if is_required:
-                yield f"it has no {name}"
-        elif not isinstance(values[entry], kinds) or (kinds is int and values[entry] < 0):
-            yield f"{name} is {values[entry]!r:.50}"
-        if name == "progress" and not isinstance(progress, dict):
-            return
-    for entry in progress:
-        if f"progress.{entry}" not in _ENTRIES:
-            yield f"progress.{entry} is unknown; it may be of another version of Linnaeus"
-
-
-_ENTRIES: dict[str, tuple[Any, bool]] = {
-    "progress": (dict, True), "rng": (list, True), "autobatch": (dict, True), "state": (dict, False),
-    "progress.epoch": (int, True), "progress.samples": (int, True), "progress.step": (int, True),
-    "progress.best": (float | int | None, False), "progress.metrics": (dict, False),
-    "progress.seconds": (float | int, False),
-}  # fmt: skip
-"""Kind of an entry, and whether every version has it. A missing state is reported when it is restored."""
 
 
 def broadcast_state(state: Any, world: World) -> Any:

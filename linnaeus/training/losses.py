@@ -19,7 +19,7 @@ from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError, first_line
 
 _LIBRARIES = ("torch", "torchvision", "timm")
-_WITH_CLASS_WEIGHTS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+"""Their losses know no taxonomic ranks."""
 
 
 def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, ...]:
@@ -65,10 +65,8 @@ def log_probabilities(outputs: Tensor, *, are_logs: bool) -> Tensor:
     >>> log_probabilities(outputs, are_logs=True).exp(), log_probabilities(outputs, are_logs=False).exp()
     (tensor([[0.6000, 0.3000]]), tensor([[0.6667, 0.3333]]))
 
-    Args:
-        outputs: of a model, [B, C].
-        are_logs: `gives_log_probabilities` of the model. Its outputs stay what they are: those of a level may
-            add up to less than 1, and a softmax would make them add up to 1.
+    With `are_logs`, the `gives_log_probabilities` of the model, its outputs [B, C] stay what they are: those
+    of a level may add up to less than 1, and a softmax would make them add up to 1.
     """
     return outputs.float() if are_logs else outputs.float().log_softmax(dim=1)
 
@@ -149,13 +147,7 @@ class TaxonomicLoss(nn.Module):
                 )
 
     def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
-        """The loss of one level, summed over the samples.
-
-        Args:
-            logits: [B, C].
-            target: labels [B] or probabilities [B, C].
-            class_weights: [C], or None.
-        """
+        """The sum of the losses of one level for logits [B, C] and labels [B] or probabilities [B, C]."""
         raise NotImplementedError
 
 
@@ -257,12 +249,7 @@ class SingleRank(nn.Module):
         self.level_name = level_name
 
     def forward(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The loss.
-
-        Args:
-            outputs: logits [B, C], in any form that `logits_per_level` takes.
-            targets: labels [B, 1], or probabilities [B, C] where batches are mixed.
-        """
+        """The loss for logits [B, C] and labels [B, 1], or probabilities [B, C] where batches are mixed."""
         (logits,) = logits_per_level(outputs, (self.level_name,))
         if not targets.is_floating_point():
             targets = targets[:, 0]
@@ -285,15 +272,11 @@ class SingleRank(nn.Module):
                     warnings.simplefilter("ignore")  # such as MSELoss's, before the error
                     self(logits, targets)
             except Exception as error:
-                form = (
-                    "With DATA.AUGMENT.MIXUP or CUTMIX a loss gets probabilities [batch, classes] in "
-                    "training and labels [batch] in validation: choose LOSS.NAME, or set both to 0"
-                    if mixes
-                    else "A loss gets logits [batch, classes] and labels [batch], int64: choose LOSS.NAME"
-                )
                 raise ConfigError(
-                    f"LOSS: {type(self.loss).__name__} does not take {what} of classes. {form} "
-                    f"({first_line(error)})"
+                    f"LOSS: {type(self.loss).__name__} does not take {what} of classes "
+                    f"({first_line(error)}). A loss gets logits [batch, classes] and labels [batch], int64, "
+                    "or in training with DATA.AUGMENT.MIXUP or CUTMIX probabilities [batch, classes]. Choose "
+                    "LOSS.NAME, or set both to 0"
                 ) from error
 
 
@@ -349,7 +332,7 @@ def _custom_loss(
     loss = call_target(node, "LOSS", offer=offer, convert=partial(_as_tensor, device=device))
     if not isinstance(loss, nn.Module):
         raise ConfigError(f"LOSS: {name} gave a {type(loss).__name__}, not an nn.Module")
-    if taxonomy is None or not _is_of_a_library(loss):
+    if taxonomy is None or type(loss).forward.__module__.partition(".")[0] not in _LIBRARIES:
         return loss
     counts = taxonomy.num_classes
     if len(counts) > 1:
@@ -359,20 +342,7 @@ def _custom_loss(
             f"rank, and labels [batch, {len(counts)}]: name one of your own, or leave out LOSS._target_ for "
             "the built-in ones (LOSS.NAME, LOSS.LABEL_SMOOTHING, LOSS.RANK_WEIGHTS)"
         )
-    ((level_name, num_classes),) = counts.items()
-    weight = getattr(loss, "weight", None)
-    if isinstance(loss, _WITH_CLASS_WEIGHTS) and weight is not None and weight.shape != (num_classes,):
-        raise ConfigError(
-            f"LOSS.weight: {weight.tolist()} has {weight.numel()} weights for {num_classes} classes of "
-            f"{level_name!r}"
-        )
-    return SingleRank(loss, level_name)
-
-
-def _is_of_a_library(loss: nn.Module) -> bool:
-    """Whether a loss computes as torch, torchvision or timm have written it, which knows no ranks."""
-    forward = type(loss).forward
-    return forward is not nn.Module.forward and forward.__module__.partition(".")[0] in _LIBRARIES
+    return SingleRank(loss, *counts)
 
 
 def _as_tensor(parameter: inspect.Parameter, value: Any, device: torch.device | None) -> Any:

@@ -33,25 +33,6 @@ MEANING = (
 )
 
 
-def unbiased_moments(
-    small_batch: float, small_norm_sq: float, large_batch: float, large_norm_sq: float
-) -> tuple[float, float]:
-    """|G|² and tr(Σ) from squared gradient norms at two batch sizes (McCandlish et al. 2018, eq. A.2, A.3).
-
-    Both estimates are unbiased but noisy: a single one may be far off, and |G|² even negative.
-
-    >>> unbiased_moments(2, 1 + 12 / 2, 8, 1 + 12 / 8)
-    (1.0, 12.0)
-
-    Args:
-        small_batch, large_batch: number of samples that each gradient is the mean of; the second is larger.
-        small_norm_sq, large_norm_sq: squared norms of the gradients.
-    """
-    gradient_sq = (large_batch * large_norm_sq - small_batch * small_norm_sq) / (large_batch - small_batch)
-    trace = (small_norm_sq - large_norm_sq) / (1 / small_batch - 1 / large_batch)
-    return gradient_sq, trace
-
-
 @dataclass
 class NoiseScale:
     """Running estimate of B_simple: exponential averages of |G|² and of tr(Σ).
@@ -68,8 +49,21 @@ class NoiseScale:
     trace: float = 0.0
 
     def add(self, small_batch: float, small_norm_sq: float, large_batch: float, large_norm_sq: float) -> None:
-        """Add a measurement; arguments as for `unbiased_moments`."""
-        gradient_sq, trace = unbiased_moments(small_batch, small_norm_sq, large_batch, large_norm_sq)
+        """Add a measurement: unbiased estimates of both, but noisy ones; |G|² may even be negative.
+
+        >>> scale = NoiseScale(decay=0.0)
+        >>> scale.add(2, 1 + 12 / 2, 8, 1 + 12 / 8)
+        >>> scale.gradient_sq, scale.trace
+        (1.0, 12.0)
+
+        Args:
+            small_batch, large_batch: number of samples that each gradient is the mean of.
+            small_norm_sq, large_norm_sq: squared norms of the gradients.
+        """
+        # McCandlish et al. 2018, eq. A.2 and A.3
+        gradient_sq = large_batch * large_norm_sq - small_batch * small_norm_sq
+        gradient_sq /= large_batch - small_batch
+        trace = (small_norm_sq - large_norm_sq) / (1 / small_batch - 1 / large_batch)
         self.gradient_sq = self.decay * self.gradient_sq + (1 - self.decay) * gradient_sq
         self.trace = self.decay * self.trace + (1 - self.decay) * trace
         self.num += 1
@@ -187,15 +181,7 @@ class GradientProbe:
 
 
 def check_noise_scale(config: NoiseScaleConfig, num_gradients: int) -> None:
-    """Check that gradients at two batch sizes can be measured.
-
-    Args:
-        config: the node TRAIN.NOISE_SCALE.
-        num_gradients: gradients that an optimizer step is the mean of: ranks times accumulation steps.
-
-    Raises:
-        ConfigError: there is only one.
-    """
+    """Raise `ConfigError` if an optimizer step has one gradient: of one micro-batch on one rank."""
     if config.ENABLED and num_gradients == 1:
         raise ConfigError(
             "TRAIN.NOISE_SCALE.ENABLED: True, but with one process and one micro-batch per optimizer step "
@@ -208,10 +194,10 @@ def check_noise_scale(config: NoiseScaleConfig, num_gradients: int) -> None:
 def build_probe(
     config: NoiseScaleConfig, model: nn.Module, scaler: torch.amp.GradScaler, plan: BatchPlan
 ) -> GradientProbe | None:
-    """The probe of a run, with arguments as for `GradientProbe`; None where it is not enabled.
+    """The probe of a run; None where it is not enabled.
 
     Raises:
-        ConfigError: as for `check_noise_scale`, by the plan.
+        ConfigError: no step of the plan has gradients at two batch sizes.
     """
     if not config.ENABLED:
         return None

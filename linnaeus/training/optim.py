@@ -56,7 +56,13 @@ def _from_timm(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     check_optimizer_name(node)
     arguments = dict(node.KWARGS)
     if node.LAYER_DECAY is not None:
-        _check_layers(node.LAYER_DECAY, model)
+        backbone = getattr(model, "backbone", model)
+        if not hasattr(backbone, "group_matcher") or not hasattr(model, "group_matcher"):
+            raise ConfigError(  # timm would take a guess
+                f"OPTIMIZER.LAYER_DECAY: {node.LAYER_DECAY}, but {type(backbone).__name__} has no "
+                "group_matcher, which says what the layers of a model are, as those of timm have; leave it "
+                "null"
+            )
         arguments["layer_decay"] = node.LAYER_DECAY
     heads = getattr(model, "heads", None)
     if node.HEAD_LR_SCALE != 1 and heads is None:
@@ -73,16 +79,6 @@ def _from_timm(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     if node.HEAD_LR_SCALE != 1 and isinstance(heads, nn.Module):
         _scale_rate(optimizer, set(heads.parameters()), node.HEAD_LR_SCALE)
     return optimizer
-
-
-def _check_layers(layer_decay: float, model: nn.Module) -> None:
-    """Check that the model says what its layers are; timm would take a guess."""
-    backbone = getattr(model, "backbone", model)
-    if not hasattr(backbone, "group_matcher") or not hasattr(model, "group_matcher"):
-        raise ConfigError(
-            f"OPTIMIZER.LAYER_DECAY: {layer_decay}, but {type(backbone).__name__} has no group_matcher, "
-            "which says what the layers of a model are, as those of timm have; leave it null"
-        )
 
 
 def _scale_rate(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], scale: float) -> None:

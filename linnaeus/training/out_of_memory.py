@@ -1,31 +1,124 @@
-"""What a run says when it runs out of memory: what held it, and what to do."""
+"""Out of memory in training: the state before the step, what held the memory, and what helps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.device import GIB, device_memory
+from linnaeus.autobatch.rng import rng_state, set_rng_state
+from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.dist import World
+from linnaeus.errors import OutOfMemoryError, first_line
+from linnaeus.files import CHECKPOINTS
 from linnaeus.models.build import batchnorm_kind, has_gradient_checkpointing
 from linnaeus.training.build import Assembly
-from linnaeus.training.state_bytes import StateBytes, state_bytes
+from linnaeus.training.noise_scale import GradientProbe
 
-_NAMES = {
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "average": "EMA",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer",
-}
-
-
+_KEY = "TRAIN.ON_OUT_OF_MEMORY"
+_NAMES = {"average": "EMA", "optimizer_state": "optimizer"}
 _NOTABLE_BYTES = GIB // 100
+
+
+@dataclass
+class StateBytes:
+    """Bytes of the tensors that training keeps. Storage that tensors share counts once, for the first one.
+
+    Attributes:
+        parameters, buffers: those of the model and the loss.
+        average: the EMA copy of the model.
+        gradients: those of all parameters; 0 in validation.
+        optimizer_state: such as Adam's moments; training's stay resident during validation.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    average: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+
+
+def state_bytes(assembly: Assembly, device: torch.device) -> StateBytes:
+    """Count what a run's objects hold on a device now."""
+    modules = nn.ModuleList([assembly.model, assembly.criterion])
+    average = nn.ModuleList([] if assembly.ema is None else [assembly.ema.module])
+    total = partial(_new_bytes, device=device, seen=set())
+    return StateBytes(
+        parameters=total(modules.parameters()),
+        buffers=total(modules.buffers()),
+        average=total([*average.parameters(), *average.buffers()]),
+        gradients=total(parameter.grad for parameter in modules.parameters()),
+        optimizer_state=total(nest.tensors(list(assembly.optimizer.state.values()))),
+    )
+
+
+def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set[int]) -> int:
+    """Bytes of the storages on the device that are not in `seen` yet; they are added to it."""
+    num_bytes = 0
+    for tensor in tensors:
+        if tensor is not None and tensor.device == device and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            place = storage._cdata if tensor.is_meta else storage.data_ptr()  # on `meta` there are no places
+            if place not in seen:
+                seen.add(place)
+                num_bytes += storage.nbytes()
+    return num_bytes
+
+
+class StepStart:
+    """What forward, backward and clipping change, as it was before the current optimizer step.
+
+    That is the buffers, the random number generators and the noise scale. There are no gradients before a
+    step; parameters, optimizer, loss scale and average change in the update, which cannot be undone.
+
+    Args:
+        assembly: the model and what belongs to it.
+        device: of training.
+        probe: of the training step; None without one.
+    """
+
+    def __init__(self, assembly: Assembly, device: torch.device, probe: GradientProbe | None) -> None:
+        self._assembly, self._device, self._probe = assembly, device, probe
+        self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        self._rng: dict[str, Any] = {}
+        self._noise_scale: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy it; to be called before each step."""
+        self._buffers = []  # frees the last step's copies before there are new ones
+        self._buffers = [
+            (module._buffers, name, buffer, buffer.clone())
+            for part in (self._assembly.model, self._assembly.criterion)
+            for module in part.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._rng = rng_state(self._device)
+        if self._probe is not None:
+            self._noise_scale = self._probe.scale.state_dict()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what `copy` has copied, and drop the gradients."""
+        self._assembly.optimizer.zero_grad(set_to_none=True)
+        if self._assembly.scaler.is_enabled():  # the step may have noted that its gradients are unscaled
+            self._assembly.scaler._per_optimizer_states.clear()
+        if self._probe is not None:
+            self._probe.scale.load_state_dict(self._noise_scale)
+        for registry, name, buffer, copy in self._buffers:
+            buffer.copy_(copy)
+            registry[name] = buffer  # a step may have put another tensor there
+        set_rng_state(self._rng, self._device)
 
 
 @dataclass(frozen=True)
@@ -50,12 +143,7 @@ def train_remedies(
 ) -> Iterator[str]:
     """What makes the forward and backward passes of training need less; only what would have an effect.
 
-    Args:
-        config: the TRAIN node.
-        assembly: the model and what belongs to it.
-        size: samples of the micro-batch that did not fit.
-        effective_batch_size: samples of the optimizer step, over all ranks.
-        origin: of the size; None if it is not known.
+    `size` is that of the micro-batch that did not fit, `effective_batch_size` that of its optimizer step.
     """
     smallest = 2 if batchnorm_kind(assembly.model) == "local" else 1  # a single sample has no variance
     if origin is not None and size > smallest:
@@ -119,14 +207,9 @@ def memory_sentence(
     >>> memory_sentence(state, held_bytes=7 * GIB, outside_bytes=GIB, total_bytes=8 * GIB, is_cpu=False)
     'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00 (buffers: next to nothing). Outside its allocator (context, libraries, other processes): 1.00 GiB'
 
-    Args:
-        state: tensors that training keeps.
-        held_bytes: what this process held when memory ran out.
-        outside_bytes: in use outside this process's allocator; on the CPU, by other processes.
-        total_bytes: of the device.
-        is_cpu: on the CPU, what the process holds includes its libraries.
+    `outside_bytes` are in use outside this process's allocator; on the CPU, by other processes.
     """  # noqa: E501
-    parts = {_NAMES[name]: num_bytes for name, num_bytes in asdict(state).items() if num_bytes}
+    parts = {_NAMES.get(name, name): num_bytes for name, num_bytes in asdict(state).items() if num_bytes}
     activations = "activations, batch, libraries" if is_cpu else "activations and batch"
     parts[activations] = max(held_bytes - sum(parts.values()), 0)
     ordered = sorted(parts, key=lambda name: -parts[name])
@@ -157,3 +240,81 @@ def write_snapshot(folder: Path, world: World) -> Path | None:
             torch.cuda.memory._dump_snapshot(str(path))
             return path
     return None
+
+
+@dataclass
+class OutOfMemoryReport:
+    """The errors of a run that has run out of memory: what failed, what held the memory, and what helps.
+
+    Call its methods in the handler of the exception, which holds the activations. Where the allocator's
+    history was recorded, they write it to the run's folder.
+
+    Attributes:
+        config: the TRAIN node.
+        folder: of the run.
+        origins: where the batch sizes come from, for `train` and `val`.
+    """
+
+    config: TrainConfig
+    assembly: Assembly
+    world: World
+    folder: Path
+    origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
+
+    def of_step(
+        self, text: str, stage: Stage, *, is_updating: bool, smallest: int
+    ) -> OutOfMemoryError | None:
+        """The error of an optimizer step; None if it can be taken again with smaller micro-batches.
+
+        Args:
+            text: what has happened.
+            stage: the sizes of the step.
+            is_updating: whether the update had begun.
+            smallest: samples of the smallest micro-batch that the run would then have.
+        """
+        if is_updating:
+            obstacle = f"The update had begun, which cannot be undone, so {_KEY} split cannot help"
+        elif stage.micro_batch_size == 1:
+            obstacle = "A micro-batch of one sample cannot be split"
+        elif smallest < 2 and batchnorm_kind(self.assembly.model) == "local":
+            obstacle = "Split further, a micro-batch would have one sample, too few for BatchNorm"
+        elif self.config.ON_OUT_OF_MEMORY != "split":
+            obstacle = f"{_KEY} split would go on with smaller micro-batches"
+        else:
+            return None
+        remedies = update_remedies(self.assembly)  # there were no activations in an update
+        if not is_updating:
+            remedies = train_remedies(
+                self.config, self.assembly, stage.micro_batch_size, stage.effective_batch_size,
+                self.origins.get("train"),
+            )  # fmt: skip
+        return self._error(text, "train", obstacle, remedies)
+
+    def of_validation(self, error: Exception, epoch: int) -> OutOfMemoryError:
+        """The error of the validation after an epoch."""
+        origin = self.origins.get("val")
+        size = "" if origin is None else f", with batches of {origin.size}"
+        text = f"out of memory in the validation after epoch {epoch}{size}: {first_line(error)}"
+        return self._error(text, "val", "Validation is never split", validation_remedies(origin))
+
+    def between_steps(self, error: Exception, step: int) -> OutOfMemoryError:
+        """The error of anything else, after so many steps."""
+        text = f"out of memory after optimizer step {step}: {first_line(error)}"
+        return self._error(
+            text, "train", "No training step failed", validation_remedies(self.origins.get("train"))
+        )
+
+    def _error(self, text: str, mode: str, obstacle: str, remedies: Iterable[str]) -> OutOfMemoryError:
+        origin = self.origins.get(mode)
+        snapshot = write_snapshot(self.folder, self.world)
+        is_saved = (self.folder / CHECKPOINTS / "last.pt").exists()
+        lines = (
+            text,
+            "" if origin is None else origin.sentence,
+            what_held_memory(self.assembly, self.world.device),
+            "" if snapshot is None else f"The allocator's history is in {snapshot}",
+            obstacle,
+            f"What helps: {'; '.join(remedies)}",
+            "The last checkpoint is kept" if is_saved else "No checkpoint has been written yet",
+        )
+        return OutOfMemoryError(".\n".join(filter(None, lines)))

@@ -1,4 +1,4 @@
-"""What a training run says about itself: its batch plan at the start, its result at the end."""
+"""What a run says of itself: its settings and batch plan at the start, its result at the end."""
 
 from __future__ import annotations
 
@@ -6,25 +6,77 @@ import json
 import logging
 import math
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from linnaeus.batching.plan import BatchPlan, OptimizerNode
 from linnaeus.batching.summary import summary_lines
-from linnaeus.config.schema import TrainConfig
+from linnaeus.config.instantiate import is_target
+from linnaeus.config.schema import Config, LossConfig, TrainConfig
+from linnaeus.data.mixing import is_mixing
 from linnaeus.files import write_text_atomically
 from linnaeus.tracking import Tracker
 from linnaeus.training.noise_scale import MEANING
 from linnaeus.training.trainer import FitResult
+from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.run")
 
 
-def report_start(sentences: Iterable[str | None], warnings: Iterable[str]) -> None:
-    """Log what a run starts with: its data, weights and settings, and what it should be warned of."""
-    for sentence in filter(None, sentences):
+def settings_sentence(config: Config) -> str | None:
+    """One line that names what is switched on in batches, loss, head and rates; None for a plain training."""
+    parts = list(_switched_on(config))
+    return f"training: {', '.join(parts)}" if parts else None
+
+
+def _switched_on(config: Config) -> Iterator[str]:
+    augment, loss, optimizer = config.DATA.AUGMENT, config.LOSS, config.OPTIMIZER
+    off = f" (off in the last {counted(augment.MIX_OFF_EPOCHS, 'epoch')})" if augment.MIX_OFF_EPOCHS else ""
+    if is_mixing(augment):
+        alphas = {"Mixup": augment.MIXUP, "CutMix": augment.CUTMIX}
+        yield " or ".join(f"{name} {alpha:g}" for name, alpha in alphas.items() if alpha > 0) + off
+    if config.DATA.SAMPLER != "shuffle":
+        yield f"{config.DATA.SAMPLER} sampler"
+    if not is_target(loss):
+        if loss.NAME != LossConfig().NAME:
+            yield f"{loss.NAME} loss" + (f" with gamma {loss.FOCAL_GAMMA:g}" if loss.NAME == "focal" else "")
+        if loss.CLASS_WEIGHTS is not None:
+            yield f"class weights {loss.CLASS_WEIGHTS}"
+    if not is_target(config.MODEL) and config.MODEL.HEAD != "independent":
+        yield f"{config.MODEL.HEAD} head"
+    if not is_target(optimizer):
+        if optimizer.LAYER_DECAY is not None:
+            yield f"layer decay {optimizer.LAYER_DECAY:g}"
+        if optimizer.HEAD_LR_SCALE != 1:
+            yield f"heads at {optimizer.HEAD_LR_SCALE:g} times the learning rate"
+
+
+def settings_without_effect(config: Config) -> Iterator[str]:
+    """A sentence for each key that is set and changes nothing, because of the value of another key."""
+    loss, augment, epoch = config.LOSS, config.DATA.AUGMENT, config.TRAIN.UNFREEZE_EPOCH
+    if not is_target(loss) and loss.NAME != "focal" and loss.FOCAL_GAMMA != LossConfig().FOCAL_GAMMA:
+        yield f"LOSS.FOCAL_GAMMA: {loss.FOCAL_GAMMA:g} has no effect with LOSS.NAME {loss.NAME}"
+    if augment.MIX_OFF_EPOCHS and not is_mixing(augment):
+        yield (
+            f"DATA.AUGMENT.MIX_OFF_EPOCHS: {augment.MIX_OFF_EPOCHS} has no effect, since DATA.AUGMENT.MIXUP "
+            "and CUTMIX are 0"
+        )
+    if epoch is None or is_target(config.MODEL):
+        return
+    key, num_epochs = f"TRAIN.UNFREEZE_EPOCH: {epoch}", config.TRAIN.EPOCHS
+    if config.MODEL.FREEZE in (None, "none", []):
+        yield f"{key} has no effect, since nothing is frozen (MODEL.FREEZE none)"
+    elif epoch == 1:
+        yield f"{key} unfreezes before the first epoch, so that MODEL.FREEZE has no effect"
+    elif epoch > num_epochs:
+        yield f"{key} comes after the last epoch (TRAIN.EPOCHS {num_epochs}): nothing is unfrozen in this run"
+
+
+def report_start(config: Config, sentences: Iterable[str | None]) -> None:
+    """Log what a run starts with: sentences on its data and weights, and its settings."""
+    for sentence in filter(None, (*sentences, settings_sentence(config))):
         logger.info("%s", sentence)
-    for warning in warnings:
+    for warning in settings_without_effect(config):
         logger.warning("warning: %s", warning)
 
 

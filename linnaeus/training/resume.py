@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -23,18 +23,14 @@ logger = logging.getLogger("linnaeus.run")
 FIXED_NODES = ("OPTIMIZER", "SCHEDULE", "EXPERIMENT")
 """Nodes of which no key may change on resuming, unless TRAIN.RESUME_WITH allows it."""
 
-_CHANGED_BY = {
-    "lr": {
-        "OPTIMIZER.LR", "OPTIMIZER.WEIGHT_DECAY", "OPTIMIZER.LR_SCALING", "OPTIMIZER.WEIGHT_DECAY_SCALING",
-        "OPTIMIZER.BASE_BATCH_SIZE", "OPTIMIZER.lr", "OPTIMIZER.weight_decay",
-    }
+_RATE_KEYS = {
+    "OPTIMIZER.LR", "OPTIMIZER.WEIGHT_DECAY", "OPTIMIZER.LR_SCALING", "OPTIMIZER.WEIGHT_DECAY_SCALING",
+    "OPTIMIZER.BASE_BATCH_SIZE", "OPTIMIZER.lr", "OPTIMIZER.weight_decay",
 }  # fmt: skip
-"""For each choice of TRAIN.RESUME_WITH, the keys of OPTIMIZER that may change; those of SCHEDULE all may."""
-
+"""Keys of OPTIMIZER that may change with TRAIN.RESUME_WITH lr; those of SCHEDULE all may."""
 
 _TAKEN_WHERE_NULL = ("DATA.AUGMENT.MEAN", "DATA.AUGMENT.STD")
 """Keys whose null takes the checkpoint's value; see `linnaeus.models.normalisation`."""
-
 
 _NOT_SET = "not set"
 
@@ -49,13 +45,28 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         return f"{self.key} ({self.before} in the checkpoint, {self.now} now)"
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it needs TRAIN.RESUME_WITH."""
+        return self.key.startswith(FIXED_NODES)
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether TRAIN.RESUME_WITH lr takes it."""
+        return self.key.startswith("SCHEDULE.") or self.key in _RATE_KEYS
+
+    @property
+    def has_effect(self) -> bool:
+        """Not where null takes the checkpoint's value, nor for a new key with its default."""
+        if self.key in _TAKEN_WHERE_NULL:
+            return self.now != repr(None)
+        return self.before != _NOT_SET or self.now != _defaults().get(self.key)
+
 
 def plain_nodes(**nodes: Any) -> dict[str, Any]:
     """Configuration nodes as plain values, for a checkpoint."""
     return {
-        name: dataclasses.asdict(node)
-        if dataclasses.is_dataclass(node) and not isinstance(node, type)
-        else node
+        name: dataclasses.asdict(node) if dataclasses.is_dataclass(node) else node  # type: ignore[arg-type]
         for name, node in nodes.items()
     }
 
@@ -66,28 +77,23 @@ def changes_of(saved: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[Chang
     >>> changes_of({"MODEL": {"NAME": "a", "KWARGS": {}}}, {"MODEL": {"NAME": "b", "KWARGS": {}}, "LOSS": {}})
     [Change(key='MODEL.NAME', before="'a'", now="'b'")]
     """
-    changes = []
-    for name in nodes:
-        if name not in saved:
-            continue
-        before, now = dict(_flat(name, saved[name])), dict(_flat(name, nodes[name]))
-        changes += [
-            Change(key, _shown(before, key), _shown(now, key))
-            for key in before | now
-            if key not in before or key not in now or before[key] != now[key]
-        ]
-    return changes
+    before = _flat({name: saved[name] for name in nodes if name in saved})
+    now = _flat({name: node for name, node in nodes.items() if name in saved})
+    changes = (Change(key, before.get(key, _NOT_SET), now.get(key, _NOT_SET)) for key in now | before)
+    return [change for change in changes if change.before != change.now]
 
 
-def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
-    """Dotted keys and their values."""
-    if isinstance(value, Mapping):
-        return [item for name, inner in value.items() for item in _flat(f"{key}.{name}".lstrip("."), inner)]
-    return [(key, value)]
+def _flat(value: Any, key: str = "") -> dict[str, str]:
+    """Dotted keys, and their values as text."""
+    if not isinstance(value, Mapping):
+        return {key: repr(value)}
+    inner = (_flat(part, f"{key}.{name}".lstrip(".")) for name, part in value.items())
+    return {name: text for part in inner for name, text in part.items()}
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else _NOT_SET
+@cache
+def _defaults() -> dict[str, str]:
+    return _flat(dataclasses.asdict(Config()))
 
 
 def find_checkpoint(
@@ -112,62 +118,31 @@ def find_checkpoint(
         if world.is_main:
             _say_starting_fresh(checkpoints.folder.parent, name)
         return None
-    changes = [
-        change
-        for change in changes_of(checkpoint.content.get("config", {}), nodes)
-        if not _changes_nothing(change)
-    ]
+    found = changes_of(checkpoint.content.get("config", {}), nodes)
+    changes = [change for change in found if change.has_effect]
     check_changes(changes, resume_with)
-    checkpoint.changes = [str(change) for change in changes if not _is_fixed(change)]
+    checkpoint.changes = [str(change) for change in changes if not change.is_fixed]
     return checkpoint
 
 
-def check_changes(changes: Sequence[Change], resume_with: str | None) -> None:
+def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
     """Refuse another optimizer, schedule or seed, unless TRAIN.RESUME_WITH takes it; log what it takes.
-
-    Args:
-        changes: what differs.
-        resume_with: TRAIN.RESUME_WITH.
 
     Raises:
         ConfigError: names each key with both values, and the remedies.
     """
-    fixed = [change for change in changes if _is_fixed(change)]
-    refused = [change for change in fixed if not _may_change(change, resume_with)]
+    fixed = [change for change in changes if change.is_fixed]
+    refused = [change for change in fixed if resume_with is None or not change.is_rate]
     if refused:
-        takes_lr = all(_may_change(change, "lr") for change in refused)
         remedy = "Set them back" if len(refused) > 1 else "Set it back"
-        remedy += ", take this configuration's with TRAIN.RESUME_WITH lr" if takes_lr else ""
+        if all(change.is_rate for change in refused):
+            remedy += ", take this configuration's with TRAIN.RESUME_WITH lr"
         raise ConfigError(
             f"EXPERIMENT.NAME: the checkpoint was written with another configuration: "
             f"{', '.join(map(str, refused))}. {remedy}, or start anew: {REMEDY[0].lower()}{REMEDY[1:]}"
         )
     for change in fixed:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)
-
-
-def _changes_nothing(change: Change) -> bool:
-    """Whether a difference changes nothing."""
-    if change.key in _TAKEN_WHERE_NULL:
-        return change.now == repr(None)
-    # A key that is newer than the checkpoint: its default is what the run did.
-    return change.before == _NOT_SET and change.now == _defaults().get(change.key)
-
-
-@cache
-def _defaults() -> dict[str, str]:
-    """The default of each key, as text."""
-    return {key: repr(value) for key, value in _flat("", dataclasses.asdict(Config()))}
-
-
-def _is_fixed(change: Change) -> bool:
-    return change.key.partition(".")[0] in FIXED_NODES
-
-
-def _may_change(change: Change, resume_with: str | None) -> bool:
-    if resume_with is None:
-        return False
-    return change.key.startswith("SCHEDULE.") or change.key in _CHANGED_BY[resume_with]
 
 
 def is_finished(content: Mapping[str, Any], num_epochs: int, result: Path, world: World) -> bool:

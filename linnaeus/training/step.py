@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.data.batch import Batch, batch_size, to_device
+from linnaeus.data.batch import Batch, batch_size
 from linnaeus.training.noise_scale import GradientProbe
+from linnaeus.training.precision import Precision
 
 Criterion = Callable[[Any, Any], Tensor]
 """Maps the model's outputs and the targets to a scalar loss: a mean over the B samples.
@@ -26,30 +27,6 @@ gradient for each way to split the batch.
 """
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Number format and memory format of the forward pass.
-
-    Attributes:
-        autocast_dtype: bfloat16, float16, or None for no autocast.
-        channels_last: whether the model gets images in channels-last memory format.
-    """
-
-    device: torch.device
-    autocast_dtype: torch.dtype | None = None
-    channels_last: bool = False
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which to compute the forward pass and the loss."""
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.autocast_dtype)
-
-    def place(self, batch: Batch) -> Batch:
-        """Move a batch to the device, in the model's memory format."""
-        return to_device(batch, self.device, non_blocking=True, channels_last=self.channels_last)
-
-
 @dataclass
 class TrainStep:
     """One optimizer step over one or several micro-batches.
@@ -58,10 +35,10 @@ class TrainStep:
         model: the module, or its DistributedDataParallel wrapper.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
-        before_update: called once per optimizer step, after clipping, before parameters, optimizer or the
-            loss scale change.
         after_step: called once per optimizer step, after the parameters have changed (EMA).
         probe: called after each backward pass, before clipping; measures the noise scale.
+        is_updating: whether parameters, optimizer, loss scale or average are changing. After a step that
+            failed it says whether they may have changed.
     """
 
     model: nn.Module
@@ -70,9 +47,9 @@ class TrainStep:
     scaler: torch.amp.GradScaler
     precision: Precision
     clip_grad_norm: float | None = None
-    before_update: Callable[[], None] | None = None
     after_step: Callable[[], None] | None = None
     probe: GradientProbe | None = None
+    is_updating: bool = field(default=False, init=False)
 
     def __call__(
         self, micro_batches: Iterable[Batch], num_micro_batches: int = 1, num_samples: int | None = None
@@ -110,13 +87,13 @@ class TrainStep:
         if self.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
-        if self.before_update is not None:
-            self.before_update()
+        self.is_updating = True
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.after_step is not None:
             self.after_step()
+        self.is_updating = False
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """A context in which gradients are not averaged over the ranks."""

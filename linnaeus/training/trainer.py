@@ -6,10 +6,11 @@ import gc
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,22 +25,23 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
-from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, OutOfMemoryError, first_line
 from linnaeus.log import MetricsFile
 from linnaeus.tracking import Tracker
-from linnaeus.training.batchnorm import TOO_FEW_FOR_BATCHNORM, distribute_batchnorm
+from linnaeus.training.accuracy import LossMeter, headline
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
-from linnaeus.training.metrics import LossMeter, headline
-from linnaeus.training.out_of_memory import SizeOrigin
-from linnaeus.training.recovery import Recovery, serve_request
+from linnaeus.training.ddp import distribute_batchnorm
+from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
-from linnaeus.training.step_guard import StepGuard
 from linnaeus.training.stop import StopAgreement
 
 logger = logging.getLogger("linnaeus.trainer")
+
+_TOO_FEW_FOR_BATCHNORM = "Expected more than 1 value per channel when training"
+"""What torch says of a micro-batch of one sample, where a feature map has one pixel."""
 
 
 @dataclass
@@ -90,15 +92,13 @@ class FitResult:
 class Trainer:
     """The training loop. Everything it needs is built before and handed in.
 
-    It changes what it trains, `progress`, and on running out of memory the sizes of the training loader. For
-    the time of a run it takes the requests of other ranks (`serve_request`).
+    It changes what it trains, `progress`, and on running out of memory the sizes of the training loader.
 
     Attributes:
         config: the TRAIN node; how often to log, validate and save.
         plan: the batch sizes of all optimizer steps; replaced when micro-batches have to be smaller.
         assembly: the model and what belongs to it; a checkpoint holds its state.
-        train_step: the assembly's training step. The trainer uses a copy with a wrapped model and a
-            `before_update` of its own.
+        train_step: the assembly's training step. The trainer uses a copy with a wrapped model.
         schedule: sets the learning rate of each optimizer step.
         stop: the ranks' agreement on stopping.
         checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
@@ -133,15 +133,14 @@ class Trainer:
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
         self._micro_batch_limit: int | None = None  # of this process; that of an earlier one is in the plan
-        splits = self.config.ON_OUT_OF_MEMORY == "split"
+        self._splits = self.config.ON_OUT_OF_MEMORY == "split"
         self._memory = failed_allocations(self.world.device)
+        self._step_start = StepStart(self.assembly, self.world.device, self.train_step.probe)
+        self._out_of_memory = OutOfMemoryReport(
+            self.config, self.assembly, self.world, self.checkpoints.folder.parent, self.size_origins
+        )
+        self._meter = LossMeter(self.world)
         self._use(self.wrap(self.assembly.model))
-        self._guard = StepGuard(self.assembly, self.world, self.train_step.probe, copies=splits)
-        self.train_step = replace(self.train_step, before_update=self._guard.before_update)
-        self._recovery = Recovery(
-            self.config, self.assembly, self.world, self._guard, self.checkpoints, self._content_limited,
-            self.size_origins,
-        )  # fmt: skip
 
     def resume(self, content: Mapping[str, Any], seed: int) -> None:
         """Continue where a checkpoint was written; its state has been loaded before.
@@ -154,6 +153,7 @@ class Trainer:
         if self.train_step.probe is not None and content.get("noise_scale") is not None:
             self.train_step.probe.scale.load_state_dict(content["noise_scale"])
         restore_generators(content, self.world, seed)
+        self._meter.load_states(content.get("train_loss", ()))
         self._set_lr()
         epoch = self.progress.epoch + 1
         is_over = epoch > self.plan.num_epochs
@@ -186,12 +186,12 @@ class Trainer:
         except Exception as error:
             if not self._memory.refused(error):
                 raise
-            raise self._recovery.error_between_steps(error, self.progress.step) from error
+            traceback.clear_frames(error.__traceback__)  # the message needs memory too
+            raise self._out_of_memory.between_steps(error, self.progress.step) from error
 
     def _fit(self) -> FitResult:
-        if self.config.ON_OUT_OF_MEMORY == "split" and self.world.control is not None:
+        if self._splits and self.world.is_distributed:
             self.begin()  # the first step may end with a checkpoint
-            serve_request(self.world.control, self._recovery.save_before_step)
         with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()
@@ -236,9 +236,8 @@ class Trainer:
         self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
         self.world.update(lambda: f"training in epoch {epoch + 1}, step {self.progress.step + 1}")
         self.train_step.model.train()
-        meter = LossMeter(self.world)
         self._clock = time.monotonic()
-        while not self._take_steps(meter):
+        while not self._take_steps():
             self._memory.clean()  # what the failed step held
         self._count_seconds()
 
@@ -260,7 +259,7 @@ class Trainer:
         if self.train_step.probe is not None:
             self.train_step.probe.follow(model)
 
-    def _take_steps(self, meter: LossMeter) -> bool:
+    def _take_steps(self) -> bool:
         """Take the epoch's remaining steps, up to one that stops the run.
 
         Returns:
@@ -282,18 +281,18 @@ class Trainer:
             self._count_seconds()
             self.begin()  # does nothing after the first step
             self._clock = time.monotonic()
-            meter.add(loss)
+            self._meter.add(loss)
             remaining -= 1
             self.progress_bar.advance(1)
             if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
-                self._log_training(meter, lr, stage)
+                self._log_training(lr, stage)
             if self._agree_after_step():
-                meter.mean()  # weights after a loss that is not finite must not replace a good checkpoint
+                self._meter.mean()  # weights after a loss that is not finite must replace no good checkpoint
                 self._count_seconds()
                 self._save()
                 self._clock = time.monotonic()
             if self.stop.stop_signal:
-                meter.mean()
+                self._meter.mean()
                 break
         return True
 
@@ -303,22 +302,21 @@ class Trainer:
         None if it ran out of memory: all is as before the step, and the plan has smaller micro-batches.
         """
         sizes = stage.micro_batches
+        if self._splits:
+            self._step_start.copy()
         try:
-            with self._guard.step():
-                num_samples = sum(sizes) if len(set(sizes)) > 1 else None
-                loss = self.train_step(batches, len(sizes), num_samples)
-                self.progress.step += 1
-                self.progress.samples += stage.effective_batch_size
-                self._num_images += stage.effective_batch_size
-                self._set_lr()
+            loss = self.train_step(batches, len(sizes), sum(sizes) if len(set(sizes)) > 1 else None)
         except Exception as error:
-            if TOO_FEW_FOR_BATCHNORM in str(error):
+            if _TOO_FEW_FOR_BATCHNORM in str(error):
                 raise self._too_few_for_batchnorm() from error
             if not self._memory.refused(error):
                 raise
-            limit, text = self._recovery.limit_after(error, self.progress.step + 1, stage, self.plan)
-            self._take_smaller(limit, text, stage)
+            self._go_back(error, stage)
             return None
+        self.progress.step += 1
+        self.progress.samples += stage.effective_batch_size
+        self._num_images += stage.effective_batch_size
+        self._set_lr()
         return loss
 
     def _too_few_for_batchnorm(self) -> ConfigError:
@@ -329,24 +327,59 @@ class Trainer:
             "(MODEL.NAME)"
         )
 
-    def _take_smaller(self, limit: int, text: str, stage: Stage) -> None:
-        """Make the micro-batches of the rest of the run smaller, which changes the loader's sizes too."""
-        self._micro_batch_limit = limit
-        self.plan = self.plan.limited(limit)
-        self.loaders.train.set_sizes(self.plan.micro_batches)
+    def _go_back(self, error: Exception, stage: Stage) -> None:
+        """After a step ran out of memory, go back to the last completed one, with half the micro-batches.
+
+        A single process goes on. Several end with a checkpoint: the others wait for this one's gradients.
+
+        Raises:
+            OutOfMemoryError: from `error`; this process does not take the step again.
+        """
+        limit = -(-stage.micro_batch_size // 2)
+        limited = self.plan.limited(limit)
+        text = (
+            f"out of memory in optimizer step {self.progress.step + 1}, with micro-batches of "
+            f"{stage.micro_batch_size} (x {stage.accumulation_steps} accumulation x {stage.world_size} "
+            f"processes): {first_line(error)}"
+        )
+        problem = self._out_of_memory.of_step(
+            text, stage, is_updating=self.train_step.is_updating, smallest=limited.smallest_micro_batch
+        )
+        if problem is not None:
+            raise problem from error
+        self._step_start.restore()
+        self.plan, self._micro_batch_limit = limited, limit
+        if self.world.is_distributed:
+            self._end_with_checkpoint(error, text, limit)
+        self.loaders.train.set_sizes(limited.micro_batches)
         logger.warning(
             "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: the step is taken again, and from now on "
             "micro-batches have at most %d sample%s; the effective batch stays %d",
             text, limit, "s" * (limit > 1), stage.effective_batch_size,
         )  # fmt: skip
 
-    def _content_limited(self, limit: int) -> dict[str, Any]:
-        """The content of a checkpoint, without generators; this and later ones have a limit on micro-batches.
+    def _end_with_checkpoint(self, error: Exception, text: str, limit: int) -> NoReturn:
+        """End all ranks with a checkpoint; the first rank without memory writes it, others wait for its end.
 
-        On rank 0, in another thread if another rank ran out of memory.
+        Parameters, optimizer and average are the same on all ranks after the last completed step.
         """
-        self._micro_batch_limit = limit
-        return self._content(None)
+        traceback.clear_frames(error.__traceback__)  # frees the activations
+        control = self.world.control
+        assert control is not None
+        while control.keys.put_first("out of memory", self.world.rank) != self.world.rank:
+            control.check()
+            control.clock.sleep(0.1)
+        self.world.update("saving a checkpoint: memory ran out")
+        try:
+            self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))
+            outcome = (
+                "all ranks end with a checkpoint. With TRAIN.AUTO_RESUME True the next attempt (torchrun "
+                f"--max-restarts, or the same command again) takes micro-batches of at most {limit} and the "
+                "same effective batch"
+            )
+        except CheckpointError as problem:
+            outcome = f"{problem}"
+        raise OutOfMemoryError(f"{text}. TRAIN.ON_OUT_OF_MEMORY split: {outcome}") from error
 
     def _count_seconds(self) -> None:
         """Add the time since the last call, or since `_clock` was set, to the time of training."""
@@ -363,8 +396,8 @@ class Trainer:
         by_steps = every_steps is not None and self.progress.step % every_steps == 0
         return (by_clock or by_steps) and not self.stop.stop_signal  # a run that stops saves anyway
 
-    def _log_training(self, meter: LossMeter, lr: float, stage: Stage) -> None:
-        values = {"loss": meter.drain(), "lr": lr}
+    def _log_training(self, lr: float, stage: Stage) -> None:
+        values = {"loss": self._meter.drain(), "lr": lr}
         if self.plan.changes:
             values["effective_batch"] = stage.effective_batch_size
         if self._noise_scale is not None:
@@ -413,7 +446,7 @@ class Trainer:
         except Exception as error:
             if not self._memory.refused(error):
                 raise
-            raise self._recovery.validation_error(error, self.progress.epoch) from error
+            raise self._out_of_memory.of_validation(error, self.progress.epoch) from error
         empty_cache(self.world.device)
         if values is None:
             self.stop.exchange()
@@ -454,20 +487,25 @@ class Trainer:
         is_next = self._validates_after(self.progress.epoch + 1)
         if samples and is_next and not self.plan.rest_of_epoch(self.progress.epoch, samples):
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
-        generators = self.world.gather_on_host(rng_state(self.world.device))
-        if self.world.is_main:
-            with self._guard.held():
-                self.checkpoints.save(self._content(generators), is_best=is_best)
+        states = self.world.gather_on_host(self._rank_state())
+        if states is not None:
+            self.checkpoints.save(self._content(states), is_best=is_best)
         self._saved_at = time.monotonic()
 
-    def _content(self, generators: list[Any] | None) -> dict[str, Any]:
-        """The entries of a checkpoint; `generators` are the states of the ranks' random number generators."""
+    def _rank_state(self) -> tuple[Any, Any]:
+        """What a checkpoint holds of each rank: generators, and the losses since the last `train` line."""
+        return rng_state(self.world.device), self._meter.state()
+
+    def _content(self, rank_states: list[tuple[Any, Any]]) -> dict[str, Any]:
+        """The entries of a checkpoint; `rank_states` has the `_rank_state` of each rank, or of this alone."""
+        generators, losses = zip(*rank_states, strict=True)
         probe, limit = self.train_step.probe, self._micro_batch_limit
-        limited = {"plan": self.plan.limited(limit).as_dict(), "micro_batch_limit": limit} if limit else {}
+        limited = {"plan": self.plan.as_dict(), "micro_batch_limit": limit} if limit else {}
         return {
             "progress": vars(self.progress).copy(),
             "state": self._state.state_dict(),
-            "rng": generators,
+            "rng": list(generators),
+            "train_loss": list(losses),
             "noise_scale": None if probe is None else probe.scale.state_dict(),
             **self.checkpoint_extras,
             **limited,

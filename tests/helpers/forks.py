@@ -102,7 +102,9 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
     def _receive(self) -> int:
-        message = self._connection.recv(100)
+        message = b""
+        with suppress(ConnectionResetError):
+            message = self._connection.recv(100)
         assert message, "the template of the child processes has died"
         return int(message)
 
@@ -195,7 +197,10 @@ def serve(listener: socket.socket) -> dict[str, Any]:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
             os._exit(0)
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except ConnectionError:  # the client has died
+            continue
         if os.fork() == 0:
             listener.close()
             return keep(connection)
@@ -207,7 +212,11 @@ def serve(listener: socket.socket) -> dict[str, Any]:
 
 def keep(connection: socket.socket) -> dict[str, Any]:
     """Start one process, kill it when the connection closes, and say how it has ended. Returns in it."""
-    message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+    message = b""
+    with suppress(ConnectionError):
+        message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+    if not message:  # the client has died
+        os._exit(0)
     pid = os.fork()
     if pid == 0:
         for number, descriptor in enumerate(descriptors):

@@ -110,18 +110,6 @@ class GreedyInValidation(Greedy):
         return super().forward(inputs)
 
 
-class Bloated(Greedy):
-    """Has a buffer that cannot be copied from its fourth step on. EMA would copy it too."""
-
-    num_steps = 0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.num_steps += self.training
-        if self.num_steps == 3:
-            self.register_buffer("large", torch.zeros(1, dtype=torch.uint8).expand(EXABYTE), persistent=False)
-        return super().forward(inputs)
-
-
 class Broken(Greedy):
     """Has another error, in training or in validation."""
 

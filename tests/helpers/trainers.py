@@ -14,10 +14,11 @@ from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import build_loaders
-from linnaeus.dist import World, wrap
+from linnaeus.dist import World
 from linnaeus.signals import StopRequest
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder
+from linnaeus.training.ddp import wrap
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement

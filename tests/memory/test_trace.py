@@ -21,7 +21,8 @@ from linnaeus.autobatch.predict import trace
 from linnaeus.autobatch.predict.recorder import Event
 from linnaeus.autobatch.predict.trace import Buckets, Trace, UntraceableError
 from linnaeus.data.batch import Batch
-from linnaeus.training.step import Precision, TrainStep, ValidationStep
+from linnaeus.training.precision import Precision
+from linnaeus.training.step import TrainStep, ValidationStep
 from tests.helpers.ledger import Ledger
 
 META = torch.device("meta")

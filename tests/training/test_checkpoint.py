@@ -9,6 +9,7 @@ import signal
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def flip_a_bit(path: Path) -> None:
+    """Of the weights."""
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((9,), 2.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path / "checkpoints")
@@ -119,12 +127,9 @@ def with_progress(**values: Any) -> dict[str, Any]:
 
 
 UNUSABLE = {
-    "step": whole(progress={"epoch": 1, "samples": 0}),
-    "progress.epoch": with_progress(epoch=-1),
-    "progress.best": with_progress(best="high"),
-    "progress.loss_scale": with_progress(loss_scale=1.0),
+    "progress": whole(progress={"epoch": 1, "samples": 0}),
+    "loss_scale": with_progress(loss_scale=1.0),
     "autobatch": {name: value for name, value in whole().items() if name != "autobatch"},
-    "state": whole(state=[1, 2]),
 }
 """What is wrong with a checkpoint, and the checkpoint."""
 
@@ -174,12 +179,14 @@ def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints: CheckpointFo
     assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
 
 
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit])
 def test_a_damaged_last_is_reported_and_the_one_before_it_read(
-    checkpoints: CheckpointFolder, caplog: pytest.LogCaptureFixture
+    checkpoints: CheckpointFolder, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
     for epoch in (1, 2):
         checkpoints.save(content(epoch))
-    checkpoints.last.write_bytes(b"")
+    assert epoch_of(checkpoints.read_latest()) == 2
+    damage(checkpoints.last)
     assert epoch_of(checkpoints.read_latest()) == 1
     [(level, message)] = {(record.levelname, record.getMessage()) for record in caplog.records}
     assert level == "WARNING"
@@ -253,18 +260,19 @@ def numbers(checkpoints: CheckpointFolder) -> list[int]:
 
 
 def save_steps(checkpoints: CheckpointFolder, *steps: int) -> None:
-    """Save at these steps, one after the other by the files' times too."""
+    """Save at these steps, under a clock that goes backwards."""
     for number, step in enumerate(steps):
         checkpoints.save(whole(0, step))
-        os.utime(checkpoints.last, ns=(number, number))
+        os.utime(checkpoints.last, ns=(-number, -number))
 
 
 def test_the_newest_numbered_checkpoints_are_kept_as_links(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=2)
-    save_steps(checkpoints, 10, 20, 30, 25)  # the run was resumed from an earlier one in between
-    assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000025.pt", "step_00000030.pt"}
+    save_steps(checkpoints, 10, 20, 30)
+    assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000020.pt", "step_00000030.pt"}
+    save_steps(checkpoints, 25)  # the user has gone back to step 20
+    assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000020.pt", "step_00000025.pt"}
     assert (tmp_path / "step_00000025.pt").samefile(checkpoints.last)
-    assert (tmp_path / "step_00000030.pt").samefile(checkpoints.previous)
 
 
 def test_a_numbered_checkpoint_is_the_last_resort(tmp_path: Path) -> None:
@@ -277,6 +285,18 @@ def test_a_numbered_checkpoint_is_the_last_resort(tmp_path: Path) -> None:
     assert found["progress"]["step"] == 10
 
 
+def test_what_a_rank_without_memory_has_saved_is_the_newest(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path)
+    save_steps(checkpoints, 10, 20)
+    checkpoints.save_for_next_attempt(whole(0, 25))
+    for resumed in (25, 30):
+        checkpoint = CheckpointFolder(tmp_path).load_latest(World(CPU))
+        assert checkpoint is not None
+        assert checkpoint.content["progress"]["step"] == resumed
+        save_steps(checkpoints, 30)
+    assert names(tmp_path) == {"last.pt", "previous.pt"}
+
+
 def test_a_file_of_the_users_is_no_numbered_checkpoint(tmp_path: Path) -> None:
     theirs = ["step_my_favourite.pt", "step_5.pt", "step_00000010_good.pt", "step_00000010.pt.bak"]
     for name in theirs:
@@ -285,10 +305,6 @@ def test_a_file_of_the_users_is_no_numbered_checkpoint(tmp_path: Path) -> None:
     for step in (10, 123_456_789):
         checkpoints.save(whole(0, step))
     assert names(tmp_path) == {"last.pt", "previous.pt", "step_123456789.pt", *theirs}
-
-
-def writers() -> int:
-    return sum(thread.name == "checkpoint" for thread in threading.enumerate())
 
 
 class Gate:
@@ -310,8 +326,6 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -
         weights += 1  # the next step, before a byte is written
         gate.open.set()
         checkpoints.save(whole(2, weights=weights))
-        assert writers() <= 1  # the first has been waited for
-    assert writers() == 0
     first, second = (load_checkpoint(path)["weights"] for path in (checkpoints.best, checkpoints.last))
     assert (first.tolist(), second.tolist()) == ([1.0] * 5, [2.0] * 5)
 
@@ -327,7 +341,6 @@ def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(t
         folder, background=True
     ) as checkpoints:  # fmt: skip
         checkpoints.save(content(1))
-    assert writers() == 0
 
 
 # --- interrupts ---
@@ -361,7 +374,6 @@ def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(tmp_path: Pa
 
     with pytest.raises(Interrupted):
         save()
-    assert writers() == 0
     assert names(tmp_path) == {"last.pt", "previous.pt"}
     assert epoch_of(CheckpointFolder(tmp_path).read_latest()) == 2
 
@@ -438,6 +450,7 @@ def test_a_kill_between_any_two_file_operations_leaves_a_loadable_checkpoint(tmp
         if (killed.folder / "pending.pt").exists():  # whole, and newer than `last.pt`
             assert found[-1] == (3, 3)
         # The run goes on: it reaches epoch 3 again, and the folder is as if nothing had happened.
+        killed.load_latest(World(CPU))
         if found[-1][0] != 3:
             killed.save(content(3), is_best=True)
         assert epoch_of(load_checkpoint(killed.best)) == 3

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from linnaeus.data.batch import Batch
 from linnaeus.training.noise_scale import GradientProbe, NoiseScale
-from linnaeus.training.step import Precision, TrainStep
+from linnaeus.training.precision import Precision
+from linnaeus.training.step import TrainStep
 from tests.helpers.runs import SMALL, Run
 from tests.helpers.small_models import Point, half_square
 

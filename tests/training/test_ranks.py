@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
@@ -15,15 +16,16 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.dist import World, wrap
+from linnaeus.dist import World
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.training.batchnorm import distribute_batchnorm
+from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.checkpoint import broadcast_state
+from linnaeus.training.ddp import distribute_batchnorm, wrap
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
-from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import GradientProbe, NoiseScale
-from linnaeus.training.step import Precision, TrainStep, ValidationStep
+from linnaeus.training.precision import Precision
+from linnaeus.training.step import TrainStep, ValidationStep
 from tests.helpers.bits import bits
 from tests.helpers.processes import Results, compute, group_of
 from tests.helpers.small_models import Point, half_square
@@ -48,6 +50,7 @@ def work(rank: int, folder: str) -> Results:
                 if world_size == 3:
                     results["three"] = distributed(world, "reduce")
                     results["state"] = transferred(world)
+                    results |= {("passes", how): two_passes(world, how) for how in WRAPPERS}
                 if world_size == 2:
                     results |= metrics_of_seven_levels(world)
                     results |= {how: distributed(world, how) for how in WAYS}
@@ -297,6 +300,34 @@ def test_every_rank_gets_every_bit_and_the_layout(ranks: list[Results]) -> None:
     received["model"]["flags"][0] ^= True
     assert bits(received) != bits(state)  # the comparison sees a single bit
     assert broadcast_state(state, World(CPU)) is state
+
+
+# --- the first step of a process ---
+
+WRAPPERS: dict[str, Callable[..., nn.Module]] = {
+    "ours": wrap,
+    "torch's": lambda model, world: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
+}
+
+
+def two_passes(world: World, how: str) -> list[Tensor]:
+    """All gradients of the same batch, in the first and the second backward pass of a wrapper."""
+    torch.manual_seed(world.rank)
+    model = timm.create_model("test_resnet", num_classes=5)
+    inputs = torch.randn(4, 3, 32, 32)
+    wrapper, found = WRAPPERS[how](model, world), []
+    for _ in range(2):
+        wrapper.zero_grad()
+        wrapper(inputs).square().mean().backward()
+        found.append(torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()]))
+    return found
+
+
+def test_the_first_step_of_a_process_rounds_as_the_later_ones(ranks: list[Results]) -> None:
+    for results in ranks:
+        first, second = results["passes", "ours"]
+        assert torch.equal(first, second)
+        assert not torch.equal(*results["passes", "torch's"])
 
 
 # --- the gradient noise scale ---

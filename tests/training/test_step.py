@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch
-from linnaeus.training.step import Precision, TrainStep, ValidationStep
+from linnaeus.training.precision import Precision
+from linnaeus.training.step import TrainStep, ValidationStep
 
 CPU = torch.device("cpu")
 NUM_FEATURES, NUM_CLASSES = 5, 3

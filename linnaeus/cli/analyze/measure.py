@@ -33,7 +33,7 @@ from linnaeus.errors import AutoBatchError, ConfigError, LinnaeusError
 from linnaeus.sizing.report import device_environment
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training.build import Assembly, assemble, plan_facts
-from linnaeus.training.state_bytes import StateBytes, state_bytes
+from linnaeus.training.out_of_memory import StateBytes, state_bytes
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")

@@ -40,7 +40,7 @@ from linnaeus.dist import resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.sizes import SizeSearch, keys
-from linnaeus.training.state_bytes import StateBytes
+from linnaeus.training.out_of_memory import StateBytes
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")

@@ -18,7 +18,7 @@ from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.throughput import fast_sizes
 from linnaeus.cli.tables import Figures
-from linnaeus.training.state_bytes import StateBytes
+from linnaeus.training.out_of_memory import StateBytes
 
 
 @dataclass

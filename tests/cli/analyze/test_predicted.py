@@ -5,22 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from linnaeus.autobatch.memory.storages import StorageTracer
 from linnaeus.autobatch.predict.gpus import GIB, GPUS
 from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.predict import predict_sizes, target_of
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import yaml_blocks
-from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.training.metrics import ClassificationMetrics, MetricsMemory
 from tests.helpers.predictions import (
     BASE,
     GROWING,
@@ -225,28 +221,6 @@ def test_gradient_buckets_are_a_part() -> None:
     assert two is not None
     assert alone.gradients == two.gradients == pytest.approx(WIDTH, abs=1000), "views of the buckets"
     assert two.activations < 4 * WIDTH
-
-
-def test_what_metrics_hold() -> None:
-    """Against the metrics themselves, with the tensors that they allocate on the CPU."""
-    num_samples, num_classes = 256, 500
-    taxonomy = Taxonomy((Level("species", tuple(map(str, range(num_classes)))),))
-    metrics = ClassificationMetrics(taxonomy)
-    logits, labels = torch.randn(num_samples, num_classes), torch.zeros(num_samples, 1, dtype=torch.long)
-
-    def peak(update: Callable[..., None]) -> int:
-        live = [0]
-
-        def free(_: int, num_bytes: int) -> None:
-            live.append(live[-1] - num_bytes)
-
-        with StorageTracer(lambda _, num_bytes: live.append(live[-1] + num_bytes), free):
-            update(logits, labels, torch.tensor(1.0))
-        return max(live)
-
-    assert peak(MetricsMemory(metrics)) == pytest.approx(peak(metrics.update), rel=0.05)
-    few = ClassificationMetrics(Taxonomy((Level("species", tuple("abcde")),)))
-    assert peak(MetricsMemory(few)) < peak(MetricsMemory(metrics)) / 100, "five classes have no top-5"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World
+from linnaeus.training.accuracy import ClassificationMetrics, LossMeter, headline
 from linnaeus.training.losses import TaxonomicCrossEntropy
-from linnaeus.training.metrics import ClassificationMetrics, LossMeter, headline
 
 CPU = torch.device("cpu")
 NUM_CLASSES = (3, 8)

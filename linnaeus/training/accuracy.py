@@ -1,0 +1,171 @@
+"""Accuracy per taxonomic rank, agreement with the taxonomy, and losses, over all processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnaeus.data.batch import Batch, batch_size
+from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
+from linnaeus.dist import World
+from linnaeus.errors import LinnaeusError
+from linnaeus.training.losses import logits_per_level
+
+
+class ClassificationMetrics(nn.Module):
+    """Loss, accuracy per level and taxonomic consistency over a validation pass.
+
+    `top1/<level>` and `top5/<level>` (for levels with more than five classes) are fractions of the samples
+    whose label is known at that level, 0 without such a sample. `consistent` is the fraction of samples where
+    each predicted class is a child of the class predicted one level above. Samples with a predicted class of
+    unknown parent are not counted; if a level has no known parents, the metric is left out.
+
+    Args:
+        taxonomy: levels and parents; None computes the loss only.
+    """
+
+    def __init__(self, taxonomy: Taxonomy | None) -> None:
+        super().__init__()
+        counts = {} if taxonomy is None else taxonomy.num_classes
+        parents: Sequence[Sequence[int]] = () if taxonomy is None else taxonomy.parents
+        self.level_names = list(counts)
+        self._names = ["loss"]
+        for name, count in counts.items():
+            self._names += [f"top1/{name}", f"top5/{name}"] if count > 5 else [f"top1/{name}"]
+        if parents and all(max(row) != UNKNOWN for row in parents):
+            self._names.append("consistent")
+        for level, row in enumerate(parents, start=1):
+            self.register_buffer(f"parents_{level}", torch.tensor(row), persistent=False)
+        self._totals: dict[str, tuple[Tensor, Tensor | int]] = {}
+
+    @torch.no_grad()
+    def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
+        """Add one batch.
+
+        Args:
+            outputs: the model's outputs.
+            targets: labels [B, R], -1 where unknown.
+            loss: mean loss of the batch.
+        """
+        size = batch_size(Batch(outputs, targets))
+        self._add("loss", loss.float() * size, size)
+        if not self.level_names:
+            return
+        logits = logits_per_level(outputs, self.level_names)
+        predictions = [level_logits.argmax(dim=1) for level_logits in logits]
+        for level, name in enumerate(self.level_names):
+            labels = targets[:, level]
+            num_known = (labels != UNKNOWN).sum()
+            self._add(f"top1/{name}", (predictions[level] == labels).sum(), num_known)
+            if f"top5/{name}" in self._names:
+                top5 = logits[level].float().topk(5, dim=1).indices
+                self._add(f"top5/{name}", (top5 == labels[:, None]).sum(), num_known)
+        if "consistent" in self._names:
+            consistent = known = torch.ones_like(predictions[0], dtype=torch.bool)
+            for level in range(1, len(predictions)):
+                parents = self.get_buffer(f"parents_{level}")[predictions[level]]
+                consistent = consistent & (parents == predictions[level - 1])
+                known = known & (parents != UNKNOWN)
+            self._add("consistent", (consistent & known).sum(), known.sum())
+
+    def _add(self, name: str, total: Tensor, count: Tensor | int) -> None:
+        before = self._totals.get(name, (0, 0))
+        self._totals[name] = before[0] + total, before[1] + count
+
+    def compute(self, world: World, *, aborted: bool = False) -> dict[str, float] | None:
+        """The metrics over all batches of all processes, in one collective. Every process must call this.
+
+        Args:
+            world: the processes.
+            aborted: whether this process has broken its validation off.
+
+        Returns:
+            The values, equal on all processes; None if any process has broken its validation off.
+        """
+        pairs = (self._totals.get(name, (0, 0)) for name in self._names)
+        sums = [float(value) for pair in pairs for value in pair]  # exact below 2^53
+        *sums, num_aborted = world.sum(torch.tensor([*sums, aborted], dtype=torch.float64)).tolist()
+        if num_aborted:
+            return None
+        values = {}
+        for name, total, count in zip(self._names, sums[::2], sums[1::2], strict=True):
+            empty = 0.0 if name.startswith("top") else math.nan
+            values[name] = total / count if count else empty
+        return values
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._totals = {}
+
+
+def headline(metrics: dict[str, float], criterion: nn.Module) -> tuple[str, float]:
+    """Name and value of the metric that decides which checkpoint is best; larger is better.
+
+    It is top-1 of the finest level that the loss counts (LOSS.RANK_WEIGHTS), or the negated loss where there
+    are no classes.
+
+    Args:
+        metrics: what `ClassificationMetrics.compute` gave.
+        criterion: the run's loss; one without `level_weights` counts every level.
+    """
+    top1 = [name for name in metrics if name.startswith("top1/")]
+    if not top1:
+        return "-loss", -metrics["loss"]
+    weights = getattr(criterion, "level_weights", (1.0,) * len(top1))
+    name = [name for name, weight in zip(top1, weights, strict=True) if weight > 0][-1]
+    return name, metrics[name]
+
+
+class LossMeter:
+    """Sums the loss on the device and reads it only when asked, so that no step waits for it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._total: torch.Tensor | None = None
+        self._count = 0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add one optimizer step's mean loss."""
+        self._total = loss if self._total is None else self._total + loss
+        self._count += 1
+
+    def drain(self) -> float:
+        """The same as `mean`; the next mean starts after this call."""
+        mean = self.mean()
+        self._total, self._count = None, 0
+        return mean
+
+    def state(self) -> tuple[float, int]:
+        """The sum and the number of steps, on this rank, for a checkpoint."""
+        return 0.0 if self._total is None else float(self._total), self._count
+
+    def load_states(self, states: Sequence[tuple[float, int]]) -> None:
+        """Go on from what `state` gave on each rank; on another number of ranks, from their mean."""
+        if len(states) == self._world.world_size:
+            states = [states[self._world.rank]]
+        totals, counts = [total for total, _ in states], [count for _, count in states]
+        if any(counts):
+            self._total = torch.tensor(sum(totals) / len(totals), device=self._world.device)
+            self._count = counts[0]
+
+    def mean(self) -> float:
+        """The mean over the steps since the last `drain` and over all ranks; NaN without steps.
+
+        Every rank must call this.
+
+        Raises:
+            LinnaeusError: the loss is not finite.
+        """
+        if self._total is None:
+            return math.nan
+        mean = float(self._world.mean(self._total / self._count))
+        if not math.isfinite(mean):
+            raise LinnaeusError(
+                f"the training loss is {mean}. Lower OPTIMIZER.LR, raise SCHEDULE.WARMUP_EPOCHS, set "
+                "TRAIN.CLIP_GRAD_NORM, or use TRAIN.AMP bf16 or off; the last checkpoint is kept"
+            )
+        return mean

@@ -1,0 +1,107 @@
+"""DistributedDataParallel: the model as ranks train it, and BatchNorm's statistics made equal on all ranks.
+
+Every rank gathers running statistics from its own samples. They are made equal before a validation, and
+before a checkpoint between an epoch's last step and its validation. Any other checkpoint within an epoch
+holds those of one rank as they are: at the first forward pass of the next optimizer step
+DistributedDataParallel gives rank 0's to every rank. Training is therefore the same bit for bit, whether or
+not it stops and resumes in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from linnaeus.dist import World
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+def wrap(
+    model: nn.Module, world: World, *, find_unused_parameters: bool = False, single_rank: bool = False
+) -> nn.Module:
+    """The model as the training step calls it: wrapped in DistributedDataParallel if there are other ranks.
+
+    Args:
+        model: on its device.
+        world: the processes.
+        find_unused_parameters: for models that do not use every parameter in every step.
+        single_rank: use a process group of this rank alone, with the same buckets and hooks. For trials of
+            the batch-size search: the other ranks take no part in them.
+    """
+    if not world.is_distributed:
+        return model
+    group = world.single_rank_group if single_rank else torch_dist.group.WORLD
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.process_group = group
+    wrapper = DistributedDataParallel(
+        model,
+        device_ids=None if world.device.type == "cpu" else [world.device],
+        process_group=group,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused_parameters,
+    )
+    has_sparse_gradients = any(getattr(module, "sparse", False) for module in model.modules())
+    if not find_unused_parameters and not has_sparse_gradients:
+        _settle_buckets(wrapper)
+    return wrapper
+
+
+def _settle_buckets(wrapper: DistributedDataParallel) -> None:
+    """Let the first step use the buckets of all later ones.
+
+    After its first backward pass a wrapper sorts the gradients into new buckets, in the order in which they
+    came. How three or more ranks round a sum depends on its place in a bucket, so that the first step of a
+    resumed process would differ from that of a process that goes on. A backward pass of zeros, from the last
+    parameter to the first, gives the order before the first step.
+    """
+    parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
+    wrapper.reducer.prepare_for_backward([])
+    for parameter in reversed(parameters):
+        parameter.backward(torch.zeros_like(parameter))
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@torch.no_grad()
+def distribute_batchnorm(model: nn.Module, ema_module: nn.Module | None, world: World, how: str) -> None:
+    """Make the running statistics equal on all ranks. Every rank must call this.
+
+    All ranks then validate one and the same model, the one that a checkpoint of rank 0 holds. The statistics
+    of the average are rank 0's in both modes: the average of each rank follows the statistics of that rank
+    and drifts from the others, and only that of rank 0 is in a checkpoint, to resume from.
+
+    Args:
+        model: without DistributedDataParallel.
+        ema_module: the average of its weights; None without EMA.
+        world: the processes; if there is only one, nothing happens.
+        how: `reduce` averages the model's statistics over the ranks, `broadcast` takes those of rank 0,
+            `none` leaves all as it is.
+    """
+    if how == "none" or not world.is_distributed:
+        return
+    _replace_statistics(model, world.mean if how == "reduce" else _of_main)
+    if ema_module is not None:
+        _replace_statistics(ema_module, _of_main)
+
+
+def _replace_statistics(module: nn.Module, combine: Callable[[Tensor], Tensor]) -> None:
+    """Replace all statistics, as one vector, by what `combine` makes of it."""
+    buffers = [buffer for name, buffer in module.named_buffers() if name.rpartition(".")[2] in _STATISTICS]
+    if not buffers:
+        return
+    # In float64, so that the mean of equal float32 values is that value, for any number of ranks: averaging
+    # statistics a second time, after a stop between the last step and the validation, changes no bit.
+    vector = combine(torch.cat([buffer.flatten().double() for buffer in buffers]))
+    for buffer, values in zip(buffers, vector.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(values.view_as(buffer))
+
+
+def _of_main(vector: Tensor) -> Tensor:
+    torch_dist.broadcast(vector, src=0)
+    return vector
