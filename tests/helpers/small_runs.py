@@ -75,7 +75,9 @@ def checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def plan_of(folder: Path) -> dict[str, Any]:
+    """The batch plan in `config.yaml`, without the run's id."""
     plan: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())["PLAN"]
+    del plan["RUN"]
     return plan
 
 
