@@ -14,6 +14,7 @@ from linnaeus.cli.sweep import read
 from linnaeus.run_folder import read_state
 from linnaeus.sweep import slurm
 from linnaeus.sweep.slurm import problems_with
+from tests.helpers.forks import ROOT
 from tests.helpers.runs import Run
 from tests.sweep.test_worker import TINY, figures
 
@@ -112,6 +113,7 @@ def test_what_a_job_does(
 ) -> None:
     """A worker takes the runs; the same job, queued again, goes on with its own run and with no other."""
     assert run("sweep", *TINY, "EXPERIMENT.SEED=0,1", "--launcher", "slurm").code == 1
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     assert slurm.main(["work", "runs/tiny"]) == 0
     folders = [Path(f"runs/tiny/EXPERIMENT.SEED={seed}") for seed in (0, 1)]
