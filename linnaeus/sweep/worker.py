@@ -165,7 +165,7 @@ class Worker:
         if self._child.received:
             return 128 + self._child.received[0]
         runs = self._sweep.grid() if self._study is None else [run for _, run in self._study.runs()]
-        states = Counter(read_state(run.folder).status for run in runs)
+        states = Counter(read_state(folder).status for folder in dict.fromkeys(run.folder for run in runs))
         print("no run is left to take:", ", ".join(f"{number} {name}" for name, number in states.items()))
         mine = (read_state(folder).status for folder in self._tries)
         return EXIT_SOME_FAILED if {*mine} & {"failed", "interrupted"} else 0
