@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -32,6 +33,7 @@ from linnaeus.training.trainer import TrainingProgress
 from tests.helpers import forks
 from tests.helpers.bits import bits
 from tests.helpers.contents import whole
+from tests.helpers.runs import wait_until
 
 CPU = torch.device("cpu")
 
@@ -347,13 +349,15 @@ def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(t
 
 
 class Interrupting:
-    """Presses Ctrl-C while it is written, and waits there until that has been handled."""
+    """Presses Ctrl-C while it is written and the main thread waits, and waits until that has been handled."""
 
     def __init__(self) -> None:
         self.handled = threading.Event()
 
     def __reduce__(self) -> Any:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        main = threading.main_thread().ident or 0
+        wait_until(lambda: sys._current_frames()[main].f_code is threading.Condition.wait.__code__)
+        signal.pthread_kill(main, signal.SIGINT)
         assert self.handled.wait(50)
         return OrderedDict, ()
 

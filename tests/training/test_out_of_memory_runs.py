@@ -41,7 +41,7 @@ class Convolutions(nn.Module):
         if self.training and self.mebibytes:
             limit_growth(self.mebibytes)
             self.mebibytes = 0
-        inputs = inputs[:, :1, None, None].expand(-1, 1, 160, 160)
+        inputs = inputs[:, :1, None, None].expand(-1, 1, 240, 240)
         return self.head(self.second(self.first(inputs).relu()).relu().mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
 
@@ -106,14 +106,14 @@ CONVOLUTIONS = (*RUN, f"MODEL._target_={__name__}.Convolutions", "TRAIN.EPOCHS=1
 
 @pytest.mark.slow
 def test_a_real_shortage_is_survived_or_ends_the_run(run_in_child: Run, tmp_path: Path) -> None:
-    outcome = run_in_child(*CONVOLUTIONS, SPLIT, "MODEL.mebibytes=120")
+    outcome = run_in_child(*CONVOLUTIONS, SPLIT, "MODEL.mebibytes=200")
     assert outcome.code == 0, outcome.err
     assert SAYS_SPLIT in outcome.out + outcome.err
     limit = checkpoint(tmp_path / "runs/plain")["micro_batch_limit"]
     whole = run_in_child(*CONVOLUTIONS, "EXPERIMENT.NAME=smaller", sized(limit))
     assert whole.code == 0, whole.err
     assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
-    for mebibytes, code in ((120, 3), (3000, 0)):  # without `split`
+    for mebibytes, code in ((200, 3), (3000, 0)):  # without `split`
         options = (f"MODEL.mebibytes={mebibytes}", f"EXPERIMENT.NAME=raise{mebibytes}")
         assert run_in_child(*CONVOLUTIONS, *options).code == code
 

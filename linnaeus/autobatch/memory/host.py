@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from linnaeus.autobatch.memory.interface import DeviceMemory, T
+from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
 from linnaeus.autobatch.memory.storages import StorageTracer, num_compiled_graphs
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -88,6 +89,10 @@ class CpuMemory(DeviceMemory):
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc
             libc.malloc_trim(0)
+
+    def refused(self, error: BaseException) -> bool:
+        """See `DeviceMemory.refused`. Of a kernel without memory oneDNN says only that it could not make it."""
+        return is_out_of_memory(error) or is_ambiguous(error)
 
     def reset_peak(self) -> None:
         """Set the peak to what is in use now."""
