@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL.Image import Image
@@ -25,6 +25,8 @@ from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
 from linnaeus.data.transforms import Preprocessing, Transform, build_transforms
 from linnaeus.errors import DataError, LinnaeusError
 from linnaeus.rng import seed_generators
+
+T = TypeVar("T")
 
 _NUM_PROBED = 8
 _GREY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "F"))
@@ -79,7 +81,7 @@ class UserDataset(Dataset[Any]):
                 inputs = self.transform(to_tensor(inputs, self.channels))
         if self.taxonomy is not None:
             where = f"{self.name}: target of sample {index}"
-            target = _labels(_row(target, self.taxonomy, where), 1, self.taxonomy, where)[0]
+            target = _labels(_row(target, self.taxonomy, where), None, self.taxonomy, where)[0]
         return inputs, target if self.relabel is None else self.relabel(target[None])[0]
 
 
@@ -185,7 +187,8 @@ def _build_split(config: DataConfig, split: str, seed: int) -> tuple[UserDataset
 
 def _split_argument(function: Any, node: Mapping[str, Any], name: str, split: str) -> dict[str, Any]:
     """The argument that tells this callable which split to return."""
-    parameters = inspect.signature(function).parameters
+    with _naming_errors(name):  # some built-in callables have no signature
+        parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     choices = {"split": split, "train": split == "train"}
     free = [key for key in choices if key not in node]
@@ -210,16 +213,22 @@ def _prepare_images(
     images = [image for image in inputs if isinstance(image, Image)]
     if not images:  # tensors, or no images at all
         ndim = 4 if train.raw else 3
-        shapes = {v.shape[-3:] if isinstance(v, Tensor) and v.ndim == ndim else None for v in inputs}
-        shape = shapes.pop() if len(shapes) == 1 else None
-        return (None, None, None) if shape is None else (shape[0], (shape[1], shape[2]), None)
-    sizes = {(image.height, image.width) for image in images}
-    size = as_size(config.IMG_SIZE, sizes.pop() if len(sizes) == 1 else (224, 224))
+        if not all(isinstance(value, Tensor) and value.ndim == ndim for value in inputs):
+            return None, None, None
+        size = _only((value.shape[-2], value.shape[-1]) for value in inputs)
+        return _only(value.shape[-3] for value in inputs), size, None
+    size = as_size(config.IMG_SIZE, _only((image.height, image.width) for image in images) or (224, 224))
     channels = 1 if all(image.mode in _GREY_MODES for image in images) else 3
     train.channels = val.channels = channels
     train.transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
     val.transform = preprocessing.transform()
     return channels, size, preprocessing
+
+
+def _only(values: Iterable[T]) -> T | None:
+    """The value that all are equal to; None where they differ."""
+    first, *others = {*values}
+    return None if others else first
 
 
 @contextmanager
@@ -242,9 +251,10 @@ def _naming_errors(where: str) -> Iterator[None]:
 def _attribute_of(dataset: Any, attribute: str) -> Any:
     """An attribute of a dataset, or of the dataset that it is a subset of; `_ABSENT` where neither has it."""
     while not hasattr(dataset, attribute):
-        if not hasattr(dataset, "dataset"):
+        inner = getattr(dataset, "dataset", dataset)
+        if inner is dataset:
             return _ABSENT
-        dataset = dataset.dataset
+        dataset = inner
     return getattr(dataset, attribute)
 
 
@@ -315,11 +325,15 @@ def _row(target: Any, taxonomy: Taxonomy, where: str) -> Any:
     return [target.get(name, UNKNOWN) for name in taxonomy.names]
 
 
-def _labels(values: Any, num_samples: int, taxonomy: Taxonomy, where: str) -> Tensor:
-    """Labels [num_samples, R], int64, one per level, -1 where unknown, from numbers of any type and shape.
+def _labels(values: Any, num_samples: int | None, taxonomy: Taxonomy, where: str) -> Tensor:
+    """Labels [N, R], int64, one per level, -1 where unknown, from whole numbers of any type.
+
+    Args:
+        values: [N, R], or [N] where there is one level; without the N for a single sample.
+        num_samples: N; None for a single sample.
 
     Raises:
-        DataError: another type, another number of labels, or a label that the level does not have.
+        DataError: another type, another shape, or a label that the level does not have.
     """
     counts = taxonomy.num_classes
     try:
@@ -327,14 +341,17 @@ def _labels(values: Any, num_samples: int, taxonomy: Taxonomy, where: str) -> Te
     except (TypeError, ValueError, RuntimeError, OverflowError):
         rows = torch.empty(0)
     is_whole = not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
-    if not is_whole or rows.numel() != num_samples * len(counts):
-        each = "" if num_samples == 1 else f" for each of {num_samples} samples"
+    found = describe(rows if rows.numel() else values)
+    rows = rows[None] if num_samples is None else rows
+    rows = rows[:, None] if rows.ndim == len(counts) == 1 else rows
+    if not is_whole or rows.shape != (num_samples or 1, len(counts)):
+        each = "" if num_samples is None else f" for each of {num_samples} samples"
         raise DataError(
-            f"{where}: {describe(rows if rows.numel() else values)}, but {len(counts)} whole number(s) are "
+            f"{where}: {found}, but {len(counts)} whole number(s) are "
             f"needed{each}: {', '.join(counts)}; for targets that are no labels, set the dataset's attribute "
             "`taxonomy` to None"
         )
-    rows = rows.reshape(num_samples, len(counts)).to(torch.int64)
+    rows = rows.to(torch.int64)
     strange = (rows < UNKNOWN) | (rows >= torch.tensor([*counts.values()]))
     if strange.any():
         row, column = strange.nonzero()[0].tolist()

@@ -285,8 +285,8 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"{path} cannot be written: {reason}; the checkpoints before it are kept"
             ) from error
-        except RuntimeError as error:
-            raise CheckpointError(f"{path} cannot be written: {error}") from error
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(f"{path} cannot be written: {first_line(error)}") from error
 
     def _numbered(self) -> list[Path]:
         """The numbered checkpoints, the last step first. Files of other names are the user's."""

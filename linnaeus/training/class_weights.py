@@ -60,8 +60,11 @@ def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tens
 def _weights_of_file(path: Path, taxonomy: Taxonomy) -> list[Tensor]:
     """The weights [C] of each level, float64, 1 where the file has none."""
     labels = {level.name: {name: i for i, name in enumerate(level.classes)} for level in taxonomy.levels}
-    weights = {name: torch.ones(len(classes), dtype=torch.float64) for name, classes in labels.items()}
-    for place, rank, name, text in _read(path):
+    weights = {name: torch.full([len(classes)], math.nan).double() for name, classes in labels.items()}
+    entries = _read(path)
+    if not entries:
+        raise ConfigError(f"{_KEY}: {path}: has no weight")
+    for place, rank, name, text in entries:
         _check_name(rank, labels, f"{place}: no taxonomic rank")
         _check_name(name, labels[rank], f"{place}: rank {rank!r} has no class")
         try:
@@ -73,8 +76,14 @@ def _weights_of_file(path: Path, taxonomy: Taxonomy) -> list[Tensor]:
                 f"{_KEY}: {place}: class {name!r} of rank {rank!r} has the weight {text!r}; it must be a "
                 "number of 0 or more"
             )
-        weights[rank][labels[rank][name]] = value
-    return list(weights.values())
+        label = labels[rank][name]
+        if not weights[rank][label].isnan():
+            raise ConfigError(
+                f"{_KEY}: {place}: class {name!r} of rank {rank!r} has two weights, {weights[rank][label]:g} "
+                f"and {value:g}; remove one"
+            )
+        weights[rank][label] = value
+    return [values.nan_to_num(1.0) for values in weights.values()]
 
 
 def _check_name(name: str, names: Collection[str], problem: str) -> None:

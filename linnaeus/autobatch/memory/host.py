@@ -91,7 +91,7 @@ class CpuMemory(DeviceMemory):
             libc.malloc_trim(0)
 
     def refused(self, error: BaseException) -> bool:
-        """See `DeviceMemory.refused`. Of a kernel without memory oneDNN says only that it could not make it."""
+        """See `DeviceMemory.refused`; where oneDNN has no memory, it only says that it could not do it."""
         return is_out_of_memory(error) or is_ambiguous(error)
 
     def reset_peak(self) -> None:
