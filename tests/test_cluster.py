@@ -101,9 +101,6 @@ def records(folder: Path, split: str) -> list[dict[str, float]]:
     return [line for line in lines if line["split"] == split]
 
 
-# --- ranks that differ ---
-
-
 @e2e
 def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> None:
     """The first run finds 8 and 16; the second one may try larger ones and does not."""
@@ -167,9 +164,6 @@ def test_only_tasks_of_slurm_that_run_side_by_side_without_torchrun_are_refused(
         assert world.world_size == 1
 
 
-# --- stopping ---
-
-
 @pytest.mark.parametrize(("step_s", "num_steps"), [(5.0, 1), (0.1, 5), (0.001, 16)])
 def test_ranks_with_slow_steps_look_for_a_signal_after_each(
     monkeypatch: pytest.MonkeyPatch, step_s: float, num_steps: int
@@ -228,9 +222,6 @@ def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path: Pat
     assert "SIGTERM" in job.log.read_text()
 
 
-# --- other numbers of processes ---
-
-
 @slow
 def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(tmp_path: Path) -> None:
     options = [option for option in JOB if not option.startswith(("MODEL.", "DATA.AUTOBATCH"))]
@@ -260,9 +251,6 @@ def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happe
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-# --- restarts ---
-
-
 @slow
 def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
     options = (
@@ -283,9 +271,6 @@ def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(
     assert re.search(r"\[rank 1\] rank 0: .*DIST.TIMEOUT_MINUTES", ended.text), ended.text
     assert re.search(r"rank (0, )?1: training in epoch 2, step 7", ended.text), "what it did"
     assert re.search(r"odd_ranks.py\W+line \d+ in watch", ended.text), "where it hangs"
-
-
-# --- starting ---
 
 
 @pytest.mark.parametrize("is_asked_to_stop", [pytest.param(False, marks=slow), True])
@@ -334,8 +319,6 @@ def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path: Pa
         rank.kill()
     assert not alive
 
-
-# --- faults, anywhere ---
 
 MARKS = {
     ("SIGKILL", 0, "in training"): (),

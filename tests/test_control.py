@@ -36,8 +36,6 @@ def fail(plane: ControlPlane) -> Failure:
     return plane.fail(Failure(plane.rank, "broken", 7))
 
 
-# --- exchanges ---
-
 lists_keys = pytest.mark.skipif(
     not hasattr(HashStore, "list_keys"), reason="torch before 2.9 does not list the keys of a store"
 )
@@ -100,9 +98,6 @@ def test_a_rank_that_takes_too_long_is_named_with_what_it_does() -> None:
         main.gather(None, limit_s=100)
     assert (caught.value.rank, caught.value.doing) == (3, "trying 128")
     assert 100 < main.clock.seconds < 102
-
-
-# --- failures ---
 
 
 def test_messages_call_a_rank_by_its_name() -> None:
@@ -201,9 +196,6 @@ def test_a_rank_whose_process_has_died_is_named(is_zombie: bool, monkeypatch: py
     process.communicate()
 
 
-# --- silence ---
-
-
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_rank_that_lives_is_named_and_ends_the_job_after_the_limit(
     silent: int, caplog: pytest.LogCaptureFixture
@@ -267,9 +259,6 @@ def test_a_thread_looks_until_the_plane_is_left(monkeypatch: pytest.MonkeyPatch)
         fail(failing)
         assert has_ended.wait(50)
     assert set(threading.enumerate()) <= before
-
-
-# --- attempts ---
 
 
 def joined(store: Any, num_ranks: int, late: int | None = None) -> list[str]:

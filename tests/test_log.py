@@ -29,9 +29,6 @@ def _closed() -> Iterator[None]:
     close_logging()
 
 
-# --- log lines ---
-
-
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: int) -> None:
     root = logging.getLogger()
@@ -52,9 +49,6 @@ def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: in
     assert output.getvalue().count("\n") <= 1
     close_logging()
     assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
-
-
-# --- the folder of a run ---
 
 
 def names(folder: Path) -> set[str]:
@@ -95,9 +89,6 @@ def test_a_run_that_has_not_begun_leaves_nothing_behind(earlier: Path, begins: b
     assert names(earlier.parent) == {"r1", "group"} | (set() if keep else {"r1.1"})
     assert names(earlier) == {"logs", "run.json"} | ({"config.yaml", "result.json"} if keep else set())
     assert "early" in (new / "logs/rank0.log").read_text()
-
-
-# --- metrics.jsonl ---
 
 
 def test_metrics_are_one_json_object_per_line_on_the_disk_at_once(tmp_path: Path) -> None:
@@ -174,9 +165,6 @@ def test_a_validation_that_is_repeated_stands_once_in_the_metrics(
             file.write(step=6, epoch=1, split=split, values={})
     with MetricsFile(path, last_step=6, within_epoch=within_epoch):
         assert [json.loads(line)["split"] for line in path.read_text().splitlines()] == kept
-
-
-# --- full disks ---
 
 
 def fill(folder: Path) -> None:

@@ -63,9 +63,6 @@ def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
 
-# The place in the schedule.
-
-
 def rates_at(positions: list[float], total_steps: int) -> list[float]:
     factor = lr_factor("cosine", total_steps=total_steps, warmup_steps=4, min_fraction=0.1)
     return [0.01 * factor(position) for position in positions]
@@ -99,9 +96,6 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
     assert [group["lr"] for group in groups] == pytest.approx([0.001, 0.001])  # the floor
 
 
-# Processes.
-
-
 @e2e
 @pytest.mark.distributed
 def test_other_processes_go_on_at_the_same_place(run: Run, torchrun: Run, tmp_path: Path) -> None:
@@ -132,9 +126,6 @@ def test_two_processes_resumed_on_one_lose_nothing(run: Run, torchrun: Run, tmp_
     assert outcome.code == 0, outcome.err
     epoch = [line["step"] for line in lines_of(tmp_path / "runs/plain") if line["epoch"] == 1]
     assert epoch[-1] == 4 + (100 - 64) // 8
-
-
-# Another configuration.
 
 
 @e2e
@@ -203,8 +194,6 @@ def test_a_new_rate_is_taken_where_it_is_asked_for(run: Run, tmp_path: Path) -> 
     assert checkpoint(folder)["config"]["OPTIMIZER"]["LR"] == 0.05
     assert run(*RESUMABLE, *new[:3], "TRAIN.EPOCHS=4").code == 0  # it is the checkpoint's rate now
 
-
-# Starts that fail.
 
 FAILING: dict[str, tuple[str, ...]] = {
     "weights": ("MODEL._target_=linnaeus.models.build.build_model", "MODEL.nothing=1"),
@@ -278,9 +267,6 @@ def test_a_finished_run_is_left_as_it_is_but_for_a_missing_result(run: Run, tmp_
     assert json.loads(path.read_text())["metrics"] == result["metrics"]
     assert run(*FRESH, resume, "TRAIN.EPOCHS=2").code == 0
     assert len(lines_of(tmp_path / "runs/plain", "val")) == 2
-
-
-# Checkpoints within an epoch.
 
 
 @pytest.mark.parametrize(

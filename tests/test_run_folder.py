@@ -53,9 +53,6 @@ def taken_and_left(folder: Path) -> Path | None:
     return aside
 
 
-# --- the folder of a run ---
-
-
 def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path: Path) -> None:
     """An empty folder, the logs of a start that failed, a group of other runs."""
     for number, file in enumerate((None, "logs/rank0.log", "one/config.yaml")):
@@ -86,9 +83,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> Non
     (tmp_path / "nowhere").symlink_to("/proc/nowhere")
     with pytest.raises(ConfigError, match=f"EXPERIMENT.OUTPUT_DIR.*{name}"):
         claim_run_folder(tmp_path / name)
-
-
-# --- who has it ---
 
 
 @pytest.fixture
@@ -298,9 +292,6 @@ def test_a_link_that_a_file_system_asks_for_twice_is_made(
     with pytest.raises(FolderInUseError):
         Claim(folder)
     claim.release()
-
-
-# --- which run it is, and how it ended ---
 
 
 def test_the_seconds_of_a_run_are_summed(folder: Path) -> None:

@@ -24,9 +24,6 @@ def effective_sizes(plan: BatchPlan) -> list[int]:
     return [stage.effective_batch_size for stage in chain(*plan.epochs) for _ in range(stage.num_steps)]
 
 
-# What one effective size is made of.
-
-
 @given(
     world_size=st.integers(1, 4), samples_per_rank=st.integers(1, 60), fits=st.integers(1, 40),
     limit=st.integers(1, 40), num_samples=st.integers(240, 500),
@@ -94,8 +91,6 @@ def test_without_a_wish_every_whole_micro_batch_is_used(
     assert plan.effective_batch_size == micro_batch_size * min(accumulation, num_micro_batches) * world_size
     assert plan.learning_rate == 0.1
 
-
-# A size that changes.
 
 schedules = st.fixed_dictionaries(
     {
@@ -190,9 +185,6 @@ def test_warm_up_in_epochs_counts_the_steps_of_each_epoch() -> None:
     assert plan.warmup_steps == 125
 
 
-# Learning rate, weight decay, warm-up.
-
-
 @given(fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]), world_size=st.sampled_from([1, 2, 4, 8]))
 def test_accumulation_alone_never_changes_the_rate(fits: int, world_size: int) -> None:
     optimizer = OptimizerConfig(LR_SCALING="linear", WEIGHT_DECAY_SCALING="sqrt")
@@ -230,8 +222,6 @@ def test_a_much_raised_rate_gets_a_warm_up(
     assert plan.warmup_steps == steps
     assert ["SCHEDULE.WARMUP" in note for note in plan.notes] == [True] * has_note
 
-
-# Warnings: each has a case where it comes, and one beside it where it does not.
 
 SGD = OptimizerConfig(NAME="sgd")
 PRETRAINED = replace(FACTS, pretrained=True)
@@ -288,9 +278,6 @@ def test_a_quiet_plan_says_nothing() -> None:
     assert (plan.warnings, plan.notes) == ((), ())
 
 
-# Errors.
-
-
 @given(
     size=st.integers(1, 600), world_size=st.integers(1, 6), fits=st.integers(2, 100),
     batchnorm=st.sampled_from(["none", "local"]),
@@ -305,9 +292,6 @@ def test_the_sizes_that_an_error_names_would_do(
         named = re.search(r"(\d+)(?: or (\d+))? would", str(error))
         for other in filter(None, named.groups() if named else ()):
             assert plan_of(facts, EFFECTIVE_BATCH_SIZE=int(other)).effective_batch_size == int(other)
-
-
-# How far a search for what fits has to look.
 
 
 @pytest.mark.parametrize(
@@ -333,9 +317,6 @@ def test_the_sizes_that_an_error_names_would_do(
 )
 def test_the_most_samples_per_rank_that_are_asked_for(train: TrainConfig, expected: int | None) -> None:
     assert max_samples_per_rank(train, replace(FACTS, world_size=2, num_samples=1000)) == expected
-
-
-# What is saved.
 
 
 def test_a_plan_in_plain_values() -> None:

@@ -77,9 +77,6 @@ def test_text_that_looks_like_an_interpolation_arrives_as_it_is() -> None:
     }
 
 
-# --- the user's own lines ---
-
-
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of modules, as the current folder is under `python -m`. Their imports are undone."""

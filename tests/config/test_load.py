@@ -60,9 +60,6 @@ def test_flags() -> None:
     assert (loaded.print_config, loaded.config.TRAIN.EPOCHS) == (True, 3)
 
 
-# Precedence
-
-
 def test_each_source_wins_over_the_one_below() -> None:
     write({"my": "OPTIMIZER: {LR: 0.3}\nMODEL: {NAME: from_file}"})
     assert load("optimizer=sgd").OPTIMIZER.LR == 0.1 != OptimizerConfig().LR
@@ -116,9 +113,6 @@ def test_a_file_that_beats_a_choice_of_the_command_line_is_told_once(
     assert capsys.readouterr().err == ""
 
 
-# Problems
-
-
 def test_all_problems_at_once() -> None:
     write({"my": "DATA:\n  BATCHSIZE: 8\n  NUM_WORKERS: few\n"})
     assert subjects(
@@ -159,9 +153,6 @@ def test_one_mistake_is_one_problem() -> None:
     assert subjects("--cfg=my.yaml") == ["lr"]
 
 
-# `_target_` nodes
-
-
 def test_a_target_takes_any_keys_of_every_source_in_place_of_the_built_in_ones() -> None:
     write({"my": "MODEL: {_target_: my.Model, depth: 3, inner: {a: 1, b: [1]}}\nLOSS: {weight: 2}"})
     argv = ["--cfg=my.yaml", "MODEL.width", "8", "MODEL.inner.b=[${TRAIN.EPOCHS}]", "LOSS._target_=my.Loss"]
@@ -184,9 +175,6 @@ def test_a_key_that_a_class_of_ones_own_does_not_take_can_be_left_out() -> None:
     with pytest.raises(ConfigError, match=r"~MODEL\.NAME"):
         call_target(load(*argv).MODEL, "MODEL")
     assert call_target(load(*argv, "~MODEL.NAME").MODEL, "MODEL") == 3
-
-
-# Presets, experiments and other commands
 
 
 @pytest.mark.parametrize("group", available())
@@ -225,9 +213,6 @@ def test_other_commands_take_folders_and_names_too() -> None:
     assert runs[0].OPTIMIZER == load().OPTIMIZER != load(*base).OPTIMIZER
 
 
-# Programs around that use Hydra
-
-
 def test_presets_load_inside_another_hydra_program() -> None:
     OmegaConf.clear_resolvers()
     assert load("model=resnet50").MODEL.NAME == "resnet50"
@@ -249,9 +234,6 @@ def test_the_schema_is_a_structured_config_of_a_hydra_program() -> None:
     finally:
         del ConfigStore.instance().repo["linnaeus.yaml"]
     assert (composed.DATA.BATCH_SIZE, composed.MODEL.KWARGS) == (8, {"x": 1})
-
-
-# Back to YAML
 
 
 def reloaded(config: Config) -> Config:

@@ -25,9 +25,6 @@ def figures(*argv: str) -> tuple[str, int, int]:
     return config.MODEL.NAME, config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY
 
 
-# Defaults lists
-
-
 def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
     write({
         "my": "defaults:\n- base\n- model: resnet50\n- optional data: nothing\n- optimizer: null\n"
@@ -83,9 +80,6 @@ def test_a_choice_that_a_list_leaves_to_the_command_line() -> None:
     assert problems("--cfg=my.yaml", "optimizer=sgd")[0].startswith("defaults: ")
 
 
-# Several files and their folders
-
-
 def test_later_files_win() -> None:
     write({"a": "defaults: [{model: resnet18}]\nTRAIN: {EPOCHS: 3, LOG_EVERY: 9}", "b": "TRAIN: {EPOCHS: 4}",
            "c": "defaults: [{override /model: vit_tiny}]", "d": "defaults: [{model: vit_tiny}]"})  # fmt: skip
@@ -123,9 +117,6 @@ def test_the_first_folder_that_has_a_file_counts() -> None:
     assert load("--cfg=my.yaml", "model=resnet18").MODEL.NAME == "resnet18"
     Path("conf/model/dead.yaml").symlink_to("nowhere")
     assert problems("--config-dir=conf", "model=dead")[0].startswith("model: ")
-
-
-# Groups of one's own
 
 
 FOLDER = {
@@ -198,9 +189,6 @@ def test_packages() -> None:
     assert load("--config-dir=conf", "extra=wide").TRAIN.EPOCHS == 8
 
 
-# As Hydra composes them
-
-
 TREES = {
     "groups": {
         "config": "defaults: [{a: one}, {b: one}, _self_, {override a: two}]\nb: {z: 9}",
@@ -242,9 +230,6 @@ def test_threads_do_not_disturb_each_other() -> None:
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda number: figures(f"--cfg=t{number}.yaml", "optimizer=sgd")[1], range(1, 9))
         assert [*found] == [*range(1, 9)]
-
-
-# Where values come from
 
 
 def origins(*argv: str) -> dict[str, str]:

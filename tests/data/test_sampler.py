@@ -59,8 +59,6 @@ def test_a_step_has_the_same_samples_on_any_number_of_processes(
         assert together == sorted(order[start : start + world * size])
 
 
-# --- balanced ---
-
 RANKS = torch.tensor([[0, 0]] * 90 + [[0, 1]] * 7 + [[1, 2]] * 2 + [[1, -1]] * 3 + [[-1, -1]] * 5)
 """Labels of 107 samples: three fine classes, a coarse one whose fine label is unknown, and none at all."""
 

@@ -58,12 +58,6 @@ def test_labels_and_parents_agree(lineages: list[tuple[str, str, str]]) -> None:
         assert index.taxonomy.parents[1][label[2]] == label[1]
 
 
-LEVEL_A, LEVEL_B = Level("a", ("x", "y")), Level("b", ("p", "q"))
-
-
-# --- an index written to a file and read back ---
-
-
 LINEAGES = [
     ("Animalia", "Felis", "catus"), ("Animalia", "Canis", "lupus"), ("Plantae", "Felis", "x"),
     (None, "Rosa", "canina"), ("Plantae", None, "y"),

@@ -26,9 +26,6 @@ class Recorder(nn.Module):
         self.given = (width, num_classes, in_chans, img_size)
 
 
-# --- timm ---
-
-
 @pytest.mark.parametrize(
     ("name", "in_chans", "img_size"),
     [("test_resnet", 1, (48, 64)), ("test_vit", 5, (48, 64)), ("test_convnext", 1, (32, 32)),
@@ -50,9 +47,6 @@ def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_unto
     assert norms
     assert not any(norm.running_mean.any() for norm in norms if norm.running_mean is not None)
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
-
-
-# --- weights from a file ---
 
 
 def save(state: dict[str, Tensor], path: Path) -> None:
@@ -91,9 +85,6 @@ def test_weights_fit_other_channels_and_another_size(tmp_path: Path) -> None:
     assert torch.equal(model.backbone.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)  # type: ignore[index, union-attr]
 
 
-# --- gradient checkpointing ---
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name: str) -> None:
     images = torch.randn(2, 3, 64, 64)
@@ -115,9 +106,6 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name: str) ->
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1])
     assert num_saved[1] < 0.75 * num_saved[0]
-
-
-# --- a user's own ---
 
 
 @pytest.mark.parametrize(

@@ -175,9 +175,6 @@ def test_without_options_it_is_this_machines_gpu() -> None:
     assert 0 < target.base_bytes < gpu.total_bytes
 
 
-# Remedies.
-
-
 def test_remedies() -> None:
     argv = ("--fractions", "0.9", "--modes", "train", "--max-bs", "64", "--remedies")
     (row,) = analysis_of(*IMAGES, *argv, "OPTIMIZER.KWARGS.eps=1e-6").rows
@@ -194,8 +191,6 @@ def test_remedies() -> None:
     saved = {name: remedy.saved_bytes or 0 for name, remedy in remedies.items()}
     assert saved["image_size"] > saved["gradient_checkpointing"] / 2
 
-
-# What of a run is in its traces.
 
 WIDTH = 16 * MIB
 """Bytes of one copy of the parameters, and of the buffers, of `Wide`."""
