@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +123,6 @@ def test_resuming_within_a_schedule_changes_no_bit(
         sizes = [size for *_, size in lines[0]]
         assert sizes == [min(4 + step // 4 * 4, 24) for step in range(len(sizes))]
         assert [rate for _, rate, _ in lines[0]] == pytest.approx([0.01 * size / 8 for size in sizes])
-
-
-@pytest.mark.e2e
-def test_a_resumed_run_takes_a_plan_that_has_changed(run: Run, tmp_path: Path) -> None:
-    options = (*PLAIN, "TRAIN.AUTO_RESUME=True", "OPTIMIZER.LR_SCALING=linear")
-    assert run(*options, "DATA.DATASET.interrupt_after=40").code == 130
-    shutil.copytree(tmp_path / "runs/plain", tmp_path / "runs/other")
-    assert "EFFECTIVE_BATCH 32" not in run(*options).out
-    outcome = run(*options, f"{NAME}other", "TRAIN.EFFECTIVE_BATCH_SIZE=64")
-    assert "EFFECTIVE_BATCH 32 -> 64" in outcome.out
-    plans = [checkpoint(tmp_path / "runs" / name)["plan"] for name in ("plain", "other")]
-    assert [plan["EFFECTIVE_BATCH"] for plan in plans] == [32, 64]  # the one that trained
-    assert plans[1] == plan_of(tmp_path / "runs/other")
-    assert max(line["lr"] for line in lines_of(tmp_path / "runs/other")[2:]) > 0.0015
 
 
 @pytest.mark.e2e

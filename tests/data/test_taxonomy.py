@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Level, UnknownClassError, index_labels
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, UnknownClassError, index_labels
 
 NAMES = st.sampled_from(["a", "b", "c", "unknown"])
 
