@@ -111,26 +111,7 @@ def test_two_processes(torchrun: Run, tmp_path: Path, new_interpreters: bool) ->
 
 @pytest.mark.e2e
 @pytest.mark.distributed
-def test_one_process_and_two_validate_alike(torchrun: Run, run: Run, tmp_path: Path) -> None:
-    """31 samples do not divide by two: none may be counted twice, none left out."""
-    options = (*SMALL, "TRAIN.AUTO_RESUME=True", "OPTIMIZER._target_=torch.optim.SGD", "OPTIMIZER.lr=0.0")
-    assert run(*options, "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE_VAL=31").code == 0
-    outcome = torchrun(2, *options, "TRAIN.EPOCHS=2", "DATA.BATCH_SIZE_VAL=5")
-    assert outcome.code == 0, outcome.err
-    lines = map(json.loads, (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines())
-    one, two = [line for line in lines if line["split"] == "val"]
-    # BatchNorm's running statistics moved in between; the number of samples behind a share did not.
-    for record in (one, two):
-        assert abs(record["consistent"] * 31 - round(record["consistent"] * 31)) < 1e-4
-
-
-@pytest.mark.e2e
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("mistake", "key"),
-    [("TRAIN.SYNC_BATCHNORM=True", "TRAIN.SYNC_BATCHNORM"), ("MODEL.NAME=resnet5O", "resnet5O")],
-)
-def test_a_mistake_ends_all_processes(torchrun: Run, mistake: str, key: str) -> None:
-    outcome = torchrun(2, *SMALL, mistake)
+def test_a_mistake_ends_all_processes(torchrun: Run) -> None:
+    outcome = torchrun(2, *SMALL, "TRAIN.SYNC_BATCHNORM=True")
     assert outcome.code != 0
-    assert key in outcome.err
+    assert "TRAIN.SYNC_BATCHNORM" in outcome.err

@@ -116,19 +116,6 @@ def test_other_processes_go_on_at_the_same_place(run: Run, torchrun: Run, tmp_pa
 
 
 @e2e
-@pytest.mark.distributed
-def test_two_processes_resumed_on_one_lose_nothing(run: Run, torchrun: Run, tmp_path: Path) -> None:
-    first = torchrun(2, *RESUMABLE, "TRAIN.CHECKPOINT_EVERY_STEPS=4", *crashed("train", 40))
-    assert first.code != 0
-    progress = checkpoint(tmp_path / "runs/plain")["progress"]
-    assert (progress["step"], progress["samples"]) == (4, 64)
-    outcome = run(*RESUMABLE)
-    assert outcome.code == 0, outcome.err
-    epoch = [line["step"] for line in lines_of(tmp_path / "runs/plain") if line["epoch"] == 1]
-    assert epoch[-1] == 4 + (100 - 64) // 8
-
-
-@e2e
 def test_another_configuration_is_refused_before_anything_is_touched_or_said(
     run: Run, tmp_path: Path
 ) -> None:

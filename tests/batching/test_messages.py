@@ -15,7 +15,7 @@ FOUR = replace(FACTS, world_size=4)
 NORM = replace(FACTS, max_micro_batch_size=128, batchnorm="local")
 FEW = replace(FACTS, num_samples=1000)
 PRETRAINED = replace(FACTS, pretrained=True)
-LINEAR = OptimizerConfig(LR_SCALING="linear")
+SGD, LINEAR = OptimizerConfig(NAME="sgd"), OptimizerConfig(LR_SCALING="linear")
 
 
 def grow(**schedule: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
         replace(FACTS, max_micro_batch_size=7, batchnorm="synchronised", world_size=2), {}
     ),
     "fine-tuning": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512}),
-    "fine-tuning, a lower rate": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": OptimizerConfig(NAME="sgd")}),
+    "fine-tuning, a lower rate": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
     "a tenth of the data": (replace(FACTS, num_samples=639), {}),
     "of a size that was found": (
         replace(FACTS, num_samples=639, batch_size_key="DATA.AUTOBATCH.MAX_BATCH_SIZE"), {}

@@ -13,29 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 
-class Points(Dataset[tuple[Tensor, int]]):
-    """Points in the plane, labelled by their quadrant."""
-
-    classes = ("I", "II", "III", "IV")
-
-    def __init__(self, split: str, length: int = 64) -> None:
-        self.points = torch.randn(length, 2, generator=torch.Generator().manual_seed(len(split)))
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        x, y = (self.points[index] > 0).long().tolist()
-        return self.points[index], 2 * x + y
-
-
-class Perceptron(nn.Sequential):
-    """A model for points."""
-
-    def __init__(self, width: int, num_classes: int) -> None:
-        super().__init__(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, num_classes))
-
-
 class Normed(nn.Sequential):
     """A model for points with BatchNorm."""
 

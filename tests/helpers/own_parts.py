@@ -1,4 +1,4 @@
-"""What a user writes: datasets and a model of their own."""
+"""What a user writes: a dataset and a model of their own."""
 
 from __future__ import annotations
 
@@ -29,16 +29,3 @@ class Perceptron(nn.Sequential):
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, num_classes))
-
-
-class Forecast(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Without classes."""
-
-    def __init__(self, split: str) -> None:
-        self.x = torch.linspace(-1, 1, 64)[:, None]
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index], 3 * self.x[index]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tests.cli.tiny import Points
+from tests.helpers.own_parts import Points
 
 GATE = "gate"
 """A named pipe in the current folder; without one nothing waits."""

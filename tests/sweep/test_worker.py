@@ -28,8 +28,9 @@ from tests.helpers.runs import Run, wait_until
 from tests.sweep.gated import GATE, Gated
 
 TINY = (
-    "DATA.DATASET._target_=tests.cli.tiny.Points", "MODEL._target_=tests.cli.tiny.Perceptron",
-    "MODEL.width=4", "DATA.BATCH_SIZE=16", "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny",
+    "DATA.DATASET._target_=tests.helpers.own_parts.Points",
+    "MODEL._target_=tests.helpers.own_parts.Perceptron", "MODEL.width=4", "DATA.BATCH_SIZE=16",
+    "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny",
 )  # fmt: skip
 GATED = (*TINY, f"DATA.DATASET._target_={Gated.__module__}.Gated", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3")
 
@@ -70,7 +71,7 @@ def times_begun(folder: Path) -> int:
 
 def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Path) -> None:
     """The second has a class that only the child can look for."""
-    key, model = "MODEL._target_", "tests.cli.tiny.Perceptron"
+    key, model = "MODEL._target_", "tests.helpers.own_parts.Perceptron"
     argv = ("sweep", *TINY, f"{key}={model},{model}s", "--plot", "sweep.svg")
     outcome = run_in_child(*argv)
     assert outcome.code == 1, outcome
