@@ -18,12 +18,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from linnaeus.autobatch.ranks import control
-from linnaeus.autobatch.ranks.control import (
-    ControlPlane,
-    Failure,
-    ForeignFailureError,
-    OverdueError,
-)
+from linnaeus.autobatch.ranks.control import ControlPlane, Failure, ForeignFailureError, OverdueError
 from linnaeus.dist import agree_on_attempt
 from linnaeus.errors import LinnaeusError
 from tests.helpers.planes import Script, nothing, planes, ranks, script

@@ -12,11 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from linnaeus.files import (
-    why_not_written,
-    write_atomically,
-    write_text_atomically,
-)
+from linnaeus.files import why_not_written, write_atomically, write_text_atomically
 
 
 @contextmanager

@@ -11,16 +11,7 @@ import pytest
 from tests.helpers import forks
 from tests.helpers.runs import TORCHRUN, wait_until
 from tests.slurm import cluster
-from tests.slurm.cluster import (
-    ENV,
-    EXPERIMENT,
-    QUEUED_AGAIN,
-    Cluster,
-    Shell,
-    entries,
-    queue,
-    validations_of,
-)
+from tests.slurm.cluster import ENV, EXPERIMENT, QUEUED_AGAIN, Cluster, Shell, entries, queue, validations_of
 
 pytestmark = [*cluster.MARKS, pytest.mark.timeout(900)]
 

@@ -212,11 +212,7 @@ def test_a_size_that_autobatch_finds_evaluates_as_the_same_size_set_by_hand(
 
 
 def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
-    nodes = {
-        "DATA.DATASET": "tests.cli.tiny.Pairs",
-        "LOSS": "torch.nn.MSELoss",
-        "MODEL": "torch.nn.Linear",
-    }
+    nodes = {"DATA.DATASET": "tests.cli.tiny.Pairs", "LOSS": "torch.nn.MSELoss", "MODEL": "torch.nn.Linear"}
     targets = [f"{node}._target_={name}" for node, name in nodes.items()]
     assert run(*TINY, *targets, "MODEL.in_features=3", "MODEL.out_features=3").code == 0
     outcome = run("evaluate", "runs/tiny", "--checkpoint", "last")
