@@ -27,6 +27,7 @@ from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.odd_ranks import KINDS, PLACES
 from tests.helpers.runs import SMALL, assert_same_bits, free_ports, wait_until, weights
+from tests.helpers.small_runs import lines_of
 from tests.helpers.threads import together
 
 JOB = (
@@ -96,11 +97,6 @@ def run_job(folder: Path, *argv: str, **env: str) -> Ended:
     return Ranks(folder, *JOB, *argv, **env).end()
 
 
-def records(folder: Path, split: str) -> list[dict[str, float]]:
-    lines = map(json.loads, (folder / "runs/small/metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["split"] == split]
-
-
 @e2e
 def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> None:
     """The first run finds 8 and 16; the second one may try larger ones and does not."""
@@ -113,7 +109,7 @@ def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> 
         # Rank 0's own search, and then all ranks together.
         assert [trial["batch_size"] for trial in found[mode]["trials"]] == [size] * 2
         assert found[mode]["ran_on_every_rank"] == [size]
-    assert len(records(tmp_path, "val")) == 2
+    assert len(lines_of(tmp_path / "runs/small", "val")) == 2
 
 
 @pytest.mark.parametrize("facts", [({"a": 1, "LR": 2.5}, {"a": 1, "LR": 3.5}), ({"a": 1, "LR": 2}, {"a": 1})])
@@ -244,10 +240,11 @@ def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happe
         (moved / "fault_happened").unlink(missing_ok=True)
         assert run_on(num_ranks, moved, FAULT=f"SIGUSR1:{num_ranks - 1}:training in epoch {epoch}") != 0
     assert run_on(1, moved) == 0
-    rates = [{line["step"]: line["lr"] for line in records(folder, "train")} for folder in (moved, alone)]
+    folders = [folder / "runs/small" for folder in (moved, alone)]
+    rates = [{line["step"]: line["lr"] for line in lines_of(folder)} for folder in folders]
     assert rates[0] == pytest.approx(rates[1], rel=1e-12)
     assert list(rates[0]) == list(range(1, 49))
-    losses = [[line["loss"] for line in records(folder, "val")] for folder in (moved, alone)]
+    losses = [[line["loss"] for line in lines_of(folder, "val")] for folder in folders]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -261,7 +258,7 @@ def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
     agents = [Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=4", options=options, **env) for _ in range(2)]
     ended = [agent.end() for agent in agents]
     assert [end.code for end in ended] == [0, 0], ended
-    assert len(records(tmp_path, "val")) == 4
+    assert len(lines_of(tmp_path / "runs/small", "val")) == 4
 
 
 @slow
@@ -356,4 +353,4 @@ def test_a_fault_ends_all_with_its_cause_and_the_next_start_goes_on(
         assert re.search(rf"\[rank {1 - rank}\] rank {rank}: .*{cause}", ended.text), ended.text
     again = run_job(tmp_path)
     assert again.code == 0, again.text
-    assert len(records(tmp_path, "val")) == 2
+    assert len(lines_of(tmp_path / "runs/small", "val")) == 2

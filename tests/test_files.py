@@ -13,6 +13,7 @@ from typing import BinaryIO
 import pytest
 
 from linnaeus.files import why_not_written, write_atomically, write_text_atomically
+from tests.helpers.run_files import names
 
 
 @contextmanager
@@ -24,10 +25,6 @@ def full_disk(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 # --- one file ---

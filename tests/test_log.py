@@ -19,6 +19,7 @@ from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.log import SHOWN_ELSEWHERE, MetricsFile, close_logging, open_run_folder, set_up_logging
 from linnaeus.run_folder import Claim, claim_run_folder
 from tests.helpers.consoles import plain_console
+from tests.helpers.run_files import names
 
 ALONE = World(torch.device("cpu"))
 
@@ -49,10 +50,6 @@ def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: in
     assert output.getvalue().count("\n") <= 1
     close_logging()
     assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture

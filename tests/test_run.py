@@ -11,16 +11,12 @@ from PIL import Image
 
 from linnaeus.main import cli
 from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
+from tests.helpers.small_runs import lines_of
 from tests.helpers.trained import write_images
 
 AUTOBATCH = ("DATA.AUTOBATCH.ENABLED", "True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")
 OWN = "tests.helpers.own_parts"
 e2e, slow = pytest.mark.e2e, pytest.mark.slow
-
-
-def metrics_of(folder: Path, split: str) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["split"] == split]
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +47,12 @@ def test_files_of_a_run(searched: Path) -> None:
     assert 0 < train["trials"][0]["peak_bytes"] <= train["budget_bytes"] <= train["total_bytes"]
     config = yaml.safe_load((searched / "config.yaml").read_text())
     assert (config["DATA"]["BATCH_SIZE"], config["DATA"]["BATCH_SIZE_VAL"]) == (24, 31)
-    assert len(metrics_of(searched, "val")) == 2
-    assert [record["step"] for record in metrics_of(searched, "train")] == [4, 8]
+    assert len(lines_of(searched, "val")) == 2
+    assert [record["step"] for record in lines_of(searched)] == [4, 8]
     for split in ("train", "val"):
-        assert [record["epoch"] for record in metrics_of(searched, split)] == [1, 2]
+        assert [record["epoch"] for record in lines_of(searched, split)] == [1, 2]
     result = json.loads((searched / "result.json").read_text())
-    last = metrics_of(searched, "val")[-1]
+    last = lines_of(searched, "val")[-1]
     assert result["metrics"] == {name: last[name] for name in result["metrics"]}
     assert (result["headline"], result["effective_batch"], result["world_size"]) == ("top1/rank2", 24, 1)
     assert result["training_s"] * result["images_per_s"] == pytest.approx(2 * 96, rel=0.05)
@@ -72,7 +68,7 @@ def test_the_saved_configuration_with_its_sizes_trains_the_same_bits(
     again = tmp_path / "again"
     for name in ("last.pt", "best.pt"):
         assert_same_bits(weights(searched, name), weights(again, name))
-    losses = [[line["loss"] for line in metrics_of(folder, "val")] for folder in (searched, again)]
+    losses = [[line["loss"] for line in lines_of(folder, "val")] for folder in (searched, again)]
     assert losses[0] == losses[1]
 
 

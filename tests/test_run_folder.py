@@ -35,10 +35,7 @@ from linnaeus.run_folder import (
     move_aside,
     read_state,
 )
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+from tests.helpers.run_files import names
 
 
 def run_of(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,6 @@ def test_any_text_comes_back_from_a_csv_file(tmp_path: Path) -> None:
         assert list(csv.DictReader(file)) == [{"name": name, "length": str(len(name))} for name in names]
     Names("a", "b").save(tmp_path / "names.csv")
     assert (tmp_path / "names.csv").read_bytes() == b"name,length\na,1\nb,1\n", "as other text files"
+    Names("a\nb", "c").save(tmp_path / "names.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "names.jsonl").read_text().splitlines()]
+    assert rows == [{"name": "a\nb", "length": 3}, {"name": "c", "length": 1}]

@@ -9,9 +9,10 @@ import pytest
 
 from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.search import Study
+from tests.helpers.run_files import figures
 from tests.helpers.runs import wait_until
 from tests.slurm import cluster
-from tests.slurm.cluster import ENV, EXPERIMENT, ON_SLURM, QUEUED_AGAIN, Cluster, Shell, entries, queue
+from tests.slurm.cluster import ENV, EXPERIMENT, ON_SLURM, QUEUED_AGAIN, Cluster, Shell, queue
 
 pytest.importorskip("optuna")
 
@@ -40,7 +41,7 @@ def test_a_search_on_slurm(slurm: Cluster, tmp_path: Path) -> None:
     slurm.wait_for(urgent, "JobState", "COMPLETED")
     (tmp_path / "quick").touch()
     assert shell.end() == 0, shell.log.read_text()
-    assert [entry["status"] for entry in entries(sweep)] == ["finished"] * 5
+    assert [entry["status"] for entry in figures(sweep)] == ["finished"] * 5
     said = "".join(path.read_text() for path in sweep.glob("slurm/*.out"))
     assert said.count(QUEUED_AGAIN) == 1, said
     again = Shell(slurm, tmp_path, *SEARCH, "--trials", "6")

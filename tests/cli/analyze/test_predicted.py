@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -112,29 +110,6 @@ def test_which_device_would_do() -> None:
     assert row.safe_batch_size is None
     if row.batch_size is not None:  # without the margin
         assert yaml_blocks(Analysis(rows=[row])) == ""
-
-
-def test_tables_for_programs(tmp_path: Path) -> None:
-    found = analysis_of(
-        *GROWING, "--gpu", "t4,l4", "--device-memory-gb", "0.5", "--fractions", "0.5",
-        "DATA.DATASET.length=31", "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=40",
-    )  # fmt: skip
-    found.save(tmp_path / "sizes.csv")
-    found.save(tmp_path / "sizes.jsonl")
-    tables: list[list[dict[str, Any]]] = [
-        list(csv.DictReader((tmp_path / "sizes.csv").read_text().splitlines())),
-        [json.loads(line) for line in (tmp_path / "sizes.jsonl").read_text().splitlines()],
-    ]
-    for rows in tables:
-        assert [(row["mode"], row["device"]) for row in rows] == [
-            (mode, device) for mode in ("train", "val") for device in ("t4", "l4", "0.5 GiB")
-        ]
-        assert [row["batch_size"] or None for row in rows[2:]] == [None] * 4
-        assert all("MIN_BATCH_SIZE_VAL" in row["reason"] for row in rows[3:])
-        assert rows[2]["reason"]
-        for row in rows[:2]:
-            assert int(row["safe_batch_size"]) == int(row["batch_size"]) == 31
-            assert not row["reason"]
 
 
 @pytest.mark.parametrize(

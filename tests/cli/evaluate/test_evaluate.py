@@ -18,6 +18,7 @@ from linnaeus.cli.evaluate.options import read
 from linnaeus.main import cli
 from tests.helpers.forks import ROOT, python
 from tests.helpers.runs import TORCHRUN, Run
+from tests.helpers.small_runs import lines_of
 
 FOLDERS = ("cats/lion", "cats/lynx", "dogs/fox", "dogs/wolf")
 TINY = (
@@ -52,8 +53,7 @@ def content_of(path: Path) -> dict[str, Any]:
 
 def logged(run_folder: Path) -> dict[str, float]:
     """The figures of the last validation."""
-    lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
-    *_, last = (line for line in lines if line["split"] == "val")
+    last = lines_of(run_folder, "val")[-1]
     return {name: value for name, value in last.items() if name not in ("step", "epoch", "split", "time")}
 
 
