@@ -63,7 +63,6 @@ class Ranks:
             )  # fmt: skip
 
     def children(self) -> list[psutil.Process]:
-        """Torchrun's descendants."""
         with suppress(psutil.Error):
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
@@ -185,7 +184,6 @@ LONG = ("TRAIN.EPOCHS=12", "DATA.NUM_WORKERS=1")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody stopped."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert run_job(folder, *LONG, WANDB_MODE="offline").code == 0
     return folder / "runs/small"

@@ -208,7 +208,6 @@ def test_a_command_for_slurm_makes_a_script(page: str, line: str, desk: Path, ru
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run and photos."""
     save_run(tmp_path / "runs" / "birds", spec_of(taxonomy=PLAIN))
     (tmp_path / "photos").mkdir()
     turned = Image.Exif()

@@ -54,7 +54,6 @@ def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: in
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Path:
-    """The folder of an earlier run."""
     folder = tmp_path / "r1"
     folder.mkdir()
     for name in ("config.yaml", "result.json"):
@@ -210,7 +209,6 @@ def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(
 def test_a_mistake_in_a_log_line_is_not_taken_for_that(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The negative control."""
     set_up_logging(tmp_path, rank=1, console=plain_console()[0])
     logging.getLogger("linnaeus.run").info("%d", "no number")
     logging.getLogger("linnaeus.run").info("next")

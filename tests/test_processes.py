@@ -32,7 +32,6 @@ def train(folder: Path, *argv: str, **env: str) -> Outcome:
 
 @pytest.fixture(scope="module")
 def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("never_killed")
     outcome = train(folder)
     assert outcome.code == 0, outcome.err

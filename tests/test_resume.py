@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from linnaeus.errors import DataError
 from linnaeus.training.schedule import lr_factor
-from tests.helpers.runs import Child, Run, assert_same_bits, weights
+from tests.helpers.runs import Run, assert_same_bits, weights
 from tests.helpers.small_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
 
 e2e = pytest.mark.e2e
@@ -58,7 +57,6 @@ def crashed(split: str, after: int) -> tuple[str, str]:
 
 
 def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Content and time of every file below a folder."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
@@ -223,23 +221,6 @@ def test_a_resumed_run_that_fails_in_its_first_step_is_what_it_was(run: Run, tmp
     after = files_of(tmp_path / "runs")
     assert "plain/result.json" not in after
     assert after["plain/config.yaml"] != before["plain/config.yaml"]
-
-
-@e2e
-def test_a_run_that_is_going_on_keeps_its_folder_until_it_is_killed(run: Run, tmp_path: Path) -> None:
-    folder, options = tmp_path / "runs/plain", (*FRESH, "TRAIN.EPOCHS=100000", "TRAIN.AUTO_RESUME=True")
-    child = Child(tmp_path, *options, "DATA.NUM_WORKERS=1")
-    try:
-        child.wait_for(lambda: (folder / "checkpoints/last.pt").exists())
-        outcome = run(*options)
-        assert outcome.code == 2
-        assert str(child.process.pid) in outcome.err
-        assert {path.name for path in folder.parent.iterdir()} == {"plain"}
-    finally:
-        child.end(signal.SIGKILL)
-    before = lines_of(folder)[-1]["epoch"]
-    assert run(*options, *crashed("train", 140)).code == 1
-    assert lines_of(folder)[-1]["epoch"] > before
 
 
 @e2e

@@ -84,7 +84,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> Non
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of an earlier run."""
     path = tmp_path / "r1"
     path.mkdir()
     (path / "result.json").touch()

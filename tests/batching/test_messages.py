@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import yaml
+
 from linnaeus.batching.sizes import Facts
 from linnaeus.batching.summary import summary_lines
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
@@ -92,6 +94,9 @@ def test_messages(golden: Golden) -> None:
     messages["summary"] = summary(two, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=512)
     messages["summary of one sample"] = summary(FACTS, EFFECTIVE_BATCH_SIZE=1)
     messages["summary of a schedule"] = summary(replace(FEW, batchnorm="none"), **grow())
+    changing = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 128]]}
+    saved = plan_of(replace(FACTS, num_samples=1280), schedule=changing, EPOCHS=3).as_dict()
+    messages["in config.yaml"] = yaml.safe_dump(saved, sort_keys=False)
     before = plan_of(FEW, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=32).as_dict()
     messages["differences"] = "\n".join(
         plan_of(FEW, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=64).differences(before)

@@ -282,26 +282,3 @@ def test_the_sizes_that_an_error_names_would_do(
 )
 def test_the_most_samples_per_rank_that_are_asked_for(train: TrainConfig, expected: int | None) -> None:
     assert max_samples_per_rank(train, replace(FACTS, world_size=2, num_samples=1000)) == expected
-
-
-def test_a_plan_in_plain_values() -> None:
-    schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 128]]}
-    plan = plan_of(replace(FACTS, num_samples=1280), schedule=schedule, EPOCHS=3)
-    assert plan.as_dict() == {
-        "MICRO_BATCH": 32,
-        "ACCUMULATION_STEPS": 4,
-        "WORLD_SIZE": 1,
-        "EFFECTIVE_BATCH": 128,
-        "LEARNING_RATE": 0.1,
-        "WEIGHT_DECAY": 0.05,
-        "WARMUP_STEPS": 0,
-        "STEPS_PER_EPOCH": [40, 40, 10],
-        "TOTAL_STEPS": 90,
-        "STAGES": [
-            ["FROM_STEP", "MICRO_BATCH", "ACCUMULATION_STEPS", "EFFECTIVE_BATCH"],
-            [0, 32, 1, 32],
-            [80, 32, 4, 128],
-        ],
-        "NOTES": [],
-        "WARNINGS": [],
-    }

@@ -11,8 +11,6 @@ from linnaeus.cli.tables import Figures
 
 
 class Names(Figures):
-    """A table of names."""
-
     def __init__(self, *names: str) -> None:
         self.names = names
 

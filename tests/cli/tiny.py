@@ -14,8 +14,6 @@ from torch.utils.data import Dataset
 
 
 class Normed(nn.Sequential):
-    """A model for points with BatchNorm."""
-
     def __init__(self, num_classes: int) -> None:
         super().__init__(nn.Linear(2, num_classes), nn.BatchNorm1d(num_classes))
 
@@ -58,15 +56,11 @@ class Growing(Wide):
 
 
 class Peeking(Wide):
-    """Looks at a value, as no trace can."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * x.mean().item()
 
 
 class Numerate(Wide):
-    """Needs numbers while it is built."""
-
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes, width=int(torch.tensor(2.0**22).item()))
 
@@ -109,7 +103,6 @@ class TinyNet(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(32, count) for count in num_classes.values())
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Logits of each rank."""
         if not torch.is_grad_enabled() and (len(images) > 30 or images.shape[2] > 30):
             torch.empty(2**62, dtype=torch.uint8)
         features = self.features(images)

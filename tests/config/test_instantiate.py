@@ -16,8 +16,6 @@ from linnaeus.errors import ConfigError
 
 
 class Thing:
-    """A user's class."""
-
     def __init__(self, *args: Any, size: Any = None, facts: Any = None, inner: Any = None) -> None:
         self.args, self.size, self.facts, self.inner = args, size, facts, inner
 

@@ -45,8 +45,6 @@ class Draws(Dataset[Any]):
 
 
 class Calls(Dataset[Any]):
-    """Each sample is what a function returns."""
-
     def __init__(self, length: int, function: Callable[[int], Any]) -> None:
         self.length = length
         self.function = function

@@ -227,7 +227,6 @@ MISTAKES = {f"{kind}: {title}": case for kind, cases in KINDS.items() for title,
 
 
 def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mistake is made in a folder of its own."""
     found = {}
     for number, (title, mistake) in enumerate(MISTAKES.items()):
         (tmp_path / str(number)).mkdir()

@@ -24,8 +24,6 @@ FAMILIES = ("test_resnet", "test_vit", "test_convnext", "test_efficientnet")
 
 
 class Recorder(nn.Module):
-    """A user's network, which keeps what it was given."""
-
     def __init__(self, width: int, num_classes: Any, in_chans: int = 0, img_size: Any = None) -> None:
         super().__init__()
         self.given = (width, num_classes, in_chans, img_size)

@@ -58,7 +58,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def of_files(folder: Path, tmp_path: Path) -> dict[str, str]:
-    """Errors of weights in files and folders."""
     state = timm.create_model("test_resnet").state_dict()
     files = {
         "another model": timm.create_model("test_vit").state_dict(),

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from linnaeus.run_folder import read_state
+from linnaeus.sweep.folder import Sweep
+from linnaeus.sweep.search import Study
 from linnaeus.sweep.slurm import TIME_IS_OVER
 from tests.helpers.run_files import figures
 from tests.helpers.runs import free_ports, wait_until
@@ -36,6 +38,12 @@ SWEEP = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=range(0,4)", "TRAIN.E
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("slurm"), **ENV) as running:
         yield running
+
+
+SEARCH = (
+    "sweep", "--cfg", "my_exp.yaml", "--search", "optuna", "OPTIMIZER.LR=interval(1e-6,1e-1)",
+    "TRAIN.EPOCHS=4", *ON_SLURM,
+)  # fmt: skip
 
 
 def outputs_of(sweep: Path) -> str:
@@ -151,6 +159,26 @@ def test_tasks_without_torchrun_are_refused_with_the_command_that_works(
     works = slurm.try_call("salloc", "--ntasks=2", "bash", "-c", command, cwd=tmp_path)
     assert works.code == 0, works
     assert validations_of(tmp_path / "runs/small") == [6], "of two processes"
+
+
+def test_a_search_on_slurm(slurm: Cluster, tmp_path: Path) -> None:
+    """A trial is pruned against five that have ended, so the sixth is added later."""
+    pytest.importorskip("optuna")
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    sweep = tmp_path / "runs/small"
+    shell = Shell(slurm, tmp_path, *SEARCH, "--trials", "5")
+    wait_until(lambda: len([*sweep.glob("*/checkpoints/last.pt")]) == 2, log=shell.log)
+    assert len(queue(slurm)) == 2, "as --jobs says"
+    urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
+    slurm.wait_for(urgent, "JobState", "COMPLETED")
+    (tmp_path / "quick").touch()
+    assert shell.end() == 0, shell.log.read_text()
+    assert [entry["status"] for entry in figures(sweep)] == ["finished"] * 5
+    assert outputs_of(sweep).count(QUEUED_AGAIN) == 1, outputs_of(sweep)
+    again = Shell(slurm, tmp_path, *SEARCH, "--trials", "6")
+    again.end()
+    trials = Study(Sweep.read(sweep)).trials()
+    assert [trial.state.is_finished() for trial in trials] == [True] * 6
 
 
 def table(text: str) -> list[list[str]]:

@@ -106,7 +106,6 @@ def check_breakdowns(found: dict[str, Any]) -> None:
 
 
 def check_svg(text: str, found: dict[str, Any]) -> None:
-    """Every fraction has a line that names its size."""
     labels = {"".join(text.itertext()).strip() for text in ElementTree.fromstring(text).iter(f"{SVG}text")}
     for row in found["results"]:
         assert f"{row['memory_fraction']:.0%}: {row['batch_size']}" in labels

@@ -52,7 +52,6 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def logged(run_folder: Path) -> dict[str, float]:
-    """The figures of the last validation."""
     last = lines_of(run_folder, "val")[-1]
     return {name: value for name, value in last.items() if name not in ("step", "epoch", "split", "time")}
 
