@@ -21,6 +21,7 @@ from PIL import Image
 
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
+from tests.helpers.datasets import write_image
 from tests.helpers.run_files import write_run
 from tests.helpers.runs import Run
 from tests.helpers.trained import PLAIN, picture, save_run, spec_of
@@ -123,12 +124,8 @@ def desk(tmp_path: Path, experiment: None, pretrained: Path, monkeypatch: pytest
             "Passeriformes/Parus_major",
             "Piciformes/Picus_viridis",
         ):
-            folder = tmp_path / "birds" / split / species
-            folder.mkdir(parents=True)
             for number in range(count):
-                Image.new("RGB", (40, 40), (number * 40, 90, len(species) * 10)).save(
-                    folder / f"{number}.jpg"
-                )
+                write_image(tmp_path / "birds" / split / species / f"{number}.jpg", number)
     (tmp_path / "hub").symlink_to(pretrained / "hub")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/birds").symlink_to(pretrained / "birds")

@@ -1,5 +1,3 @@
-"""The examples do what their text says."""
-
 from __future__ import annotations
 
 import runpy

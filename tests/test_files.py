@@ -1,4 +1,4 @@
-"""Files are the old ones or the new ones, and runs do not overwrite each other."""
+"""Files are the old ones or the new ones."""
 
 from __future__ import annotations
 

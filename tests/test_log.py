@@ -1,5 +1,3 @@
-"""What reaches the console, the log files and metrics.jsonl."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""From the words of a command line to an exit code."""
-
 from __future__ import annotations
 
 import re

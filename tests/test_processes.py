@@ -1,4 +1,4 @@
-"""Runs in processes of their own: killed, interrupted, resumed, and several at once under torchrun."""
+"""Runs in processes of their own: killed, resumed, and several at once under torchrun."""
 
 from __future__ import annotations
 
@@ -78,17 +78,6 @@ def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
     assert train(whole, *options).code == 0
     kill_again_and_again(killed, [moments.randrange(1, 300) for _ in range(100)], *options)
     assert_same_run(killed / "runs/small", whole / "runs/small")
-
-
-def test_interrupted_and_resumed(never_killed: Path, tmp_path: Path) -> None:
-    run = tmp_path / "runs/small"
-    outcome = train(tmp_path, FAULT="SIGINT:0:training in epoch 2")
-    assert outcome.code == 130, outcome.err
-    assert checkpoint_of(run)["progress"]["step"] == 7  # the step under way is finished
-    assert "Traceback" not in outcome.out + outcome.err
-    outcome = train(tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert_same_run(run, never_killed)
 
 
 @pytest.mark.distributed

@@ -1,5 +1,3 @@
-"""Whole runs through the command line."""
-
 from __future__ import annotations
 
 import json
@@ -15,7 +13,7 @@ from tests.helpers.small_runs import lines_of
 from tests.helpers.trained import write_images
 
 AUTOBATCH = ("DATA.AUTOBATCH.ENABLED", "True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")
-OWN = "tests.helpers.own_parts"
+OWN = "tests.cli.tiny"
 e2e, slow = pytest.mark.e2e, pytest.mark.slow
 
 

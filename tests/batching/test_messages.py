@@ -1,5 +1,3 @@
-"""What is said about batch sizes."""
-
 from __future__ import annotations
 
 from dataclasses import replace

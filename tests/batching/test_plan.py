@@ -260,25 +260,20 @@ def test_the_sizes_that_an_error_names_would_do(
 
 
 @pytest.mark.parametrize(
-    ("train", "expected"),
+    ("train", "schedule", "expected"),
     [
-        (TrainConfig(), None),
-        (TrainConfig(ACCUMULATION_STEPS=4), None),
-        (TrainConfig(EFFECTIVE_BATCH_SIZE=256), 128),
-        (TrainConfig(BATCH_SCHEDULE=BatchScheduleConfig(NAME="linear", FIRST=8)), None),
-        (TrainConfig(BATCH_SCHEDULE=BatchScheduleConfig(NAME="linear", FIRST=8, LAST=64)), 32),
-        (TrainConfig(BATCH_SCHEDULE=BatchScheduleConfig(NAME="linear", FIRST=80, LAST=64)), 40),
-        (
-            TrainConfig(BATCH_SCHEDULE=BatchScheduleConfig(NAME="milestones", FIRST=8, MILESTONES=[[1, 96]])),
-            48,
-        ),
-        (
-            TrainConfig(
-                EFFECTIVE_BATCH_SIZE=32, BATCH_SCHEDULE=BatchScheduleConfig(NAME="exponential", FIRST=8)
-            ),
-            16,
-        ),
+        ({}, {}, None),
+        ({"ACCUMULATION_STEPS": 4}, {}, None),
+        ({"EFFECTIVE_BATCH_SIZE": 256}, {}, 128),
+        ({}, {"NAME": "linear", "FIRST": 8}, None),
+        ({}, {"NAME": "linear", "FIRST": 8, "LAST": 64}, 32),
+        ({}, {"NAME": "linear", "FIRST": 80, "LAST": 64}, 40),
+        ({}, {"NAME": "milestones", "FIRST": 8, "MILESTONES": [[1, 96]]}, 48),
+        ({"EFFECTIVE_BATCH_SIZE": 32}, {"NAME": "exponential", "FIRST": 8}, 16),
     ],
 )
-def test_the_most_samples_per_rank_that_are_asked_for(train: TrainConfig, expected: int | None) -> None:
-    assert max_samples_per_rank(train, replace(FACTS, world_size=2, num_samples=1000)) == expected
+def test_the_most_samples_per_rank_that_are_asked_for(
+    train: dict[str, int], schedule: dict[str, Any], expected: int | None
+) -> None:
+    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**schedule))
+    assert max_samples_per_rank(node, replace(FACTS, world_size=2, num_samples=1000)) == expected

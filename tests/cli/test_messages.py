@@ -1,5 +1,3 @@
-"""What the commands say: mistakes of their command lines, and their reports."""
-
 from __future__ import annotations
 
 import os

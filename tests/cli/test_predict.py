@@ -1,5 +1,3 @@
-"""`linnaeus predict` and `linnaeus export` as a user runs them."""
-
 from __future__ import annotations
 
 import csv

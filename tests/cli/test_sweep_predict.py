@@ -1,5 +1,3 @@
-"""Batch sizes that are predicted before a sweep starts anything."""
-
 from __future__ import annotations
 
 import re
@@ -15,7 +13,7 @@ from tests.helpers.consoles import plain_console
 pytestmark = pytest.mark.usefixtures("run")  # in an empty folder
 ON = "DATA.AUTOBATCH.ENABLED=True"
 POINTS = (
-    "MODEL._target_=tests.cli.tiny.Growing", "DATA.DATASET._target_=tests.helpers.own_parts.Points",
+    "MODEL._target_=tests.cli.tiny.Growing", "DATA.DATASET._target_=tests.cli.tiny.Points",
     "DATA.DATASET.length=96", "DATA.BATCH_SIZE_VAL=7",
 )  # fmt: skip
 

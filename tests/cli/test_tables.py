@@ -1,5 +1,3 @@
-"""Tables for programs."""
-
 from __future__ import annotations
 
 import csv

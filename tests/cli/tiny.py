@@ -3,14 +3,65 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
+
+
+class Points(Dataset[tuple[Tensor, int]]):
+    """Points in the plane, labelled by their quadrant."""
+
+    classes = ("I", "II", "III", "IV")
+
+    def __init__(self, split: str, length: int = 64) -> None:
+        generator = torch.Generator().manual_seed(len(split))
+        self.points = torch.randn(length, 2, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x, y = (self.points[index] > 0).long().tolist()
+        return self.points[index], 2 * x + y
+
+
+class Perceptron(nn.Sequential):
+    """Takes what the framework offers by name."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, num_classes))
+
+
+GATE = "gate"
+"""A named pipe in the current folder; without one nothing waits."""
+
+
+class Gated(Points):
+    """Points that wait in the second epoch: until a signal has come, or somebody writes to the gate."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        self.num_given = 0
+        self.waits = split == "train" and Path(GATE).exists()
+        if self.waits:
+            self.signals, ours = os.pipe()
+            os.set_blocking(ours, False)
+            signal.set_wakeup_fd(ours)  # also for a signal that comes before anybody waits for it
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.num_given += 1
+        if self.waits and self.num_given == 3 * len(self) // 2:
+            gate = os.open(GATE, os.O_RDONLY | os.O_NONBLOCK)
+            select.select([self.signals, gate], [], [])
+            os.close(gate)
+        return super().__getitem__(index)
 
 
 class Normed(nn.Sequential):

@@ -38,12 +38,6 @@ def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
     assert load("--cfg=base.yaml").SCHEDULE.NAME == "linear"  # which the override has replaced
 
 
-@pytest.mark.parametrize(("entries", "epochs"), [("[base]", 3), ("[base, _self_]", 3), ("[_self_, base]", 7)])
-def test_self_says_what_wins(entries: str, epochs: int) -> None:
-    write({"my": f"defaults: {entries}\nTRAIN: {{EPOCHS: 3}}", "base": "TRAIN: {EPOCHS: 7}"})
-    assert epochs == load("--cfg=my.yaml").TRAIN.EPOCHS
-
-
 def test_interpolated_and_several_names() -> None:
     write({
         "my": "defaults: [{model: vit_tiny}, {extra: [one, two]}, {by: '${model}'}]",

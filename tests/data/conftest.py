@@ -1,5 +1,3 @@
-"""Folders of real images."""
-
 from __future__ import annotations
 
 from pathlib import Path

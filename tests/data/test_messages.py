@@ -1,5 +1,3 @@
-"""Mistakes in a user's data: what is said of each, with its exit code."""
-
 from __future__ import annotations
 
 import re

@@ -22,7 +22,7 @@ from tests.helpers.runs import Outcome
 
 MIB = 1024**2
 BASE = 600 * MIB
-POINTS = ("DATA.DATASET._target_=tests.helpers.own_parts.Points", "DATA.DATASET.length=500")
+POINTS = ("DATA.DATASET._target_=tests.cli.tiny.Points", "DATA.DATASET.length=500")
 WIDE = ("MODEL._target_=tests.cli.tiny.Wide", *POINTS)
 GROWING = (
     "MODEL._target_=tests.cli.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",

@@ -1,5 +1,3 @@
-"""Mistakes with trained runs: what is said of each, with its exit code."""
-
 from __future__ import annotations
 
 import functools

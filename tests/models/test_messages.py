@@ -1,5 +1,3 @@
-"""What is said about models and their weights."""
-
 from __future__ import annotations
 
 import re

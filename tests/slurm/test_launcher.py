@@ -1,5 +1,3 @@
-"""Sweeps and single commands as jobs of a real SLURM."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Runs over two nodes of a real SLURM, each with a daemon of its own on this machine."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Workers take the runs of a sweep, each run in a process of its own."""
-
 from __future__ import annotations
 
 import csv
@@ -18,19 +16,18 @@ import pytest
 from linnaeus.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
 from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.worker import Child
+from tests.cli.tiny import GATE
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Process
 from tests.helpers.run_files import figures, planned_sweep
 from tests.helpers.runs import Run, wait_until
 from tests.helpers.small_runs import validations_of
-from tests.sweep.gated import GATE, Gated
 
 TINY = (
-    "DATA.DATASET._target_=tests.helpers.own_parts.Points",
-    "MODEL._target_=tests.helpers.own_parts.Perceptron", "MODEL.width=4", "DATA.BATCH_SIZE=16",
-    "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny",
+    "DATA.DATASET._target_=tests.cli.tiny.Points", "MODEL._target_=tests.cli.tiny.Perceptron",
+    "MODEL.width=4", "DATA.BATCH_SIZE=16", "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny",
 )  # fmt: skip
-GATED = (*TINY, f"DATA.DATASET._target_={Gated.__module__}.Gated", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3")
+GATED = (*TINY, "DATA.DATASET._target_=tests.cli.tiny.Gated", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3")
 
 
 def start(folder: Path, *argv: str) -> Process:
@@ -58,7 +55,7 @@ def times_begun(folder: Path) -> int:
 
 def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Path) -> None:
     """The second has a class that only the child can look for."""
-    key, model = "MODEL._target_", "tests.helpers.own_parts.Perceptron"
+    key, model = "MODEL._target_", "tests.cli.tiny.Perceptron"
     argv = ("sweep", *TINY, f"{key}={model},{model}s", "--plot", "sweep.svg")
     outcome = run_in_child(*argv)
     assert outcome.code == 1, outcome
