@@ -81,6 +81,7 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
     assert (progress["epoch"], progress["samples"]) == (epoch, 40)
     outcome = run(*RESUMABLE, now)
     assert outcome.code == 0, outcome.err
+    assert f"EFFECTIVE_BATCH 8 -> {effective}" in outcome.out
     steps, rates, _ = curve(folder)
     assert steps == list(range(1, len(steps) + 1))
     assert json.loads((folder / "result.json").read_text())["total_steps"] == steps[-1]

@@ -19,7 +19,7 @@ class Names(Figures):
         return {"names": self.names}
 
 
-def test_any_text_comes_back_from_a_csv_file(tmp_path: Path) -> None:
+def test_any_text_comes_back_from_a_table(tmp_path: Path) -> None:
     names = ["a\nb", 'a,"b"', "\n", "plain"]
     Names(*names).save(tmp_path / "names.csv")
     with (tmp_path / "names.csv").open(newline="") as file:
