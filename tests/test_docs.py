@@ -163,7 +163,7 @@ ON_SLURM = [command for command in of_kind("linnaeus ") if "--launcher slurm" in
 SWEEPS = [
     command
     for command in of_kind("linnaeus sweep ")
-    if command not in ON_SLURM and "--status" not in command[1]  # tests/cli/sweep looks at one
+    if command not in ON_SLURM and "--status" not in command[1]  # tests/cli/compare looks at one
 ]
 COMPARISONS = of_kind("linnaeus compare ")
 PREDICTIONS, EXPORTS = of_kind("linnaeus predict "), of_kind("linnaeus export ")
