@@ -163,9 +163,6 @@ def test_every_module_imports_and_changes_nothing_around_it(tmp_path: Path) -> N
     assert [name for name, same in zip(things, json.loads(done.out), strict=True) if not same] == []
 
 
-# The picture of the parts.
-
-
 def test_the_page_has_the_graph_of_the_present_imports() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert f"{TOOL['BEGIN']}{TOOL['drawing']()}{TOOL['END']}" in page, (

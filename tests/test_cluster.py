@@ -27,6 +27,7 @@ from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.odd_ranks import KINDS, PLACES
 from tests.helpers.runs import SMALL, assert_same_bits, free_ports, wait_until, weights
+from tests.helpers.small_runs import lines_of
 from tests.helpers.threads import together
 
 JOB = (
@@ -62,7 +63,6 @@ class Ranks:
             )  # fmt: skip
 
     def children(self) -> list[psutil.Process]:
-        """Torchrun's descendants."""
         with suppress(psutil.Error):
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
@@ -96,14 +96,6 @@ def run_job(folder: Path, *argv: str, **env: str) -> Ended:
     return Ranks(folder, *JOB, *argv, **env).end()
 
 
-def records(folder: Path, split: str) -> list[dict[str, float]]:
-    lines = map(json.loads, (folder / "runs/small/metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["split"] == split]
-
-
-# --- ranks that differ ---
-
-
 @e2e
 def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> None:
     """The first run finds 8 and 16; the second one may try larger ones and does not."""
@@ -116,7 +108,7 @@ def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> 
         # Rank 0's own search, and then all ranks together.
         assert [trial["batch_size"] for trial in found[mode]["trials"]] == [size] * 2
         assert found[mode]["ran_on_every_rank"] == [size]
-    assert len(records(tmp_path, "val")) == 2
+    assert len(lines_of(tmp_path / "runs/small", "val")) == 2
 
 
 @pytest.mark.parametrize("facts", [({"a": 1, "LR": 2.5}, {"a": 1, "LR": 3.5}), ({"a": 1, "LR": 2}, {"a": 1})])
@@ -167,9 +159,6 @@ def test_only_tasks_of_slurm_that_run_side_by_side_without_torchrun_are_refused(
         assert world.world_size == 1
 
 
-# --- stopping ---
-
-
 @pytest.mark.parametrize(("step_s", "num_steps"), [(5.0, 1), (0.1, 5), (0.001, 16)])
 def test_ranks_with_slow_steps_look_for_a_signal_after_each(
     monkeypatch: pytest.MonkeyPatch, step_s: float, num_steps: int
@@ -195,7 +184,6 @@ LONG = ("TRAIN.EPOCHS=12", "DATA.NUM_WORKERS=1")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody stopped."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert run_job(folder, *LONG, WANDB_MODE="offline").code == 0
     return folder / "runs/small"
@@ -228,9 +216,6 @@ def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path: Pat
     assert "SIGTERM" in job.log.read_text()
 
 
-# --- other numbers of processes ---
-
-
 @slow
 def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(tmp_path: Path) -> None:
     options = [option for option in JOB if not option.startswith(("MODEL.", "DATA.AUTOBATCH"))]
@@ -253,14 +238,12 @@ def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happe
         (moved / "fault_happened").unlink(missing_ok=True)
         assert run_on(num_ranks, moved, FAULT=f"SIGUSR1:{num_ranks - 1}:training in epoch {epoch}") != 0
     assert run_on(1, moved) == 0
-    rates = [{line["step"]: line["lr"] for line in records(folder, "train")} for folder in (moved, alone)]
+    folders = [folder / "runs/small" for folder in (moved, alone)]
+    rates = [{line["step"]: line["lr"] for line in lines_of(folder)} for folder in folders]
     assert rates[0] == pytest.approx(rates[1], rel=1e-12)
     assert list(rates[0]) == list(range(1, 49))
-    losses = [[line["loss"] for line in records(folder, "val")] for folder in (moved, alone)]
+    losses = [[line["loss"] for line in lines_of(folder, "val")] for folder in folders]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-# --- restarts ---
 
 
 @slow
@@ -273,7 +256,7 @@ def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
     agents = [Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=4", options=options, **env) for _ in range(2)]
     ended = [agent.end() for agent in agents]
     assert [end.code for end in ended] == [0, 0], ended
-    assert len(records(tmp_path, "val")) == 4
+    assert len(lines_of(tmp_path / "runs/small", "val")) == 4
 
 
 @slow
@@ -283,9 +266,6 @@ def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(
     assert re.search(r"\[rank 1\] rank 0: .*DIST.TIMEOUT_MINUTES", ended.text), ended.text
     assert re.search(r"rank (0, )?1: training in epoch 2, step 7", ended.text), "what it did"
     assert re.search(r"odd_ranks.py\W+line \d+ in watch", ended.text), "where it hangs"
-
-
-# --- starting ---
 
 
 @pytest.mark.parametrize("is_asked_to_stop", [pytest.param(False, marks=slow), True])
@@ -335,8 +315,6 @@ def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path: Pa
     assert not alive
 
 
-# --- faults, anywhere ---
-
 MARKS = {
     ("SIGKILL", 0, "in training"): (),
     ("error", 1, "while it joins"): e2e,
@@ -373,4 +351,4 @@ def test_a_fault_ends_all_with_its_cause_and_the_next_start_goes_on(
         assert re.search(rf"\[rank {1 - rank}\] rank {rank}: .*{cause}", ended.text), ended.text
     again = run_job(tmp_path)
     assert again.code == 0, again.text
-    assert len(records(tmp_path, "val")) == 2
+    assert len(lines_of(tmp_path / "runs/small", "val")) == 2

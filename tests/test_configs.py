@@ -58,7 +58,6 @@ def test_the_digits_are_written_as_nested_folders_and_rare_ones_are_left_out(dat
 
 
 def header_of(config: Path) -> str:
-    """The comment that the file begins with."""
     header = re.match(r"(#.*\n)+", config.read_text())
     assert header
     return header[0]

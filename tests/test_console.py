@@ -30,9 +30,6 @@ def show_an_epoch(console: Console | None) -> None:
         progress.describe({"loss": 0.123456, "lr": 2e-3})
 
 
-# --- progress ---
-
-
 @pytest.mark.parametrize(
     ("is_terminal", "ci", "expected"),
     [(True, None, True), (True, "false", True), (True, "True", False), (False, None, False)],
@@ -73,9 +70,6 @@ def test_elsewhere_there_is_a_plain_line_and_no_bar(monkeypatch: pytest.MonkeyPa
 def test_long_lines_are_not_broken_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
     make_console().print("x" * 110)
     assert capsys.readouterr().out == "x" * 110 + "\n"
-
-
-# --- the status line ---
 
 
 def test_a_status_line_says_what_is_done_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:

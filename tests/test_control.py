@@ -18,12 +18,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from linnaeus.autobatch.ranks import control
-from linnaeus.autobatch.ranks.control import (
-    ControlPlane,
-    Failure,
-    ForeignFailureError,
-    OverdueError,
-)
+from linnaeus.autobatch.ranks.control import ControlPlane, Failure, ForeignFailureError, OverdueError
 from linnaeus.dist import agree_on_attempt
 from linnaeus.errors import LinnaeusError
 from tests.helpers.planes import Script, nothing, planes, ranks, script
@@ -35,8 +30,6 @@ BROKEN = Failure(1, "broken", 7)
 def fail(plane: ControlPlane) -> Failure:
     return plane.fail(Failure(plane.rank, "broken", 7))
 
-
-# --- exchanges ---
 
 lists_keys = pytest.mark.skipif(
     not hasattr(HashStore, "list_keys"), reason="torch before 2.9 does not list the keys of a store"
@@ -100,9 +93,6 @@ def test_a_rank_that_takes_too_long_is_named_with_what_it_does() -> None:
         main.gather(None, limit_s=100)
     assert (caught.value.rank, caught.value.doing) == (3, "trying 128")
     assert 100 < main.clock.seconds < 102
-
-
-# --- failures ---
 
 
 def test_messages_call_a_rank_by_its_name() -> None:
@@ -201,9 +191,6 @@ def test_a_rank_whose_process_has_died_is_named(is_zombie: bool, monkeypatch: py
     process.communicate()
 
 
-# --- silence ---
-
-
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_silent_rank_that_lives_is_named_and_ends_the_job_after_the_limit(
     silent: int, caplog: pytest.LogCaptureFixture
@@ -267,9 +254,6 @@ def test_a_thread_looks_until_the_plane_is_left(monkeypatch: pytest.MonkeyPatch)
         fail(failing)
         assert has_ended.wait(50)
     assert set(threading.enumerate()) <= before
-
-
-# --- attempts ---
 
 
 def joined(store: Any, num_ranks: int, late: int | None = None) -> list[str]:

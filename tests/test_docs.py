@@ -21,6 +21,7 @@ from PIL import Image
 
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
+from tests.helpers.datasets import write_image
 from tests.helpers.run_files import write_run
 from tests.helpers.runs import Run
 from tests.helpers.trained import PLAIN, picture, save_run, spec_of
@@ -123,12 +124,8 @@ def desk(tmp_path: Path, experiment: None, pretrained: Path, monkeypatch: pytest
             "Passeriformes/Parus_major",
             "Piciformes/Picus_viridis",
         ):
-            folder = tmp_path / "birds" / split / species
-            folder.mkdir(parents=True)
             for number in range(count):
-                Image.new("RGB", (40, 40), (number * 40, 90, len(species) * 10)).save(
-                    folder / f"{number}.jpg"
-                )
+                write_image(tmp_path / "birds" / split / species / f"{number}.jpg", number)
     (tmp_path / "hub").symlink_to(pretrained / "hub")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/birds").symlink_to(pretrained / "birds")
@@ -166,7 +163,7 @@ ON_SLURM = [command for command in of_kind("linnaeus ") if "--launcher slurm" in
 SWEEPS = [
     command
     for command in of_kind("linnaeus sweep ")
-    if command not in ON_SLURM and "--status" not in command[1]  # tests/cli/sweep looks at one
+    if command not in ON_SLURM and "--status" not in command[1]  # tests/cli/compare looks at one
 ]
 COMPARISONS = of_kind("linnaeus compare ")
 PREDICTIONS, EXPORTS = of_kind("linnaeus predict "), of_kind("linnaeus export ")
@@ -208,7 +205,6 @@ def test_a_command_for_slurm_makes_a_script(page: str, line: str, desk: Path, ru
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run and photos."""
     save_run(tmp_path / "runs" / "birds", spec_of(taxonomy=PLAIN))
     (tmp_path / "photos").mkdir()
     turned = Image.Exif()

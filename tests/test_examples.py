@@ -1,10 +1,8 @@
-"""The examples do what their text says."""
-
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -17,13 +15,8 @@ GIB = 1024**3
 
 
 @pytest.fixture(scope="module")
-def gpt() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpt", GPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def run() -> Any:
+    return runpy.run_path(str(GPT))["run"]
 
 
 def _limit_gb(room_bytes: int) -> float:
@@ -31,15 +24,15 @@ def _limit_gb(room_bytes: int) -> float:
     return (held_bytes() + room_bytes) / 0.8 / GIB
 
 
-def test_the_search_leaves_no_trace_in_the_training_that_follows(gpt: ModuleType):
-    gpt.run("cpu", 1, 1, None)  # everything is imported when the limit is taken
-    searched = gpt.run("cpu", 5, None, _limit_gb(GIB // 32))
+def test_the_search_leaves_no_trace_in_the_training_that_follows(run: Any) -> None:
+    run("cpu", 1, 1, None)  # everything is imported when the limit is taken
+    searched = run("cpu", 5, None, _limit_gb(GIB // 32))
     assert searched.batch_size > 1
-    plain = gpt.run("cpu", 5, searched.batch_size, None)
+    plain = run("cpu", 5, searched.batch_size, None)
     assert plain.losses == searched.losses
     assert_same_bits(plain.model.state_dict(), searched.model.state_dict())
 
 
-def test_training_learns(gpt: ModuleType):
-    losses = gpt.run("cpu", 12, 16, None).losses
+def test_training_learns(run: Any) -> None:
+    losses = run("cpu", 12, 16, None).losses
     assert losses[-1] < 0.9 * losses[0]

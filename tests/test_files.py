@@ -1,4 +1,4 @@
-"""Files are the old ones or the new ones, and runs do not overwrite each other."""
+"""Files are the old ones or the new ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from typing import BinaryIO
 
 import pytest
 
-from linnaeus.files import (
-    why_not_written,
-    write_atomically,
-    write_text_atomically,
-)
+from linnaeus.files import why_not_written, write_atomically, write_text_atomically
+from tests.helpers.run_files import names
 
 
 @contextmanager
@@ -28,10 +25,6 @@ def full_disk(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 # --- one file ---

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 import yaml
 from torch import Tensor
@@ -105,24 +104,6 @@ def test_a_run_starts_from_another_with_its_normalisation(run: Run, tmp_path: Pa
     assert outcome.code == 0, outcome.err
     config = yaml.safe_load((tmp_path / "runs/second/config.yaml").read_text())
     assert config["DATA"]["AUGMENT"]["MEAN"] == [0.1, 0.2, 0.3]
-
-
-@pytest.mark.e2e
-def test_a_run_starts_from_a_folder_of_timm(run: Run, tmp_path: Path) -> None:
-    source = timm.create_model("test_resnet", pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3)})
-    timm.models.save_for_hf(source, tmp_path / "hub")
-    start = ("MODEL.NAME=local-dir:hub", "MODEL.PRETRAINED=True", "TRAIN.EPOCHS=1", "MODEL.FREEZE=backbone")
-    outcome = run(*SMALL, *start, "DATA.AUGMENT.STD=[0.4,0.4,0.4]")
-    assert outcome.code == 0, outcome.err
-    assert "DATA.AUGMENT.STD" in outcome.out
-    config = yaml.safe_load((tmp_path / "runs/small/config.yaml").read_text())
-    assert config["DATA"]["AUGMENT"]["MEAN"] == [0.1, 0.2, 0.3]
-    trained, expected = weights(tmp_path / "runs/small"), source.state_dict()
-    assert all(
-        torch.equal(trained[f"backbone.{name}"], expected[name])
-        for name in expected
-        if not name.startswith("fc.")
-    )
 
 
 @pytest.mark.e2e

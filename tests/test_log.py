@@ -1,5 +1,3 @@
-"""What reaches the console, the log files and metrics.jsonl."""
-
 from __future__ import annotations
 
 import json
@@ -19,6 +17,7 @@ from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.log import SHOWN_ELSEWHERE, MetricsFile, close_logging, open_run_folder, set_up_logging
 from linnaeus.run_folder import Claim, claim_run_folder
 from tests.helpers.consoles import plain_console
+from tests.helpers.run_files import names
 
 ALONE = World(torch.device("cpu"))
 
@@ -27,9 +26,6 @@ ALONE = World(torch.device("cpu"))
 def _closed() -> Iterator[None]:
     yield
     close_logging()
-
-
-# --- log lines ---
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -54,16 +50,8 @@ def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: in
     assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
 
 
-# --- the folder of a run ---
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
 @pytest.fixture
 def earlier(tmp_path: Path) -> Path:
-    """The folder of an earlier run."""
     folder = tmp_path / "r1"
     folder.mkdir()
     for name in ("config.yaml", "result.json"):
@@ -95,9 +83,6 @@ def test_a_run_that_has_not_begun_leaves_nothing_behind(earlier: Path, begins: b
     assert names(earlier.parent) == {"r1", "group"} | (set() if keep else {"r1.1"})
     assert names(earlier) == {"logs", "run.json"} | ({"config.yaml", "result.json"} if keep else set())
     assert "early" in (new / "logs/rank0.log").read_text()
-
-
-# --- metrics.jsonl ---
 
 
 def test_metrics_are_one_json_object_per_line_on_the_disk_at_once(tmp_path: Path) -> None:
@@ -176,9 +161,6 @@ def test_a_validation_that_is_repeated_stands_once_in_the_metrics(
         assert [json.loads(line)["split"] for line in path.read_text().splitlines()] == kept
 
 
-# --- full disks ---
-
-
 def fill(folder: Path) -> None:
     """Leave no byte free."""
     with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
@@ -225,7 +207,6 @@ def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(
 def test_a_mistake_in_a_log_line_is_not_taken_for_that(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The negative control."""
     set_up_logging(tmp_path, rank=1, console=plain_console()[0])
     logging.getLogger("linnaeus.run").info("%d", "no number")
     logging.getLogger("linnaeus.run").info("next")

@@ -26,8 +26,6 @@ COMMAND_LINES = (
 
 
 class Different(World):
-    """A world whose other rank has given other facts."""
-
     def gather(self, value: dict[str, str]) -> list[dict[str, str]]:
         return [value, {**value, "OPTIMIZER.LR": "0.5"}]
 

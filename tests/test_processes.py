@@ -1,4 +1,4 @@
-"""Runs in processes of their own: killed, interrupted, resumed, and several at once under torchrun."""
+"""Runs in processes of their own: killed, resumed, and several at once under torchrun."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def train(folder: Path, *argv: str, **env: str) -> Outcome:
 
 @pytest.fixture(scope="module")
 def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("never_killed")
     outcome = train(folder)
     assert outcome.code == 0, outcome.err
@@ -81,17 +80,6 @@ def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
     assert_same_run(killed / "runs/small", whole / "runs/small")
 
 
-def test_interrupted_and_resumed(never_killed: Path, tmp_path: Path) -> None:
-    run = tmp_path / "runs/small"
-    outcome = train(tmp_path, FAULT="SIGINT:0:training in epoch 2")
-    assert outcome.code == 130, outcome.err
-    assert checkpoint_of(run)["progress"]["step"] == 7  # the step under way is finished
-    assert "Traceback" not in outcome.out + outcome.err
-    outcome = train(tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert_same_run(run, never_killed)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "new_interpreters", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new interpreters"]
@@ -111,26 +99,7 @@ def test_two_processes(torchrun: Run, tmp_path: Path, new_interpreters: bool) ->
 
 @pytest.mark.e2e
 @pytest.mark.distributed
-def test_one_process_and_two_validate_alike(torchrun: Run, run: Run, tmp_path: Path) -> None:
-    """31 samples do not divide by two: none may be counted twice, none left out."""
-    options = (*SMALL, "TRAIN.AUTO_RESUME=True", "OPTIMIZER._target_=torch.optim.SGD", "OPTIMIZER.lr=0.0")
-    assert run(*options, "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE_VAL=31").code == 0
-    outcome = torchrun(2, *options, "TRAIN.EPOCHS=2", "DATA.BATCH_SIZE_VAL=5")
-    assert outcome.code == 0, outcome.err
-    lines = map(json.loads, (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines())
-    one, two = [line for line in lines if line["split"] == "val"]
-    # BatchNorm's running statistics moved in between; the number of samples behind a share did not.
-    for record in (one, two):
-        assert abs(record["consistent"] * 31 - round(record["consistent"] * 31)) < 1e-4
-
-
-@pytest.mark.e2e
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("mistake", "key"),
-    [("TRAIN.SYNC_BATCHNORM=True", "TRAIN.SYNC_BATCHNORM"), ("MODEL.NAME=resnet5O", "resnet5O")],
-)
-def test_a_mistake_ends_all_processes(torchrun: Run, mistake: str, key: str) -> None:
-    outcome = torchrun(2, *SMALL, mistake)
+def test_a_mistake_ends_all_processes(torchrun: Run) -> None:
+    outcome = torchrun(2, *SMALL, "TRAIN.SYNC_BATCHNORM=True")
     assert outcome.code != 0
-    assert key in outcome.err
+    assert "TRAIN.SYNC_BATCHNORM" in outcome.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from linnaeus.errors import DataError
 from linnaeus.training.schedule import lr_factor
-from tests.helpers.runs import Child, Run, assert_same_bits, weights
+from tests.helpers.runs import Run, assert_same_bits, weights
 from tests.helpers.small_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
 
 e2e = pytest.mark.e2e
@@ -58,12 +57,8 @@ def crashed(split: str, after: int) -> tuple[str, str]:
 
 
 def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Content and time of every file below a folder."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
-
-
-# The place in the schedule.
 
 
 def rates_at(positions: list[float], total_steps: int) -> list[float]:
@@ -86,6 +81,7 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
     assert (progress["epoch"], progress["samples"]) == (epoch, 40)
     outcome = run(*RESUMABLE, now)
     assert outcome.code == 0, outcome.err
+    assert f"EFFECTIVE_BATCH 8 -> {effective}" in outcome.out
     steps, rates, _ = curve(folder)
     assert steps == list(range(1, len(steps) + 1))
     assert json.loads((folder / "result.json").read_text())["total_steps"] == steps[-1]
@@ -97,9 +93,6 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
     assert rates[-1] == pytest.approx(rates_at([total - 1], total)[0])
     groups = saved["state"]["optimizer"]["param_groups"]
     assert [group["lr"] for group in groups] == pytest.approx([0.001, 0.001])  # the floor
-
-
-# Processes.
 
 
 @e2e
@@ -119,22 +112,6 @@ def test_other_processes_go_on_at_the_same_place(run: Run, torchrun: Run, tmp_pa
     assert after["state"]["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.001)
     states = after["state"]["optimizer"]["param_groups"]
     assert [group["step"] for group in states] == [steps[-1]] * len(states)  # lamb counts in its groups
-
-
-@e2e
-@pytest.mark.distributed
-def test_two_processes_resumed_on_one_lose_nothing(run: Run, torchrun: Run, tmp_path: Path) -> None:
-    first = torchrun(2, *RESUMABLE, "TRAIN.CHECKPOINT_EVERY_STEPS=4", *crashed("train", 40))
-    assert first.code != 0
-    progress = checkpoint(tmp_path / "runs/plain")["progress"]
-    assert (progress["step"], progress["samples"]) == (4, 64)
-    outcome = run(*RESUMABLE)
-    assert outcome.code == 0, outcome.err
-    epoch = [line["step"] for line in lines_of(tmp_path / "runs/plain") if line["epoch"] == 1]
-    assert epoch[-1] == 4 + (100 - 64) // 8
-
-
-# Another configuration.
 
 
 @e2e
@@ -204,8 +181,6 @@ def test_a_new_rate_is_taken_where_it_is_asked_for(run: Run, tmp_path: Path) -> 
     assert run(*RESUMABLE, *new[:3], "TRAIN.EPOCHS=4").code == 0  # it is the checkpoint's rate now
 
 
-# Starts that fail.
-
 FAILING: dict[str, tuple[str, ...]] = {
     "weights": ("MODEL._target_=linnaeus.models.build.build_model", "MODEL.nothing=1"),
     "data": (f"{DATASET}._target_=tests.nowhere.Missing",),
@@ -250,23 +225,6 @@ def test_a_resumed_run_that_fails_in_its_first_step_is_what_it_was(run: Run, tmp
 
 
 @e2e
-def test_a_run_that_is_going_on_keeps_its_folder_until_it_is_killed(run: Run, tmp_path: Path) -> None:
-    folder, options = tmp_path / "runs/plain", (*FRESH, "TRAIN.EPOCHS=100000", "TRAIN.AUTO_RESUME=True")
-    child = Child(tmp_path, *options, "DATA.NUM_WORKERS=1")
-    try:
-        child.wait_for(lambda: (folder / "checkpoints/last.pt").exists())
-        outcome = run(*options)
-        assert outcome.code == 2
-        assert str(child.process.pid) in outcome.err
-        assert {path.name for path in folder.parent.iterdir()} == {"plain"}
-    finally:
-        child.end(signal.SIGKILL)
-    before = lines_of(folder)[-1]["epoch"]
-    assert run(*options, *crashed("train", 140)).code == 1
-    assert lines_of(folder)[-1]["epoch"] > before
-
-
-@e2e
 def test_a_finished_run_is_left_as_it_is_but_for_a_missing_result(run: Run, tmp_path: Path) -> None:
     resume, path = "TRAIN.AUTO_RESUME=True", tmp_path / "runs/plain/result.json"
     assert run(*FRESH).code == 0
@@ -278,9 +236,6 @@ def test_a_finished_run_is_left_as_it_is_but_for_a_missing_result(run: Run, tmp_
     assert json.loads(path.read_text())["metrics"] == result["metrics"]
     assert run(*FRESH, resume, "TRAIN.EPOCHS=2").code == 0
     assert len(lines_of(tmp_path / "runs/plain", "val")) == 2
-
-
-# Checkpoints within an epoch.
 
 
 @pytest.mark.parametrize(

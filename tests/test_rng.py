@@ -1,5 +1,3 @@
-"""The global generators: seeded, saved, put back."""
-
 from __future__ import annotations
 
 import os

@@ -1,42 +1,20 @@
-"""Whole runs through the command line."""
-
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
 from linnaeus.main import cli
-from tests.helpers.own_parts import Perceptron, Points  # noqa: F401 - other tests name them as parts of this one
 from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
+from tests.helpers.small_runs import lines_of
+from tests.helpers.trained import write_images
 
 AUTOBATCH = ("DATA.AUTOBATCH.ENABLED", "True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")
-OWN = "tests.helpers.own_parts"
+OWN = "tests.cli.tiny"
 e2e, slow = pytest.mark.e2e, pytest.mark.slow
-
-
-def write_images(root: Path, folders: list[str], count: int) -> list[Path]:
-    """Real JPEG files, one colour per folder, with noise on it."""
-    generator = np.random.default_rng(0)
-    paths = []
-    for number, folder in enumerate(folders):
-        (root / folder).mkdir(parents=True)
-        for index in range(count):
-            colour = generator.integers(0, 40, (40, 48, 3)) + 200 * np.eye(3)[number % 3]
-            path = root / folder / f"{index}.jpg"
-            Image.fromarray(colour.astype(np.uint8)).save(path)
-            paths.append(path)
-    return paths
-
-
-def metrics_of(folder: Path, split: str) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["split"] == split]
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +45,12 @@ def test_files_of_a_run(searched: Path) -> None:
     assert 0 < train["trials"][0]["peak_bytes"] <= train["budget_bytes"] <= train["total_bytes"]
     config = yaml.safe_load((searched / "config.yaml").read_text())
     assert (config["DATA"]["BATCH_SIZE"], config["DATA"]["BATCH_SIZE_VAL"]) == (24, 31)
-    assert len(metrics_of(searched, "val")) == 2
-    assert [record["step"] for record in metrics_of(searched, "train")] == [4, 8]
+    assert len(lines_of(searched, "val")) == 2
+    assert [record["step"] for record in lines_of(searched)] == [4, 8]
     for split in ("train", "val"):
-        assert [record["epoch"] for record in metrics_of(searched, split)] == [1, 2]
+        assert [record["epoch"] for record in lines_of(searched, split)] == [1, 2]
     result = json.loads((searched / "result.json").read_text())
-    last = metrics_of(searched, "val")[-1]
+    last = lines_of(searched, "val")[-1]
     assert result["metrics"] == {name: last[name] for name in result["metrics"]}
     assert (result["headline"], result["effective_batch"], result["world_size"]) == ("top1/rank2", 24, 1)
     assert result["training_s"] * result["images_per_s"] == pytest.approx(2 * 96, rel=0.05)
@@ -88,74 +66,26 @@ def test_the_saved_configuration_with_its_sizes_trains_the_same_bits(
     again = tmp_path / "again"
     for name in ("last.pt", "best.pt"):
         assert_same_bits(weights(searched, name), weights(again, name))
-    losses = [[line["loss"] for line in metrics_of(folder, "val")] for folder in (searched, again)]
+    losses = [[line["loss"] for line in lines_of(folder, "val")] for folder in (searched, again)]
     assert losses[0] == losses[1]
 
 
-def test_a_run_is_evaluated_as_it_was_validated(searched: Path, run: Run, tmp_path: Path) -> None:
-    outcome = run("evaluate", str(searched), "--output", str(tmp_path / "report"))
-    assert outcome.code == 0, outcome.err
-    best = max(metrics_of(searched, "val"), key=lambda line: line["top1/rank2"])
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["metrics"]["top1/rank2"] == pytest.approx(best["top1/rank2"])
-
-
 def test_grey_photographs_with_the_preset(run: Run, tmp_path: Path) -> None:
-    """A flat folder of grey images needs nothing but its path and the number of channels."""
+    """A flat folder of grey images, of which one is damaged, needs little but its path."""
     for name in ("cats", "dogs"):
         (tmp_path / "grey" / name).mkdir(parents=True)
         for number in range(10):
             Image.new("L", (40, 30), 10 * number).save(tmp_path / "grey" / name / f"{number}.png")
+    (tmp_path / "grey/cats/broken.png").write_text("no image")
     outcome = run(
-        "data=imagefolder", "DATA.DATASET.ROOT=grey", "DATA.DATASET.CHANNELS", "1", "DATA.IMG_SIZE=32",
-        "MODEL.NAME=test_resnet", "DATA.BATCH_SIZE=4", "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu",
+        "data=imagefolder", "DATA.ON_BAD_IMAGE=skip", "DATA.DATASET.ROOT=grey",
+        "DATA.DATASET.CHANNELS", "1", "DATA.IMG_SIZE=32", "MODEL.NAME=test_resnet",
+        "DATA.BATCH_SIZE=4", "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu",
         "LOSS._target_=torch.nn.CrossEntropyLoss", "LOSS.weight=[1,3]",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     assert "workers" not in outcome.out + outcome.err
-
-
-@slow
-def test_folders_of_jpeg_files(run: Run, tmp_path: Path) -> None:
-    write_images(tmp_path / "images", ["warm/red", "cold/green", "cold/blue"], 12)
-    outcome = run(
-        *SMALL, "DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT", str(tmp_path / "images"),
-        "DATA.NUM_WORKERS=2", "TRAIN.EPOCHS=6", "OPTIMIZER.LR=0.01", "DATA.BATCH_SIZE=8", *AUTOBATCH[:2],
-    )  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    last = metrics_of(tmp_path / "runs/small", "val")[-1]
-    assert len([name for name in last if name.startswith("top1/")]) == 2
-    assert "consistent" in last
-
-
-@e2e
-def test_manifest_with_unknown_labels(run: Run, tmp_path: Path) -> None:
-    paths = write_images(tmp_path / "images", ["a", "b", "c"], 10)
-    for split, chosen in (("train", slice(0, 8)), ("val", slice(8, 10))):
-        with (tmp_path / f"{split}.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["image", "group", "kind"])
-            for number, (folder, coarse) in enumerate((("a", "ab"), ("b", "ab"), ("c", "c"))):
-                for index, path in enumerate(paths[number * 10 : number * 10 + 10][chosen]):
-                    writer.writerow([path, coarse, "" if index == 0 else folder])
-    outcome = run(
-        *SMALL, "DATA.DATASET.NAME=manifest", "DATA.DATASET.ROOT", str(tmp_path), "DATA.BATCH_SIZE=8"
-    )
-    assert outcome.code == 0, outcome.err
-    assert {"top1/group", "top1/kind"} <= metrics_of(tmp_path / "runs/small", "val")[-1].keys()
-
-
-@e2e
-def test_own_everything(run: Run, tmp_path: Path) -> None:
-    outcome = run(
-        f"DATA.DATASET._target_={OWN}.Forecast", "EXPERIMENT.NAME=own", "EXPERIMENT.DEVICE=cpu",
-        "MODEL._target_=torch.nn.Linear", "MODEL.in_features=1", "MODEL.out_features=1",
-        "LOSS._target_=torch.nn.MSELoss", "OPTIMIZER._target_=torch.optim.SGD", "OPTIMIZER.lr=0.1",
-        "TRAIN.CLIP_GRAD_NORM=None", "TRAIN.EPOCHS=40", *AUTOBATCH,
-    )  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    first, *_, last = metrics_of(tmp_path / "runs/own", "val")
-    assert last["loss"] < first["loss"] / 10
+    assert "broken.png" in outcome.out
 
 
 SWITCHES = {
@@ -174,24 +104,11 @@ def test_switches(run: Run, options: str) -> None:
     assert outcome.code == 0, outcome.err
 
 
-@e2e
-def test_damaged_images_can_be_left_out(run: Run, tmp_path: Path) -> None:
-    write_images(tmp_path / "images", ["a", "b"], 8)
-    (tmp_path / "images/b/broken.jpg").write_bytes(b"no image")
-    root = ("DATA.DATASET.NAME=imagefolder", f"DATA.DATASET.ROOT={tmp_path / 'images'}", "DATA.BATCH_SIZE=4")
-    outcome = run(*SMALL, *root, "DATA.ON_BAD_IMAGE", "skip", "TRAIN.EPOCHS=1")
-    assert outcome.code == 0, outcome.err
-    assert "broken.jpg" in outcome.out
-
-
 IMAGES = "DATA.DATASET.NAME=imagefolder DATA.DATASET.ROOT="
 BAD = [
     (IMAGES + "nowhere MODEL.NAME resnet5O", 2, "resnet50"),  # names are checked before the data
-    (IMAGES + "nowhere OPTIMIZER.NAME adam_w", 2, "adamw"),
-    ("EXPERIMENT.DEVICE cuda:99", 2, "EXPERIMENT.DEVICE"),
-    ("MODEL.WEIGHTS=nowhere.pt", 2, "nowhere.pt"),
     ("LOSS._target_=torch.nn.CrossEntropyLoss", 2, "LOSS"),  # there are two ranks
-    (IMAGES + "images", 1, "images/b/broken.jpg"),
+    (IMAGES + "images", 1, "images/b/000.png"),
     ("OPTIMIZER.LR=1e9 OPTIMIZER.NAME=sgd TRAIN.CLIP_GRAD_NORM=None", 1, "OPTIMIZER.LR"),
     ("DATA.AUTOBATCH.ENABLED=True DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05", 3, "DATA.AUTOBATCH.MEMORY_LIMIT_GB"),
 ]
@@ -201,8 +118,8 @@ BAD = [
 def test_a_mistake_has_its_exit_code_and_names_its_key(
     run: Run, tmp_path: Path, options: str, code: int, text: str
 ) -> None:
-    write_images(tmp_path / "images", ["a", "b"], 4)
-    (tmp_path / "images/b/broken.jpg").write_bytes((tmp_path / "images/b/0.jpg").read_bytes()[:300])
+    write_images(tmp_path / "images/a", 4)
+    write_images(tmp_path / "images/b", 4)[0].write_text("damaged")
     outcome = run(*SMALL, *options.split())
     assert outcome.code == code
     assert text in outcome.err

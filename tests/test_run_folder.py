@@ -35,10 +35,7 @@ from linnaeus.run_folder import (
     move_aside,
     read_state,
 )
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+from tests.helpers.run_files import names
 
 
 def run_of(folder: Path) -> dict[str, Any]:
@@ -51,9 +48,6 @@ def taken_and_left(folder: Path) -> Path | None:
     aside, claim = move_aside(claim_run_folder(folder))
     claim.release()
     return aside
-
-
-# --- the folder of a run ---
 
 
 def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path: Path) -> None:
@@ -88,12 +82,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> Non
         claim_run_folder(tmp_path / name)
 
 
-# --- who has it ---
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of an earlier run."""
     path = tmp_path / "r1"
     path.mkdir()
     (path / "result.json").touch()
@@ -298,9 +288,6 @@ def test_a_link_that_a_file_system_asks_for_twice_is_made(
     with pytest.raises(FolderInUseError):
         Claim(folder)
     claim.release()
-
-
-# --- which run it is, and how it ended ---
 
 
 def test_the_seconds_of_a_run_are_summed(folder: Path) -> None:

@@ -108,13 +108,6 @@ def of_kind(run: list[Record], kind: str) -> list[Any]:
     return [getattr(entry, kind) for entry in run if entry.HasField(kind)]
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """A recorded run; the tests that use it only read."""
-    folder = tmp_path_factory.mktemp("wandb")
-    return folder, record(folder)
-
-
 def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) -> None:
     tracker = start_tracking(WandbConfig(), name="a", folder=tmp_path / "logs", config={}, resume=False)
     assert type(tracker) is Tracker
@@ -126,8 +119,8 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) 
 
 
 @pytest.mark.e2e
-def test_a_run_without_a_key_is_recorded_offline(fresh: tuple[Path, Outcome]) -> None:
-    folder, outcome = fresh
+def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary(tmp_path: Path) -> None:
+    folder, outcome = tmp_path, record(tmp_path)
     [run_folder] = (folder / "logs/wandb").glob("offline-run-*")
     assert outcome.err.splitlines()[1].endswith(f"wandb sync {run_folder.relative_to(folder)}")
     assert outcome.out == ""
@@ -137,23 +130,12 @@ def test_a_run_without_a_key_is_recorded_offline(fresh: tuple[Path, Outcome]) ->
     assert (identity.project, identity.display_name, identity.run_group) == ("insects", "beetles", "first")
     assert list(identity.tags) == ["small", "fast"]
     assert items(identity.config.update)["DATA"] == {"BATCH_SIZE": 64}
-
-
-@pytest.mark.e2e
-def test_every_metric_is_recorded_at_its_step(fresh: tuple[Path, Outcome]) -> None:
-    [run] = recorded(fresh[0])
     history = [items(row.item) for row in of_kind(run, "history")]
     metrics = {
         row["_step"]: {name: row[name] for name in ("train/loss", "val/loss") if name in row}
         for row in history
     }
     assert metrics == {0: {}, 1: {"train/loss": 1.5, "val/loss": 1.25}, 2: {"train/loss": 1.0}}
-
-
-@pytest.mark.e2e
-def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, Outcome]) -> None:
-    folder = fresh[0]
-    [run] = recorded(folder)
     assert {artifact.type for artifact in of_kind(run, "artifact")} == {"run_table"}
     paths = [entry.path for listed in of_kind(run, "files") for entry in listed.files]
     tables = sorted(path for path in paths if path.endswith(".table.json"))
@@ -164,11 +146,6 @@ def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, Outcome]) -> None:
             "columns": ["batch_size", "status", "peak_bytes"],
             "data": [[64, "fits", 2**33], [128, "oom", None]],
         }
-
-
-@pytest.mark.e2e
-def test_the_summary_holds_the_sizes_and_the_final_figures(fresh: tuple[Path, Outcome]) -> None:
-    [run] = recorded(fresh[0])
     summary: dict[str, Any] = {}
     for entry in of_kind(run, "summary"):
         summary |= items(entry.update)

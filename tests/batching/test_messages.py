@@ -1,36 +1,21 @@
-"""What is said about batch sizes."""
-
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from linnaeus.batching.plan import BatchPlan, plan_batches
+import yaml
+
 from linnaeus.batching.sizes import Facts
 from linnaeus.batching.summary import summary_lines
-from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
+from tests.helpers.configs import FACTS, plan_of
 from tests.helpers.messages import Golden, error_of
 
-FACTS = Facts(64, world_size=1, num_samples=100_000, learning_rate=0.1, weight_decay=0.05)
 FOUR = replace(FACTS, world_size=4)
 NORM = replace(FACTS, max_micro_batch_size=128, batchnorm="local")
 FEW = replace(FACTS, num_samples=1000)
 PRETRAINED = replace(FACTS, pretrained=True)
-LINEAR = OptimizerConfig(LR_SCALING="linear")
-
-
-def nodes(
-    facts: Facts,
-    optimizer: OptimizerConfig | None = None,
-    schedule: dict[str, Any] | None = None,
-    **train: Any,
-) -> tuple[TrainConfig, OptimizerConfig, ScheduleConfig, Facts]:
-    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**(schedule or {})))
-    return node, optimizer or OptimizerConfig(), ScheduleConfig(), facts
-
-
-def plan(facts: Facts, **wishes: Any) -> BatchPlan:
-    return plan_batches(*nodes(facts, **wishes))
+SGD, LINEAR = OptimizerConfig(NAME="sgd"), OptimizerConfig(LR_SCALING="linear")
 
 
 def grow(**schedule: Any) -> dict[str, Any]:
@@ -72,12 +57,17 @@ WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
     "a prime number of samples": (
         replace(FACTS, max_micro_batch_size=128), {"EFFECTIVE_BATCH_SIZE": 131}
     ),
-    "few for BatchNorm": (replace(NORM, max_micro_batch_size=15, world_size=2), {}),
+    "few for BatchNorm": (replace(NORM, max_micro_batch_size=15), {}),
+    "few for BatchNorm on several processes": (replace(NORM, max_micro_batch_size=15, world_size=2), {}),
     "few for synchronised BatchNorm": (
         replace(FACTS, max_micro_batch_size=7, batchnorm="synchronised", world_size=2), {}
     ),
-    "fine-tuning": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": OptimizerConfig(NAME="sgd")}),
+    "fine-tuning": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512}),
+    "fine-tuning, a lower rate": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
     "a tenth of the data": (replace(FACTS, num_samples=639), {}),
+    "of a size that was found": (
+        replace(FACTS, num_samples=639, batch_size_key="DATA.AUTOBATCH.MAX_BATCH_SIZE"), {}
+    ),
     "keys that are not used": (FACTS, {"EFFECTIVE_BATCH_SIZE": 64, "ACCUMULATION_STEPS": 2}),
     "keys of a schedule that is not used": (FACTS, {"schedule": {"FIRST": 8}}),
     "a raised rate": (FACTS, {"optimizer": LINEAR, "EFFECTIVE_BATCH_SIZE": 1024}),
@@ -86,23 +76,27 @@ WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
 
 
 def summary(facts: Facts, **wishes: Any) -> str:
-    train, optimizer, *_ = nodes(facts, **wishes)
-    return "\n".join(summary_lines(plan(facts, **wishes), train, optimizer))
+    schedule = BatchScheduleConfig(**wishes.get("schedule", {}))
+    train, optimizer = TrainConfig(BATCH_SCHEDULE=schedule), wishes.get("optimizer", OptimizerConfig())
+    return "\n".join(summary_lines(plan_of(facts, **wishes), train, optimizer))
 
 
 def test_messages(golden: Golden) -> None:
     messages = {
-        f"error: {title}": error_of(plan, facts, **wishes) for title, (facts, wishes) in ERRORS.items()
+        f"error: {title}": error_of(plan_of, facts, **wishes) for title, (facts, wishes) in ERRORS.items()
     }
     for title, (facts, wishes) in WARNINGS.items():
-        found = plan(facts, **wishes)
+        found = plan_of(facts, **wishes)
         messages[f"warning: {title}"] = "\n".join([*found.warnings, *found.notes])
     two = replace(FACTS, world_size=2, num_samples=1200, learning_rate=2e-3)
     messages["summary"] = summary(two, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=512)
     messages["summary of one sample"] = summary(FACTS, EFFECTIVE_BATCH_SIZE=1)
     messages["summary of a schedule"] = summary(replace(FEW, batchnorm="none"), **grow())
-    before = plan(FEW, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=32).as_dict()
+    changing = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 128]]}
+    saved = plan_of(replace(FACTS, num_samples=1280), schedule=changing, EPOCHS=3).as_dict()
+    messages["in config.yaml"] = yaml.safe_dump(saved, sort_keys=False)
+    before = plan_of(FEW, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=32).as_dict()
     messages["differences"] = "\n".join(
-        plan(FEW, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=64).differences(before)
+        plan_of(FEW, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=64).differences(before)
     )
     golden("batching", messages)

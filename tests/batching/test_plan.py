@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from linnaeus.batching.plan import BatchPlan, scale_factor
-from linnaeus.batching.sizes import max_samples_per_rank
+from linnaeus.batching.sizes import Facts, max_samples_per_rank
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
 from linnaeus.errors import ConfigError
 from tests.helpers.configs import FACTS, plan_of
@@ -22,9 +22,6 @@ from tests.helpers.configs import FACTS, plan_of
 def effective_sizes(plan: BatchPlan) -> list[int]:
     """The effective batch size of every optimizer step."""
     return [stage.effective_batch_size for stage in chain(*plan.epochs) for _ in range(stage.num_steps)]
-
-
-# What one effective size is made of.
 
 
 @given(
@@ -94,8 +91,6 @@ def test_without_a_wish_every_whole_micro_batch_is_used(
     assert plan.effective_batch_size == micro_batch_size * min(accumulation, num_micro_batches) * world_size
     assert plan.learning_rate == 0.1
 
-
-# A size that changes.
 
 schedules = st.fixed_dictionaries(
     {
@@ -190,9 +185,6 @@ def test_warm_up_in_epochs_counts_the_steps_of_each_epoch() -> None:
     assert plan.warmup_steps == 125
 
 
-# Learning rate, weight decay, warm-up.
-
-
 @given(fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]), world_size=st.sampled_from([1, 2, 4, 8]))
 def test_accumulation_alone_never_changes_the_rate(fits: int, world_size: int) -> None:
     optimizer = OptimizerConfig(LR_SCALING="linear", WEIGHT_DECAY_SCALING="sqrt")
@@ -231,64 +223,24 @@ def test_a_much_raised_rate_gets_a_warm_up(
     assert ["SCHEDULE.WARMUP" in note for note in plan.notes] == [True] * has_note
 
 
-# Warnings: each has a case where it comes, and one beside it where it does not.
-
 SGD = OptimizerConfig(NAME="sgd")
-PRETRAINED = replace(FACTS, pretrained=True)
-FEW_NORM = replace(FACTS, max_micro_batch_size=15, batchnorm="local")
-WARNINGS = {
-    "many steps": (
-        (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 17}), (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 16}), "17"
-    ),
-    "a prime number of samples": (
-        (replace(FACTS, max_micro_batch_size=128), {"EFFECTIVE_BATCH_SIZE": 131}),
-        (replace(FACTS, max_micro_batch_size=131), {"EFFECTIVE_BATCH_SIZE": 131}),
-        "130 or 132",
-    ),
-    "few for batchnorm": (
-        (FEW_NORM, {}), (replace(FEW_NORM, max_micro_batch_size=16), {}), "GroupNorm"
-    ),
-    "few for batchnorm on several processes": (
-        (replace(FEW_NORM, world_size=2), {}),
-        (replace(FEW_NORM, batchnorm="synchronised", world_size=2), {}),
-        "TRAIN.SYNC_BATCHNORM",
-    ),
-    "few for synchronised batchnorm": (
-        (replace(FACTS, max_micro_batch_size=7, batchnorm="synchronised", world_size=2), {}),
-        (replace(FACTS, max_micro_batch_size=8, batchnorm="synchronised", world_size=2), {}),
-        "14",
-    ),
-    "fine-tuning": (
-        (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512}), (FACTS, {"EFFECTIVE_BATCH_SIZE": 512}), "0.0005"
-    ),
-    "fine-tuning, a lower rate": (
-        (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
-        (replace(PRETRAINED, learning_rate=0.06), {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
-        "0.06",
-    ),
-    "a tenth of the data": (
-        (replace(FACTS, num_samples=639), {}), (replace(FACTS, num_samples=640), {}), "DATA.BATCH_SIZE"
-    ),
-    "of a size that was found": (
-        (replace(FACTS, num_samples=639, batch_size_key="DATA.AUTOBATCH.MAX_BATCH_SIZE"), {}),
-        (replace(FACTS, num_samples=639), {}),
-        "DATA.AUTOBATCH.MAX_BATCH_SIZE",
-    ),
-}  # fmt: skip
+QUIET = (
+    (replace(FACTS, batchnorm="local"), {"warmup": {"WARMUP_EPOCHS": 5}, "EFFECTIVE_BATCH_SIZE": 256}),
+    (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 16}),
+    (replace(FACTS, max_micro_batch_size=131), {"EFFECTIVE_BATCH_SIZE": 131}),
+    (replace(FACTS, max_micro_batch_size=16, batchnorm="local"), {}),
+    (replace(FACTS, max_micro_batch_size=8, batchnorm="synchronised", world_size=2), {}),
+    (FACTS, {"EFFECTIVE_BATCH_SIZE": 512}),
+    (replace(FACTS, pretrained=True, learning_rate=0.06), {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
+    (replace(FACTS, num_samples=640), {}),
+)
 
 
-@pytest.mark.parametrize(("there", "not_there", "word"), WARNINGS.values(), ids=WARNINGS)
-def test_warnings(there: Any, not_there: Any, word: str) -> None:
-    for (facts, train), number in ((there, 1), (not_there, 0)):
-        assert sum(word in text for text in plan_of(facts, **train).warnings) == number
-
-
-def test_a_quiet_plan_says_nothing() -> None:
-    plan = plan_of(replace(FACTS, batchnorm="local"), warmup={"WARMUP_EPOCHS": 5}, EFFECTIVE_BATCH_SIZE=256)
+@pytest.mark.parametrize(("facts", "wishes"), QUIET)
+def test_a_plan_within_the_limits_of_each_warning_says_nothing(facts: Facts, wishes: Any) -> None:
+    """Plans just beyond the limits are in `test_messages.py`."""
+    plan = plan_of(facts, **wishes)
     assert (plan.warnings, plan.notes) == ((), ())
-
-
-# Errors.
 
 
 @given(
@@ -307,55 +259,21 @@ def test_the_sizes_that_an_error_names_would_do(
             assert plan_of(facts, EFFECTIVE_BATCH_SIZE=int(other)).effective_batch_size == int(other)
 
 
-# How far a search for what fits has to look.
-
-
 @pytest.mark.parametrize(
-    ("train", "expected"),
+    ("train", "schedule", "expected"),
     [
-        (TrainConfig(), None),
-        (TrainConfig(ACCUMULATION_STEPS=4), None),
-        (TrainConfig(EFFECTIVE_BATCH_SIZE=256), 128),
-        (TrainConfig(BATCH_SCHEDULE=BatchScheduleConfig(NAME="linear", FIRST=8)), None),
-        (TrainConfig(BATCH_SCHEDULE=BatchScheduleConfig(NAME="linear", FIRST=8, LAST=64)), 32),
-        (TrainConfig(BATCH_SCHEDULE=BatchScheduleConfig(NAME="linear", FIRST=80, LAST=64)), 40),
-        (
-            TrainConfig(BATCH_SCHEDULE=BatchScheduleConfig(NAME="milestones", FIRST=8, MILESTONES=[[1, 96]])),
-            48,
-        ),
-        (
-            TrainConfig(
-                EFFECTIVE_BATCH_SIZE=32, BATCH_SCHEDULE=BatchScheduleConfig(NAME="exponential", FIRST=8)
-            ),
-            16,
-        ),
+        ({}, {}, None),
+        ({"ACCUMULATION_STEPS": 4}, {}, None),
+        ({"EFFECTIVE_BATCH_SIZE": 256}, {}, 128),
+        ({}, {"NAME": "linear", "FIRST": 8}, None),
+        ({}, {"NAME": "linear", "FIRST": 8, "LAST": 64}, 32),
+        ({}, {"NAME": "linear", "FIRST": 80, "LAST": 64}, 40),
+        ({}, {"NAME": "milestones", "FIRST": 8, "MILESTONES": [[1, 96]]}, 48),
+        ({"EFFECTIVE_BATCH_SIZE": 32}, {"NAME": "exponential", "FIRST": 8}, 16),
     ],
 )
-def test_the_most_samples_per_rank_that_are_asked_for(train: TrainConfig, expected: int | None) -> None:
-    assert max_samples_per_rank(train, replace(FACTS, world_size=2, num_samples=1000)) == expected
-
-
-# What is saved.
-
-
-def test_a_plan_in_plain_values() -> None:
-    schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 128]]}
-    plan = plan_of(replace(FACTS, num_samples=1280), schedule=schedule, EPOCHS=3)
-    assert plan.as_dict() == {
-        "MICRO_BATCH": 32,
-        "ACCUMULATION_STEPS": 4,
-        "WORLD_SIZE": 1,
-        "EFFECTIVE_BATCH": 128,
-        "LEARNING_RATE": 0.1,
-        "WEIGHT_DECAY": 0.05,
-        "WARMUP_STEPS": 0,
-        "STEPS_PER_EPOCH": [40, 40, 10],
-        "TOTAL_STEPS": 90,
-        "STAGES": [
-            ["FROM_STEP", "MICRO_BATCH", "ACCUMULATION_STEPS", "EFFECTIVE_BATCH"],
-            [0, 32, 1, 32],
-            [80, 32, 4, 128],
-        ],
-        "NOTES": [],
-        "WARNINGS": [],
-    }
+def test_the_most_samples_per_rank_that_are_asked_for(
+    train: dict[str, int], schedule: dict[str, Any], expected: int | None
+) -> None:
+    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**schedule))
+    assert max_samples_per_rank(node, replace(FACTS, world_size=2, num_samples=1000)) == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 
 from tests.helpers.runs import Run, assert_same_bits, weights
 from tests.helpers.small_runs import NAME, PLAIN, checkpoint, curve, lines_of, plan_of
-
-# One effective size, however it is made up.
 
 
 @pytest.mark.e2e
@@ -37,9 +34,6 @@ def test_several_processes_train_as_one(
         assert (plan_of(folder)["WORLD_SIZE"], plan_of(folder)["ACCUMULATION_STEPS"]) == (number, 4 // number)
         assert curve(folder)[:2] == one[:2]
         assert curve(folder)[2] == pytest.approx(one[2], rel=1e-4)
-
-
-# Optimizer steps are counted, never micro-batches.
 
 
 def test_everything_counts_optimizer_steps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +64,6 @@ def test_everything_counts_optimizer_steps(run: Run, tmp_path: Path, monkeypatch
     assert [line["step"] for line in lines_of(folder, "val")] == [3, 6, 9]
     assert plan_of(folder)["TOTAL_STEPS"] == total
 
-
-# A batch that changes.
 
 GROWING = (
     *PLAIN, "TRAIN.BATCH_SCHEDULE.NAME=linear", "TRAIN.BATCH_SCHEDULE.FIRST=4",
@@ -134,23 +126,6 @@ def test_resuming_within_a_schedule_changes_no_bit(
 
 
 @pytest.mark.e2e
-def test_a_resumed_run_takes_a_plan_that_has_changed(run: Run, tmp_path: Path) -> None:
-    options = (*PLAIN, "TRAIN.AUTO_RESUME=True", "OPTIMIZER.LR_SCALING=linear")
-    assert run(*options, "DATA.DATASET.interrupt_after=40").code == 130
-    shutil.copytree(tmp_path / "runs/plain", tmp_path / "runs/other")
-    assert "EFFECTIVE_BATCH 32" not in run(*options).out
-    outcome = run(*options, f"{NAME}other", "TRAIN.EFFECTIVE_BATCH_SIZE=64")
-    assert "EFFECTIVE_BATCH 32 -> 64" in outcome.out
-    plans = [checkpoint(tmp_path / "runs" / name)["plan"] for name in ("plain", "other")]
-    assert [plan["EFFECTIVE_BATCH"] for plan in plans] == [32, 64]  # the one that trained
-    assert plans[1] == plan_of(tmp_path / "runs/other")
-    assert max(line["lr"] for line in lines_of(tmp_path / "runs/other")[2:]) > 0.0015
-
-
-# What is saved and read back.
-
-
-@pytest.mark.e2e
 @pytest.mark.parametrize(
     "options",
     [
@@ -168,8 +143,6 @@ def test_the_saved_configuration_repeats_the_run(run: Run, tmp_path: Path, optio
     assert_same_bits(weights(tmp_path / "runs/plain"), weights(tmp_path / "runs/again"))
     assert plan_of(tmp_path / "runs/plain") == plan_of(tmp_path / "runs/again")
 
-
-# What AutoBatch is asked for.
 
 SEARCH = (*PLAIN, "DATA.AUTOBATCH.ENABLED=True")
 

@@ -1,5 +1,3 @@
-"""What the commands say: mistakes of their command lines, and their reports."""
-
 from __future__ import annotations
 
 import os
@@ -57,6 +55,9 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         "--no-prune",
     ]),
     "a wrong combination of two": (sweep, ["DATA.BATCH_SIZE=0,8", "TRAIN.AMP=off,bf16"]),
+    "mistakes in all combinations and in one": (sweep, [
+        "DATA.BATCH_SIZE=0,8", "OPTIMIZER.LR=-1", "TRAIN.EPOCH=3", "--plot=x", "TRAIN.AMP=bf16,fp8",
+    ]),
     "a search without trials": (sweep, ["--search=optuna", "OPTIMIZER.LR=1,2"]),
     "a search without axes": (sweep, ["--search=optuna", "--trials=3", "TRAIN.EPOCHS=2"]),
     "intervals": (sweep, [
@@ -107,7 +108,6 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def evaluations() -> dict[str, str]:
-    """Of figures beside those that were logged."""
     metrics = {"loss": 1.5, "top1/a": 0.5}
     same = compare_with_logged(metrics, metrics, [])
     other_settings = ["TRAIN.AMP off (bf16 in the run)"]
@@ -118,7 +118,6 @@ def evaluations() -> dict[str, str]:
 
 
 def of_runs() -> dict[str, str]:
-    """Of runs side by side."""
     write_run(Path("runs/failed"), finished=False, checkpoint=False)
     write_run(Path("runs/third"), finished=False)
     write_validations(Path("runs/third"), [0.5], metric="top1/species")

@@ -29,7 +29,6 @@ def read(command: str, *argv: str) -> Any:
 
 
 def problems(command: str, *argv: str) -> list[str]:
-    """What is wrong with options alone."""
     with pytest.raises(ConfigError) as caught:
         read(command, *argv)
     return [each for each in caught.value.problems if each.startswith("-") and "missing" not in each]

@@ -1,5 +1,3 @@
-"""`linnaeus predict` as a user runs it."""
-
 from __future__ import annotations
 
 import csv
@@ -148,3 +146,17 @@ def test_a_reader_that_has_gone_is_no_traceback(desk: Path) -> None:
     outcome = forks.python("-c", command, cwd=desk, env={"PYTHONPATH": str(ROOT)})
     assert outcome.code == predict.PIPE_CLOSED
     assert "Broken" not in outcome.err
+
+
+def test_a_run_becomes_a_file_for_other_programs(desk: Path, run: Run) -> None:
+    outcome = run("export", "runs/birds", "--format", "timm", "--level", "order")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("runs/birds/export/timm ")
+    outcome = run(
+        "export", "--images", "photos/000.png", "photos/001.png", "--format", "safetensors", "runs/birds",
+        "--output", "birds.safetensors", "--checkpoint", "last",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert "last.pt" in outcome.err
+    outcome = run("predict", "birds.safetensors", "photos", "--device", "cpu")
+    assert (outcome.code, outcome.out.count("species")) == (0, 4)

@@ -1,5 +1,3 @@
-"""Batch sizes that are predicted before a sweep starts anything."""
-
 from __future__ import annotations
 
 import re
@@ -9,7 +7,6 @@ import pytest
 from linnaeus.autobatch.predict.gpus import find_gpu
 from linnaeus.cli import sweep
 from linnaeus.cli.sweep_predict import check_predictions, groups_of
-from linnaeus.errors import AutoBatchError
 from linnaeus.sweep.folder import Plan
 from tests.helpers.consoles import plain_console
 
@@ -52,11 +49,3 @@ def test_sizes_are_shown_for_each_group_and_gpu() -> None:
     assert (first[0], first[3], first[5]) == ("rtx-4090", "96", "96")
     [shared] = tables_of(ON, "OPTIMIZER.LR=1,2", world_size=8)
     assert (shared[3], shared[5]) == ("12", "12")
-
-
-def test_nothing_is_started_where_nothing_is_predicted_to_fit() -> None:
-    with pytest.raises(AutoBatchError) as caught:
-        tables_of("DATA.BATCH_SIZE=100000,8", "DATA.DATASET.length=200000")
-    assert caught.value.exit_code == 3
-    assert "BATCH_SIZE=100000" in str(caught.value)
-    assert "BATCH_SIZE=8" not in str(caught.value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ class Points(Dataset[tuple[Tensor, int]]):
     classes = ("I", "II", "III", "IV")
 
     def __init__(self, split: str, length: int = 64) -> None:
-        self.points = torch.randn(length, 2, generator=torch.Generator().manual_seed(len(split)))
+        generator = torch.Generator().manual_seed(len(split))
+        self.points = torch.randn(length, 2, generator=generator)
 
     def __len__(self) -> int:
         return len(self.points)
@@ -30,15 +33,38 @@ class Points(Dataset[tuple[Tensor, int]]):
 
 
 class Perceptron(nn.Sequential):
-    """A model for points."""
+    """Takes what the framework offers by name."""
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, num_classes))
 
 
-class Normed(nn.Sequential):
-    """A model for points with BatchNorm."""
+GATE = "gate"
+"""A named pipe in the current folder; without one nothing waits."""
 
+
+class Gated(Points):
+    """Points that wait in the second epoch: until a signal has come, or somebody writes to the gate."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        self.num_given = 0
+        self.waits = split == "train" and Path(GATE).exists()
+        if self.waits:
+            self.signals, ours = os.pipe()
+            os.set_blocking(ours, False)
+            signal.set_wakeup_fd(ours)  # also for a signal that comes before anybody waits for it
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.num_given += 1
+        if self.waits and self.num_given == 3 * len(self) // 2:
+            gate = os.open(GATE, os.O_RDONLY | os.O_NONBLOCK)
+            select.select([self.signals, gate], [], [])
+            os.close(gate)
+        return super().__getitem__(index)
+
+
+class Normed(nn.Sequential):
     def __init__(self, num_classes: int) -> None:
         super().__init__(nn.Linear(2, num_classes), nn.BatchNorm1d(num_classes))
 
@@ -81,15 +107,11 @@ class Growing(Wide):
 
 
 class Peeking(Wide):
-    """Looks at a value, as no trace can."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * x.mean().item()
 
 
 class Numerate(Wide):
-    """Needs numbers while it is built."""
-
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes, width=int(torch.tensor(2.0**22).item()))
 
@@ -132,7 +154,6 @@ class TinyNet(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(32, count) for count in num_classes.values())
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Logits of each rank."""
         if not torch.is_grad_enabled() and (len(images) > 30 or images.shape[2] > 30):
             torch.empty(2**62, dtype=torch.uint8)
         features = self.features(images)

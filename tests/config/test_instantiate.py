@@ -16,8 +16,6 @@ from linnaeus.errors import ConfigError
 
 
 class Thing:
-    """A user's class."""
-
     def __init__(self, *args: Any, size: Any = None, facts: Any = None, inner: Any = None) -> None:
         self.args, self.size, self.facts, self.inner = args, size, facts, inner
 
@@ -75,9 +73,6 @@ def test_text_that_looks_like_an_interpolation_arrives_as_it_is() -> None:
         "a": "${x}",
         "b": [r"\${y}"],
     }
-
-
-# --- the user's own lines ---
 
 
 @pytest.fixture

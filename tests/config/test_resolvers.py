@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 
 from linnaeus.config import values
 from tests.helpers.configs import load, problems, write
-from tests.helpers.runs import SMALL, Run
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +74,3 @@ def test_ranks_that_one_torchrun_did_not_start_are_refused(monkeypatch: pytest.M
     started = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
     found = load("EXPERIMENT.NAME=${now:%Y-%m-%d_%H-%M-%S-%f}").EXPERIMENT.NAME
     assert f"{started:%Y-%m-%d_%H-%M-%S-%f}" == found  # that of the parent, and not of this process
-
-
-@pytest.mark.e2e
-@pytest.mark.distributed
-def test_all_ranks_take_the_same_moment(torchrun: Run, tmp_path: Path) -> None:
-    """Microseconds would differ if each rank took its own; ranks that differ do not train."""
-    outcome = torchrun(2, *SMALL, "TRAIN.EPOCHS=1", "EXPERIMENT.NAME=run-${now:%H-%M-%S-%f}")
-    assert outcome.code == 0, outcome.err
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(r"run-\d\d-\d\d-\d\d-\d{6}", folder.name)

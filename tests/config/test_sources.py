@@ -25,9 +25,6 @@ def figures(*argv: str) -> tuple[str, int, int]:
     return config.MODEL.NAME, config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY
 
 
-# Defaults lists
-
-
 def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
     write({
         "my": "defaults:\n- base\n- model: resnet50\n- optional data: nothing\n- optimizer: null\n"
@@ -39,12 +36,6 @@ def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
     assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (3, 9)
     assert config.OPTIMIZER == load().OPTIMIZER
     assert load("--cfg=base.yaml").SCHEDULE.NAME == "linear"  # which the override has replaced
-
-
-@pytest.mark.parametrize(("entries", "epochs"), [("[base]", 3), ("[base, _self_]", 3), ("[_self_, base]", 7)])
-def test_self_says_what_wins(entries: str, epochs: int) -> None:
-    write({"my": f"defaults: {entries}\nTRAIN: {{EPOCHS: 3}}", "base": "TRAIN: {EPOCHS: 7}"})
-    assert epochs == load("--cfg=my.yaml").TRAIN.EPOCHS
 
 
 def test_interpolated_and_several_names() -> None:
@@ -81,9 +72,6 @@ def test_a_choice_that_a_list_leaves_to_the_command_line() -> None:
     write({"my": "defaults:\n- model: ???\nTRAIN: {EPOCHS: 3}"})
     assert figures("--cfg=my.yaml", "model=vit_tiny")[:2] == (VIT, 3)
     assert problems("--cfg=my.yaml", "optimizer=sgd")[0].startswith("defaults: ")
-
-
-# Several files and their folders
 
 
 def test_later_files_win() -> None:
@@ -123,9 +111,6 @@ def test_the_first_folder_that_has_a_file_counts() -> None:
     assert load("--cfg=my.yaml", "model=resnet18").MODEL.NAME == "resnet18"
     Path("conf/model/dead.yaml").symlink_to("nowhere")
     assert problems("--config-dir=conf", "model=dead")[0].startswith("model: ")
-
-
-# Groups of one's own
 
 
 FOLDER = {
@@ -198,9 +183,6 @@ def test_packages() -> None:
     assert load("--config-dir=conf", "extra=wide").TRAIN.EPOCHS == 8
 
 
-# As Hydra composes them
-
-
 TREES = {
     "groups": {
         "config": "defaults: [{a: one}, {b: one}, _self_, {override a: two}]\nb: {z: 9}",
@@ -242,9 +224,6 @@ def test_threads_do_not_disturb_each_other() -> None:
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda number: figures(f"--cfg=t{number}.yaml", "optimizer=sgd")[1], range(1, 9))
         assert [*found] == [*range(1, 9)]
-
-
-# Where values come from
 
 
 def origins(*argv: str) -> dict[str, str]:

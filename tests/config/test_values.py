@@ -180,9 +180,6 @@ def test_arithmetic_refuses_everything_else(text: str) -> None:
     assert "**" not in text
 
 
-# Files
-
-
 @pytest.mark.parametrize("text", ["", "---\n", "DATA:\n  AUTOBATCH:\nMODEL:\n  KWARGS:\n"])
 def test_files_that_set_nothing(text: str) -> None:
     write({"my": text})

@@ -32,10 +32,6 @@ class Images(Dataset[Sample]):
         return torch.rand(self.shapes[index]) + random.random() + float(np.random.rand()), index
 
 
-def stacked(samples: list[Sample]) -> Batch:
-    return collate_pairs(samples)
-
-
 def time_first(samples: list[Sample]) -> Batch:
     return Batch({"x": torch.stack([x for x, _ in samples], dim=1)}, torch.tensor([y for _, y in samples]))
 
@@ -57,15 +53,15 @@ def graph(samples: list[Sample]) -> Batch:
 
 
 def ordered(samples: list[Sample]) -> Batch:
-    return stacked(sorted(samples, key=lambda sample: sample[1]))
+    return collate_pairs(sorted(samples, key=lambda sample: sample[1]))
 
 
 def noisy(samples: list[Sample]) -> Batch:
-    batch = stacked(samples)
+    batch = collate_pairs(samples)
     return Batch(batch.inputs + torch.randn_like(batch.inputs), batch.targets)
 
 
-PLAIN: list[Callable[[list[Sample]], Batch]] = [stacked, concatenated, with_constants]
+PLAIN: list[Callable[[list[Sample]], Batch]] = [collate_pairs, concatenated, with_constants]
 ODD: list[Callable[[list[Sample]], Batch]] = [graph, ordered, noisy, time_first]
 
 
@@ -93,7 +89,7 @@ def test_made_batch_is_what_collating_would_give(
 
 def test_the_largest_shape_is_taken_and_its_samples_cycled() -> None:
     shapes = [(3, 8, 8), (3, 16, 8), (3, 4, 4), (3, 16, 8), (3, 8, 2)]
-    spec = BatchSpec(Images(shapes), stacked, num_samples=10, seed=0)
+    spec = BatchSpec(Images(shapes), collate_pairs, num_samples=10, seed=0)
     batch = spec.make(5, "cpu")
     assert batch.inputs.shape == (5, 3, 16, 8)
     assert set(batch.targets.tolist()) == {1, 3}
@@ -117,7 +113,7 @@ def test_channels_last_is_for_image_inputs_only() -> None:
     assert batch.inputs["image"].is_contiguous(memory_format=torch.channels_last)
     assert batch.inputs["mask"].is_contiguous()
     assert batch.targets.is_contiguous()
-    spec = BatchSpec(Images([(3, 4, 4)] * 4), stacked, 3, seed=0)
+    spec = BatchSpec(Images([(3, 4, 4)] * 4), collate_pairs, 3, seed=0)
     made = spec.make(5, "cpu", channels_last=True)
     assert made.inputs.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(made.inputs, spec.make(5, "cpu").inputs)
@@ -142,7 +138,7 @@ def test_batch_size(batch: Batch, expected: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_made_batch_takes_no_more_than_itself_on_the_device() -> None:
-    spec = BatchSpec(Images([(3, 64, 64)] * 4), stacked, 4, seed=0)
+    spec = BatchSpec(Images([(3, 64, 64)] * 4), collate_pairs, 4, seed=0)
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

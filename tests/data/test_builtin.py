@@ -1,5 +1,3 @@
-"""The datasets that need no files."""
-
 from __future__ import annotations
 
 from typing import Any

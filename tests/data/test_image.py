@@ -13,8 +13,7 @@ from PIL import Image
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.image import find_damage, load_image
 from linnaeus.errors import DataError
-
-WriteImage = Callable[..., Path]
+from tests.helpers.datasets import picture, write_image
 
 RGB_FILES = ["a.jpg", "a.JPEG", "a.png", "a.webp", "a.bmp", "a.gif", "a.tif", "a.ppm"]
 
@@ -31,28 +30,24 @@ def mean_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_format_gives_the_picture(
-    tmp_path: Path, write_image: WriteImage, picture: Image.Image, channels: int
-) -> None:
+def test_every_format_gives_the_picture(tmp_path: Path, channels: int) -> None:
     for name in RGB_FILES:
         path = write_image(tmp_path / name)
         image = load_image(path, channels)
         assert image.dtype == torch.uint8
-        assert mean_difference(image, as_tensor(picture, "L" if channels == 1 else "RGB")) < 16
+        assert mean_difference(image, as_tensor(picture(), "L" if channels == 1 else "RGB")) < 16
         assert path.suffix.lower() in EXTENSIONS
         assert find_damage(path) is None
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_damaged_metadata_do_not_spoil_a_picture(
-    tmp_path: Path, write_image: WriteImage, picture: Image.Image
-) -> None:
+def test_damaged_metadata_do_not_spoil_a_picture(tmp_path: Path) -> None:
     path = write_image(tmp_path / "a.jpg", exif=b"Exif\0\0MM\0*garbage")
-    assert mean_difference(load_image(path, 3), as_tensor(picture)) < 16
+    assert mean_difference(load_image(path, 3), as_tensor(picture())) < 16
     assert find_damage(path) is None
 
 
-def damaged_files(folder: Path, write_image: WriteImage) -> dict[str, Path]:
+def damaged_files(folder: Path) -> dict[str, Path]:
     files = {}
     for name, keep in [("short.jpg", 0.5), ("nearly.jpg", 0.97), ("short.png", 0.5), ("short.webp", 0.5)]:
         path = write_image(folder / name)
@@ -73,8 +68,8 @@ def damaged_files(folder: Path, write_image: WriteImage) -> dict[str, Path]:
     return files
 
 
-def test_damaged_files_are_named(tmp_path: Path, write_image: WriteImage) -> None:
-    for path in damaged_files(tmp_path, write_image).values():
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    for path in damaged_files(tmp_path).values():
         with pytest.raises(DataError, match=r"DATA\.ON_BAD_IMAGE") as caught:
             load_image(path, 3)
         assert str(path) in str(caught.value)

@@ -15,8 +15,7 @@ from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.datasets import build_data
 from linnaeus.errors import DataError
-
-WriteImage = Callable[..., Path]
+from tests.helpers.datasets import write_image
 
 
 def build(
@@ -75,9 +74,7 @@ def test_split_folders_are_used(nested: Path, tmp_path: Path) -> None:
     assert len(paths(bundle.train)) + len(paths(bundle.val)) == 20
 
 
-def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(
-    nested: Path, write_image: WriteImage, tmp_path: Path
-) -> None:
+def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(nested: Path, tmp_path: Path) -> None:
     expected = paths(build(nested).train)
     write_image(nested / ".trash" / "x" / "0.jpg")
     write_image(nested / "Animalia" / "cat" / ".0.jpg")
@@ -112,7 +109,7 @@ INAT = [
 
 
 @pytest.fixture
-def inat(tmp_path: Path, write_image: WriteImage) -> Path:
+def inat(tmp_path: Path) -> Path:
     for i, folder in enumerate(INAT):
         for j in range(3):
             write_image(tmp_path / "inat" / folder / f"{j}.jpg", seed=10 * i + j)
@@ -134,7 +131,7 @@ def test_folder_names_of_inaturalist_are_seven_ranks(inat: Path) -> None:
         assert "_".join([*names[:-1], names[-1].split(" ")[1]]) == path.split("/")[0][6:]
 
 
-def test_mixed_folder_names_are_named_and_can_be_forced(inat: Path, write_image: WriteImage) -> None:
+def test_mixed_folder_names_are_named_and_can_be_forced(inat: Path) -> None:
     for j in range(2):
         write_image(inat / "others" / f"{j}.jpg")
     for names in ("auto", "inat2021"):
@@ -176,7 +173,7 @@ def test_damaged_images_are_left_out_counted_and_reported(nested: Path) -> None:
             dataset[i]
 
 
-def test_train_may_be_a_class(tmp_path: Path, write_image: WriteImage) -> None:
+def test_train_may_be_a_class(tmp_path: Path) -> None:
     for name in ("car", "plane", "train"):
         for i in range(5):
             write_image(tmp_path / name / f"{i}.png", seed=i)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,9 @@ from linnaeus.data.sampler import EpochSampler, Sizes
 from linnaeus.dist import World
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, seed_generators
+from tests.helpers import forks
+from tests.helpers.runs import wait_until
+from tests.helpers.small_runs import PLAIN
 
 CPU = torch.device("cpu")
 WORKERS = [0, 2]
@@ -45,8 +49,6 @@ class Draws(Dataset[Any]):
 
 
 class Calls(Dataset[Any]):
-    """Each sample is what a function returns."""
-
     def __init__(self, length: int, function: Callable[[int], Any]) -> None:
         self.length = length
         self.function = function
@@ -264,6 +266,22 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.e2e
+def test_interrupted_processes_end_quietly(tmp_path: Path) -> None:
+    """What a user sees on the terminal."""
+    log = tmp_path / "log.txt"
+    argv = ["-W", "error", "-m", "linnaeus.main", *PLAIN, "DATA.NUM_WORKERS=2", "TRAIN.EPOCHS=100000"]
+    with log.open("w") as file:
+        process = forks.start(
+            argv, cwd=tmp_path, env={"PYTHONPATH": str(forks.ROOT)}, stdout=file, stderr=file, finalize=True,
+            new_session=True,  # Ctrl-C reaches all processes of the terminal's group, workers too
+        )  # fmt: skip
+    wait_until((tmp_path / "runs/plain/metrics.jsonl").exists, process, log)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(50) == 130
+    assert not re.search("Traceback|Exception|Error|Warning", log.read_text())
 
 
 def draw() -> tuple[float, float, float]:

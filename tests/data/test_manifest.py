@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.errors import DataError
-
-WriteImage = Callable[..., Path]
+from tests.helpers.datasets import write_image
 
 ROWS = """image,kingdom,species
 img/0.jpg,Animalia,cat
@@ -25,7 +23,7 @@ img/5.jpg,Animalia,cat
 
 
 @pytest.fixture
-def folder(tmp_path: Path, write_image: WriteImage) -> Path:
+def folder(tmp_path: Path) -> Path:
     for i in range(6):
         write_image(tmp_path / "img" / f"{i}.jpg", seed=i)
     (tmp_path / "train.csv").write_text(ROWS)

@@ -1,5 +1,3 @@
-"""Mistakes in a user's data: what is said of each, with its exit code."""
-
 from __future__ import annotations
 
 import re
@@ -227,7 +225,6 @@ MISTAKES = {f"{kind}: {title}": case for kind, cases in KINDS.items() for title,
 
 
 def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mistake is made in a folder of its own."""
     found = {}
     for number, (title, mistake) in enumerate(MISTAKES.items()):
         (tmp_path / str(number)).mkdir()

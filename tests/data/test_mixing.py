@@ -49,9 +49,6 @@ def test_a_batch_that_a_user_keeps_is_not_written_over() -> None:
         assert torch.equal(images, IMAGES) != in_place
 
 
-# --- in the loader ---
-
-
 def loaders(
     workers: int = 0, size: int = 4, epochs: int = 2, sampler: str = "shuffle", **mix: Any
 ) -> Loaders:
@@ -95,9 +92,6 @@ def test_validation_and_the_last_epochs_are_not_mixed() -> None:
                 assert torch.equal(one.targets, expected.targets)
 
 
-# --- what AutoBatch sees ---
-
-
 @pytest.mark.parametrize("alphas", ALPHAS)
 def test_a_spec_makes_batches_of_the_mixed_form_without_collating(alphas: tuple[float, float]) -> None:
     samples = list(zip(IMAGES, LABELS, strict=True))
@@ -121,6 +115,3 @@ def test_mixing_holds_the_copies_that_the_bound_of_host_memory_counts(
         mixing.mix(batch)
         copies = ledger.peak_bytes / batch.inputs.nbytes
     assert mixing.num_copies <= copies < mixing.num_copies + 0.03  # an image and the labels
-
-
-# --- a user's dataset ---

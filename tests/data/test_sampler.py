@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from linnaeus.data.image_files import stratified_split
 from linnaeus.data.sampler import BalancedSampler, EpochSampler, PlannedBatches, ValSampler
 
 LENGTHS, WORLDS = st.integers(0, 300), st.integers(1, 8)
@@ -59,8 +60,6 @@ def test_a_step_has_the_same_samples_on_any_number_of_processes(
         assert together == sorted(order[start : start + world * size])
 
 
-# --- balanced ---
-
 RANKS = torch.tensor([[0, 0]] * 90 + [[0, 1]] * 7 + [[1, 2]] * 2 + [[1, -1]] * 3 + [[-1, -1]] * 5)
 """Labels of 107 samples: three fine classes, a coarse one whose fine label is unknown, and none at all."""
 
@@ -96,3 +95,24 @@ def test_balanced_epochs_are_split_and_resumed_as_others(world: int, skip: int, 
     assert [share for group in zip(*shares, strict=True) for share in group] == whole[
         skip : skip + world * length
     ]
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=200), st.floats(0.01, 0.99))
+def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(
+    strata: list[int], fraction: float
+) -> None:
+    train, val = stratified_split([f"{i}.jpg" for i in range(len(strata))], strata, fraction)
+    assert sorted(train + val) == list(range(len(strata)))
+    assert train == sorted(train)
+    assert val == sorted(val)
+    assert {strata[i] for i in train} == set(strata)
+    assert len(val) <= fraction * len(strata) + 0.5
+    counts, held_out = Counter(strata), Counter(strata[i] for i in val)
+    if all(count > 10 for count in counts.values()) and fraction < 0.8:
+        assert abs(len(val) - fraction * len(strata)) <= 1
+        assert all(abs(held_out[s] - fraction * counts[s]) <= 2 for s in counts)
+
+
+def test_split_is_the_same_for_ever() -> None:
+    _, val = stratified_split([f"{i}.jpg" for i in range(40)], [i % 2 for i in range(40)], 0.2)
+    assert val == [0, 1, 11, 12, 15, 25, 30, 38]

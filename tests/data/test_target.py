@@ -148,9 +148,6 @@ def test_an_error_while_reading_keeps_its_cause() -> None:
     assert "Traceback" in "".join(caught.value.__notes__)
 
 
-# --- the labels of all samples, without reading one ---
-
-
 class Labelled(Samples):
     """Targets for all samples; reading one is a mistake."""
 

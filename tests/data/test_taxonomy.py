@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Level, UnknownClassError, index_labels
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, UnknownClassError, index_labels
 
 NAMES = st.sampled_from(["a", "b", "c", "unknown"])
 
@@ -56,12 +56,6 @@ def test_labels_and_parents_agree(lineages: list[tuple[str, str, str]]) -> None:
     for label in labels:
         assert index.taxonomy.parents[0][label[1]] == label[0]
         assert index.taxonomy.parents[1][label[2]] == label[1]
-
-
-LEVEL_A, LEVEL_B = Level("a", ("x", "y")), Level("b", ("p", "q"))
-
-
-# --- an index written to a file and read back ---
 
 
 LINEAGES = [

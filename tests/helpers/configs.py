@@ -11,13 +11,7 @@ import pytest
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
-from linnaeus.config.schema import (
-    BatchScheduleConfig,
-    Config,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from linnaeus.config.schema import BatchScheduleConfig, Config, OptimizerConfig, ScheduleConfig, TrainConfig
 from linnaeus.errors import ConfigError
 
 FACTS = Facts(

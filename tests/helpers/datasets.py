@@ -1,9 +1,11 @@
-"""A user's datasets, right and wrong ones, for `_target_`."""
+"""A user's datasets, right and wrong ones, for `_target_`, and image files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
@@ -100,3 +102,16 @@ def different_classes(split: str) -> Samples:
 
 def wrong_collate(split: str) -> Samples:
     return Samples(split, num_classes=2, collate_fn=lambda samples: [1, 2, 3])
+
+
+def picture(seed: int = 0) -> Image.Image:
+    """Coloured blocks, 24 pixels high and 32 wide: not flat, and kind to lossy compression."""
+    fields = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    return Image.fromarray(fields.repeat(8, axis=0).repeat(8, axis=1))
+
+
+def write_image(path: Path, seed: int = 0, mode: str = "RGB", **options: Any) -> Path:
+    """Write a picture in the format of the path's ending, and make the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture(seed).convert(mode).save(path, **options)
+    return path

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from linnaeus.cli.sweep import read
 from linnaeus.config.load import load_config, to_yaml
+from linnaeus.sweep.folder import Sweep
 
 PLAN = {"MICRO_BATCH": 8, "EFFECTIVE_BATCH": 16, "LEARNING_RATE": 0.5, "ACCUMULATION_STEPS": 2}
 
@@ -51,3 +53,21 @@ def write_run(
         content = result(8, values[-1] or 0.0, effective_batch=16, learning_rate=0.5, **more)
         (folder / "result.json").write_text(json.dumps(content))
     return folder
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def planned_sweep(*argv: str) -> Sweep:
+    """Write the folder of a sweep."""
+    request = read(argv)
+    assert isinstance(request, tuple)
+    request[1].write()
+    return request[1]
+
+
+def figures(sweep: Path) -> list[dict[str, Any]]:
+    """What the table of a sweep shows of each run."""
+    runs: list[dict[str, Any]] = json.loads((sweep / "figures.json").read_text())["runs"]
+    return runs

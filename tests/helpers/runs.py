@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import signal
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.helpers import forks
-from tests.helpers.forks import ROOT, Outcome, Process
+from tests.helpers.forks import Outcome, Process
 
 if TYPE_CHECKING:
     import torch  # functions import it: the process that hands out the tests does not wait for it
@@ -67,27 +65,6 @@ def free_ports(count: int) -> list[int]:
     for free in sockets:
         free.close()
     return ports
-
-
-class Child:
-    """A run in a process of its own, to be watched and signalled."""
-
-    def __init__(self, folder: Path, *argv: str) -> None:
-        self.log = folder / "child.txt"
-        with self.log.open("a") as log:
-            self.process = forks.start(
-                ["-m", "linnaeus.train", *argv], cwd=folder, env={"PYTHONPATH": str(ROOT)}, stdout=log,
-                stderr=log,
-            )  # fmt: skip
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Until the condition holds."""
-        wait_until(condition, self.process, self.log)
-
-    def end(self, signal_number: signal.Signals) -> int:
-        """Send the signal and give the exit code."""
-        self.process.send_signal(signal_number)
-        return self.process.wait(timeout=50)
 
 
 def checkpoint_of(folder: Path, name: str = "last.pt") -> dict[str, Any]:

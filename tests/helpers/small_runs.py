@@ -62,6 +62,11 @@ def lines_of(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     return [line for line in lines if line["split"] == split]
 
 
+def validations_of(folder: Path) -> list[int]:
+    """The optimizer steps of the validations so far."""
+    return [line["step"] for line in lines_of(folder, "val")] if (folder / "metrics.jsonl").exists() else []
+
+
 def curve(folder: Path) -> tuple[list[int], list[float], list[float]]:
     """Steps, rates and losses."""
     lines = lines_of(folder)

@@ -1,5 +1,3 @@
-"""Mistakes with trained runs: what is said of each, with its exit code."""
-
 from __future__ import annotations
 
 import functools
@@ -129,7 +127,6 @@ MISTAKES: dict[str, Callable[[], object]] = {
 
 
 def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All mistakes are made in one folder."""
     monkeypatch.chdir(tmp_path)
     found = {title: error_and_code_of(mistake) for title, mistake in MISTAKES.items()}
     found["paths"] = "\n".join(f"{word}: {problem_of(word)}" for word in ("nowhere", "nowhere/*.gif"))

@@ -1,5 +1,3 @@
-"""Which paths the words of a command line name."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Predictions of a trained run, from Python."""
-
 from __future__ import annotations
 
 import itertools

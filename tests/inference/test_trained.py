@@ -1,5 +1,3 @@
-"""A run read back from its folder or from a checkpoint."""
-
 from __future__ import annotations
 
 from pathlib import Path

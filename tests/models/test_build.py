@@ -10,23 +10,23 @@ import safetensors.torch
 import timm
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from linnaeus.config.schema import ModelConfig
+from linnaeus.data.builtin import TAXONOMY
+from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.models.build import build_model, set_gradient_checkpointing
+from linnaeus.models.model_spec import ModelSpec
 from tests.helpers.small_models import ONE_RANK, TWO_RANKS, build
 
 FAMILIES = ("test_resnet", "test_vit", "test_convnext", "test_efficientnet")
 
 
 class Recorder(nn.Module):
-    """A user's network, which keeps what it was given."""
-
     def __init__(self, width: int, num_classes: Any, in_chans: int = 0, img_size: Any = None) -> None:
         super().__init__()
         self.given = (width, num_classes, in_chans, img_size)
-
-
-# --- timm ---
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,6 @@ def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_unto
     assert norms
     assert not any(norm.running_mean.any() for norm in norms if norm.running_mean is not None)
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
-
-
-# --- weights from a file ---
 
 
 def save(state: dict[str, Tensor], path: Path) -> None:
@@ -91,9 +88,6 @@ def test_weights_fit_other_channels_and_another_size(tmp_path: Path) -> None:
     assert torch.equal(model.backbone.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)  # type: ignore[index, union-attr]
 
 
-# --- gradient checkpointing ---
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name: str) -> None:
     images = torch.randn(2, 3, 64, 64)
@@ -117,9 +111,6 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name: str) ->
     assert num_saved[1] < 0.75 * num_saved[0]
 
 
-# --- a user's own ---
-
-
 @pytest.mark.parametrize(
     ("taxonomy", "num_classes"), [(ONE_RANK, 3), (TWO_RANKS, {"family": 2, "species": 3})]
 )
@@ -129,3 +120,20 @@ def test_a_users_model_is_offered_what_the_data_is_like(taxonomy: Taxonomy, num_
     assert isinstance(model, Recorder)
     assert model.given == (7, num_classes, 9, (32, 48))
     assert type(model.given[1]) is type(num_classes)
+
+
+def test_a_model_of_a_folder_is_built_without_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    source = timm.create_model("test_vit", pretrained=False, img_size=32, in_chans=1)
+    timm.models.save_for_hf(source, folder, model_args={"img_size": 32, "in_chans": 1, "qkv_bias": False})
+    node = ModelConfig(NAME=f"local-dir:{folder}")
+    nothing = TensorDataset(torch.empty(0))
+    data = DataBundle(nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs)
+    model, _ = build_model(node, taxonomy=TAXONOMY, in_chans=1, img_size=(32, 32))
+    spec = ModelSpec.from_dict(ModelSpec.of(node, data).as_dict())
+    folder.rename(tmp_path / "moved")
+    again = spec.build()
+    again.load_state_dict(model.state_dict())
+    images = torch.rand(2, 1, 32, 32)
+    for one, two in zip(model.eval()(images), again.eval()(images), strict=True):
+        assert torch.equal(one, two)

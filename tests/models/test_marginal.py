@@ -53,9 +53,6 @@ def by_hand(head: MarginalHead, inputs: Tensor, parents: Parents) -> list[Tensor
     return levels
 
 
-# --- the probabilities ---
-
-
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_any_taxonomy_agrees(seed: int, counts: list[int]) -> None:
     draw = random.Random(seed)
@@ -77,12 +74,6 @@ def test_very_sure_outputs_are_finite_and_so_are_their_gradients() -> None:
     assert torch.isfinite(loss)
     assert head.leaves.weight.grad is not None
     assert torch.isfinite(head.leaves.weight.grad).all()
-
-
-# --- learning ---
-
-
-# --- as part of a model ---
 
 
 def test_the_head_is_chosen_by_its_key_and_a_checkpoint_holds_its_weights_alone() -> None:

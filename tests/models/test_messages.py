@@ -1,5 +1,3 @@
-"""What is said about models and their weights."""
-
 from __future__ import annotations
 
 import re
@@ -48,8 +46,16 @@ FREEZING: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder as the hub has it, of a model for one channel."""
+    path = tmp_path / "hub"
+    torch.manual_seed(3)
+    timm.models.save_for_hf(timm.create_model("test_resnet", in_chans=1), path)
+    return path
+
+
 def of_files(folder: Path, tmp_path: Path) -> dict[str, str]:
-    """Errors of weights in files and folders."""
     state = timm.create_model("test_resnet").state_dict()
     files = {
         "another model": timm.create_model("test_vit").state_dict(),

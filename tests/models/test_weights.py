@@ -124,8 +124,6 @@ def test_nothing_is_read_where_a_checkpoint_replaces_the_weights() -> None:
         build_model(node, **data)
 
 
-# --- mean and standard deviation ---
-
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 

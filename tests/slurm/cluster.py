@@ -9,7 +9,6 @@ first one has the name of this machine, which is an address too; of the others o
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -21,7 +20,6 @@ from contextlib import suppress
 from getpass import getuser
 from pathlib import Path
 from socket import gethostname
-from typing import Any
 
 import psutil
 import pytest
@@ -247,13 +245,6 @@ TRAIN: {EPOCHS: 40}
 ENV = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "CI": "true"}
 
 
-def validations(folder: Path) -> list[int]:
-    """The optimizer steps of the validations so far."""
-    path = folder / "runs/small/metrics.jsonl"
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [line["step"] for line in lines if line["split"] == "val"]
-
-
 LINNAEUS = (sys.executable, "-m", "linnaeus.main")
 QUEUED_AGAIN = "queued again"
 ON_SLURM = ("--launcher", "slurm", "--jobs", "2", "--slurm", "cpus-per-task=1", "time=30")
@@ -287,16 +278,6 @@ class Shell:
         return self.process.wait(timeout)
 
 
-def entries(folder: Path) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = json.loads((folder / "figures.json").read_text())["runs"]
-    return runs
-
-
 def queue(slurm: Cluster) -> list[str]:
     """The jobs that have not ended."""
     return slurm.call("squeue", "--noheader", "--array", "--format=%i").split()
-
-
-def validations_of(folder: Path) -> list[int]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["step"] for line in lines if line["split"] == "val"]

@@ -1,5 +1,3 @@
-"""Sweeps and single commands as jobs of a real SLURM."""
-
 from __future__ import annotations
 
 import re
@@ -11,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from linnaeus.run_folder import read_state
+from linnaeus.sweep.folder import Sweep
+from linnaeus.sweep.search import Study
 from linnaeus.sweep.slurm import TIME_IS_OVER
+from tests.helpers.run_files import figures
 from tests.helpers.runs import free_ports, wait_until
+from tests.helpers.small_runs import validations_of
 from tests.slurm import cluster
 from tests.slurm.cluster import (
     ENV,
@@ -22,10 +24,7 @@ from tests.slurm.cluster import (
     QUEUED_AGAIN,
     Cluster,
     Shell,
-    entries,
     queue,
-    validations,
-    validations_of,
 )
 
 pytestmark = [*cluster.MARKS, pytest.mark.timeout(900)]
@@ -37,6 +36,12 @@ SWEEP = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=range(0,4)", "TRAIN.E
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("slurm"), **ENV) as running:
         yield running
+
+
+SEARCH = (
+    "sweep", "--cfg", "my_exp.yaml", "--search", "optuna", "OPTIMIZER.LR=interval(1e-6,1e-1)",
+    "TRAIN.EPOCHS=4", *ON_SLURM,
+)  # fmt: skip
 
 
 def outputs_of(sweep: Path) -> str:
@@ -82,8 +87,8 @@ def test_a_sweep_goes_on_through_preemption_time_limits_and_a_restart_of_the_con
 
     local = Shell(slurm, tmp_path, *SWEEP, "EXPERIMENT.NAME=here", "--jobs", "2")
     assert local.end() == 0, local.log.read_text()
-    assert [entry["metrics"] for entry in entries(sweep)] == [
-        entry["metrics"] for entry in entries(tmp_path / "runs/here")
+    assert [entry["metrics"] for entry in figures(sweep)] == [
+        entry["metrics"] for entry in figures(tmp_path / "runs/here")
     ]
     assert all(validations_of(folder) == [12, 24, 36, 48] for folder in folders)
     assert table(again.log.read_text()) == table(local.log.read_text()) != []
@@ -98,7 +103,7 @@ def test_cancelled_workers_give_their_runs_back(slurm: Cluster, tmp_path: Path) 
     wait_until(lambda: all((one / "checkpoints/last.pt").exists() for one in folders), log=shell.log)
     slurm.call("scancel", queue(slurm)[0].partition("_")[0])
     assert shell.end() == 1, shell.log.read_text()
-    assert [entry["status"] for entry in entries(sweep)] == ["interrupted"] * 2
+    assert [entry["status"] for entry in figures(sweep)] == ["interrupted"] * 2
     assert QUEUED_AGAIN not in outputs_of(sweep)
     (tmp_path / "quick").touch()
     again = Shell(slurm, tmp_path, *words)
@@ -120,7 +125,7 @@ def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_p
     (log,) = re.findall(r"^log: +(\S+)$", said, re.MULTILINE)
     assert f"scancel {job}" in said
     output = Path(log)
-    wait_until(lambda: len(validations(tmp_path)) > 1)
+    wait_until(lambda: len(validations_of(tmp_path / "runs/small")) > 1)
     slurm.call("scancel", "--batch", "--signal=USR1", job)  # what SLURM does then
     slurm.wait_for(job, "Restarts", "1")
     (tmp_path / "quick").touch()
@@ -129,7 +134,7 @@ def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_p
     assert text.count(f"{QUEUED_AGAIN}, because {TIME_IS_OVER}") == 1, text
     assert "Traceback" not in text
     assert text.count("resumed") == 1, text
-    assert validations(tmp_path) == [6 * epoch for epoch in range(1, 5)]
+    assert validations_of(tmp_path / "runs/small") == [6 * epoch for epoch in range(1, 5)]
     earlier = [path.read_text() for path in (tmp_path / "runs").glob("small.*/config.yaml")]
     assert earlier == ["earlier"]
 
@@ -151,7 +156,27 @@ def test_tasks_without_torchrun_are_refused_with_the_command_that_works(
         command = command.replace(name, value)
     works = slurm.try_call("salloc", "--ntasks=2", "bash", "-c", command, cwd=tmp_path)
     assert works.code == 0, works
-    assert validations(tmp_path) == [6], "of two processes"
+    assert validations_of(tmp_path / "runs/small") == [6], "of two processes"
+
+
+def test_a_search_on_slurm(slurm: Cluster, tmp_path: Path) -> None:
+    """A trial is pruned against five that have ended, so the sixth is added later."""
+    pytest.importorskip("optuna")
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    sweep = tmp_path / "runs/small"
+    shell = Shell(slurm, tmp_path, *SEARCH, "--trials", "5")
+    wait_until(lambda: len([*sweep.glob("*/checkpoints/last.pt")]) == 2, log=shell.log)
+    assert len(queue(slurm)) == 2, "as --jobs says"
+    urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
+    slurm.wait_for(urgent, "JobState", "COMPLETED")
+    (tmp_path / "quick").touch()
+    assert shell.end() == 0, shell.log.read_text()
+    assert [entry["status"] for entry in figures(sweep)] == ["finished"] * 5
+    assert outputs_of(sweep).count(QUEUED_AGAIN) == 1, outputs_of(sweep)
+    again = Shell(slurm, tmp_path, *SEARCH, "--trials", "6")
+    again.end()
+    trials = Study(Sweep.read(sweep)).trials()
+    assert [trial.state.is_finished() for trial in trials] == [True] * 6
 
 
 def table(text: str) -> list[list[str]]:

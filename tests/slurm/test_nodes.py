@@ -1,5 +1,3 @@
-"""Runs over two nodes of a real SLURM, each with a daemon of its own on this machine."""
-
 from __future__ import annotations
 
 import json
@@ -9,18 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import forks
+from tests.helpers.run_files import figures
 from tests.helpers.runs import TORCHRUN, wait_until
+from tests.helpers.small_runs import validations_of
 from tests.slurm import cluster
-from tests.slurm.cluster import (
-    ENV,
-    EXPERIMENT,
-    QUEUED_AGAIN,
-    Cluster,
-    Shell,
-    entries,
-    queue,
-    validations_of,
-)
+from tests.slurm.cluster import ENV, EXPERIMENT, QUEUED_AGAIN, Cluster, Shell, queue
 
 pytestmark = [*cluster.MARKS, pytest.mark.timeout(900)]
 
@@ -46,7 +37,7 @@ def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> 
     (tmp_path / "quick").touch()
     assert shell.end() == 0, shell.log.read_text()
     assert not queue(slurm)
-    assert [entry["status"] for entry in entries(sweep)] == ["finished"] * 2
+    assert [entry["status"] for entry in figures(sweep)] == ["finished"] * 2
     assert validations_of(first) == validations_of(second) == [6, 12, 18, 24]
     said = "".join(path.read_text() for path in sweep.glob("slurm/*.out"))
     assert said.count(QUEUED_AGAIN) == said.count("preempted") == 1, said

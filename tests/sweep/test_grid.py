@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from linnaeus.cli.sweep import read
 from linnaeus.config.load import load_config
-from linnaeus.errors import ConfigError
 from linnaeus.sweep.grid import Combination, read_grid
 from linnaeus.sweep.values import sweep_values
 
@@ -87,21 +86,6 @@ def test_names_are_safe_and_tell_combinations_apart(a: tuple[str, str], b: tuple
         assert name not in (".", "..")
     joined = [f"A.X={one[0]},A.Y={one[1]}" for one in (a, b)]
     assert (names[0] == names[1]) == (joined[0] == joined[1])
-
-
-def test_all_mistakes_of_all_combinations_are_listed_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(["DATA.BATCH_SIZE=0,8", "OPTIMIZER.LR=-1", "TRAIN.EPOCH=3", "--plot=x", "TRAIN.AMP=bf16,fp8"])
-    problems = caught.value.problems
-    assert len(problems) == 5
-    where = {problem.partition(":")[0]: problem.partition(" with ")[2] for problem in problems}
-    assert where == {
-        "--plot": "",
-        "TRAIN.EPOCH": "",  # in every combination
-        "OPTIMIZER.LR": "",
-        "DATA.BATCH_SIZE": "DATA.BATCH_SIZE=0 TRAIN.AMP=bf16",
-        "TRAIN.AMP": "DATA.BATCH_SIZE=0 TRAIN.AMP=fp8",
-    }
 
 
 def test_each_run_has_its_own_place() -> None:

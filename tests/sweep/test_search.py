@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
-from linnaeus.cli.sweep import read
 from linnaeus.errors import ConfigError
-from linnaeus.run_folder import Claim, read_state
+from linnaeus.run_folder import Claim
 from linnaeus.sweep.folder import Sweep, SweepRun
 from linnaeus.sweep.search import Study
 from linnaeus.sweep.space import Axis, read_space
-from tests.helpers.runs import Run, wait_until
-from tests.sweep.gated import GATE
-from tests.sweep.test_worker import GATED, TINY, figures, log_of, start
+from tests.helpers.run_files import figures, planned_sweep
+from tests.helpers.runs import Run
+from tests.sweep.test_worker import TINY, start
 
 optuna = pytest.importorskip("optuna")
 
@@ -57,11 +53,8 @@ def open_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     monkeypatch.chdir(tmp_path)
 
     def open_it(*argv: str, trials: int = 3) -> Study:
-        request = read(
-            ["--search", "optuna", "--trials", str(trials), *argv, "EXPERIMENT.NAME=s", "TRAIN.EPOCHS=20"]
-        )
-        assert isinstance(request, tuple)
-        request[1].write()
+        search = ("--search", "optuna", "--trials", str(trials))
+        planned_sweep(*search, *argv, "EXPERIMENT.NAME=s", "TRAIN.EPOCHS=20")
         return Study(Sweep.read(Path("runs/s")))
 
     return open_it
@@ -206,27 +199,3 @@ def test_a_whole_search(run_in_child: Run, tmp_path: Path) -> None:
     assert start(tmp_path / "elsewhere", "work", "../runs/tiny").wait(100) == 0
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["shell.txt"]
     assert (tmp_path / "elsewhere/shell.txt").read_text().endswith("3 finished\n")
-
-
-@pytest.mark.e2e
-def test_a_dead_worker_s_trial_is_taken_over(tmp_path: Path) -> None:
-    argv = (*GATED, RATES, "--search", "optuna", "--trials", "12", "--jobs", "2")
-    os.mkfifo(tmp_path / GATE)
-    sweep = start(tmp_path, "sweep", *argv)
-    folder = tmp_path / "runs/tiny"
-    wait_until(lambda: len([*folder.glob("*/checkpoints/last.pt")]) == 2, sweep)
-    one = next(folder.glob("*/checkpoints")).parent
-    holder = read_state(one).holder
-    assert holder is not None
-    process = psutil.Process(holder.pid)
-    for each in (process.parent(), process):
-        assert each is not None
-        each.send_signal(signal.SIGKILL)
-    with (tmp_path / GATE).open("w") as gate:
-        gate.write("go")
-        gate.flush()
-        assert sweep.wait(300) == 0, log_of(tmp_path)
-    trials = Study(Sweep.read(folder)).trials()
-    assert len(trials) == 12
-    assert all(trial.state.is_finished() for trial in trials)
-    assert read_state(one).status == "finished"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.cli.sweep import read
 from linnaeus.run_folder import read_state
 from linnaeus.sweep import slurm
 from linnaeus.sweep.slurm import problems_with
 from tests.helpers.forks import ROOT
+from tests.helpers.run_files import figures, planned_sweep
 from tests.helpers.runs import Run
-from tests.sweep.test_worker import TINY, figures
+from tests.sweep.test_worker import TINY
 
 SBATCH = """\
 #!/bin/sh
@@ -141,9 +141,7 @@ def test_a_job_out_of_time_is_queued_again_as_long_as_it_gets_on(
 
 
 def test_a_worker_is_submitted_by_itself(commands: Path, run: Run, tmp_path: Path) -> None:
-    planned = read([*TINY, "EXPERIMENT.SEED=0,1"])
-    assert isinstance(planned, tuple)
-    planned[1].write()
+    planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     words = ("work", "runs/tiny", "--launcher", "slurm", "--slurm", "time=30")
     assert run(*words, "--nproc", "2").code == 2
     assert run("work", "runs/tiny", "--jobs", "2").code == 2

@@ -1,37 +1,33 @@
-"""Workers take the runs of a sweep, each run in a process of its own."""
-
 from __future__ import annotations
 
 import csv
 import json
 import os
-import random
 import shutil
 import signal
 import sys
 import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from linnaeus.cli.sweep import read
 from linnaeus.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
 from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.worker import Child
+from tests.cli.tiny import GATE
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Process
+from tests.helpers.run_files import figures, planned_sweep
 from tests.helpers.runs import Run, wait_until
-from tests.sweep.gated import GATE, Gated
+from tests.helpers.small_runs import validations_of
 
 TINY = (
     "DATA.DATASET._target_=tests.cli.tiny.Points", "MODEL._target_=tests.cli.tiny.Perceptron",
     "MODEL.width=4", "DATA.BATCH_SIZE=16", "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny",
 )  # fmt: skip
-GATED = (*TINY, f"DATA.DATASET._target_={Gated.__module__}.Gated", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3")
+GATED = (*TINY, "DATA.DATASET._target_=tests.cli.tiny.Gated", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3")
 
 
 def start(folder: Path, *argv: str) -> Process:
@@ -45,23 +41,12 @@ def log_of(folder: Path) -> str:
     return (folder / "shell.txt").read_text()
 
 
-def figures(folder: Path) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = json.loads((folder / "figures.json").read_text())["runs"]
-    return runs
-
-
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The table without times: equal for an undisturbed sweep."""
     return [
         {**run["values"], "status": run["status"], "epoch": run["epoch"], **run["metrics"]}
         for run in figures(folder)
     ]
-
-
-def steps(folder: Path) -> list[int]:
-    """The optimizer steps in the metrics of a run."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["step"] for line in lines if line["split"] == "val"]
 
 
 def times_begun(folder: Path) -> int:
@@ -104,17 +89,16 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Pa
     again = run_in_child(*argv)
     assert again.code == 1
     assert (folder / f"{key}={model}s" / OUTPUT).stat().st_size > before
-    assert steps(folder / f"{key}={model}") == [good["total_steps"]], "what has finished is left alone"
+    assert validations_of(folder / f"{key}={model}") == [good["total_steps"]], (
+        "what has finished is left alone"
+    )
 
 
 @pytest.mark.parametrize(
     "argv", [["EXPERIMENT.SEED=0,1,2"], ["EXPERIMENT.SEED=0,1", "OPTIMIZER.LR=0.5"], ["TRAIN.EPOCHS=1"]]
 )
 def test_other_values_in_the_folder_of_a_sweep_are_refused(tmp_path: Path, run: Run, argv: list[str]) -> None:
-    planned = read([*TINY, "EXPERIMENT.SEED=0,1"])
-    assert isinstance(planned, tuple)
-    planned[1].write()
-    planned[1].write()  # the same again
+    planned_sweep(*TINY, "EXPERIMENT.SEED=0,1").write()  # the same again
     words = ("train" if "TRAIN.EPOCHS=1" in argv else "sweep", *TINY, *argv)
     refused = run(*words)
     assert refused.code == 2
@@ -124,10 +108,7 @@ def test_other_values_in_the_folder_of_a_sweep_are_refused(tmp_path: Path, run: 
 
 def test_a_sweep_is_known_by_its_file(tmp_path: Path, run: Run) -> None:
     """Renamed it goes on, in its place a worker ends, and without the file its runs are nobody's."""
-    planned = read([*TINY, "EXPERIMENT.SEED=0,1"])
-    assert isinstance(planned, tuple)
-    sweep = planned[1]
-    sweep.write()
+    sweep = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     claim = Claim(sweep.folder / "EXPERIMENT.SEED=0")
     claim.begin()
     claim.release()
@@ -135,15 +116,11 @@ def test_a_sweep_is_known_by_its_file(tmp_path: Path, run: Run) -> None:
     renamed = sweep.folder.rename(sweep.folder.with_name("renamed"))
     with pytest.raises(LostFolderError):
         sweep.check_is_there()
-    other = read([*TINY, "EXPERIMENT.SEED=0,1"])
-    assert isinstance(other, tuple)
-    other[1].write()
+    planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     with pytest.raises(LostFolderError):
         sweep.check_is_there()
-    again = read([*TINY, "EXPERIMENT.SEED=0,1", "EXPERIMENT.NAME=renamed"])
-    assert isinstance(again, tuple)
-    again[1].write()
-    assert again[1].id == Sweep.read(renamed).id
+    again = planned_sweep(*TINY, "EXPERIMENT.SEED=0,1", "EXPERIMENT.NAME=renamed")
+    assert again.id == Sweep.read(renamed).id
     (renamed / "sweep.json").unlink()
     refused = run("sweep", *TINY, "EXPERIMENT.SEED=0,1", "EXPERIMENT.NAME=renamed")
     assert (refused.code, "sweep.json" in refused.err) == (2, True)
@@ -211,47 +188,6 @@ def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(
     assert [times_begun(one) for one in begun] == [1, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_sweep_that_is_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    """Of the processes of the sweep, a worker or a run is killed; workers are started in their place."""
-    argv = ("sweep", *TINY, "TRAIN.EPOCHS=60", "EXPERIMENT.SEED=range(0,8)", "--jobs", "2")
-    folder, chance = tmp_path / "runs/tiny", random.Random(0)
-    workers = [start(tmp_path, *argv)]
-    num_kills = 0
-    while num_kills < 20:
-        victims = [
-            process
-            for process in psutil.process_iter()
-            if _is_of(process, str(tmp_path)) and process.pid != workers[0].pid
-        ]
-        if victims:
-            with suppress(psutil.Error):
-                chance.choice(victims).kill()
-                num_kills += 1
-        states = [read_state(one).status for one in folder.glob("EXPERIMENT*")]
-        if states.count("finished") == 8:
-            break
-        if not victims:
-            workers.append(start(tmp_path, "work", "runs/tiny"))
-        time.sleep(chance.uniform(0, 1))
-    for worker in workers:
-        worker.wait(600)
-    assert num_kills == 20, "the sweep was too fast for the kills"
-    assert start(tmp_path, *argv).wait(900) == 0, log_of(tmp_path)
-    assert start(tmp_path, *argv, "EXPERIMENT.NAME=calm").wait(900) == 0
-    assert metrics_of(folder) == metrics_of(tmp_path / "runs/calm")
-    for one in folder.glob("EXPERIMENT*"):
-        assert len(steps(one)) == 60
-        assert json.loads((one / "run.json").read_text())["ended"]["exit_code"] == 0
-
-
-def _is_of(process: psutil.Process, folder: str) -> bool:
-    with suppress(psutil.Error):
-        return process.cwd() == folder and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize("how", ["renamed", "deleted"])
 def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(tmp_path: Path, how: str) -> None:
@@ -271,7 +207,7 @@ def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(tmp_path: P
         assert second.wait(100) == 0, log_of(tmp_path)
     assert "renamed or deleted" in log_of(tmp_path)
     assert read_state(folder).status == "finished"
-    assert len(steps(folder)) == 3
+    assert len(validations_of(folder)) == 3
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "tiny"] == (
         ["away"] if how == "renamed" else []
     )
@@ -281,9 +217,7 @@ def test_a_worker_takes_only_what_nobody_has(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of another machine is left to it; nothing is trained here."""
-    planned = read([*TINY, "EXPERIMENT.SEED=0,1"])
-    assert isinstance(planned, tuple)
-    planned[1].write()
+    planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
     mine = Claim(tmp_path / "runs/tiny/EXPERIMENT.SEED=0")
     other = tmp_path / "runs/tiny/EXPERIMENT.SEED=1" / CLAIMS
     other.mkdir(parents=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,8 +13,6 @@ import pytest
 import torch
 
 from linnaeus.cli.analyze.options import read
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
 from tests.helpers.ledger import held_bytes
 from tests.helpers.predictions import MEASURED, MIB, NARROW, SVG, content_of
 from tests.helpers.runs import Run
@@ -110,7 +106,6 @@ def check_breakdowns(found: dict[str, Any]) -> None:
 
 
 def check_svg(text: str, found: dict[str, Any]) -> None:
-    """Every fraction has a line that names its size."""
     labels = {"".join(text.itertext()).strip() for text in ElementTree.fromstring(text).iter(f"{SVG}text")}
     for row in found["results"]:
         assert f"{row['memory_fraction']:.0%}: {row['batch_size']}" in labels
@@ -169,23 +164,3 @@ def test_ctrl_c_keeps_what_has_been_measured(run: Run, tmp_path: Path) -> None:
     assert [trial["batch_size"] for trial in row["trials"]] == [16]
     assert (row["batch_size"], row["peak_bytes"]) == (16, row["trials"][0]["peak_bytes"])
     check_svg((tmp_path / "a.svg").read_text(), found)
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("name", "argv", "num_rows"),
-    [("analyze_batch_sizes", ["--fractions", "0.95"], 2), ("plan_batch_size", ["--sizes", "2"], 1)],
-)
-def test_the_tools_work_from_another_folder(
-    tmp_path: Path, name: str, argv: list[str], num_rows: int
-) -> None:
-    (tmp_path / "my_exp.yaml").write_text(
-        "MODEL: {NAME: test_resnet}\nDATA: {DATASET: {NAME: synthetic}, IMG_SIZE: 32}\n"
-        "EXPERIMENT: {DEVICE: cpu}\n"
-    )
-    tool = ROOT / f"tools/{name}.py"
-    done = forks.python(tool, "--cfg", "my_exp.yaml", *argv, "--max-bs", "4", cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert len(json.loads((tmp_path / "batch_sizes.json").read_text())["results"]) == num_rows
-    # A new interpreter finds the package too.
-    subprocess.run([sys.executable, str(tool), "--help"], cwd=tmp_path, capture_output=True, check=True)

@@ -1,5 +1,3 @@
-"""What `linnaeus analyze` and `linnaeus plan` say: mistakes of their command lines, and their reports."""
-
 from __future__ import annotations
 
 import re

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -114,29 +112,6 @@ def test_which_device_would_do() -> None:
         assert yaml_blocks(Analysis(rows=[row])) == ""
 
 
-def test_tables_for_programs(tmp_path: Path) -> None:
-    found = analysis_of(
-        *GROWING, "--gpu", "t4,l4", "--device-memory-gb", "0.5", "--fractions", "0.5",
-        "DATA.DATASET.length=31", "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=40",
-    )  # fmt: skip
-    found.save(tmp_path / "sizes.csv")
-    found.save(tmp_path / "sizes.jsonl")
-    tables: list[list[dict[str, Any]]] = [
-        list(csv.DictReader((tmp_path / "sizes.csv").read_text().splitlines())),
-        [json.loads(line) for line in (tmp_path / "sizes.jsonl").read_text().splitlines()],
-    ]
-    for rows in tables:
-        assert [(row["mode"], row["device"]) for row in rows] == [
-            (mode, device) for mode in ("train", "val") for device in ("t4", "l4", "0.5 GiB")
-        ]
-        assert [row["batch_size"] or None for row in rows[2:]] == [None] * 4
-        assert all("MIN_BATCH_SIZE_VAL" in row["reason"] for row in rows[3:])
-        assert rows[2]["reason"]
-        for row in rows[:2]:
-            assert int(row["safe_batch_size"]) == int(row["batch_size"]) == 31
-            assert not row["reason"]
-
-
 @pytest.mark.parametrize(
     ("argv", "size", "limited_by"),
     [
@@ -175,9 +150,6 @@ def test_without_options_it_is_this_machines_gpu() -> None:
     assert 0 < target.base_bytes < gpu.total_bytes
 
 
-# Remedies.
-
-
 def test_remedies() -> None:
     argv = ("--fractions", "0.9", "--modes", "train", "--max-bs", "64", "--remedies")
     (row,) = analysis_of(*IMAGES, *argv, "OPTIMIZER.KWARGS.eps=1e-6").rows
@@ -194,8 +166,6 @@ def test_remedies() -> None:
     saved = {name: remedy.saved_bytes or 0 for name, remedy in remedies.items()}
     assert saved["image_size"] > saved["gradient_checkpointing"] / 2
 
-
-# What of a run is in its traces.
 
 WIDTH = 16 * MIB
 """Bytes of one copy of the parameters, and of the buffers, of `Wide`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import random
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from linnaeus.cli.evaluate.options import read
 from linnaeus.main import cli
+from tests.helpers.datasets import write_image
 from tests.helpers.forks import ROOT, python
 from tests.helpers.runs import TORCHRUN, Run
+from tests.helpers.small_runs import lines_of
 
 FOLDERS = ("cats/lion", "cats/lynx", "dogs/fox", "dogs/wolf")
 TINY = (
@@ -32,16 +32,10 @@ BIRDS = (
 
 
 def write_images(folder: Path, classes: Iterable[str], num_images: int, seed: int = 0) -> Path:
-    """Images of 8 x 8 pixels of noise around a colour of their class, in a folder for each class."""
-    generator = random.Random(seed)
-    for name in classes:
-        (folder / name).mkdir(parents=True)
-        colour = random.Random(name).choices(range(256), k=3)
+    """Write so many images into a folder for each class."""
+    for position, name in enumerate(classes):
         for number in range(num_images):
-            noise = bytes(
-                min(255, max(0, value + generator.randint(-120, 120))) for _ in range(64) for value in colour
-            )
-            Image.frombytes("RGB", (8, 8), noise).save(folder / name / f"{number}.png")
+            write_image(folder / name / f"{number}.png", 1000 * seed + 100 * position + number)
     return folder
 
 
@@ -51,9 +45,7 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def logged(run_folder: Path) -> dict[str, float]:
-    """The figures of the last validation."""
-    lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
-    *_, last = (line for line in lines if line["split"] == "val")
+    last = lines_of(run_folder, "val")[-1]
     return {name: value for name, value in last.items() if name not in ("step", "epoch", "split", "time")}
 
 
@@ -212,11 +204,7 @@ def test_a_size_that_autobatch_finds_evaluates_as_the_same_size_set_by_hand(
 
 
 def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
-    nodes = {
-        "DATA.DATASET": "tests.cli.tiny.Pairs",
-        "LOSS": "torch.nn.MSELoss",
-        "MODEL": "torch.nn.Linear",
-    }
+    nodes = {"DATA.DATASET": "tests.cli.tiny.Pairs", "LOSS": "torch.nn.MSELoss", "MODEL": "torch.nn.Linear"}
     targets = [f"{node}._target_={name}" for node, name in nodes.items()]
     assert run(*TINY, *targets, "MODEL.in_features=3", "MODEL.out_features=3").code == 0
     outcome = run("evaluate", "runs/tiny", "--checkpoint", "last")
@@ -224,16 +212,6 @@ def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
     found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
     assert found["metrics"] == logged(tmp_path / "runs/tiny")
     assert (found["logged"]["same"], found["levels"], found["classes"]) == (True, {}, [])
-
-
-@pytest.fixture
-def other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The configuration of a run, beside a checkpoint."""
-    folder = tmp_path / "runs/tiny"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text("TRAIN: {EPOCHS: 2}\n")
-    monkeypatch.chdir(tmp_path)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -246,8 +224,10 @@ def other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_dataset_of_another_kind_begins_with_the_defaults(
-    other_run: Path, own: str, typed: list[str], kept: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, typed: list[str], kept: bool
 ) -> None:
     argument = "TRAIN: mine.csv" if own.startswith("NAME") else "region: north"
-    (other_run / "config.yaml").write_text(f"DATA: {{DATASET: {{{own}, {argument}}}}}\n")
+    (tmp_path / "runs/tiny/checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/tiny/config.yaml").write_text(f"DATA: {{DATASET: {{{own}, {argument}}}}}\n")
     assert (argument in read(["runs/tiny", *typed, "--print-config"])) == kept
