@@ -45,14 +45,10 @@ T = TypeVar("T")
 logger = logging.getLogger("linnaeus.dist")
 
 _BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
-_CAUSE_S = 2.0
-"""How long a rank that has lost its connection to another one waits for the cause to be known."""
+_CAUSE_S = 1.0
+"""How long a rank that ends, perhaps because another one has died, waits for that to be known."""
 _ANSWER_S = 10.0
 """A store that has not answered for so long is not waited for."""
-_LAUNCHER_S = 0.5
-"""How long a rank that the launcher has ended looks for the death of another one, which is why it did."""
-_LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process")
-"""How backends say that another rank has gone. An error that only looks like it is told a little later."""
 _OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
 """How gloo and the store say that a collective has taken too long."""
 _LONG = "a collective has taken longer than"
@@ -103,10 +99,6 @@ class World:
         """Rank 0's value, on every rank. It must be picklable."""
         return value if self.control is None else self.control.broadcast(value)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank. They must be picklable."""
-        return [value] if self.control is None else self.control.gather(value)
-
     def on_main(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result on every rank."""
         return self.broadcast(function() if self.is_main else None)  # type: ignore[no-any-return]
@@ -120,8 +112,8 @@ class World:
         Raises:
             LinnaeusError: a fact differs; on every rank, with the facts, the rank and both values.
         """
-        found = first_difference(self.gather(dict(facts)))
-        if found is not None:
+        rows = [facts] if self.control is None else self.control.gather(dict(facts))
+        if (found := first_difference(rows)) is not None:
             rank, different = found
             listed = "; ".join(f"{name}: {main} and {other}" for name, (main, other) in different.items())
             raise LinnaeusError(
@@ -449,23 +441,18 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
 
 def _cause(control: ControlPlane, error: BaseException) -> tuple[Failure | None, bool]:
     """The failure behind an error, None if it is this rank's own; and whether no rank has failed before."""
-    is_lost = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
-    is_ended = isinstance(error, Interrupted) and error.signal == signal.SIGTERM
-    deadline = time.monotonic() + (_CAUSE_S if is_lost else _LAUNCHER_S if is_ended else 0.0)
-    while True:
-        failure = control.failure
-        if failure is not None and (failure.rank != control.rank or is_lost):
-            return failure, False
-        if (is_lost or is_ended) and (dead := control.dead_neighbours()):
-            dead_rank, doing = dead[0]
-            return Failure(dead_rank, f"its process died ({doing}), so the job ends"), True
-        if time.monotonic() >= deadline:
-            break
+    # Where another rank has died, backends raise a RuntimeError, and torchrun sends SIGTERM.
+    may_follow = isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
+    deadline = time.monotonic() + _CAUSE_S
+    while (failure := control.failure) is None and may_follow:
+        if (death := control.death()) is not None:
+            return death, True
+        may_follow = time.monotonic() < deadline
         time.sleep(0.05)
-    if isinstance(error, RuntimeError) and _OVERDUE.search(str(error)) is not None:
+    if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
         failure = control.declare_hang(control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})")
         return failure, failure.rank == control.rank
-    return None, failure is None
+    return failure, failure is None
 
 
 def _write_error_file(cause: Failure, error: BaseException | None = None) -> None:
@@ -498,16 +485,14 @@ def _rank_and_world_size() -> tuple[int, int]:
         ConfigError: it does not fit together.
     """
     told = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
-    rank, world_size, _ = numbers = [
-        int(text) if text.isdecimal() else -1 for text in list(told.values())[:3]
-    ]
-    if min(numbers) < 0 or not told["MASTER_ADDR"] or rank >= world_size:
-        listed = ", ".join(f"{name}={value or None}" for name, value in told.items())
-        raise ConfigError(
-            f"the environment says {listed}; RANK must lie below WORLD_SIZE, and the others say where rank 0 "
-            "is. torchrun sets them; unset RANK and WORLD_SIZE for a single process"
-        )
-    return rank, world_size
+    rank, world_size, port = (int(text) if text.isdecimal() else -1 for text in list(told.values())[:3])
+    if 0 <= rank < world_size and port >= 0 and told["MASTER_ADDR"]:
+        return rank, world_size
+    listed = ", ".join(f"{name}={value or None}" for name, value in told.items())
+    raise ConfigError(
+        f"the environment says {listed}; RANK must lie below WORLD_SIZE, and the others say where rank 0 "
+        "is. torchrun sets them; unset RANK and WORLD_SIZE for a single process"
+    )
 
 
 def _refuse_tasks_without_torchrun() -> None:

@@ -7,8 +7,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -52,14 +52,16 @@ def close_logging() -> None:
     logger = logging.getLogger(LOGGER_NAME)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # of lines that a full disk has not taken
+            handler.close()
 
 
 class RunFolder:
-    """The folder of a run, and the log of this process. Every rank must call the same methods.
+    """The folder of a run, with its claim and the log of this process, inside the context.
 
     Until `begin`, the run owns the folder by its claim only, which rank 0 holds: nothing of an earlier run is
-    touched, and the log goes to the console and is kept in memory for the file.
+    touched, and the log goes to the console and is kept in memory for the file. Every rank must enter the
+    context and call `begin`.
 
     Args:
         path: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
@@ -69,9 +71,11 @@ class RunFolder:
     Attributes:
         console: rank 0's console.
         has_begun: whether `begin` was called.
-        early_lines: keeps the log until then.
         claim: rank 0's; None on the other ranks.
         pruned: why a search ends the run; empty where it does not.
+
+    Raises:
+        ConfigError: on entering: the folder cannot be written to, or is in use; the same on every rank.
     """
 
     def __init__(self, path: Path, world: World, *, keep: bool) -> None:
@@ -81,14 +85,31 @@ class RunFolder:
         self.pruned = ""
         self._path, self._world, self._keep = path, world, keep
         self._new_folders: list[Path] = []
-        self.early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
+        self._early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
 
-    def take(self) -> None:
-        """On rank 0, claim the folder, which is made if there is none.
+    def __enter__(self) -> RunFolder:
+        set_up_logging(None, rank=self._world.rank, console=self.console).addHandler(self._early_lines)
+        try:
+            self._world.on_main(self._take)
+        except BaseException as error:  # also of another rank, while this one has the folder
+            self.__exit__(None, error, None)
+            raise
+        return self
 
-        Raises:
-            ConfigError: the folder cannot be written to, or is in use.
-        """
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
+            cause = error.__cause__ if isinstance(error, SystemExit) else error  # of a rank, which has told it
+            reason = " ".join(str(cause).split()) or type(cause).__name__
+            self.end(code if isinstance(code, int) else 1, reason)
+        close_logging()
+        if self.claim is not None:
+            self.claim.release()
+            with suppress(OSError):  # the run has written something
+                for folder in self._new_folders:
+                    folder.rmdir()
+
+    def _take(self) -> None:
         with suppress(OSError):  # which the claim says
             self._new_folders = [path for path in (self._path, *self._path.parents) if not path.exists()]
         self.claim = claim_run_folder(self._path)
@@ -112,10 +133,9 @@ class RunFolder:
         self.has_begun = True
         aside = self._world.on_main(self._begin)
         logger, handler = logging.getLogger(LOGGER_NAME), _file_handler(self._path / LOGS, self._world.rank)
-        self.early_lines.setTarget(handler)
-        self.early_lines.flush()
-        logger.removeHandler(self.early_lines)
-        self.early_lines.close()
+        self._early_lines.setTarget(handler)
+        self._early_lines.flush()
+        logger.removeHandler(self._early_lines)
         logger.addHandler(handler)
         if aside is not None:
             logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", aside)
@@ -134,66 +154,19 @@ class RunFolder:
         if self.claim is not None and self.has_begun:
             self.claim.end(exit_code, self.pruned or reason, pruned=bool(self.pruned))
 
-    def close(self) -> None:
-        """Close the log and release the folder; delete it if it is new and the run has written nothing."""
-        close_logging()
-        if self.claim is not None:
-            self.claim.release()
-            with suppress(OSError):  # not empty
-                for folder in self._new_folders:
-                    folder.rmdir()
-
-
-@contextmanager
-def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFolder]:
-    """The folder of a run, with its claim and its log until the context ends; arguments as for `RunFolder`.
-
-    Raises:
-        ConfigError: the folder cannot be written to, or is in use; the same on every rank.
-    """
-    folder = RunFolder(path, world, keep=keep)
-    try:
-        world.on_main(folder.take)
-        set_up_logging(None, rank=world.rank, console=folder.console).addHandler(folder.early_lines)
-        yield folder
-    except BaseException as error:
-        code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-        cause = error.__cause__ if isinstance(error, SystemExit) else error  # of a rank, which has told it
-        reason = " ".join(str(cause).split()) or type(cause).__name__
-        folder.end(code if isinstance(code, int) else 1, reason)
-        raise
-    finally:
-        folder.close()
-
 
 class _LogFile(logging.FileHandler):
     """A log file that is given up when it cannot be written, with one line on the console."""
 
-    _is_given_up = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self._is_given_up:
-            super().emit(record)
-
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
         error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self._give_up(error)
-        else:
+        if not isinstance(error, OSError):
             super().handleError(record)
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError as error:  # of lines that are still in memory
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        if not self._is_given_up:
-            self._is_given_up = True
-            path = Path(self.baseFilename)
-            reason = why_not_written(error, path.parent)
-            logging.getLogger("linnaeus.log").warning("%s ends here, it cannot be written: %s", path, reason)
+            return
+        self.addFilter(lambda record: False)
+        path = Path(self.baseFilename)
+        reason = why_not_written(error, path.parent)
+        logging.getLogger("linnaeus.log").warning("%s ends here, it cannot be written: %s", path, reason)
 
 
 def _file_handler(folder: Path, rank: int) -> logging.Handler:

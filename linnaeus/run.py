@@ -24,8 +24,8 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join
-from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
-from linnaeus.log import MetricsFile, RunFolder, open_run_folder
+from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, LOGS, METRICS, RESULT, write_text_atomically
+from linnaeus.log import MetricsFile, RunFolder
 from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.rng import seed_all, set_deterministic
@@ -34,7 +34,7 @@ from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import find_planned_sizes
 from linnaeus.sizing.report import device_environment, save_searches, summary
 from linnaeus.sizing.sizes import SizeSearch
-from linnaeus.tracking import Tracker, start_tracking
+from linnaeus.tracking import start_tracking
 from linnaeus.training.build import (
     Assembly,
     assemble,
@@ -76,7 +76,7 @@ def run(config: Config) -> FitResult:
         world.check_equal(configuration_facts(dataclasses.asdict(config)))
         check_before_data(config.MODEL, config.OPTIMIZER, train, world)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
-        folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
+        folder = stack.enter_context(RunFolder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(_checkpoints(path, train, world, folder))
         checkpoint = None
         if train.AUTO_RESUME:
@@ -121,17 +121,20 @@ def run(config: Config) -> FitResult:
             if folder.has_begun:
                 return
             folder.begin()
-            tracker = _tracker(config, plan, path, world, resume=checkpoint is not None)
-            trainer.tracker = stack.enter_context(tracker)
-            if world.is_main and TRIAL in os.environ:
-                from linnaeus.sweep.search import PruningTracker
-
-                trainer.tracker = PruningTracker(tracker, folder, stop, trainer)
-            trainer.checkpoint_extras["run"] = world.on_main(lambda: folder.claim and folder.claim.id)
+            run_id = trainer.checkpoint_extras["run"] = world.on_main(lambda: folder.claim and folder.claim.id)
             if folder.claim is not None:
+                tracker = start_tracking(
+                    experiment.WANDB, name=experiment.NAME, run_id=run_id, folder=path / LOGS,
+                    config={**dataclasses.asdict(config), "PLAN": plan.as_dict()},
+                )  # fmt: skip
+                trainer.tracker = stack.enter_context(tracker)
+                if TRIAL in os.environ:
+                    from linnaeus.sweep.search import PruningTracker
+
+                    trainer.tracker = PruningTracker(tracker, folder, stop, trainer)
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
-                save_config(config, path / CONFIG, {"RUN": folder.claim.id, **plan.as_dict()})
+                save_config(config, path / CONFIG, {"RUN": run_id, **plan.as_dict()})
                 write_text_atomically(
                     path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n"
                 )
@@ -170,13 +173,6 @@ def run(config: Config) -> FitResult:
             save_result(result, plan, path / RESULT, folder.claim.id)
             folder.end(0)
         return result
-
-
-def _tracker(config: Config, plan: BatchPlan, path: Path, world: World, *, resume: bool) -> Tracker:
-    return start_tracking(
-        config.EXPERIMENT.WANDB, name=config.EXPERIMENT.NAME, folder=path / "logs", resume=resume,
-        config={**dataclasses.asdict(config), "PLAN": plan.as_dict()}, enabled=world.is_main,
-    )  # fmt: skip
 
 
 def _schedule(config: Config, assembly: Assembly, plan: BatchPlan) -> Schedule:

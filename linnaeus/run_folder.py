@@ -3,8 +3,8 @@
 `run.json` names the run by an id, and says how it ended. Who has the folder is decided by the files
 `.claims/1`, `.claims/2`, ...: the last one counts. A claim is made at once and with its content, by linking a
 temporary file to the next number: that needs no locks and holds on network file systems. The next number is
-made when the holder of the last one has died, and when a worker hands its claim to the run that it starts, or
-gets it back. Who gives a claim up renames `.claims`, with the temporary files of those who are about to link.
+made when the holder of the last one has died. A worker shares its claim with the run that it starts. Who gives
+a claim up renames `.claims`, with the temporary files of those who are about to link.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ RUN = "run.json"
 CLAIMS = ".claims"
 RUN_FILES = (CONFIG, "model.json", METRICS, RESULT, AUTOBATCH, RUN)
 """Files that a run writes into its folder."""
-HANDED_OVER = "LINNAEUS_CLAIM"
-"""Environment variable of a run that a worker starts: the token of the claim that is handed over to it."""
+SHARED_CLAIM = "LINNAEUS_CLAIM"
+"""Environment variable of a run that a worker starts: the token of the worker's claim."""
 TRIAL = "LINNAEUS_TRIAL"
 """Environment variable of a run that a search has started: the sweep's folder and the number of the trial."""
 BEAT_S = 30.0
@@ -256,7 +256,7 @@ class Claim:
 
     Args:
         folder: of the run; made where there is none, in a folder that is there.
-        handed_over: token of a claim whose holder lets this process have the folder until `release`.
+        shared: token of a worker's claim, which this process then has too, and the worker gives up.
 
     Attributes:
         token: tells this claim from all others.
@@ -267,76 +267,46 @@ class Claim:
         OSError: it cannot be written to.
     """
 
-    def __init__(self, folder: Path, handed_over: str | None = None) -> None:
-        self.folder, self.token = folder, uuid.uuid4().hex
+    def __init__(self, folder: Path, shared: str | None = None) -> None:
+        self.folder, self.token = folder, shared or uuid.uuid4().hex
+        self._is_shared = shared is not None
         self._since = time.time()
-        self._content = {**asdict(Holder.this_process()), "token": self.token, "lender": handed_over}
-        self._lender: dict[str, Any] = {}
-        self._is_over = threading.Event()
-        self._take(self._check_free if handed_over is None else self._borrow)
+        if not self._is_shared:
+            self._take()
+        elif not self.is_mine:
+            raise FolderInUseError(f"EXPERIMENT.NAME: the worker of this run has lost {folder}")
         self._earlier = read_json(folder / RUN) or {}
         self.id: str = self._earlier.get("id") or uuid.uuid4().hex[:12]
+        self._is_over = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def _take(self, check: Callable[[dict[str, Any], float], None]) -> None:
+    def _take(self) -> None:
         """Make the next claim, as soon as nobody else makes one at the same moment."""
         for is_last in (*[False] * ATTEMPTS, True):
             try:
                 self.folder.mkdir(exist_ok=True)
                 (self.folder / CLAIMS).mkdir(exist_ok=True)
-                return self._link(self._content, check)
+                return self._link()
             except (FileExistsError, FileNotFoundError):  # made, or given up, by another process just now
                 if is_last:
                     raise
                 time.sleep(random.uniform(0, 0.1))
 
-    def _link(self, content: dict[str, Any], check: Callable[[dict[str, Any], float], None]) -> None:
-        """Make the next claim.
-
-        Args:
-            content: of its file.
-            check: raises if the last claim, which was touched so many seconds ago, must stay the last.
-        """
+    def _link(self) -> None:
+        """Make the next claim, unless the holder of the last one lives."""
         temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
         try:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
+            temporary.write_text(json.dumps({**asdict(Holder.this_process()), "token": self.token}))
             number, last, silent_s = _last_claim(self.folder, temporary.stat().st_mtime)  # the server's clock
-            if number:
-                check(last, silent_s)
+            holder = _holder(last)
+            if number and (holder.lives(silent_s) if holder is not None else silent_s < DEAD_S):
+                raise FolderInUseError(
+                    f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
+                    f"({holder or 'it does not say which'}); choose another name"
+                )
             link_new(temporary, self.folder / CLAIMS / str(number + 1))
         finally:
             temporary.unlink(missing_ok=True)
-
-    def _check_free(self, last: dict[str, Any], silent_s: float) -> None:
-        holder = _holder(last)
-        if holder.lives(silent_s) if holder is not None else silent_s < DEAD_S:
-            raise FolderInUseError(
-                f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
-                f"({holder or 'it does not say which'}); choose another name"
-            )
-
-    def _borrow(self, last: dict[str, Any], silent_s: float) -> None:
-        if last.get("token") != self._content["lender"]:
-            self._check_free(last, silent_s)
-            raise FolderInUseError(f"EXPERIMENT.NAME: the worker of this run has lost {self.folder}")
-        self._lender = last
-
-    def take_back(self) -> None:
-        """Have the folder again that was handed over, whether or not it was given back.
-
-        To be called when the process that it was handed over to has ended.
-
-        Raises:
-            FolderInUseError, FileExistsError: a third process has taken the folder.
-            OSError: it cannot be written to, or was renamed or deleted.
-        """
-
-        def check(last: dict[str, Any], silent_s: float) -> None:
-            if last.get("lender") != self.token:
-                self._check_free(last, silent_s)
-
-        if not self.is_mine:
-            self._link(self._content, check)
 
     def _beat(self) -> None:
         """Touch the claim, with the time of the file server."""
@@ -415,26 +385,11 @@ class Claim:
         content = {"id": self.id, **holder, "since": self._since, "seconds": seconds, "ended": ended}
         write_text_atomically(self.folder / RUN, json.dumps(content, indent=1) + "\n")
 
-    def move(self, folder: Path) -> None:
-        """Rename the folder, whose claim is given back.
-
-        Raises:
-            OSError: it cannot be renamed.
-        """
-        self.folder.rename(folder)
-        self.folder = folder
-        self.release()
-
     def release(self) -> None:
-        """Give the claim up, or back to a living worker; nothing happens the second time."""
+        """Give the claim up, unless a worker has it too; nothing happens the second time."""
         self._is_over.set()
         with suppress(OSError):  # renamed, deleted
-            if not self.is_mine:
-                return
-            lender = _holder(self._lender)
-            if lender is not None and lender.lives(0.0):
-                self._link(self._lender, lambda last, silent_s: None)
-            else:
+            if self.is_mine and not self._is_shared:
                 given_up = (self.folder / CLAIMS).rename(self.folder / f"{CLAIMS}.{self.token}")
                 shutil.rmtree(given_up)
 
@@ -445,7 +400,7 @@ def claim_run_folder(folder: Path) -> Claim:
     Raises:
         ConfigError: it cannot be made or written to, is in use, or is a sweep's.
     """
-    token = os.environ.pop(HANDED_OVER, None)  # once: not to what this process starts
+    token = os.environ.pop(SHARED_CLAIM, None)  # not with what this process starts
     try:
         if any((folder / name).exists() for name in (SWEEP, STUDY)):
             raise ConfigError(
@@ -476,7 +431,8 @@ def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
     names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
     aside = next(path for path in names if not path.exists())
     try:
-        claim.move(aside)
+        claim.folder = folder.rename(aside)
+        claim.release()
         return aside, Claim(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error

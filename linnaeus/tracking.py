@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -111,25 +110,18 @@ def _forget_service(exit_code: int) -> None:
 
 
 def start_tracking(
-    node: WandbConfig,
-    *,
-    name: str,
-    folder: Path,
-    config: Mapping[str, Any],
-    resume: bool,
-    enabled: bool = True,
+    node: WandbConfig, *, name: str, run_id: str, folder: Path, config: Mapping[str, Any]
 ) -> Tracker:
-    """Open the run's tracker.
+    """Open the run's tracker, on rank 0.
 
     Args:
         node: the node `EXPERIMENT.WANDB`.
         name: name of the run.
+        run_id: of the run; that of an earlier process continues its W&B run.
         folder: folder of W&B's own files.
         config: the resolved configuration.
-        resume: whether to continue the W&B run whose id is in the folder.
-        enabled: False on ranks other than 0.
     """
-    if not (enabled and node.ENABLED):
+    if not node.ENABLED:
         return Tracker()
     import wandb
 
@@ -138,7 +130,7 @@ def start_tracking(
     settings = wandb.Settings(console="off", silent=True, init_timeout=30)
     init = partial(
         wandb.init, project=node.PROJECT, entity=node.ENTITY, group=node.GROUP, tags=node.TAGS, name=name,
-        dir=str(folder), config=dict(config), id=_run_id(folder, resume), resume="allow", settings=settings,
+        dir=str(folder), config=dict(config), id=run_id, resume="allow", settings=settings,
     )  # fmt: skip
     if os.environ.get("WANDB_MODE", "online") != "online":  # set by the user
         return _WandbTracker(init())
@@ -160,13 +152,3 @@ def _has_credentials() -> bool:
     if "prompt" in inspect.signature(wandb.login).parameters:
         return bool(wandb.login(prompt=False, verify=False))
     return wandb.api.api_key is not None  # older clients
-
-
-def _run_id(folder: Path, resume: bool) -> str:
-    """The id of the W&B run, kept in a file so that a resumed run continues it."""
-    path = folder / "wandb_run_id"
-    if resume and path.is_file():
-        return path.read_text().strip()
-    run_id = secrets.token_hex(4)
-    path.write_text(run_id)
-    return run_id

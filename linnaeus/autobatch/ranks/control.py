@@ -114,7 +114,6 @@ class ControlPlane:
         doing: what this rank does, or a function that says it; part of its heartbeat.
         seen: the failure that the heartbeat has found; None while there is none.
         is_ending: whether this rank has met a failure and ends by itself.
-        on_look: called with each look, in the thread of the heartbeat and with the keys for it.
     """
 
     def __init__(
@@ -135,7 +134,6 @@ class ControlPlane:
         self.doing: str | Callable[[], str] = "starting"
         self.seen: Failure | None = None
         self.is_ending = False
-        self.on_look: Callable[[Keys], object] = lambda keys: None
         self.store, self.keys = store, Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
@@ -200,7 +198,6 @@ class ControlPlane:
             keys.put(f"beat/{self.rank}", _Beat(count, doing, _namespace(), os.getpid()))
 
     def _look_at_others(self, keys: Keys) -> None:
-        self.on_look(keys)
         self.seen = failure = keys.get("failure")
         if failure is None:
             self._look_for_silence(keys)
@@ -219,7 +216,7 @@ class ControlPlane:
             looks = looks + 1 if beat.count == last_count else 0
             self._watched[rank] = beat.count, looks
             if looks and beat.status() == psutil.STATUS_ZOMBIE:
-                keys.put_first("failure", Failure(rank, f"its process died ({beat.doing}), so the job ends"))
+                keys.put_first("failure", beat.death_of(rank))
             elif looks and looks % SILENCE_LOOKS == 0:
                 status, seconds = beat.status() or "on another machine", looks * BEAT_S
                 is_overdue = seconds >= self.limit_s
@@ -344,9 +341,10 @@ class ControlPlane:
         beats = map(self._beat_of, range(self.world_size))
         return [beat.pid for beat in beats if beat.is_on_this_machine()]
 
-    def dead_neighbours(self) -> list[tuple[int, str]]:
-        """Ranks of this machine whose process has ended without a failure, and what they were doing."""
-        return [(rank, self._beat_of(rank).doing) for rank in range(self.world_size) if self._is_dead(rank)]
+    def death(self) -> Failure | None:
+        """What is to be told of a rank of this machine that has died; None while all live."""
+        dead = (rank for rank in range(self.world_size) if self._is_dead(rank))
+        return next((self._beat_of(rank).death_of(rank) for rank in dead), None)
 
     def check(self) -> None:
         """Raise the failure of another rank, if there is one: what this rank does is in vain then."""
@@ -377,6 +375,10 @@ class _Beat:
 
     def is_on_this_machine(self) -> bool:
         return self.namespace == _namespace() != ""
+
+    def death_of(self, rank: int) -> Failure:
+        """What is told of the rank when its process has ended without a word."""
+        return Failure(rank, f"its process died ({self.doing}), so the job ends")
 
     def status(self) -> str:
         """The state of the process, as psutil calls it: a zombie once it has ended. Empty if unknown."""
