@@ -1,23 +1,20 @@
-"""Logging: rank 0 to the console, every rank to its own file, metrics to a JSONL file."""
+"""Logging: rank 0 to the console, every rank to its own file in the folder of a run."""
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 from linnaeus.console import is_interactive, make_console
-from linnaeus.files import LOGS, not_written, why_not_written, write_atomically
+from linnaeus.files import LOGS, not_written, why_not_written
 from linnaeus.run_folder import Claim, claim_run_folder, move_aside
 
 if TYPE_CHECKING:
@@ -98,10 +95,10 @@ class RunFolder:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-            cause = error.__cause__ if isinstance(error, SystemExit) else error  # of a rank, which has told it
-            reason = " ".join(str(cause).split()) or type(cause).__name__
-            self.end(code if isinstance(code, int) else 1, reason)
+            code, cause = getattr(error, "exit_code", 1), error
+            if isinstance(error, SystemExit) and error.__cause__ is not None:  # of a rank, which has told it
+                code, cause = error.code, error.__cause__
+            self.end(code, " ".join(str(cause).split()) or type(cause).__name__)
         close_logging()
         if self.claim is not None:
             self.claim.release()
@@ -123,15 +120,18 @@ class RunFolder:
         if self.claim is not None:
             self.claim.check()
 
-    def begin(self) -> None:
+    def begin(self) -> str:
         """Move an earlier run aside, and write the log to its file from now on.
+
+        Returns:
+            The run's id.
 
         Raises:
             ConfigError: see `move_aside`; the same on every rank.
             LostFolderError: see `check`; the same on every rank.
         """
         self.has_begun = True
-        aside = self._world.on_main(self._begin)
+        run_id, aside = self._world.on_main(self._begin)
         logger, handler = logging.getLogger(LOGGER_NAME), _file_handler(self._path / LOGS, self._world.rank)
         self._early_lines.setTarget(handler)
         self._early_lines.flush()
@@ -139,15 +139,16 @@ class RunFolder:
         logger.addHandler(handler)
         if aside is not None:
             logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", aside)
+        return run_id
 
-    def _begin(self) -> Path | None:
+    def _begin(self) -> tuple[str, Path | None]:
         assert self.claim is not None
         self.claim.check()
         aside = None
         if not self._keep:
             aside, self.claim = move_aside(self.claim)
         self.claim.begin()
-        return aside
+        return self.claim.id, aside
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
         """Write down how the run has ended, if it has begun."""
@@ -190,81 +191,3 @@ def _console_handler(console: Console) -> logging.Handler:
     handler.setLevel(logging.INFO)
     handler.addFilter(lambda record: not hasattr(record, "is_shown_elsewhere"))
     return handler
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, each with `step`, `epoch` (from 1), `split` and `time`.
-
-    Args:
-        path: the file; lines are appended. None writes nothing.
-        check: called before each line; raises where the folder is not the run's any more.
-        last_step: optimizer steps done so far. Lines of later steps are removed: a run that was killed after
-            its last checkpoint repeats these steps.
-        within_epoch: whether the validation after the last step is still to come; its line is removed too.
-
-    Lines that are no record, such as one that was cut off, are removed too.
-
-    Raises:
-        LinnaeusError: the file cannot be written, such as on a full disk.
-    """
-
-    def __init__(
-        self, path: Path | None, *, last_step: int = 0, within_epoch: bool = False,
-        check: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
-        def is_kept(line: bytes) -> bool:
-            step, split = _place(line)
-            return step < last_step or (step == last_step and not (within_epoch and split == "val"))
-
-        self._file: TextIO | None = None
-        self._check = check
-        if path is None:
-            return
-        self._path = path
-        try:
-            if path.exists():
-                kept = b"".join(line + b"\n" for line in path.read_bytes().splitlines() if is_kept(line))
-                write_atomically(path, lambda file: file.write(kept))
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise not_written(path, error) from error
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if self._file is not None:
-                self._file.close()
-        except OSError as error:
-            if kind is None:  # the exception under way is the one to report
-                raise not_written(self._path, error) from error
-
-    def write(self, *, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        """Append one line and flush it. Values that are not finite are written as null.
-
-        Raises:
-            LinnaeusError: the file cannot be written, such as on a full disk.
-        """
-        if self._file is None:
-            return
-        self._check()
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        record: dict[str, Any] = {"step": step, "epoch": epoch, "split": split, "time": time.time(), **finite}
-        try:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise not_written(self._path, error) from error
-
-
-def _place(line: bytes) -> tuple[float, str]:
-    """The `step` and the `split` of a line; step infinity for a line that is no record."""
-    try:
-        record = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return math.inf, ""
-    if not isinstance(record, dict):
-        return math.inf, ""
-    step, split = record.get("step"), record.get("split")
-    return (step, split) if type(step) is int and isinstance(split, str) else (math.inf, "")

@@ -3,8 +3,8 @@
 `run.json` names the run by an id, and says how it ended. Who has the folder is decided by the files
 `.claims/1`, `.claims/2`, ...: the last one counts. A claim is made at once and with its content, by linking a
 temporary file to the next number: that needs no locks and holds on network file systems. The next number is
-made when the holder of the last one has died. A worker shares its claim with the run that it starts. Who gives
-a claim up renames `.claims`, with the temporary files of those who are about to link.
+made when the holder of the last one has died. A worker shares its claim with the run that it starts. Who
+gives a claim up renames `.claims`, with the temporary files of those who are about to link.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path

@@ -16,8 +16,9 @@ import torch
 
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.log import SHOWN_ELSEWHERE, MetricsFile, RunFolder, close_logging, set_up_logging
+from linnaeus.log import SHOWN_ELSEWHERE, RunFolder, close_logging, set_up_logging
 from linnaeus.run_folder import Claim, claim_run_folder
+from linnaeus.training.metrics_file import MetricsFile
 from tests.helpers.consoles import plain_console
 
 ALONE = World(torch.device("cpu"))
