@@ -30,10 +30,9 @@ def make_console(*, stderr: bool = False) -> Console:
     Args:
         stderr: whether it writes to standard error, for a command whose result goes to standard output.
     """
-    file = sys.stderr if stderr else sys.stdout
-    console = Console(file=file, highlight=False)
+    console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
     if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=max(console.width, 120))
+        console.width = max(console.width, 120)
     return console
 
 

@@ -44,9 +44,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("linnaeus.dist")
 
-_BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
-_CAUSE_S = 1.0
-"""How long a rank that ends, perhaps because another one has died, waits for that to be known."""
+_CAUSE_S = 1.5
+"""How long a rank that ends, perhaps because another one has died, waits for a heartbeat to find that."""
 _ANSWER_S = 10.0
 """A store that has not answered for so long is not waited for."""
 _OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
@@ -150,18 +149,6 @@ class World:
             torch_dist.all_reduce(value)
             value /= self.world_size
         return value
-
-    def warm_up_collectives(self) -> None:
-        """Run each kind of collective that training uses, so that the backend allocates its buffers now.
-
-        NCCL connects an algorithm when it uses it first, and chooses it by kind and size.
-        """
-        if self.is_distributed and self.device.type != "cpu":
-            for num_bytes in (8, _BUCKET_BYTES):
-                values = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-                torch_dist.all_reduce(values)
-                torch_dist.broadcast(values, src=0)
-            torch_dist.all_gather([torch.empty_like(values[:8]) for _ in range(self.world_size)], values[:8])
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -420,10 +407,10 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
 
     It is printed first, then written to torchrun's error file and published, which may take `FAREWELL_S`.
     """
-    cause, is_first = None, True
+    cause = None
     with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
         if control is not None:
-            cause, is_first = _in_thread(partial(_cause, control, error), _ANSWER_S)
+            cause = _in_thread(partial(_cause, control, error), _ANSWER_S)
     is_ours = isinstance(error, LinnaeusError | Interrupted)
     if cause is None:
         message = str(error) if is_ours else f"{type(error).__name__}: {error}"
@@ -431,7 +418,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     if cause.is_hang or (cause.rank == rank and not is_ours):
         traceback.print_exception(error)
     _print(rank, cause.message if cause.rank == rank else f"rank {cause.rank}: {cause.message}")
-    if is_first:  # torchrun names the rank that tells it first
+    if cause.rank == rank:
         _write_error_file(cause, error)
     with suppress(torch_dist.DistError, TimeoutError):
         if control is not None:
@@ -439,20 +426,16 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     return cause.exit_code
 
 
-def _cause(control: ControlPlane, error: BaseException) -> tuple[Failure | None, bool]:
-    """The failure behind an error, None if it is this rank's own; and whether no rank has failed before."""
+def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
+    """The failure behind an error; None if it is this rank's own."""
     # Where another rank has died, backends raise a RuntimeError, and torchrun sends SIGTERM.
     may_follow = isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
-    deadline = time.monotonic() + _CAUSE_S
-    while (failure := control.failure) is None and may_follow:
-        if (death := control.death()) is not None:
-            return death, True
-        may_follow = time.monotonic() < deadline
+    deadline = time.monotonic() + (_CAUSE_S if may_follow else 0.0)
+    while (failure := control.failure) is None and time.monotonic() < deadline:
         time.sleep(0.05)
     if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
-        failure = control.declare_hang(control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})")
-        return failure, failure.rank == control.rank
-    return failure, failure is None
+        return control.declare_hang(control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})")
+    return failure
 
 
 def _write_error_file(cause: Failure, error: BaseException | None = None) -> None:

@@ -26,7 +26,6 @@ from linnaeus.run_folder import TRIAL, stopped_reason
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import find_planned_sizes, size_search
 from linnaeus.sizing.report import device_environment, save_searches, summary
-from linnaeus.tracking import start_tracking
 from linnaeus.training.build import assemble, built_facts, check_before_data, configuration_facts
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.ddp import wrap
@@ -37,6 +36,7 @@ from linnaeus.training.report import report_plan, report_result, report_start, s
 from linnaeus.training.resume import find_checkpoint, is_finished, resumed_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
+from linnaeus.training.tracking import start_tracking
 from linnaeus.training.trainer import FitResult, Trainer, TrainingProgress
 
 _RESUMED_WEIGHTS = "weights: those of this run's checkpoint, which replace any that MODEL names"

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from linnaeus.config.schema import WandbConfig
-from linnaeus.tracking import Tracker, start_tracking
+from linnaeus.training.tracking import Tracker, start_tracking
 from tests.helpers import forks
 from tests.helpers.forks import Outcome
 from tests.helpers.runs import wait_until
@@ -22,7 +22,7 @@ PROGRAM = """
 import logging
 from pathlib import Path
 from linnaeus.config.schema import WandbConfig
-from linnaeus.tracking import start_tracking
+from linnaeus.training.tracking import start_tracking
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 tracker = start_tracking(

@@ -26,7 +26,6 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, OutOfMemoryError, first_line
-from linnaeus.tracking import Tracker
 from linnaeus.training.accuracy import LossMeter, headline
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
@@ -37,6 +36,7 @@ from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
 from linnaeus.training.stop import StopAgreement
+from linnaeus.training.tracking import Tracker
 
 logger = logging.getLogger("linnaeus.trainer")
 

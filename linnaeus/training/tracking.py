@@ -13,7 +13,7 @@ from typing import Any
 
 from linnaeus.config.schema import WandbConfig
 
-logger = logging.getLogger("linnaeus.tracking")
+logger = logging.getLogger("linnaeus.training.tracking")
 
 
 class Tracker:
@@ -74,8 +74,11 @@ class _WandbTracker(Tracker):
         offline = self._run.settings.mode == "offline"
         with self._unless_lost():
             self._run.finish(exit_code=exit_code)
-        if self._is_lost:
-            _forget_service(exit_code)
+        if self._is_lost:  # it would speak to its ended process at exit, and print a traceback
+            import wandb
+
+            with self._unless_lost():
+                wandb.teardown(exit_code)
         if offline:
             logger.info("W&B recorded offline; upload with: wandb sync %s", folder)
 
@@ -85,28 +88,12 @@ class _WandbTracker(Tracker):
         try:
             yield
         except Exception as error:
-            if not _is_lost_service(error):
+            # The second class has no place that all versions of the client share.
+            if not isinstance(error, ConnectionError) and type(error).__name__ != "MailboxClosedError":
                 raise
             if not self._is_lost:
                 logger.warning("warning: W&B's process has ended (%s); it records no more of this run", error)
             self._is_lost = True
-
-
-def _is_lost_service(error: Exception) -> bool:
-    """Whether this is how the W&B client says that its own process has ended."""
-    # The second class has no place that all versions of the client share.
-    return isinstance(error, ConnectionError) or type(error).__name__ == "MailboxClosedError"
-
-
-def _forget_service(exit_code: int) -> None:
-    """Keep the client from speaking to its ended process at exit, where that prints a traceback."""
-    import wandb
-
-    try:
-        wandb.teardown(exit_code)
-    except Exception as error:
-        if not _is_lost_service(error):
-            raise
 
 
 def start_tracking(
