@@ -25,11 +25,7 @@ def is_interactive(console: Console) -> bool:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """The console for rank 0. Lines are not wrapped at 80 columns where the output is not a terminal.
-
-    Args:
-        stderr: whether it writes to standard error, for a command whose result goes to standard output.
-    """
+    """A console whose lines are not wrapped at 80 columns where the output is not a terminal."""
     console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 120)

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -59,13 +59,12 @@ class World:
 
     Objects that decide how a run goes on travel over the control plane, where waiting has no timeout and the
     failure of another rank is raised as a `LinnaeusError` with its message and exit code. During training,
-    sums and checkpoints use `host_group`.
+    sums and checkpoints use `host_group`. A single process has none of the following.
 
     Attributes:
-        device: where this rank computes.
-        control: the control plane; None if there are no other ranks.
-        host_group: gloo process group for tensors and objects on the host; None if there are no other ranks.
-        single_rank_group: process group with this rank as its only member; None if there are no other ranks.
+        control: the control plane.
+        host_group: gloo process group for tensors and objects on the host.
+        single_rank_group: process group with this rank as its only member.
     """
 
     device: torch.device
@@ -103,10 +102,7 @@ class World:
         return self.broadcast(function() if self.is_main else None)  # type: ignore[no-any-return]
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
-        """Compare facts that must be the same on every rank.
-
-        Args:
-            facts: a value that can be compared and pickled, by what it is, such as `training samples`.
+        """Compare facts, by names such as `training samples`, that must be the same on every rank.
 
         Raises:
             LinnaeusError: a fact differs; on every rank, with the facts, the rank and both values.
@@ -121,34 +117,23 @@ class World:
             )
 
     def gather_on_host(self, value: Any) -> list[Any] | None:
-        """The values of all ranks on rank 0, None on the others; a collective of the host group.
-
-        They must be picklable.
-        """
+        """The picklable values of all ranks on rank 0, None on the others; uses the host group."""
         if not self.is_distributed:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
         torch_dist.gather_object(value, values, dst=0, group=self.host_group)
         return values
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of a tensor on the CPU, which it overwrites; on every rank."""
+    def reduce(self, values: torch.Tensor, how: str = "SUM") -> torch.Tensor:
+        """The sum (or `MAX`, as in `ReduceOp`) over the ranks of a tensor, which it overwrites; on every rank."""
         if self.is_distributed:
-            torch_dist.all_reduce(values, group=self.host_group)
+            group = self.host_group if values.device.type == "cpu" else None
+            torch_dist.all_reduce(values, getattr(torch_dist.ReduceOp, how), group)
         return values
 
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The maximum over the ranks of a tensor on the CPU, which it overwrites; on every rank."""
-        if self.is_distributed:
-            torch_dist.all_reduce(values, torch_dist.ReduceOp.MAX, group=self.host_group)
-        return values
-
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks of a tensor on the device, which it overwrites; on every rank."""
-        if self.is_distributed:
-            torch_dist.all_reduce(value)
-            value /= self.world_size
-        return value
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks, as for `reduce`."""
+        return self.reduce(values) / self.world_size
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -165,8 +150,6 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(problem + "is not a torch device; use auto, cpu, cuda or cuda:0") from None
-    if device.type == "cpu":
-        return device
     if device.type == "cuda":
         count = torch.cuda.device_count()
         index = local_rank if device.index is None else device.index
@@ -175,9 +158,10 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
             remedy = "use cpu" if count == 0 else f"start at most {count} processes per node or use cpu"
             raise ConfigError(problem + f"needs device {index}, but this machine has {have}; {remedy}")
         return torch.device("cuda", index)
-    current = torch.accelerator.current_accelerator(check_available=True)
-    if current is None or current.type != device.type:
-        raise ConfigError(problem + "is not available on this machine; use auto or cpu")
+    if device.type != "cpu":
+        current = torch.accelerator.current_accelerator(check_available=True)
+        if current is None or current.type != device.type:
+            raise ConfigError(problem + "is not available on this machine; use auto or cpu")
     return device
 
 
@@ -186,10 +170,6 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
     """Join the process group that torchrun describes in the environment, if any, and leave it on exit.
 
     After an error it is not left: `destroy_process_group` may wait for ranks that wait for this one.
-
-    Args:
-        device_name: `EXPERIMENT.DEVICE`.
-        config: the DIST node. Its timeout is that of collectives; the batch-size search uses none to wait.
 
     Raises:
         ConfigError: this machine does not have the device, or tasks of SLURM run without torchrun.
@@ -207,21 +187,15 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
         yield World(device)
         return
     faulthandler.enable()
-    with errors_told_first(World(device, rank, world_size)):
+    world = World(device, rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    with errors_told_first(world):
         control = _meet(rank, world_size, config)
     with control:
-        with errors_told_first(World(device, rank, world_size, control=control)):
+        world = replace(world, control=control)
+        with errors_told_first(world):
             control.update("joining the process group")
             host_group, single_rank_group = _make_groups(device, control, config)
-        yield World(  # with `device_id`, torch would refuse the group of a single rank
-            device=device,
-            rank=rank,
-            world_size=world_size,
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            control=control,
-            host_group=host_group,
-            single_rank_group=single_rank_group,
-        )
+        yield replace(world, host_group=host_group, single_rank_group=single_rank_group)
         with suppress(torch_dist.DistError):  # the launcher, which hosts the store, may have ended
             control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
             control.collect(None)  # rank 0 leaves last: it may host the store
@@ -279,7 +253,7 @@ def _make_groups(
     def make() -> tuple[Any, torch_dist.ProcessGroup]:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index or 0)  # each thread has its own
-        torch_dist.init_process_group(
+        torch_dist.init_process_group(  # with `device_id`, torch would refuse the group of a single rank
             backend, store=control.store.clone(), timeout=timeout,
             rank=control.rank, world_size=control.world_size,
         )  # fmt: skip
@@ -333,14 +307,8 @@ def agree_on_attempt(
     restarts for itself. So each rank lays down a card, and rank 0 tells all cards that it has found; a rank
     joins as soon as its own card is among them. Rank 0's card is the name.
 
-    Args:
-        store: of the process group.
-        rank, world_size: this process, and the number of ranks.
-        limit_s: how long to wait for ranks that have not started yet.
-        clock: has the functions `monotonic` and `sleep`.
-
     Raises:
-        LinnaeusError: a rank has not come in time.
+        LinnaeusError: a rank has not come within `limit_s`.
     """
     keys = Keys(torch_dist.PrefixStore("linnaeus", store))
     card, told, others = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
@@ -481,9 +449,7 @@ def _rank_and_world_size() -> tuple[int, int]:
 def _refuse_tasks_without_torchrun() -> None:
     """Tasks that srun has started would all train the same run, side by side.
 
-    In a job with several tasks only srun's own have both variables with their number: the shell of sbatch or
-    salloc has the first one alone, or with 1 in the second one. A job that was submitted by a task of another
-    step has that step's number in the second one.
+    The shell of sbatch or salloc has no SLURM_STEP_NUM_TASKS, or 1, or that of the step that submitted it.
     """
     in_step = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
     if in_step > 1 and int(os.environ.get("SLURM_NTASKS") or in_step) > 1:

@@ -26,13 +26,7 @@ SHOWN_ELSEWHERE: Mapping[str, Any] = {"is_shown_elsewhere": True}
 
 
 def set_up_logging(folder: Path | None, *, rank: int, console: Console) -> logging.Logger:
-    """Send the package's log to the console (rank 0 only) and to `<folder>/rank<rank>.log`.
-
-    Args:
-        folder: folder of the log files; None writes no file.
-        rank: rank of this process.
-        console: rank 0's console.
-    """
+    """Send the package's log to rank 0's console, and to `<folder>/rank<rank>.log` if there is a folder."""
     logger = logging.getLogger(LOGGER_NAME)
     close_logging()
     logger.setLevel(logging.DEBUG)
@@ -127,8 +121,7 @@ class RunFolder:
             The run's id.
 
         Raises:
-            ConfigError: see `move_aside`; the same on every rank.
-            LostFolderError: see `check`; the same on every rank.
+            ConfigError, LostFolderError: see `move_aside` and `check`; the same on every rank.
         """
         self.has_begun = True
         run_id, aside = self._world.on_main(self._begin)

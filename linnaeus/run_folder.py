@@ -132,12 +132,7 @@ def own_job() -> str:
 
 
 def is_queued(job: str, *, now: bool = False) -> bool:
-    """Whether SLURM has a job, or one of an array's, in its queue; True where it does not answer.
-
-    Args:
-        job: its number.
-        now: ask again, whatever was answered before.
-    """
+    """Whether SLURM has a job, or one of an array's, in its queue; `now` asks anew. True if unknown."""
     if now:
         _queue.cache_clear()
     queue = _queue(int(time.monotonic() / QUEUE_S))
@@ -222,11 +217,6 @@ def _state_left(folder: Path) -> State:
         return State("finished", holder, 0, seconds=seconds)
     if written:
         return State("interrupted", holder, None, f"{holder or 'its process'} was killed", seconds)
-    # Not begun, or of an older version.
-    if any((folder / CHECKPOINTS).glob("*.pt")):
-        return State("interrupted")
-    if (folder / METRICS).exists():
-        return State("failed", reason="ended without a result and without a checkpoint")
     return State("not run")
 
 
@@ -239,10 +229,10 @@ def _holder(content: dict[str, Any]) -> Holder | None:
 
 def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
     """The number of a folder's last claim, its content, and the seconds since it was touched; 0 for none."""
+    claims = folder / CLAIMS
     try:
-        numbers = (int(path.name) for path in (folder / CLAIMS).iterdir() if path.name.isdecimal())
-        number = max(numbers, default=0)
-        path = folder / CLAIMS / str(number)
+        number = max((int(path.name) for path in claims.iterdir() if path.name.isdecimal()), default=0)
+        path = claims / str(number)
         return number, read_json(path) or {}, (now or time.time()) - path.stat().st_mtime
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
@@ -258,7 +248,6 @@ class Claim:
         shared: token of a worker's claim, which this process then has too, and the worker gives up.
 
     Attributes:
-        token: tells this claim from all others.
         id: the run's. `begin` writes it down.
 
     Raises:
@@ -367,10 +356,7 @@ class Claim:
     def end(self, exit_code: int, reason: str | None = None, *, pruned: bool = False) -> None:
         """Write down how the run has ended; nothing in a folder that is not this run's any more.
 
-        Args:
-            exit_code: of its process; negative for a signal.
-            reason: why it has not ended well.
-            pruned: whether a search has ended it.
+        The exit code is negative for a signal; the reason says why the run has not ended well.
         """
         seconds = (self._earlier.get("seconds") or 0.0) + time.time() - self._since
         ended = {"exit_code": exit_code, "reason": reason, **({"pruned": True} if pruned else {})}
@@ -415,9 +401,6 @@ def claim_run_folder(folder: Path) -> Claim:
 def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
     """Rename the folder of an earlier run, and claim a new one of its name.
 
-    Args:
-        claim: of the folder.
-
     Returns:
         The new path of the earlier run, None where there was none; and the claim of the folder.
 
@@ -461,12 +444,7 @@ _LAUNCHER = re.compile(r"[EWI]\d{4} [\d:.]+ .*torch/distributed/elastic/|srun: |
 
 
 def last_line(folder: Path, begin: int = 0) -> str:
-    """The last line that the run in a folder has written; empty before the first.
-
-    Args:
-        folder: the run's.
-        begin: where in its output to begin, in bytes.
-    """
+    """The last line in the output of a run, from byte `begin` on; empty before the first."""
     try:
         with (folder / OUTPUT).open("rb") as output:
             output.seek(max(output.seek(0, 2) - TAIL_BYTES, begin))

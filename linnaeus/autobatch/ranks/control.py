@@ -118,7 +118,6 @@ class ControlPlane:
         self.limit_s, self.limit_name = limit_s, limit_name
         self._doing: str | Callable[[], str] = "starting"
         self.seen: Failure | None = None
-        self._is_ending = False  # by itself
         self.store, self.keys = store, Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
@@ -127,7 +126,7 @@ class ControlPlane:
         self._counts = itertools.count()
         # For each rank that this one looks after: the count of its last heartbeat, and the looks since.
         self._watched = dict.fromkeys(range(1, world_size) if rank == 0 else range(1), (_GONE, 0))
-        self._looks_after_failure = 0
+        self._looks_after_failure, self._is_ending = 0, False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -147,8 +146,7 @@ class ControlPlane:
     @property
     def failure(self) -> Failure | None:
         """The first failure of the job, this rank's own included; None while there is none."""
-        found: Failure | None = self.keys.get("failure")
-        return found
+        return self.keys.get("failure")  # type: ignore[no-any-return]
 
     # --- heartbeat ---
 
@@ -168,8 +166,7 @@ class ControlPlane:
             return
         keys.put(f"read/{self.rank}", True)
         self._looks_after_failure += 1
-        is_abandoned = not self._is_ending and self._looks_after_failure > ABANDON_LOOKS
-        if self._end_process is not None and is_abandoned:
+        if self._end_process and not self._is_ending and self._looks_after_failure > ABANDON_LOOKS:
             self._end_process(failure)
 
     def _run(self) -> None:
@@ -205,12 +202,9 @@ class ControlPlane:
                     logger.warning("rank %d (%s): %s; waiting", self.name_of(rank), beat.doing, silence)
 
     def declare_hang(self, rank: int, why: str) -> Failure:
-        """Publish that a rank, or a collective that it takes part in, hangs, with what each rank did last.
+        """Publish that a rank, or its collective, hangs, with what each did last; return the first failure.
 
         Silent ranks of this launcher are aborted: faulthandler, where it is on, prints their stacks.
-
-        Returns:
-            The first failure of the job.
         """
         ranks: dict[str, list[str]] = {}
         for each in range(self.world_size):
@@ -239,8 +233,8 @@ class ControlPlane:
         Args:
             value: this rank's.
             limit_s: how long to wait for each of the others; None waits as long as they live.
-            on_wait: called about every second with the number that messages give to the rank that this one
-                waits for, and with what that one does.
+            on_wait: called about every second with the name of the rank that this one waits for, and with
+                what that one does.
 
         Raises:
             OverdueError: a rank takes longer than `limit_s`.
@@ -297,16 +291,16 @@ class ControlPlane:
     def fail(self, failure: Failure) -> Failure:
         """Publish a failure, unless there is one already, and return the first of the job.
 
-        It gives the others `FAREWELL_S` seconds to read it: the launcher ends them as soon as this process
-        exits.
+        The others have `FAREWELL_S` seconds to read it: the launcher ends them as soon as this process exits.
         """
         self._is_ending = True
         first: Failure = self.keys.put_first("failure", failure)
         self.keys.put(f"read/{self.rank}", True)
         deadline = self.clock.monotonic() + FAREWELL_S
         while self.clock.monotonic() < deadline:
-            readers = [rank for rank in range(self.world_size) if not self._is_dead(rank)]
-            if self.keys.exist([f"read/{rank}" for rank in readers]):
+            states = ((rank, self._beat_of(rank).status()) for rank in range(self.world_size))
+            alive = [rank for rank, state in states if state != psutil.STATUS_ZOMBIE]
+            if self.keys.exist([f"read/{rank}" for rank in alive]):
                 break
             self.clock.sleep(0.05)
         return first
@@ -325,10 +319,6 @@ class ControlPlane:
         if (failure := self.failure) is not None:
             self.keys.put(f"read/{self.rank}", True)
             raise ForeignFailureError(failure, self.name_of(failure.rank))
-
-    def _is_dead(self, rank: int) -> bool:
-        """Whether the process of a rank on this machine has ended."""
-        return rank != self.rank and self._beat_of(rank).status() == psutil.STATUS_ZOMBIE
 
     def _beat_of(self, rank: int) -> _Beat:
         return self.keys.get(f"beat/{rank}") or _Beat()
@@ -409,10 +399,8 @@ def group_of_this_rank(
 def first_difference(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
     """The first rank whose facts differ from those of rank 0, and both values of each that does."""
     for rank, row in enumerate(rows):
-        different = {
-            name: (value, row.get(name)) for name, value in rows[0].items() if row.get(name) != value
-        }
-        if different:
+        pairs = {name: (value, row.get(name)) for name, value in rows[0].items()}
+        if different := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
             return rank, different
     return None
 
