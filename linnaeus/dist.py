@@ -86,10 +86,7 @@ class World:
         return self.world_size > 1
 
     def update(self, doing: str | Callable[[], str]) -> None:
-        """Say what this rank does from now on; other ranks name it when this one fails or hangs.
-
-        A function is asked about every second, in another thread.
-        """
+        """Say what this rank does, for when it fails or hangs; a function is asked in another thread."""
         if self.control is not None:
             self.control.update(doing)
 
@@ -125,7 +122,7 @@ class World:
         return values
 
     def reduce(self, values: torch.Tensor, how: str = "SUM") -> torch.Tensor:
-        """The sum (or `MAX`, as in `ReduceOp`) over the ranks of a tensor, which it overwrites; on every rank."""
+        """The sum (or `MAX`, as in `ReduceOp`) of the tensors of all ranks, on each; it overwrites them."""
         if self.is_distributed:
             group = self.host_group if values.device.type == "cpu" else None
             torch_dist.all_reduce(values, getattr(torch_dist.ReduceOp, how), group)
@@ -169,7 +166,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 def join(device_name: str, config: DistConfig) -> Iterator[World]:
     """Join the process group that torchrun describes in the environment, if any, and leave it on exit.
 
-    After an error it is not left: `destroy_process_group` may wait for ranks that wait for this one.
+    After an error it is not left: that may wait for ranks that wait for this one.
 
     Raises:
         ConfigError: this machine does not have the device, or tasks of SLURM run without torchrun.

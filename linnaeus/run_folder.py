@@ -217,6 +217,10 @@ def _state_left(folder: Path) -> State:
         return State("finished", holder, 0, seconds=seconds)
     if written:
         return State("interrupted", holder, None, f"{holder or 'its process'} was killed", seconds)
+    if any((folder / CHECKPOINTS).glob("*.pt")):  # of an older version, which wrote no run.json
+        return State("interrupted")
+    if (folder / METRICS).exists():
+        return State("failed", reason="ended without a result and without a checkpoint")
     return State("not run")
 
 
@@ -245,7 +249,7 @@ class Claim:
 
     Args:
         folder: of the run; made where there is none, in a folder that is there.
-        shared: token of a worker's claim, which this process then has too, and the worker gives up.
+        shared: token of a worker's claim that this process has too; only the worker gives it up.
 
     Attributes:
         id: the run's. `begin` writes it down.
