@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,8 +15,8 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-REFRESH_S = 0.5
-"""Time between two refreshes of a `StatusLine`."""
+REFRESHES_PER_S = 2.0
+"""How often a `StatusLine` is drawn."""
 
 
 def is_interactive(console: Console) -> bool:
@@ -26,15 +25,10 @@ def is_interactive(console: Console) -> bool:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """The console for rank 0. Lines are not wrapped at 80 columns where the output is not a terminal.
-
-    Args:
-        stderr: whether it writes to standard error, for a command whose result goes to standard output.
-    """
-    file = sys.stderr if stderr else sys.stdout
-    console = Console(file=file, highlight=False)
+    """A console whose lines are not wrapped at 80 columns where the output is not a terminal."""
+    console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
     if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=max(console.width, 120))
+        console.width = max(console.width, 120)
     return console
 
 
@@ -88,54 +82,46 @@ class ProgressBar:
 class StatusLine:
     """The last line of a terminal: what is being done, and for how long. Elsewhere nothing is shown.
 
-    It is drawn by a thread of its own, which survives the memory cap of a trial.
-
     Args:
         console: rank 0's console; None shows nothing.
     """
 
     def __init__(self, console: Console | None) -> None:
-        self._console = console if console is not None and is_interactive(console) else None
         self._describe: Callable[[], str] = lambda: "starting"
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
-        self._ended = threading.Event()
+        self._live: Live | None = None
+        if console is not None and is_interactive(console):
+            self._live = _Live(
+                get_renderable=self._line, console=console, refresh_per_second=REFRESHES_PER_S, transient=True
+            )
 
     def __enter__(self) -> StatusLine:
-        if self._console is not None:
-            self._started = time.monotonic()
-            self._live = Live(
-                console=self._console, get_renderable=self._line, auto_refresh=False, transient=True
-            )
+        if self._live is not None:
             self._live.start(refresh=True)
-            self._thread = threading.Thread(target=self._keep_fresh, name="status line", daemon=True)
-            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console is not None:
-            self._ended.set()
-            self._thread.join()
+        if self._live is not None:
             self._live.stop()
 
     def update(self, text: str | Callable[[], str]) -> None:
         """Replace the text. A function is called at each refresh."""
         self._describe = text if callable(text) else lambda: text
-        self._refresh()
-
-    def _keep_fresh(self) -> None:
-        while not self._ended.wait(REFRESH_S):
-            self._refresh()
-
-    def _refresh(self) -> None:
-        if self._console is not None:
-            with suppress(MemoryError, OSError):  # OSError: the terminal has gone
-                self._live.refresh()
+        if self._live is not None:
+            self._live.refresh()
 
     def _line(self) -> Text:
         seconds = int(time.monotonic() - self._started)
-        line = Text(no_wrap=True, overflow="ellipsis")
-        spinner = self._spinner.render(time.monotonic())
-        line.append_text(spinner if isinstance(spinner, Text) else Text())
-        line.append(f" {seconds // 60}:{seconds % 60:02d} {self._describe()}")
-        return line
+        text = f" {seconds // 60}:{seconds % 60:02d} {self._describe()}"
+        frame = self._spinner.render(time.monotonic())
+        assert isinstance(frame, Text)
+        return Text.assemble(frame, text, no_wrap=True, overflow="ellipsis")
+
+
+class _Live(Live):
+    """Survives the memory cap of a trial, which applies to its thread too, and the end of the terminal."""
+
+    def refresh(self) -> None:
+        with suppress(MemoryError, OSError):
+            super().refresh()

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -44,15 +44,10 @@ T = TypeVar("T")
 
 logger = logging.getLogger("linnaeus.dist")
 
-_BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
-_CAUSE_S = 2.0
-"""How long a rank that has lost its connection to another one waits for the cause to be known."""
+_CAUSE_S = 1.5
+"""How long a rank that ends, perhaps because another one has died, waits for a heartbeat to find that."""
 _ANSWER_S = 10.0
 """A store that has not answered for so long is not waited for."""
-_LAUNCHER_S = 0.5
-"""How long a rank that the launcher has ended looks for the death of another one, which is why it did."""
-_LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process")
-"""How backends say that another rank has gone. An error that only looks like it is told a little later."""
 _OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
 """How gloo and the store say that a collective has taken too long."""
 _LONG = "a collective has taken longer than"
@@ -64,13 +59,12 @@ class World:
 
     Objects that decide how a run goes on travel over the control plane, where waiting has no timeout and the
     failure of another rank is raised as a `LinnaeusError` with its message and exit code. During training,
-    sums and checkpoints use `host_group`.
+    sums and checkpoints use `host_group`. A single process has none of the following.
 
     Attributes:
-        device: where this rank computes.
-        control: the control plane; None if there are no other ranks.
-        host_group: gloo process group for tensors and objects on the host; None if there are no other ranks.
-        single_rank_group: process group with this rank as its only member; None if there are no other ranks.
+        control: the control plane.
+        host_group: gloo process group for tensors and objects on the host.
+        single_rank_group: process group with this rank as its only member.
     """
 
     device: torch.device
@@ -92,10 +86,7 @@ class World:
         return self.world_size > 1
 
     def update(self, doing: str | Callable[[], str]) -> None:
-        """Say what this rank does from now on; other ranks name it when this one fails or hangs.
-
-        A function is asked about every second, in another thread.
-        """
+        """Say what this rank does, for when it fails or hangs; a function is asked in another thread."""
         if self.control is not None:
             self.control.update(doing)
 
@@ -103,25 +94,18 @@ class World:
         """Rank 0's value, on every rank. It must be picklable."""
         return value if self.control is None else self.control.broadcast(value)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank. They must be picklable."""
-        return [value] if self.control is None else self.control.gather(value)
-
     def on_main(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result on every rank."""
         return self.broadcast(function() if self.is_main else None)  # type: ignore[no-any-return]
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
-        """Compare facts that must be the same on every rank.
-
-        Args:
-            facts: a value that can be compared and pickled, by what it is, such as `training samples`.
+        """Compare facts, by names such as `training samples`, that must be the same on every rank.
 
         Raises:
             LinnaeusError: a fact differs; on every rank, with the facts, the rank and both values.
         """
-        found = first_difference(self.gather(dict(facts)))
-        if found is not None:
+        rows = [facts] if self.control is None else self.control.gather(dict(facts))
+        if (found := first_difference(rows)) is not None:
             rank, different = found
             listed = "; ".join(f"{name}: {main} and {other}" for name, (main, other) in different.items())
             raise LinnaeusError(
@@ -130,46 +114,23 @@ class World:
             )
 
     def gather_on_host(self, value: Any) -> list[Any] | None:
-        """The values of all ranks on rank 0, None on the others; a collective of the host group.
-
-        They must be picklable.
-        """
+        """The picklable values of all ranks on rank 0, None on the others; uses the host group."""
         if not self.is_distributed:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
         torch_dist.gather_object(value, values, dst=0, group=self.host_group)
         return values
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of a tensor on the CPU, which it overwrites; on every rank."""
+    def reduce(self, values: torch.Tensor, how: str = "SUM") -> torch.Tensor:
+        """The sum (or `MAX`, as in `ReduceOp`) of the tensors of all ranks, on each; it overwrites them."""
         if self.is_distributed:
-            torch_dist.all_reduce(values, group=self.host_group)
+            group = self.host_group if values.device.type == "cpu" else None
+            torch_dist.all_reduce(values, getattr(torch_dist.ReduceOp, how), group)
         return values
 
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The maximum over the ranks of a tensor on the CPU, which it overwrites; on every rank."""
-        if self.is_distributed:
-            torch_dist.all_reduce(values, torch_dist.ReduceOp.MAX, group=self.host_group)
-        return values
-
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks of a tensor on the device, which it overwrites; on every rank."""
-        if self.is_distributed:
-            torch_dist.all_reduce(value)
-            value /= self.world_size
-        return value
-
-    def warm_up_collectives(self) -> None:
-        """Run each kind of collective that training uses, so that the backend allocates its buffers now.
-
-        NCCL connects an algorithm when it uses it first, and chooses it by kind and size.
-        """
-        if self.is_distributed and self.device.type != "cpu":
-            for num_bytes in (8, _BUCKET_BYTES):
-                values = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-                torch_dist.all_reduce(values)
-                torch_dist.broadcast(values, src=0)
-            torch_dist.all_gather([torch.empty_like(values[:8]) for _ in range(self.world_size)], values[:8])
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks, as for `reduce`."""
+        return self.reduce(values) / self.world_size
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -186,8 +147,6 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(problem + "is not a torch device; use auto, cpu, cuda or cuda:0") from None
-    if device.type == "cpu":
-        return device
     if device.type == "cuda":
         count = torch.cuda.device_count()
         index = local_rank if device.index is None else device.index
@@ -196,9 +155,10 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
             remedy = "use cpu" if count == 0 else f"start at most {count} processes per node or use cpu"
             raise ConfigError(problem + f"needs device {index}, but this machine has {have}; {remedy}")
         return torch.device("cuda", index)
-    current = torch.accelerator.current_accelerator(check_available=True)
-    if current is None or current.type != device.type:
-        raise ConfigError(problem + "is not available on this machine; use auto or cpu")
+    if device.type != "cpu":
+        current = torch.accelerator.current_accelerator(check_available=True)
+        if current is None or current.type != device.type:
+            raise ConfigError(problem + "is not available on this machine; use auto or cpu")
     return device
 
 
@@ -206,11 +166,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 def join(device_name: str, config: DistConfig) -> Iterator[World]:
     """Join the process group that torchrun describes in the environment, if any, and leave it on exit.
 
-    After an error it is not left: `destroy_process_group` may wait for ranks that wait for this one.
-
-    Args:
-        device_name: `EXPERIMENT.DEVICE`.
-        config: the DIST node. Its timeout is that of collectives; the batch-size search uses none to wait.
+    After an error it is not left: that may wait for ranks that wait for this one.
 
     Raises:
         ConfigError: this machine does not have the device, or tasks of SLURM run without torchrun.
@@ -228,21 +184,15 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
         yield World(device)
         return
     faulthandler.enable()
-    with errors_told_first(World(device, rank, world_size)):
+    world = World(device, rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    with errors_told_first(world):
         control = _meet(rank, world_size, config)
     with control:
-        with errors_told_first(World(device, rank, world_size, control=control)):
+        world = replace(world, control=control)
+        with errors_told_first(world):
             control.update("joining the process group")
             host_group, single_rank_group = _make_groups(device, control, config)
-        yield World(  # with `device_id`, torch would refuse the group of a single rank
-            device=device,
-            rank=rank,
-            world_size=world_size,
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            control=control,
-            host_group=host_group,
-            single_rank_group=single_rank_group,
-        )
+        yield replace(world, host_group=host_group, single_rank_group=single_rank_group)
         with suppress(torch_dist.DistError):  # the launcher, which hosts the store, may have ended
             control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
             control.collect(None)  # rank 0 leaves last: it may host the store
@@ -300,7 +250,7 @@ def _make_groups(
     def make() -> tuple[Any, torch_dist.ProcessGroup]:
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index or 0)  # each thread has its own
-        torch_dist.init_process_group(
+        torch_dist.init_process_group(  # with `device_id`, torch would refuse the group of a single rank
             backend, store=control.store.clone(), timeout=timeout,
             rank=control.rank, world_size=control.world_size,
         )  # fmt: skip
@@ -354,14 +304,8 @@ def agree_on_attempt(
     restarts for itself. So each rank lays down a card, and rank 0 tells all cards that it has found; a rank
     joins as soon as its own card is among them. Rank 0's card is the name.
 
-    Args:
-        store: of the process group.
-        rank, world_size: this process, and the number of ranks.
-        limit_s: how long to wait for ranks that have not started yet.
-        clock: has the functions `monotonic` and `sleep`.
-
     Raises:
-        LinnaeusError: a rank has not come in time.
+        LinnaeusError: a rank has not come within `limit_s`.
     """
     keys = Keys(torch_dist.PrefixStore("linnaeus", store))
     card, told, others = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
@@ -428,10 +372,10 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
 
     It is printed first, then written to torchrun's error file and published, which may take `FAREWELL_S`.
     """
-    cause, is_first = None, True
+    cause = None
     with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
         if control is not None:
-            cause, is_first = _in_thread(partial(_cause, control, error), _ANSWER_S)
+            cause = _in_thread(partial(_cause, control, error), _ANSWER_S)
     is_ours = isinstance(error, LinnaeusError | Interrupted)
     if cause is None:
         message = str(error) if is_ours else f"{type(error).__name__}: {error}"
@@ -439,7 +383,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     if cause.is_hang or (cause.rank == rank and not is_ours):
         traceback.print_exception(error)
     _print(rank, cause.message if cause.rank == rank else f"rank {cause.rank}: {cause.message}")
-    if is_first:  # torchrun names the rank that tells it first
+    if cause.rank == rank:
         _write_error_file(cause, error)
     with suppress(torch_dist.DistError, TimeoutError):
         if control is not None:
@@ -447,25 +391,16 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     return cause.exit_code
 
 
-def _cause(control: ControlPlane, error: BaseException) -> tuple[Failure | None, bool]:
-    """The failure behind an error, None if it is this rank's own; and whether no rank has failed before."""
-    is_lost = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
-    is_ended = isinstance(error, Interrupted) and error.signal == signal.SIGTERM
-    deadline = time.monotonic() + (_CAUSE_S if is_lost else _LAUNCHER_S if is_ended else 0.0)
-    while True:
-        failure = control.failure
-        if failure is not None and (failure.rank != control.rank or is_lost):
-            return failure, False
-        if (is_lost or is_ended) and (dead := control.dead_neighbours()):
-            dead_rank, doing = dead[0]
-            return Failure(dead_rank, f"its process died ({doing}), so the job ends"), True
-        if time.monotonic() >= deadline:
-            break
+def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
+    """The failure behind an error; None if it is this rank's own."""
+    # Where another rank has died, backends raise a RuntimeError, and torchrun sends SIGTERM.
+    may_follow = isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
+    deadline = time.monotonic() + (_CAUSE_S if may_follow else 0.0)
+    while (failure := control.failure) is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    if isinstance(error, RuntimeError) and _OVERDUE.search(str(error)) is not None:
-        failure = control.declare_hang(control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})")
-        return failure, failure.rank == control.rank
-    return None, failure is None
+    if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
+        return control.declare_hang(control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})")
+    return failure
 
 
 def _write_error_file(cause: Failure, error: BaseException | None = None) -> None:
@@ -498,24 +433,20 @@ def _rank_and_world_size() -> tuple[int, int]:
         ConfigError: it does not fit together.
     """
     told = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
-    rank, world_size, _ = numbers = [
-        int(text) if text.isdecimal() else -1 for text in list(told.values())[:3]
-    ]
-    if min(numbers) < 0 or not told["MASTER_ADDR"] or rank >= world_size:
-        listed = ", ".join(f"{name}={value or None}" for name, value in told.items())
-        raise ConfigError(
-            f"the environment says {listed}; RANK must lie below WORLD_SIZE, and the others say where rank 0 "
-            "is. torchrun sets them; unset RANK and WORLD_SIZE for a single process"
-        )
-    return rank, world_size
+    rank, world_size, port = (int(text) if text.isdecimal() else -1 for text in list(told.values())[:3])
+    if 0 <= rank < world_size and port >= 0 and told["MASTER_ADDR"]:
+        return rank, world_size
+    listed = ", ".join(f"{name}={value or None}" for name, value in told.items())
+    raise ConfigError(
+        f"the environment says {listed}; RANK must lie below WORLD_SIZE, and the others say where rank 0 "
+        "is. torchrun sets them; unset RANK and WORLD_SIZE for a single process"
+    )
 
 
 def _refuse_tasks_without_torchrun() -> None:
     """Tasks that srun has started would all train the same run, side by side.
 
-    In a job with several tasks only srun's own have both variables with their number: the shell of sbatch or
-    salloc has the first one alone, or with 1 in the second one. A job that was submitted by a task of another
-    step has that step's number in the second one.
+    The shell of sbatch or salloc has no SLURM_STEP_NUM_TASKS, or 1, or that of the step that submitted it.
     """
     in_step = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
     if in_step > 1 and int(os.environ.get("SLURM_NTASKS") or in_step) > 1:

@@ -14,10 +14,7 @@ from typing import Any, BinaryIO
 
 from linnaeus.errors import LinnaeusError
 
-LOGS = "logs"
-"""The folder of log files inside the folder of a run."""
-CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints inside the folder of a run."""
+LOGS, CHECKPOINTS = "logs", "checkpoints"
 CONFIG, METRICS, RESULT, AUTOBATCH = "config.yaml", "metrics.jsonl", "result.json", "autobatch.json"
 SWEEP, STUDY = "sweep.json", "study.journal"
 """The runs of a sweep, and the study of a search, in the folder of a sweep itself."""
@@ -62,17 +59,11 @@ class _File(io.BufferedWriter):
 
 
 def write_atomically(
-    path: Path,
-    write: Callable[[BinaryIO], object],
-    *,
-    before_replacing: Callable[[Path], object] | None = None,
+    path: Path, write: Callable[[BinaryIO], object], before_replacing: Callable[[Path], object] | None = None
 ) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to the disk and rename it to `path`.
 
-    Args:
-        path: the file to make or to replace.
-        write: writes the content.
-        before_replacing: called with the temporary file once it is whole.
+    `before_replacing` is called with the temporary file once it is whole.
 
     Raises:
         OSError: the file cannot be written; `path` is left unchanged.
@@ -96,13 +87,7 @@ def write_atomically(
 
 
 def why_not_written(error: OSError, folder: Path, num_bytes: int | None = None) -> str:
-    """Why a file cannot be written, in words; a full disk is called that.
-
-    Args:
-        error: what writing it raised.
-        folder: the folder of the file.
-        num_bytes: size of the file; None for one that is small.
-    """
+    """Why a file of a folder cannot be written; a full disk is called that, with the size of a large file."""
     if error.errno not in _FULL:
         return error.strerror or str(error)
     reason = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
@@ -121,8 +106,7 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Write `text` as UTF-8 with `write_atomically`.
 
     Raises:
-        LinnaeusError: the disk is full.
-        OSError: the file cannot be written for any other reason.
+        LinnaeusError, OSError: the disk is full; the file cannot be written for any other reason.
     """
     try:
         write_atomically(path, lambda file: file.write(text.encode()))

@@ -1,23 +1,20 @@
-"""Logging: rank 0 to the console, every rank to its own file, metrics to a JSONL file."""
+"""Logging: rank 0 to the console, every rank to its own file in the folder of a run."""
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 from linnaeus.console import is_interactive, make_console
-from linnaeus.files import LOGS, not_written, why_not_written, write_atomically
+from linnaeus.files import LOGS, not_written, why_not_written
 from linnaeus.run_folder import Claim, claim_run_folder, move_aside
 
 if TYPE_CHECKING:
@@ -29,13 +26,7 @@ SHOWN_ELSEWHERE: Mapping[str, Any] = {"is_shown_elsewhere": True}
 
 
 def set_up_logging(folder: Path | None, *, rank: int, console: Console) -> logging.Logger:
-    """Send the package's log to the console (rank 0 only) and to `<folder>/rank<rank>.log`.
-
-    Args:
-        folder: folder of the log files; None writes no file.
-        rank: rank of this process.
-        console: rank 0's console.
-    """
+    """Send the package's log to rank 0's console, and to `<folder>/rank<rank>.log` if there is a folder."""
     logger = logging.getLogger(LOGGER_NAME)
     close_logging()
     logger.setLevel(logging.DEBUG)
@@ -52,14 +43,16 @@ def close_logging() -> None:
     logger = logging.getLogger(LOGGER_NAME)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # of lines that a full disk has not taken
+            handler.close()
 
 
 class RunFolder:
-    """The folder of a run, and the log of this process. Every rank must call the same methods.
+    """The folder of a run, with its claim and the log of this process, inside the context.
 
     Until `begin`, the run owns the folder by its claim only, which rank 0 holds: nothing of an earlier run is
-    touched, and the log goes to the console and is kept in memory for the file.
+    touched, and the log goes to the console and is kept in memory for the file. Every rank must enter the
+    context and call `begin`.
 
     Args:
         path: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
@@ -69,9 +62,11 @@ class RunFolder:
     Attributes:
         console: rank 0's console.
         has_begun: whether `begin` was called.
-        early_lines: keeps the log until then.
         claim: rank 0's; None on the other ranks.
         pruned: why a search ends the run; empty where it does not.
+
+    Raises:
+        ConfigError: on entering: the folder cannot be written to, or is in use; the same on every rank.
     """
 
     def __init__(self, path: Path, world: World, *, keep: bool) -> None:
@@ -81,14 +76,31 @@ class RunFolder:
         self.pruned = ""
         self._path, self._world, self._keep = path, world, keep
         self._new_folders: list[Path] = []
-        self.early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
+        self._early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
 
-    def take(self) -> None:
-        """On rank 0, claim the folder, which is made if there is none.
+    def __enter__(self) -> RunFolder:
+        set_up_logging(None, rank=self._world.rank, console=self.console).addHandler(self._early_lines)
+        try:
+            self._world.on_main(self._take)
+        except BaseException as error:  # also of another rank, while this one has the folder
+            self.__exit__(None, error, None)
+            raise
+        return self
 
-        Raises:
-            ConfigError: the folder cannot be written to, or is in use.
-        """
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            code, cause = getattr(error, "exit_code", 1), error
+            if isinstance(error, SystemExit) and error.__cause__ is not None:  # of a rank, which has told it
+                code, cause = error.code, error.__cause__
+            self.end(code, " ".join(str(cause).split()) or type(cause).__name__)
+        close_logging()
+        if self.claim is not None:
+            self.claim.release()
+            with suppress(OSError):  # the run has written something
+                for folder in self._new_folders:
+                    folder.rmdir()
+
+    def _take(self) -> None:
         with suppress(OSError):  # which the claim says
             self._new_folders = [path for path in (self._path, *self._path.parents) if not path.exists()]
         self.claim = claim_run_folder(self._path)
@@ -102,98 +114,53 @@ class RunFolder:
         if self.claim is not None:
             self.claim.check()
 
-    def begin(self) -> None:
+    def begin(self) -> str:
         """Move an earlier run aside, and write the log to its file from now on.
 
+        Returns:
+            The run's id.
+
         Raises:
-            ConfigError: see `move_aside`; the same on every rank.
-            LostFolderError: see `check`; the same on every rank.
+            ConfigError, LostFolderError: see `move_aside` and `check`; the same on every rank.
         """
         self.has_begun = True
-        aside = self._world.on_main(self._begin)
+        run_id, aside = self._world.on_main(self._begin)
         logger, handler = logging.getLogger(LOGGER_NAME), _file_handler(self._path / LOGS, self._world.rank)
-        self.early_lines.setTarget(handler)
-        self.early_lines.flush()
-        logger.removeHandler(self.early_lines)
-        self.early_lines.close()
+        self._early_lines.setTarget(handler)
+        self._early_lines.flush()
+        logger.removeHandler(self._early_lines)
         logger.addHandler(handler)
         if aside is not None:
             logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", aside)
+        return run_id
 
-    def _begin(self) -> Path | None:
+    def _begin(self) -> tuple[str, Path | None]:
         assert self.claim is not None
         self.claim.check()
         aside = None
         if not self._keep:
             aside, self.claim = move_aside(self.claim)
         self.claim.begin()
-        return aside
+        return self.claim.id, aside
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
         """Write down how the run has ended, if it has begun."""
         if self.claim is not None and self.has_begun:
             self.claim.end(exit_code, self.pruned or reason, pruned=bool(self.pruned))
 
-    def close(self) -> None:
-        """Close the log and release the folder; delete it if it is new and the run has written nothing."""
-        close_logging()
-        if self.claim is not None:
-            self.claim.release()
-            with suppress(OSError):  # not empty
-                for folder in self._new_folders:
-                    folder.rmdir()
-
-
-@contextmanager
-def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFolder]:
-    """The folder of a run, with its claim and its log until the context ends; arguments as for `RunFolder`.
-
-    Raises:
-        ConfigError: the folder cannot be written to, or is in use; the same on every rank.
-    """
-    folder = RunFolder(path, world, keep=keep)
-    try:
-        world.on_main(folder.take)
-        set_up_logging(None, rank=world.rank, console=folder.console).addHandler(folder.early_lines)
-        yield folder
-    except BaseException as error:
-        code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
-        cause = error.__cause__ if isinstance(error, SystemExit) else error  # of a rank, which has told it
-        reason = " ".join(str(cause).split()) or type(cause).__name__
-        folder.end(code if isinstance(code, int) else 1, reason)
-        raise
-    finally:
-        folder.close()
-
 
 class _LogFile(logging.FileHandler):
     """A log file that is given up when it cannot be written, with one line on the console."""
 
-    _is_given_up = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self._is_given_up:
-            super().emit(record)
-
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
         error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self._give_up(error)
-        else:
+        if not isinstance(error, OSError):
             super().handleError(record)
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError as error:  # of lines that are still in memory
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        if not self._is_given_up:
-            self._is_given_up = True
-            path = Path(self.baseFilename)
-            reason = why_not_written(error, path.parent)
-            logging.getLogger("linnaeus.log").warning("%s ends here, it cannot be written: %s", path, reason)
+            return
+        self.addFilter(lambda record: False)
+        path = Path(self.baseFilename)
+        reason = why_not_written(error, path.parent)
+        logging.getLogger("linnaeus.log").warning("%s ends here, it cannot be written: %s", path, reason)
 
 
 def _file_handler(folder: Path, rank: int) -> logging.Handler:
@@ -217,81 +184,3 @@ def _console_handler(console: Console) -> logging.Handler:
     handler.setLevel(logging.INFO)
     handler.addFilter(lambda record: not hasattr(record, "is_shown_elsewhere"))
     return handler
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, each with `step`, `epoch` (from 1), `split` and `time`.
-
-    Args:
-        path: the file; lines are appended. None writes nothing.
-        check: called before each line; raises where the folder is not the run's any more.
-        last_step: optimizer steps done so far. Lines of later steps are removed: a run that was killed after
-            its last checkpoint repeats these steps.
-        within_epoch: whether the validation after the last step is still to come; its line is removed too.
-
-    Lines that are no record, such as one that was cut off, are removed too.
-
-    Raises:
-        LinnaeusError: the file cannot be written, such as on a full disk.
-    """
-
-    def __init__(
-        self, path: Path | None, *, last_step: int = 0, within_epoch: bool = False,
-        check: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
-        def is_kept(line: bytes) -> bool:
-            step, split = _place(line)
-            return step < last_step or (step == last_step and not (within_epoch and split == "val"))
-
-        self._file: TextIO | None = None
-        self._check = check
-        if path is None:
-            return
-        self._path = path
-        try:
-            if path.exists():
-                kept = b"".join(line + b"\n" for line in path.read_bytes().splitlines() if is_kept(line))
-                write_atomically(path, lambda file: file.write(kept))
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise not_written(path, error) from error
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if self._file is not None:
-                self._file.close()
-        except OSError as error:
-            if kind is None:  # the exception under way is the one to report
-                raise not_written(self._path, error) from error
-
-    def write(self, *, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        """Append one line and flush it. Values that are not finite are written as null.
-
-        Raises:
-            LinnaeusError: the file cannot be written, such as on a full disk.
-        """
-        if self._file is None:
-            return
-        self._check()
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        record: dict[str, Any] = {"step": step, "epoch": epoch, "split": split, "time": time.time(), **finite}
-        try:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise not_written(self._path, error) from error
-
-
-def _place(line: bytes) -> tuple[float, str]:
-    """The `step` and the `split` of a line; step infinity for a line that is no record."""
-    try:
-        record = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return math.inf, ""
-    if not isinstance(record, dict):
-        return math.inf, ""
-    step, split = record.get("step"), record.get("split")
-    return (step, split) if type(step) is int and isinstance(split, str) else (math.inf, "")

@@ -6,51 +6,37 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-
-from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.config.load import save_config, with_batch_sizes
-from linnaeus.config.schema import Config, TrainConfig
+from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar
-from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import Loaders, build_loaders
+from linnaeus.data.loader import build_loaders
 from linnaeus.data.mixing import mixed_epochs
-from linnaeus.dist import World, errors_told_first, join
-from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
-from linnaeus.log import MetricsFile, RunFolder, open_run_folder
+from linnaeus.dist import errors_told_first, join
+from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, LOGS, METRICS, RESULT, write_text_atomically
+from linnaeus.log import RunFolder
 from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.run_folder import TRIAL, stopped_reason
 from linnaeus.signals import StopRequest
-from linnaeus.sizing.planning import find_planned_sizes
+from linnaeus.sizing.planning import find_planned_sizes, size_search
 from linnaeus.sizing.report import device_environment, save_searches, summary
-from linnaeus.sizing.sizes import SizeSearch
-from linnaeus.tracking import Tracker, start_tracking
-from linnaeus.training.build import (
-    Assembly,
-    assemble,
-    built_facts,
-    check_before_data,
-    configuration_facts,
-    plan_facts,
-)
+from linnaeus.training.build import assemble, built_facts, check_before_data, configuration_facts
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.ddp import wrap
+from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.optim import scale_values
 from linnaeus.training.report import report_plan, report_result, report_start, save_result
-from linnaeus.training.resume import find_checkpoint, is_finished, plain_nodes
+from linnaeus.training.resume import find_checkpoint, is_finished, resumed_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
+from linnaeus.training.tracking import start_tracking
 from linnaeus.training.trainer import FitResult, Trainer, TrainingProgress
 
 _RESUMED_WEIGHTS = "weights: those of this run's checkpoint, which replace any that MODEL names"
@@ -76,11 +62,16 @@ def run(config: Config) -> FitResult:
         world.check_equal(configuration_facts(dataclasses.asdict(config)))
         check_before_data(config.MODEL, config.OPTIMIZER, train, world)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
-        folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
-        checkpoints = stack.enter_context(_checkpoints(path, train, world, folder))
+        folder = stack.enter_context(RunFolder(path, world, keep=train.AUTO_RESUME))
+        checkpoints = CheckpointFolder(
+            path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS,
+            background=world.device.type != "cpu",  # there the copy would take memory that AutoBatch counts
+        )  # fmt: skip
+        checkpoints.check = folder.check
+        stack.enter_context(checkpoints)
         checkpoint = None
         if train.AUTO_RESUME:
-            nodes = _resumed_nodes(config)
+            nodes = resumed_nodes(config)
             checkpoint = find_checkpoint(checkpoints, nodes, train.RESUME_WITH, experiment.NAME, world)
             if checkpoint is not None and folder.claim is not None:
                 folder.claim.check_id(checkpoint.content.get("run"), checkpoints.last)
@@ -103,11 +94,15 @@ def run(config: Config) -> FitResult:
         if world.is_main:
             weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
             report_start(config, (*data.report, weights, assembly.freezing.sentence, note))
-        search, plan_for = _size_search(config, data, assembly, world, folder.console)
+        search, plan_for = size_search(config, data, assembly, world, folder.console)
         sized = find_planned_sizes(search, plan_for, None if checkpoint is None else checkpoint.content)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
-        loaders = stack.enter_context(_loaders(config, data, plan, world))
+        loaders = build_loaders(
+            data, config.DATA, world, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
+            seed=seed, mixed_epochs=mixed_epochs(config.DATA.AUGMENT, train.EPOCHS),
+        )  # fmt: skip
+        stack.enter_context(loaders)
         probe = build_probe(train.NOISE_SCALE, assembly.model, assembly.scaler, plan)
         spec = ModelSpec.of(config.MODEL, data).as_dict()
 
@@ -120,18 +115,20 @@ def run(config: Config) -> FitResult:
             """Give the run its name and its files. What fails before the first step leaves nothing behind."""
             if folder.has_begun:
                 return
-            folder.begin()
-            tracker = _tracker(config, plan, path, world, resume=checkpoint is not None)
-            trainer.tracker = stack.enter_context(tracker)
-            if world.is_main and TRIAL in os.environ:
-                from linnaeus.sweep.search import PruningTracker
+            run_id = trainer.checkpoint_extras["run"] = folder.begin()
+            if world.is_main:
+                tracker = start_tracking(
+                    experiment.WANDB, name=experiment.NAME, run_id=run_id, folder=path / LOGS,
+                    config={**dataclasses.asdict(config), "PLAN": plan.as_dict()},
+                )  # fmt: skip
+                trainer.tracker = stack.enter_context(tracker)
+                if TRIAL in os.environ:
+                    from linnaeus.sweep.search import PruningTracker
 
-                trainer.tracker = PruningTracker(tracker, folder, stop, trainer)
-            trainer.checkpoint_extras["run"] = world.on_main(lambda: folder.claim and folder.claim.id)
-            if folder.claim is not None:
+                    trainer.tracker = PruningTracker(tracker, folder, stop, trainer)
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
-                save_config(config, path / CONFIG, {"RUN": folder.claim.id, **plan.as_dict()})
+                save_config(config, path / CONFIG, {"RUN": run_id, **plan.as_dict()})
                 write_text_atomically(
                     path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n"
                 )
@@ -145,12 +142,15 @@ def run(config: Config) -> FitResult:
             train, plan, world, assembly,
             loaders=loaders,
             train_step=dataclasses.replace(assembly.train_step, probe=probe),
-            schedule=_schedule(config, assembly, plan),
+            schedule=Schedule(
+                config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
+                warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
+            ),
             checkpoints=checkpoints,
             progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
             checkpoint_extras={
-                "config": _resumed_nodes(config), "model_spec": spec,
+                "config": resumed_nodes(config), "model_spec": spec,
                 "environment": device_environment(world.device), **sized.as_dict(),
             },
             size_origins=sized.origins(config.DATA),
@@ -170,75 +170,3 @@ def run(config: Config) -> FitResult:
             save_result(result, plan, path / RESULT, folder.claim.id)
             folder.end(0)
         return result
-
-
-def _tracker(config: Config, plan: BatchPlan, path: Path, world: World, *, resume: bool) -> Tracker:
-    return start_tracking(
-        config.EXPERIMENT.WANDB, name=config.EXPERIMENT.NAME, folder=path / "logs", resume=resume,
-        config={**dataclasses.asdict(config), "PLAN": plan.as_dict()}, enabled=world.is_main,
-    )  # fmt: skip
-
-
-def _schedule(config: Config, assembly: Assembly, plan: BatchPlan) -> Schedule:
-    return Schedule(
-        config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
-        warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
-    )  # fmt: skip
-
-
-def _checkpoints(path: Path, train: TrainConfig, world: World, folder: RunFolder) -> CheckpointFolder:
-    is_background = world.device.type != "cpu"  # on the CPU the copy would take memory that AutoBatch counts
-    checkpoints = CheckpointFolder(path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background)
-    checkpoints.check = folder.check
-    return checkpoints
-
-
-def _resumed_nodes(config: Config) -> dict[str, Any]:
-    """The nodes that a checkpoint keeps, to be compared when the run is resumed."""
-    train, data = config.TRAIN, config.DATA
-    return plain_nodes(
-        MODEL=config.MODEL,
-        LOSS=config.LOSS,
-        OPTIMIZER=config.OPTIMIZER,
-        SCHEDULE=config.SCHEDULE,
-        EXPERIMENT={"SEED": config.EXPERIMENT.SEED},
-        TRAIN=_chosen(
-            train, "AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN", "UNFREEZE_EPOCH"
-        ),
-        DATA=_chosen(data, "DATASET", "AUGMENT", "SAMPLER", "IMG_SIZE", "CHANNELS"),
-    )
-
-
-def _chosen(node: Any, *keys: str) -> dict[str, Any]:
-    content = dataclasses.asdict(node)
-    return {key: content[key] for key in keys if key in content}
-
-
-def _size_search(
-    config: Config, data: DataBundle, assembly: Assembly, world: World, console: Console
-) -> tuple[SizeSearch, Callable[[int], BatchPlan]]:
-    """The search for batch sizes, and what makes the batch plan for a largest micro-batch size."""
-    train, autobatch, num_samples = config.TRAIN, config.DATA.AUTOBATCH, dataset_length(data.train)
-    largest = autobatch.MAX_BATCH_SIZE or num_samples if autobatch.ENABLED else config.DATA.BATCH_SIZE
-    sizes = {"max_micro_batch_size": largest, "world_size": world.world_size, "num_samples": num_samples}
-    facts = plan_facts(assembly, config.MODEL, train, **sizes)
-    search = SizeSearch(
-        config.DATA, train, data, assembly, world, config.EXPERIMENT.SEED,
-        max_samples_per_rank=max_samples_per_rank(train, facts),
-        find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS,
-        console=console if world.is_main else None,
-    )  # fmt: skip
-
-    def plan_for(size: int) -> BatchPlan:
-        name = "AUTOBATCH.MAX_BATCH_SIZE" if autobatch.ENABLED else "BATCH_SIZE"
-        fitting = dataclasses.replace(facts, max_micro_batch_size=size, batch_size_key=f"DATA.{name}")
-        return plan_batches(train, config.OPTIMIZER, config.SCHEDULE, fitting)
-
-    return search, plan_for
-
-
-def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) -> Loaders:
-    return build_loaders(
-        data, config.DATA, world, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
-        seed=config.EXPERIMENT.SEED, mixed_epochs=mixed_epochs(config.DATA.AUGMENT, config.TRAIN.EPOCHS),
-    )  # fmt: skip

@@ -3,8 +3,8 @@
 `run.json` names the run by an id, and says how it ended. Who has the folder is decided by the files
 `.claims/1`, `.claims/2`, ...: the last one counts. A claim is made at once and with its content, by linking a
 temporary file to the next number: that needs no locks and holds on network file systems. The next number is
-made when the holder of the last one has died, and when a worker hands its claim to the run that it starts, or
-gets it back. Who gives a claim up renames `.claims`, with the temporary files of those who are about to link.
+made when the holder of the last one has died. A worker shares its claim with the run that it starts. Who
+gives a claim up renames `.claims`, with the temporary files of those who are about to link.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -53,8 +52,8 @@ RUN = "run.json"
 CLAIMS = ".claims"
 RUN_FILES = (CONFIG, "model.json", METRICS, RESULT, AUTOBATCH, RUN)
 """Files that a run writes into its folder."""
-HANDED_OVER = "LINNAEUS_CLAIM"
-"""Environment variable of a run that a worker starts: the token of the claim that is handed over to it."""
+SHARED_CLAIM = "LINNAEUS_CLAIM"
+"""Environment variable of a run that a worker starts: the token of the worker's claim."""
 TRIAL = "LINNAEUS_TRIAL"
 """Environment variable of a run that a search has started: the sweep's folder and the number of the trial."""
 BEAT_S = 30.0
@@ -133,12 +132,7 @@ def own_job() -> str:
 
 
 def is_queued(job: str, *, now: bool = False) -> bool:
-    """Whether SLURM has a job, or one of an array's, in its queue; True where it does not answer.
-
-    Args:
-        job: its number.
-        now: ask again, whatever was answered before.
-    """
+    """Whether SLURM has a job, or one of an array's, in its queue; `now` asks anew. True if unknown."""
     if now:
         _queue.cache_clear()
     queue = _queue(int(time.monotonic() / QUEUE_S))
@@ -223,8 +217,7 @@ def _state_left(folder: Path) -> State:
         return State("finished", holder, 0, seconds=seconds)
     if written:
         return State("interrupted", holder, None, f"{holder or 'its process'} was killed", seconds)
-    # Not begun, or of an older version.
-    if any((folder / CHECKPOINTS).glob("*.pt")):
+    if any((folder / CHECKPOINTS).glob("*.pt")):  # of an older version, which wrote no run.json
         return State("interrupted")
     if (folder / METRICS).exists():
         return State("failed", reason="ended without a result and without a checkpoint")
@@ -240,10 +233,10 @@ def _holder(content: dict[str, Any]) -> Holder | None:
 
 def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
     """The number of a folder's last claim, its content, and the seconds since it was touched; 0 for none."""
+    claims = folder / CLAIMS
     try:
-        numbers = (int(path.name) for path in (folder / CLAIMS).iterdir() if path.name.isdecimal())
-        number = max(numbers, default=0)
-        path = folder / CLAIMS / str(number)
+        number = max((int(path.name) for path in claims.iterdir() if path.name.isdecimal()), default=0)
+        path = claims / str(number)
         return number, read_json(path) or {}, (now or time.time()) - path.stat().st_mtime
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
@@ -256,10 +249,9 @@ class Claim:
 
     Args:
         folder: of the run; made where there is none, in a folder that is there.
-        handed_over: token of a claim whose holder lets this process have the folder until `release`.
+        shared: token of a worker's claim that this process has too; only the worker gives it up.
 
     Attributes:
-        token: tells this claim from all others.
         id: the run's. `begin` writes it down.
 
     Raises:
@@ -267,76 +259,46 @@ class Claim:
         OSError: it cannot be written to.
     """
 
-    def __init__(self, folder: Path, handed_over: str | None = None) -> None:
-        self.folder, self.token = folder, uuid.uuid4().hex
+    def __init__(self, folder: Path, shared: str | None = None) -> None:
+        self.folder, self.token = folder, shared or uuid.uuid4().hex
+        self._is_shared = shared is not None
         self._since = time.time()
-        self._content = {**asdict(Holder.this_process()), "token": self.token, "lender": handed_over}
-        self._lender: dict[str, Any] = {}
-        self._is_over = threading.Event()
-        self._take(self._check_free if handed_over is None else self._borrow)
+        if not self._is_shared:
+            self._take()
+        elif not self.is_mine:
+            raise FolderInUseError(f"EXPERIMENT.NAME: the worker of this run has lost {folder}")
         self._earlier = read_json(folder / RUN) or {}
         self.id: str = self._earlier.get("id") or uuid.uuid4().hex[:12]
+        self._is_over = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def _take(self, check: Callable[[dict[str, Any], float], None]) -> None:
+    def _take(self) -> None:
         """Make the next claim, as soon as nobody else makes one at the same moment."""
         for is_last in (*[False] * ATTEMPTS, True):
             try:
                 self.folder.mkdir(exist_ok=True)
                 (self.folder / CLAIMS).mkdir(exist_ok=True)
-                return self._link(self._content, check)
+                return self._link()
             except (FileExistsError, FileNotFoundError):  # made, or given up, by another process just now
                 if is_last:
                     raise
                 time.sleep(random.uniform(0, 0.1))
 
-    def _link(self, content: dict[str, Any], check: Callable[[dict[str, Any], float], None]) -> None:
-        """Make the next claim.
-
-        Args:
-            content: of its file.
-            check: raises if the last claim, which was touched so many seconds ago, must stay the last.
-        """
+    def _link(self) -> None:
+        """Make the next claim, unless the holder of the last one lives."""
         temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
         try:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
+            temporary.write_text(json.dumps({**asdict(Holder.this_process()), "token": self.token}))
             number, last, silent_s = _last_claim(self.folder, temporary.stat().st_mtime)  # the server's clock
-            if number:
-                check(last, silent_s)
+            holder = _holder(last)
+            if number and (holder.lives(silent_s) if holder is not None else silent_s < DEAD_S):
+                raise FolderInUseError(
+                    f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
+                    f"({holder or 'it does not say which'}); choose another name"
+                )
             link_new(temporary, self.folder / CLAIMS / str(number + 1))
         finally:
             temporary.unlink(missing_ok=True)
-
-    def _check_free(self, last: dict[str, Any], silent_s: float) -> None:
-        holder = _holder(last)
-        if holder.lives(silent_s) if holder is not None else silent_s < DEAD_S:
-            raise FolderInUseError(
-                f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
-                f"({holder or 'it does not say which'}); choose another name"
-            )
-
-    def _borrow(self, last: dict[str, Any], silent_s: float) -> None:
-        if last.get("token") != self._content["lender"]:
-            self._check_free(last, silent_s)
-            raise FolderInUseError(f"EXPERIMENT.NAME: the worker of this run has lost {self.folder}")
-        self._lender = last
-
-    def take_back(self) -> None:
-        """Have the folder again that was handed over, whether or not it was given back.
-
-        To be called when the process that it was handed over to has ended.
-
-        Raises:
-            FolderInUseError, FileExistsError: a third process has taken the folder.
-            OSError: it cannot be written to, or was renamed or deleted.
-        """
-
-        def check(last: dict[str, Any], silent_s: float) -> None:
-            if last.get("lender") != self.token:
-                self._check_free(last, silent_s)
-
-        if not self.is_mine:
-            self._link(self._content, check)
 
     def _beat(self) -> None:
         """Touch the claim, with the time of the file server."""
@@ -398,10 +360,7 @@ class Claim:
     def end(self, exit_code: int, reason: str | None = None, *, pruned: bool = False) -> None:
         """Write down how the run has ended; nothing in a folder that is not this run's any more.
 
-        Args:
-            exit_code: of its process; negative for a signal.
-            reason: why it has not ended well.
-            pruned: whether a search has ended it.
+        The exit code is negative for a signal; the reason says why the run has not ended well.
         """
         seconds = (self._earlier.get("seconds") or 0.0) + time.time() - self._since
         ended = {"exit_code": exit_code, "reason": reason, **({"pruned": True} if pruned else {})}
@@ -415,26 +374,11 @@ class Claim:
         content = {"id": self.id, **holder, "since": self._since, "seconds": seconds, "ended": ended}
         write_text_atomically(self.folder / RUN, json.dumps(content, indent=1) + "\n")
 
-    def move(self, folder: Path) -> None:
-        """Rename the folder, whose claim is given back.
-
-        Raises:
-            OSError: it cannot be renamed.
-        """
-        self.folder.rename(folder)
-        self.folder = folder
-        self.release()
-
     def release(self) -> None:
-        """Give the claim up, or back to a living worker; nothing happens the second time."""
+        """Give the claim up, unless a worker has it too; nothing happens the second time."""
         self._is_over.set()
         with suppress(OSError):  # renamed, deleted
-            if not self.is_mine:
-                return
-            lender = _holder(self._lender)
-            if lender is not None and lender.lives(0.0):
-                self._link(self._lender, lambda last, silent_s: None)
-            else:
+            if self.is_mine and not self._is_shared:
                 given_up = (self.folder / CLAIMS).rename(self.folder / f"{CLAIMS}.{self.token}")
                 shutil.rmtree(given_up)
 
@@ -445,7 +389,7 @@ def claim_run_folder(folder: Path) -> Claim:
     Raises:
         ConfigError: it cannot be made or written to, is in use, or is a sweep's.
     """
-    token = os.environ.pop(HANDED_OVER, None)  # once: not to what this process starts
+    token = os.environ.pop(SHARED_CLAIM, None)  # not with what this process starts
     try:
         if any((folder / name).exists() for name in (SWEEP, STUDY)):
             raise ConfigError(
@@ -461,9 +405,6 @@ def claim_run_folder(folder: Path) -> Claim:
 def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
     """Rename the folder of an earlier run, and claim a new one of its name.
 
-    Args:
-        claim: of the folder.
-
     Returns:
         The new path of the earlier run, None where there was none; and the claim of the folder.
 
@@ -476,7 +417,8 @@ def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
     names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
     aside = next(path for path in names if not path.exists())
     try:
-        claim.move(aside)
+        claim.folder = folder.rename(aside)
+        claim.release()
         return aside, Claim(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
@@ -506,12 +448,7 @@ _LAUNCHER = re.compile(r"[EWI]\d{4} [\d:.]+ .*torch/distributed/elastic/|srun: |
 
 
 def last_line(folder: Path, begin: int = 0) -> str:
-    """The last line that the run in a folder has written; empty before the first.
-
-    Args:
-        folder: the run's.
-        begin: where in its output to begin, in bytes.
-    """
+    """The last line in the output of a run, from byte `begin` on; empty before the first."""
     try:
         with (folder / OUTPUT).open("rb") as output:
             output.seek(max(output.seek(0, 2) - TAIL_BYTES, begin))

@@ -67,20 +67,12 @@ def handled(
 
 
 class Interrupted(KeyboardInterrupt):
-    """This process was asked to stop at once: nothing is to be saved, or Ctrl-C came twice.
-
-    Attributes:
-        signal: the signal that asked.
-    """
+    """This process was asked to stop at once: nothing is to be saved, or Ctrl-C came twice."""
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
+        self.exit_code = 128 + number  # the shell's code for a program that the signal has ended
         super().__init__(f"stopped by {self.signal.name}")
-
-    @property
-    def exit_code(self) -> int:
-        """The shell's code for a program that the signal has ended."""
-        return 128 + self.signal
 
 
 class StopRequest:

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "linnaeus"
 ORDER = (
     "version",
     "autobatch", "integrations", "rng", "words", "errors", "files", "signals", "run_folder", "config",
-    "batching", "dist", "console", "log", "tracking", "data", "models", "training", "sizing", "inference",
+    "batching", "dist", "console", "log", "data", "models", "training", "sizing", "inference",
     "sweep", "run", "cli", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""

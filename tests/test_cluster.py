@@ -167,7 +167,7 @@ def test_ranks_with_slow_steps_look_for_a_signal_after_each(
     seconds, exchanged = 0.0, []
 
     class Two(World):
-        def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        def reduce(self, values: torch.Tensor, how: str = "") -> torch.Tensor:
             exchanged.append(round(seconds / step_s))
             return values
 

@@ -14,8 +14,9 @@ import torch
 
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.log import SHOWN_ELSEWHERE, MetricsFile, close_logging, open_run_folder, set_up_logging
+from linnaeus.log import SHOWN_ELSEWHERE, RunFolder, close_logging, set_up_logging
 from linnaeus.run_folder import Claim, claim_run_folder
+from linnaeus.training.metrics_file import MetricsFile
 from tests.helpers.consoles import plain_console
 from tests.helpers.run_files import names
 
@@ -66,7 +67,7 @@ def test_a_run_that_has_not_begun_leaves_nothing_behind(earlier: Path, begins: b
     for folder in (earlier, new):
 
         def fail(folder: Path) -> None:
-            with open_run_folder(folder, ALONE, keep=keep) as run_folder:
+            with RunFolder(folder, ALONE, keep=keep) as run_folder:
                 logging.getLogger("linnaeus.run").info("early")
                 with pytest.raises(ConfigError):  # another start of this name
                     Claim(folder)
@@ -218,7 +219,7 @@ def test_a_full_disk_does_not_take_the_place_of_the_error_under_way(small_disk: 
     folder = small_disk / "r1"
 
     def fail() -> None:
-        with open_run_folder(folder, ALONE, keep=False) as run_folder:
+        with RunFolder(folder, ALONE, keep=False) as run_folder:
             run_folder.begin()
             fill(small_disk)
             logging.getLogger("linnaeus.run").debug("x" * 10_000)

@@ -7,6 +7,7 @@ import re
 import socket
 from errno import EDQUOT
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ import torch
 from linnaeus.config.schema import DistConfig
 from linnaeus.dist import World, join, resolve_device
 from linnaeus.files import why_not_written
-from linnaeus.log import MetricsFile
 from linnaeus.run_folder import Claim, claim_run_folder
+from linnaeus.training.metrics_file import MetricsFile
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.runs import Run
 
@@ -23,11 +24,6 @@ COMMAND_LINES = (
     "+DATA.FOO=1", "EPOCHS", "--fractions", "--cfg broken.yaml", "analyse", "xyzzy",
     "-cd . sweep TRAIN.EPOCHS=1,2", "EXPERIMENT.SEED=-1", "TRAIN.EPOCHS=0 DATA.BATCHSIZE=3",
 )  # fmt: skip
-
-
-class Different(World):
-    def gather(self, value: dict[str, str]) -> list[dict[str, str]]:
-        return [value, {**value, "OPTIMIZER.LR": "0.5"}]
 
 
 def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +54,9 @@ def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.
     for device in ("gpu", "cuda:99"):
         messages[f"device {device}"] = error_of(resolve_device, device)
     alike = {"OPTIMIZER.LR": "0.002", "samples": "96"}
-    messages["ranks that differ"] = error_of(Different(torch.device("cpu")).check_equal, alike)
+    control = Mock(gather=lambda facts: [facts, {**facts, "OPTIMIZER.LR": "0.5"}])
+    world = World(torch.device("cpu"), control=control)
+    messages["ranks that differ"] = error_of(world.check_equal, alike)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     messages["tasks without torchrun"] = error_of(join("cpu", DistConfig()).__enter__)
     golden("program", messages, folder=tmp_path, host=socket.gethostname(), process=f"process {os.getpid()}")

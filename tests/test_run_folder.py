@@ -19,10 +19,10 @@ from linnaeus.errors import CheckpointError, ConfigError
 from linnaeus.run_folder import (
     CLAIMS,
     DEAD_S,
-    HANDED_OVER,
     OUTPUT,
     RUN,
     RUN_FILES,
+    SHARED_CLAIM,
     SILENT_S,
     TAIL_BYTES,
     Claim,
@@ -150,33 +150,22 @@ def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path: Pat
     assert read_state(folder).status == "finished"
 
 
-def test_a_worker_hands_its_claim_over_and_keeps_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_shares_the_claim_of_its_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives nothing up, and a third process has the folder when both are gone."""
     worker = Claim(folder)
-    monkeypatch.setenv(HANDED_OVER, worker.token)
+    monkeypatch.setenv(SHARED_CLAIM, worker.token)
     run = claim_run_folder(folder)
-    with pytest.raises(FolderInUseError):  # handed over once
+    with pytest.raises(FolderInUseError):  # shared with one process
         claim_run_folder(folder)
-    assert not worker.is_mine
     run.begin()
     run.end(143, "stopped")
     run.release()
     assert worker.is_mine
     worker.release()
     assert read_state(folder).reason == "stopped"
-
-
-def test_a_worker_takes_its_claim_back_when_its_run_has_died(folder: Path) -> None:
-    """Also where that cannot be seen from here. What a third process has taken stays its own."""
-    worker = Claim(folder)
-    run = Claim(folder, worker.token)
-    worker.take_back()
-    assert (worker.is_mine, run.is_mine) == (True, False)
-    run.release()
     with pytest.raises(FolderInUseError):
-        Claim(folder, run.token)
-    elsewhere(folder, 0)
-    with pytest.raises(FolderInUseError, match="elsewhere"):
-        worker.take_back()
+        Claim(folder, worker.token)
+    Claim(folder).release()
 
 
 def elsewhere(folder: Path, age_s: float, **changes: Any) -> None:

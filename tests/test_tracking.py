@@ -13,21 +13,21 @@ from unittest import mock
 import pytest
 
 from linnaeus.config.schema import WandbConfig
-from linnaeus.tracking import Tracker, start_tracking
+from linnaeus.training.tracking import Tracker, start_tracking
 from tests.helpers import forks
 from tests.helpers.forks import Outcome
 from tests.helpers.runs import wait_until
 
 PROGRAM = """
-import logging, sys
+import logging
 from pathlib import Path
 from linnaeus.config.schema import WandbConfig
-from linnaeus.tracking import start_tracking
+from linnaeus.training.tracking import start_tracking
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 tracker = start_tracking(
     WandbConfig(ENABLED=True, PROJECT="insects", GROUP="first", TAGS=["small", "fast"]),
-    name="beetles", folder=Path("logs"), config={"DATA": {"BATCH_SIZE": 64}}, resume=sys.argv[1] == "resume",
+    name="beetles", run_id="abc123", folder=Path("logs"), config={"DATA": {"BATCH_SIZE": 64}},
 )
 for mode in ("train", "val"):
     tracker.table(f"autobatch/{mode}_trials", ["batch_size", "status", "peak_bytes"],
@@ -54,7 +54,7 @@ psutil.wait_procs(children)
 Record = Any
 
 
-def record(folder: Path, resume: bool = False, program: str = PROGRAM, **environment: str) -> Outcome:
+def record(folder: Path, program: str = PROGRAM, **environment: str) -> Outcome:
     """Run the program as on a machine that has never seen W&B: no key, no mode, an empty home."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     for name in ("HOME", "USERPROFILE"):
@@ -62,7 +62,7 @@ def record(folder: Path, resume: bool = False, program: str = PROGRAM, **environ
     clean["PYTHONPATH"] = str(Path(__file__).parents[1])
     (folder / "home").mkdir(exist_ok=True)
     with mock.patch.dict(os.environ, clean | environment, clear=True):
-        outcome = forks.python("-c", program, "resume" if resume else "new", cwd=folder)
+        outcome = forks.python("-c", program, cwd=folder)
     assert outcome.code == 0, outcome.err
     return outcome
 
@@ -87,17 +87,17 @@ def read(path: Path) -> Iterator[Record]:
             pieces = b""
 
 
-def recorded(folder: Path, num_runs: int = 1) -> list[list[Record]]:
-    """The records of each of so many runs, oldest first; the client may still be writing the last ones."""
-    runs: list[list[Record]] = []
+def recorded(folder: Path) -> list[Record]:
+    """The records of a run; the client may still be writing the last ones."""
+    run: list[Record] = []
 
-    def are_complete() -> bool:
-        paths = sorted(folder.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-        runs[:] = [list(read(path)) for path in paths]
-        return len(runs) == num_runs and all(of_kind(run, "exit") for run in runs)
+    def is_complete() -> bool:
+        [path] = folder.glob("logs/wandb/offline-run-*/*.wandb")
+        run[:] = read(path)
+        return bool(of_kind(run, "exit"))
 
-    wait_until(are_complete)
-    return runs
+    wait_until(is_complete)
+    return run
 
 
 def items(entries: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def of_kind(run: list[Record], kind: str) -> list[Any]:
 
 
 def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) -> None:
-    tracker = start_tracking(WandbConfig(), name="a", folder=tmp_path / "logs", config={}, resume=False)
+    tracker = start_tracking(WandbConfig(), name="a", run_id="a", folder=tmp_path / "logs", config={})
     assert type(tracker) is Tracker
     tracker.log({"loss": 1.0}, step=1)
     tracker.table("trials", ["size"], [[1]])
@@ -125,9 +125,10 @@ def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary
     assert outcome.err.splitlines()[1].endswith(f"wandb sync {run_folder.relative_to(folder)}")
     assert outcome.out == ""
     assert not (folder / "wandb").exists()
-    [run] = recorded(folder)
+    run = recorded(folder)
     [identity] = of_kind(run, "run")
     assert (identity.project, identity.display_name, identity.run_group) == ("insects", "beetles", "first")
+    assert identity.run_id == "abc123"
     assert list(identity.tags) == ["small", "fast"]
     assert items(identity.config.update)["DATA"] == {"BATCH_SIZE": 64}
     history = [items(row.item) for row in of_kind(run, "history")]
@@ -156,23 +157,14 @@ def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> None:
-    for resume in (False, True, False):
-        record(tmp_path, resume=resume)
-    ids = [of_kind(run, "run")[0].run_id for run in recorded(tmp_path, 3)]
-    assert ids[0] == ids[1] != ids[2]
-    assert (tmp_path / "logs" / "wandb_run_id").read_text() == ids[2]
-
-
-@pytest.mark.slow
 def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path: Path) -> None:
     assert LATE in PROGRAM
     outcome = record(tmp_path, program=PROGRAM.replace(LATE, END_CHILDREN + LATE))
     assert len(outcome.err.splitlines()) == 3
     assert outcome.err.count("wandb sync") == 1
     (tmp_path / "logs/wandb").rename(tmp_path / "broken")
-    record(tmp_path, resume=True)
-    [run] = recorded(tmp_path)
+    record(tmp_path)
+    run = recorded(tmp_path)
     assert [entry.exit_code for entry in of_kind(run, "exit")] == [0]
 
 
@@ -188,7 +180,7 @@ def test_a_server_that_cannot_be_reached_or_used_means_offline(
     tmp_path: Path, key: str, more: dict[str, str]
 ) -> None:
     outcome = record(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9", **more)
-    [run] = recorded(tmp_path)
+    run = recorded(tmp_path)
     assert items(of_kind(run, "history")[-1].item)["train/loss"] == 1.0
     assert "wandb sync" in outcome.err
 

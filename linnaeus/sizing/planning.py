@@ -8,12 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from rich.console import Console
+
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.batching.plan import BatchPlan
-from linnaeus.config.schema import DataConfig
+from linnaeus.batching.plan import BatchPlan, plan_batches
+from linnaeus.batching.sizes import max_samples_per_rank
+from linnaeus.config.schema import Config, DataConfig
+from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.dist import World
 from linnaeus.sizing.sizes import SizeSearch, find_sizes
+from linnaeus.training.build import Assembly, plan_facts
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.words import counted
 
@@ -77,6 +82,29 @@ def size_origin(mode: Mode, data: DataConfig, found: AutoBatchResult | None) -> 
         # Where memory was not the limit, a little less of it gives the same size.
         alternatives=(f"{fraction_key} below {fraction:g}",) if found.limited_by == "memory" else (),
     )
+
+
+def size_search(
+    config: Config, data: DataBundle, assembly: Assembly, world: World, console: Console
+) -> tuple[SizeSearch, Callable[[int], BatchPlan]]:
+    """The search for batch sizes, and what makes the batch plan for a largest micro-batch size."""
+    train, autobatch, num_samples = config.TRAIN, config.DATA.AUTOBATCH, dataset_length(data.train)
+    largest = autobatch.MAX_BATCH_SIZE or num_samples if autobatch.ENABLED else config.DATA.BATCH_SIZE
+    sizes = {"max_micro_batch_size": largest, "world_size": world.world_size, "num_samples": num_samples}
+    facts = plan_facts(assembly, config.MODEL, train, **sizes)
+    search = SizeSearch(
+        config.DATA, train, data, assembly, world, config.EXPERIMENT.SEED,
+        max_samples_per_rank=max_samples_per_rank(train, facts),
+        find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS,
+        console=console if world.is_main else None,
+    )  # fmt: skip
+
+    def plan_for(size: int) -> BatchPlan:
+        name = "AUTOBATCH.MAX_BATCH_SIZE" if autobatch.ENABLED else "BATCH_SIZE"
+        fitting = dataclasses.replace(facts, max_micro_batch_size=size, batch_size_key=f"DATA.{name}")
+        return plan_batches(train, config.OPTIMIZER, config.SCHEDULE, fitting)
+
+    return search, plan_for
 
 
 def find_planned_sizes(

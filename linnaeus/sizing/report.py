@@ -21,7 +21,7 @@ from linnaeus.autobatch.search import TrialRecord
 from linnaeus.console import is_interactive
 from linnaeus.files import write_text_atomically
 from linnaeus.log import SHOWN_ELSEWHERE
-from linnaeus.tracking import Tracker
+from linnaeus.training.tracking import Tracker
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.run")

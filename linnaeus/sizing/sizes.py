@@ -35,7 +35,7 @@ from linnaeus.dist import World
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.report import SearchProgress
 from linnaeus.training.build import Assembly
-from linnaeus.training.ddp import wrap
+from linnaeus.training.ddp import warm_up_collectives, wrap
 from linnaeus.training.noise_scale import GradientProbe
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
@@ -135,7 +135,7 @@ class SizeSearch:
     @contextmanager
     def on_ranks(self, mode: Mode, trained_at: int | None = None) -> Iterator[Callable[..., AutoBatchResult]]:
         """`search_on_ranks` for one mode, with all but `found` and `size` given; every rank must enter it."""
-        self.world.warm_up_collectives()
+        warm_up_collectives(self.world)
         with (
             log_level(self.config.AUTOBATCH, mode) as is_shown,
             StatusLine(self.console if is_shown else None) as line,

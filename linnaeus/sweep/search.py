@@ -23,7 +23,7 @@ from linnaeus.run_folder import TRIAL, State, read_state
 from linnaeus.signals import StopRequest
 from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
-from linnaeus.tracking import Tracker
+from linnaeus.training.tracking import Tracker
 
 if TYPE_CHECKING:
     from linnaeus.training.trainer import Trainer

@@ -18,9 +18,9 @@ import psutil
 from linnaeus.errors import EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.files import AUTOBATCH, RESULT, checkpoint_file, read_json, write_text_atomically
 from linnaeus.run_folder import (
-    HANDED_OVER,
     OUTPUT,
     RUN,
+    SHARED_CLAIM,
     TRIAL,
     Claim,
     FolderInUseError,
@@ -198,7 +198,7 @@ class Worker:
 
     def _train(self, claim: Claim, run: SweepRun, trial: int | None) -> None:
         """Train a run to its end or until this process is asked to stop."""
-        folder, env = run.folder, {**self._env, HANDED_OVER: claim.token}
+        folder, env = run.folder, {**self._env, SHARED_CLAIM: claim.token}
         output = folder / OUTPUT
         output.parent.mkdir(exist_ok=True)
         try:
@@ -216,10 +216,8 @@ class Worker:
         saved, before = saved_at(folder), read_json(folder / RUN)
         code = self._child.run([*command, *_newest_sizes(folder)], env, output, self._cwd)
         self.progress += saved_at(folder) != saved or (folder / RESULT).exists()
-        try:
-            claim.take_back()
-        except (FolderInUseError, OSError):
-            return  # another worker has it, or it was renamed or deleted
+        if not claim.is_mine:
+            return  # it was renamed or deleted
         now = read_json(folder / RUN) or before or {}
         has_begun = now != (before or {})
         if has_begun and now.get("ended"):

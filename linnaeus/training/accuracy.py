@@ -88,7 +88,7 @@ class ClassificationMetrics(nn.Module):
         """
         pairs = (self._totals.get(name, (0, 0)) for name in self._names)
         sums = [float(value) for pair in pairs for value in pair]  # exact below 2^53
-        *sums, num_aborted = world.sum(torch.tensor([*sums, aborted], dtype=torch.float64)).tolist()
+        *sums, num_aborted = world.reduce(torch.tensor([*sums, aborted], dtype=torch.float64)).tolist()
         if num_aborted:
             return None
         values = {}

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from linnaeus.dist import World
 
 _STATISTICS = ("running_mean", "running_var")
+_BUCKET_BYTES = 25 * 1024**2  # default of DistributedDataParallel
 
 
 def wrap(
@@ -66,6 +67,19 @@ def _settle_buckets(wrapper: DistributedDataParallel) -> None:
         parameter.backward(torch.zeros_like(parameter))
     for parameter in parameters:
         parameter.grad = None
+
+
+def warm_up_collectives(world: World) -> None:
+    """Run each kind of collective that training uses, so that the backend allocates its buffers now.
+
+    NCCL connects an algorithm when it uses it first, and chooses it by kind and size.
+    """
+    if world.is_distributed and world.device.type != "cpu":
+        for num_bytes in (8, _BUCKET_BYTES):
+            values = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
+            torch_dist.all_reduce(values)
+            torch_dist.broadcast(values, src=0)
+        torch_dist.all_gather([torch.empty_like(values[:8]) for _ in range(world.world_size)], values[:8])
 
 
 @torch.no_grad()

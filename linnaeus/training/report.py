@@ -15,8 +15,8 @@ from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config, LossConfig, TrainConfig
 from linnaeus.data.mixing import is_mixing
 from linnaeus.files import write_text_atomically
-from linnaeus.tracking import Tracker
 from linnaeus.training.noise_scale import MEANING
+from linnaeus.training.tracking import Tracker
 from linnaeus.training.trainer import FitResult
 from linnaeus.words import counted
 

@@ -63,12 +63,16 @@ class Change(NamedTuple):
         return self.before != _NOT_SET or self.now != _defaults().get(self.key)
 
 
-def plain_nodes(**nodes: Any) -> dict[str, Any]:
-    """Configuration nodes as plain values, for a checkpoint."""
-    return {
-        name: dataclasses.asdict(node) if dataclasses.is_dataclass(node) else node  # type: ignore[arg-type]
-        for name, node in nodes.items()
+def resumed_nodes(config: Config) -> dict[str, Any]:
+    """The nodes that a checkpoint keeps, as plain values, to be compared when the run is resumed."""
+    kept = {
+        "EXPERIMENT": ("SEED",),
+        "TRAIN": ("AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN", "UNFREEZE_EPOCH"),
+        "DATA": ("DATASET", "AUGMENT", "SAMPLER", "IMG_SIZE"),
     }
+    nodes = dataclasses.asdict(config)
+    whole = {name: nodes[name] for name in ("MODEL", "LOSS", "OPTIMIZER", "SCHEDULE")}
+    return whole | {name: {key: nodes[name][key] for key in keys} for name, keys in kept.items()}
 
 
 def changes_of(saved: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[Change]:
@@ -105,7 +109,7 @@ def find_checkpoint(
 
     Args:
         checkpoints: of the run.
-        nodes: what `plain_nodes` makes of this configuration.
+        nodes: the `resumed_nodes` of this configuration.
         resume_with: TRAIN.RESUME_WITH.
         name: EXPERIMENT.NAME.
         world: the processes.

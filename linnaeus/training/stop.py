@@ -67,7 +67,7 @@ class StopAgreement:
         step_s = (now - self._last_exchange) / max(self._num_steps, 1)
         save = save and self._world.is_main
         values = torch.tensor([self._request.stop_signal, save, step_s], dtype=torch.float64)
-        stop_signal, agreed_save, slowest_s = self._world.maximum(values).tolist()
+        stop_signal, agreed_save, slowest_s = self._world.reduce(values, "MAX").tolist()
         self.stop_signal = int(stop_signal)
         self._num_steps, self._last_exchange = 0, now
         self._next_exchange = min(max(int(CHECK_S / max(slowest_s, 1e-6)), 1), MOST_STEPS)

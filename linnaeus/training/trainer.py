@@ -26,17 +26,17 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, OutOfMemoryError, first_line
-from linnaeus.log import MetricsFile
-from linnaeus.tracking import Tracker
 from linnaeus.training.accuracy import LossMeter, headline
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.ddp import distribute_batchnorm
+from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
 from linnaeus.training.stop import StopAgreement
+from linnaeus.training.tracking import Tracker
 
 logger = logging.getLogger("linnaeus.trainer")
 

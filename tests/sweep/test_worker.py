@@ -170,12 +170,11 @@ def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(
     sweep, folder = start(tmp_path, *argv), tmp_path / "runs/tiny"
     begun = [folder / f"EXPERIMENT.SEED={seed}" for seed in range(2)]
     wait_until(lambda: all((one / "checkpoints/last.pt").exists() for one in begun), sweep)
-    killed = read_state(begun[0]).holder
-    assert killed is not None
-    worker = psutil.Process(killed.pid).parent()
-    assert worker is not None
-    worker.kill()
-    psutil.Process(killed.pid).kill()
+    holder = read_state(begun[0]).holder
+    assert holder is not None
+    worker = psutil.Process(holder.pid)
+    for process in (worker, *worker.children()):
+        process.kill()
     sweep.send_signal(signal.SIGINT)
     assert sweep.wait(100) == 130, log_of(tmp_path)
     assert [read_state(one).status for one in begun] == ["interrupted"] * 2

@@ -220,7 +220,7 @@ def metrics_of_seven_levels(world: World) -> Results:
         "collectives": num_collectives(lambda: metrics.compute(world)),
         "collectives of torchmetrics": num_collectives(by_itself.compute),
         "aborted": [metrics.compute(world, aborted=world.rank == rank) for rank in range(world.world_size)],
-        "sum": world.sum(torch.tensor([2**52 - 1, world.rank], dtype=torch.float64)).tolist(),
+        "sum": world.reduce(torch.tensor([2**52 - 1, world.rank], dtype=torch.float64)).tolist(),
     }
 
 

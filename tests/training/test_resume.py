@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from linnaeus.autobatch.rng import rng_state
-from linnaeus.config.schema import LossConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from linnaeus.config.schema import Config, LossConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.rng import seed_all
@@ -20,8 +21,8 @@ from linnaeus.training.resume import (
     check_changes,
     find_checkpoint,
     is_finished,
-    plain_nodes,
     restore_generators,
+    resumed_nodes,
 )
 from tests.helpers.contents import whole
 
@@ -41,7 +42,7 @@ def nodes_of(**options: Any) -> dict[str, Any]:
     for option, value in options.items():
         name, _, key = option.partition("_")
         values[name][key] = value
-    return plain_nodes(**{name: kind(**values[name]) for name, kind in nodes.items()})
+    return {name: dataclasses.asdict(kind(**values[name])) for name, kind in nodes.items()}
 
 
 def refusal(resume_with: str | None, now: dict[str, Any], before: dict[str, Any] | None = None) -> str:
@@ -52,9 +53,8 @@ def refusal(resume_with: str | None, now: dict[str, Any], before: dict[str, Any]
 
 
 def test_nodes_are_plain_values_that_a_checkpoint_can_hold(tmp_path: Path) -> None:
-    nodes = nodes_of(OPTIMIZER_KWARGS={"betas": [0.9, 0.99]}) | plain_nodes(
-        MODEL={"_target_": "a.B", "width": 3}
-    )
+    nodes = resumed_nodes(Config(MODEL={"_target_": "a.B", "width": 3}))
+    assert nodes["MODEL"]["width"] == 3
     torch.save(nodes, tmp_path / "nodes.pt")
     assert torch.load(tmp_path / "nodes.pt", weights_only=True) == nodes
 

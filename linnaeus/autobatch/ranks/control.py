@@ -6,12 +6,12 @@
     its error, if it ends ────────▶ failure ──────────────────▶ raises it
                                     read/<rank> ◀────────────── then the failed rank may exit
 
-No collective and no GPU takes part, so that no timeout of the process group applies while ranks wait.
+No collective takes part, so that no timeout of the process group applies while ranks wait.
 
-Rank 0 looks after all ranks, and each of them after rank 0. The machine knows whether a silent rank lives: a
-process that has died ends the job at once, one that is stopped after `SILENCE_LOOKS` looks. Any other may
-hold the GIL: it is named then, and ends the job after `limit_s`. Launchers see processes of other machines
-die. Looks are counted, not seconds: a process that was suspended itself finds nobody silent on waking up.
+Rank 0 looks after all ranks, and each of them after rank 0. A process of this machine that has died ends the
+job at once, one that is stopped after `SILENCE_LOOKS` looks. Any other silent one may hold the GIL: it is
+named then, and ends the job after `limit_s`. Launchers see processes of other machines die. Looks are
+counted, not seconds: a process that was suspended itself finds nobody silent on waking up.
 """
 
 from __future__ import annotations
@@ -62,11 +62,7 @@ logger = logging.getLogger("linnaeus.autobatch.ranks.control")
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of the job: the rank that met it, and the exit code of its process.
-
-    Attributes:
-        is_hang: whether a rank has not gone on, so that it matters where each of them was.
-    """
+    """The first error of the job: the rank that met it, its exit code, and whether that rank hangs."""
 
     rank: int
     message: str
@@ -83,7 +79,7 @@ class ForeignFailureError(LinnaeusError):
 
 
 class OverdueError(AutoBatchError):
-    """A rank lives but has not sent its value in time. Keeps its number in messages, and what it does."""
+    """A rank lives but has not sent its value in time: its number in messages, and what it does."""
 
     def __init__(self, rank: int, doing: str) -> None:
         self.rank, self.doing = rank, doing
@@ -97,9 +93,8 @@ class ControlPlane:
     `ForeignFailureError` if another rank has failed or died. Use it as a context.
 
     Args:
-        store: of the process group, with a prefix of this attempt's own.
-        rank: this process.
-        world_size: number of ranks.
+        store: of the process group, with a prefix of this attempt's own. A blocking call needs a clone,
+            because it shuts out those of other threads.
         end_process: called with the first failure of the job if this rank does not meet it by itself; None
             never ends it, nor a rank that hangs.
         limit_s: a rank without a heartbeat for so long hangs, although its process lives.
@@ -108,34 +103,21 @@ class ControlPlane:
         clock: has the functions `monotonic` and `sleep`.
 
     Attributes:
-        store: as given; a blocking call needs a clone, because it shuts out those of other threads.
         keys: what the ranks have told.
-        name_of, clock, limit_s, limit_name: as given.
-        doing: what this rank does, or a function that says it; part of its heartbeat.
         seen: the failure that the heartbeat has found; None while there is none.
-        is_ending: whether this rank has met a failure and ends by itself.
-        on_look: called with each look, in the thread of the heartbeat and with the keys for it.
     """
 
     def __init__(
-        self,
-        store: torch_dist.Store,
-        rank: int,
-        world_size: int,
-        *,
+        self, store: torch_dist.Store, rank: int, world_size: int, *,
         end_process: Callable[[Failure], object] | None = None,
-        limit_s: float = 600.0,
-        limit_name: str = "its limit",
-        name_of: Callable[[int], int] = lambda rank: rank,
-        clock: Any = time,
-    ) -> None:
+        limit_s: float = 600.0, limit_name: str = "its limit",
+        name_of: Callable[[int], int] = lambda rank: rank, clock: Any = time,
+    ) -> None:  # fmt: skip
         self.rank, self.world_size = rank, world_size
         self.name_of, self.clock = name_of, clock
         self.limit_s, self.limit_name = limit_s, limit_name
-        self.doing: str | Callable[[], str] = "starting"
+        self._doing: str | Callable[[], str] = "starting"
         self.seen: Failure | None = None
-        self.is_ending = False
-        self.on_look: Callable[[Keys], object] = lambda keys: None
         self.store, self.keys = store, Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
@@ -144,8 +126,7 @@ class ControlPlane:
         self._counts = itertools.count()
         # For each rank that this one looks after: the count of its last heartbeat, and the looks since.
         self._watched = dict.fromkeys(range(1, world_size) if rank == 0 else range(1), (_GONE, 0))
-        self._looks_after_failure = 0
-        self._is_store_lost = False
+        self._looks_after_failure, self._is_ending = 0, False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -165,51 +146,41 @@ class ControlPlane:
     @property
     def failure(self) -> Failure | None:
         """The first failure of the job, this rank's own included; None while there is none."""
-        found: Failure | None = self.keys.get("failure")
-        return found
+        return self.keys.get("failure")  # type: ignore[no-any-return]
 
     # --- heartbeat ---
 
     def update(self, doing: str | Callable[[], str]) -> None:
         """Say what this rank does from now on; a function is asked at each heartbeat."""
-        self.doing = doing
+        self._doing = doing
         with contextlib.suppress(torch_dist.DistError):
             self._beat(self.keys)
 
     def look(self) -> None:
         """Send a heartbeat and look at those of others: a thread does so every `BEAT_S` seconds."""
-        if self._is_store_lost:
-            return
-        try:
-            self._beat(self._pulse_keys)
-            self._look_at_others(self._pulse_keys)
-        except torch_dist.DistError:
-            # The process that hosts the store has ended: no rank can be heard any more. What training still
-            # does, such as a last checkpoint, needs no store.
-            self._is_store_lost = True
-
-    def _run(self) -> None:
-        while not self._closed.wait(BEAT_S):
-            with contextlib.suppress(MemoryError):  # a trial's memory cap applies to this thread too
-                self.look()
-
-    def _beat(self, keys: Keys) -> None:
-        if not self._is_store_lost:
-            count = _GONE if self._closed.is_set() else next(self._counts)
-            doing = self.doing if isinstance(self.doing, str) else self.doing()
-            keys.put(f"beat/{self.rank}", _Beat(count, doing, _namespace(), os.getpid()))
-
-    def _look_at_others(self, keys: Keys) -> None:
-        self.on_look(keys)
+        keys = self._pulse_keys
+        self._beat(keys)
         self.seen = failure = keys.get("failure")
         if failure is None:
             self._look_for_silence(keys)
             return
         keys.put(f"read/{self.rank}", True)
         self._looks_after_failure += 1
-        is_abandoned = not self.is_ending and self._looks_after_failure > ABANDON_LOOKS
-        if self._end_process is not None and is_abandoned:
+        if self._end_process and not self._is_ending and self._looks_after_failure > ABANDON_LOOKS:
             self._end_process(failure)
+
+    def _run(self) -> None:
+        # Once the process that hosts the store has ended, no rank can be heard any more. What training still
+        # does, such as a last checkpoint, needs no store.
+        with contextlib.suppress(torch_dist.DistError):
+            while not self._closed.wait(BEAT_S):
+                with contextlib.suppress(MemoryError):  # a trial's memory cap applies to this thread too
+                    self.look()
+
+    def _beat(self, keys: Keys) -> None:
+        count = _GONE if self._closed.is_set() else next(self._counts)
+        doing = self._doing if isinstance(self._doing, str) else self._doing()
+        keys.put(f"beat/{self.rank}", _Beat(count, doing, _namespace(), os.getpid()))
 
     def _look_for_silence(self, keys: Keys) -> None:
         for rank, (last_count, looks) in self._watched.items():
@@ -218,7 +189,7 @@ class ControlPlane:
                 continue
             looks = looks + 1 if beat.count == last_count else 0
             self._watched[rank] = beat.count, looks
-            if looks and beat.status() == psutil.STATUS_ZOMBIE:
+            if beat.status() == psutil.STATUS_ZOMBIE:
                 keys.put_first("failure", Failure(rank, f"its process died ({beat.doing}), so the job ends"))
             elif looks and looks % SILENCE_LOOKS == 0:
                 status, seconds = beat.status() or "on another machine", looks * BEAT_S
@@ -231,12 +202,9 @@ class ControlPlane:
                     logger.warning("rank %d (%s): %s; waiting", self.name_of(rank), beat.doing, silence)
 
     def declare_hang(self, rank: int, why: str) -> Failure:
-        """Publish that a rank, or a collective that it takes part in, hangs, with what each rank did last.
+        """Publish that a rank, or its collective, hangs, with what each did last; return the first failure.
 
         Silent ranks of this launcher are aborted: faulthandler, where it is on, prints their stacks.
-
-        Returns:
-            The first failure of the job.
         """
         ranks: dict[str, list[str]] = {}
         for each in range(self.world_size):
@@ -265,8 +233,8 @@ class ControlPlane:
         Args:
             value: this rank's.
             limit_s: how long to wait for each of the others; None waits as long as they live.
-            on_wait: called about every second with the number that messages give to the rank that this one
-                waits for, and with what that one does.
+            on_wait: called about every second with the name of the rank that this one waits for, and with
+                what that one does.
 
         Raises:
             OverdueError: a rank takes longer than `limit_s`.
@@ -323,30 +291,24 @@ class ControlPlane:
     def fail(self, failure: Failure) -> Failure:
         """Publish a failure, unless there is one already, and return the first of the job.
 
-        It gives the others `FAREWELL_S` seconds to read it: the launcher ends them as soon as this process
-        exits.
+        The others have `FAREWELL_S` seconds to read it: the launcher ends them as soon as this process exits.
         """
-        self.is_ending = True
+        self._is_ending = True
         first: Failure = self.keys.put_first("failure", failure)
         self.keys.put(f"read/{self.rank}", True)
         deadline = self.clock.monotonic() + FAREWELL_S
-        while self._has_readers() and self.clock.monotonic() < deadline:
+        while self.clock.monotonic() < deadline:
+            states = ((rank, self._beat_of(rank).status()) for rank in range(self.world_size))
+            alive = [rank for rank, state in states if state != psutil.STATUS_ZOMBIE]
+            if self.keys.exist([f"read/{rank}" for rank in alive]):
+                break
             self.clock.sleep(0.05)
         return first
-
-    def _has_readers(self) -> bool:
-        """Whether a rank has yet to read the failure; one that has died will not."""
-        readers = [rank for rank in range(self.world_size) if not self._is_dead(rank)]
-        return not self.keys.exist([f"read/{rank}" for rank in readers])
 
     def neighbours(self) -> list[int]:
         """Process ids of the ranks on this machine that have begun their heartbeat, this one's included."""
         beats = map(self._beat_of, range(self.world_size))
         return [beat.pid for beat in beats if beat.is_on_this_machine()]
-
-    def dead_neighbours(self) -> list[tuple[int, str]]:
-        """Ranks of this machine whose process has ended without a failure, and what they were doing."""
-        return [(rank, self._beat_of(rank).doing) for rank in range(self.world_size) if self._is_dead(rank)]
 
     def check(self) -> None:
         """Raise the failure of another rank, if there is one: what this rank does is in vain then."""
@@ -357,10 +319,6 @@ class ControlPlane:
         if (failure := self.failure) is not None:
             self.keys.put(f"read/{self.rank}", True)
             raise ForeignFailureError(failure, self.name_of(failure.rank))
-
-    def _is_dead(self, rank: int) -> bool:
-        """Whether the process of a rank on this machine has ended."""
-        return rank != self.rank and self._beat_of(rank).status() == psutil.STATUS_ZOMBIE
 
     def _beat_of(self, rank: int) -> _Beat:
         return self.keys.get(f"beat/{rank}") or _Beat()
@@ -429,16 +387,9 @@ class Keys:
 def group_of_this_rank(
     backend: str | None = None, timeout: timedelta | None = None
 ) -> torch_dist.ProcessGroup:
-    """A process group of this rank alone; the other ranks have no part in making it.
-
-    Since torch 2.15, "nccl" would split the communicator of the default group, and wait for all its ranks.
-
-    Args:
-        backend: None is that of the default group.
-        timeout: of its collectives.
-    """
+    """A process group of this rank alone, by default with the backend of the default group."""
     name = backend or torch_dist.get_backend_config()
-    if hasattr(torch_dist, "ProcessGroupNCCL2"):
+    if hasattr(torch_dist, "ProcessGroupNCCL2"):  # torch 2.15: "nccl" would wait for the ranks of that group
         name = re.sub(r"\bnccl[\w-]*", "nccl-legacy", name)
     group = torch_dist.new_group([torch_dist.get_rank()], timeout, name, use_local_synchronization=True)
     assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
@@ -448,10 +399,8 @@ def group_of_this_rank(
 def first_difference(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
     """The first rank whose facts differ from those of rank 0, and both values of each that does."""
     for rank, row in enumerate(rows):
-        different = {
-            name: (value, row.get(name)) for name, value in rows[0].items() if row.get(name) != value
-        }
-        if different:
+        pairs = {name: (value, row.get(name)) for name, value in rows[0].items()}
+        if different := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
             return rank, different
     return None
 

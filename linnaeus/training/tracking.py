@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 
 from linnaeus.config.schema import WandbConfig
 
-logger = logging.getLogger("linnaeus.tracking")
+logger = logging.getLogger("linnaeus.training.tracking")
 
 
 class Tracker:
@@ -75,8 +74,11 @@ class _WandbTracker(Tracker):
         offline = self._run.settings.mode == "offline"
         with self._unless_lost():
             self._run.finish(exit_code=exit_code)
-        if self._is_lost:
-            _forget_service(exit_code)
+        if self._is_lost:  # it would speak to its ended process at exit, and print a traceback
+            import wandb
+
+            with self._unless_lost():
+                wandb.teardown(exit_code)
         if offline:
             logger.info("W&B recorded offline; upload with: wandb sync %s", folder)
 
@@ -86,50 +88,27 @@ class _WandbTracker(Tracker):
         try:
             yield
         except Exception as error:
-            if not _is_lost_service(error):
+            # The second class has no place that all versions of the client share.
+            if not isinstance(error, ConnectionError) and type(error).__name__ != "MailboxClosedError":
                 raise
             if not self._is_lost:
                 logger.warning("warning: W&B's process has ended (%s); it records no more of this run", error)
             self._is_lost = True
 
 
-def _is_lost_service(error: Exception) -> bool:
-    """Whether this is how the W&B client says that its own process has ended."""
-    # The second class has no place that all versions of the client share.
-    return isinstance(error, ConnectionError) or type(error).__name__ == "MailboxClosedError"
-
-
-def _forget_service(exit_code: int) -> None:
-    """Keep the client from speaking to its ended process at exit, where that prints a traceback."""
-    import wandb
-
-    try:
-        wandb.teardown(exit_code)
-    except Exception as error:
-        if not _is_lost_service(error):
-            raise
-
-
 def start_tracking(
-    node: WandbConfig,
-    *,
-    name: str,
-    folder: Path,
-    config: Mapping[str, Any],
-    resume: bool,
-    enabled: bool = True,
+    node: WandbConfig, *, name: str, run_id: str, folder: Path, config: Mapping[str, Any]
 ) -> Tracker:
-    """Open the run's tracker.
+    """Open the run's tracker, on rank 0.
 
     Args:
         node: the node `EXPERIMENT.WANDB`.
         name: name of the run.
+        run_id: of the run; that of an earlier process continues its W&B run.
         folder: folder of W&B's own files.
         config: the resolved configuration.
-        resume: whether to continue the W&B run whose id is in the folder.
-        enabled: False on ranks other than 0.
     """
-    if not (enabled and node.ENABLED):
+    if not node.ENABLED:
         return Tracker()
     import wandb
 
@@ -138,7 +117,7 @@ def start_tracking(
     settings = wandb.Settings(console="off", silent=True, init_timeout=30)
     init = partial(
         wandb.init, project=node.PROJECT, entity=node.ENTITY, group=node.GROUP, tags=node.TAGS, name=name,
-        dir=str(folder), config=dict(config), id=_run_id(folder, resume), resume="allow", settings=settings,
+        dir=str(folder), config=dict(config), id=run_id, resume="allow", settings=settings,
     )  # fmt: skip
     if os.environ.get("WANDB_MODE", "online") != "online":  # set by the user
         return _WandbTracker(init())
@@ -160,13 +139,3 @@ def _has_credentials() -> bool:
     if "prompt" in inspect.signature(wandb.login).parameters:
         return bool(wandb.login(prompt=False, verify=False))
     return wandb.api.api_key is not None  # older clients
-
-
-def _run_id(folder: Path, resume: bool) -> str:
-    """The id of the W&B run, kept in a file so that a resumed run continues it."""
-    path = folder / "wandb_run_id"
-    if resume and path.is_file():
-        return path.read_text().strip()
-    run_id = secrets.token_hex(4)
-    path.write_text(run_id)
-    return run_id
