@@ -43,7 +43,7 @@ from linnaeus.training.build import (
     configuration_facts,
     plan_facts,
 )
-from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.ddp import wrap
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.optim import scale_values
@@ -97,7 +97,7 @@ def run(config: Config) -> FitResult:
         )
         world.check_equal(built_facts(data, assembly))
         if checkpoint is not None:
-            checkpoint.restore(TrainingState.of(assembly), world)
+            checkpoint.restore(assembly, world)
             if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
                 return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         if world.is_main:

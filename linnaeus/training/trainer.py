@@ -30,7 +30,7 @@ from linnaeus.log import MetricsFile
 from linnaeus.tracking import Tracker
 from linnaeus.training.accuracy import LossMeter, headline
 from linnaeus.training.build import Assembly
-from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart
 from linnaeus.training.resume import restore_generators
@@ -128,7 +128,6 @@ class Trainer:
     begin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self._state = TrainingState.of(self.assembly)
         self._num_images = 0
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
@@ -140,7 +139,7 @@ class Trainer:
             self.config, self.assembly, self.world, self.checkpoints.folder.parent, self.size_origins
         )
         self._meter = LossMeter(self.world)
-        self._use(self.wrap(self.assembly.model))
+        self._train_with(self.wrap(self.assembly.model))
 
     def resume(self, content: Mapping[str, Any], seed: int) -> None:
         """Continue where a checkpoint was written; its state has been loaded before.
@@ -201,8 +200,8 @@ class Trainer:
                     self._save()
                     break
             self.begin()
-            is_untold = not self.progress.metrics or self.progress.samples > 0
-            if is_untold and not self.stop.stop_signal:
+            lacks_validation = not self.progress.metrics or self.progress.samples > 0
+            if lacks_validation and not self.stop.stop_signal:
                 self._validate()  # resumed with fewer epochs, before a validation
         self.checkpoints.wait()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
@@ -247,14 +246,15 @@ class Trainer:
         DistributedDataParallel takes no notice of what was frozen when it was made, so there is a new one.
         """
         self.world.update(f"unfreezing before epoch {self.progress.epoch + 1}")
-        self._use(self.assembly.model)
+        self._train_with(self.assembly.model)
         gc.collect()  # frees the old wrapper with its hooks on the parameters
         empty_cache(self.world.device)  # AutoBatch measured this training without the other's cached blocks
         self.assembly.freezing.unfreeze()
-        self._use(self.wrap(self.assembly.model))
+        self._train_with(self.wrap(self.assembly.model))
         logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
 
-    def _use(self, model: nn.Module) -> None:
+    def _train_with(self, model: nn.Module) -> None:
+        """Let the training step call `model`: the assembly's, or a wrapper of it."""
         self.train_step = replace(self.train_step, model=model)
         if self.train_step.probe is not None:
             self.train_step.probe.follow(model)
@@ -503,7 +503,7 @@ class Trainer:
         limited = {"plan": self.plan.as_dict(), "micro_batch_limit": limit} if limit else {}
         return {
             "progress": vars(self.progress).copy(),
-            "state": self._state.state_dict(),
+            "state": self.assembly.state_dict(),
             "rng": list(generators),
             "train_loss": list(losses),
             "noise_scale": None if probe is None else probe.scale.state_dict(),
