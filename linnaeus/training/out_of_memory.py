@@ -18,9 +18,9 @@ from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.dist import World
-from linnaeus.errors import OutOfMemoryError, first_line
+from linnaeus.errors import ConfigError, OutOfMemoryError, first_line
 from linnaeus.files import CHECKPOINTS
-from linnaeus.models.build import batchnorm_kind, has_gradient_checkpointing
+from linnaeus.models.build import batchnorm_kind, set_gradient_checkpointing
 from linnaeus.training.build import Assembly
 from linnaeus.training.noise_scale import GradientProbe
 
@@ -156,8 +156,10 @@ def train_remedies(
             keeps = ""
         yield f"{origin.key} below {size}{keeps}"
         yield from origin.alternatives
-    if not config.GRADIENT_CHECKPOINTING and has_gradient_checkpointing(assembly.model):
-        yield "TRAIN.GRADIENT_CHECKPOINTING True"
+    if not config.GRADIENT_CHECKPOINTING:
+        with suppress(ConfigError):
+            set_gradient_checkpointing(assembly.model)  # the run ends, so that its model may change
+            yield "TRAIN.GRADIENT_CHECKPOINTING True"
     yield "a smaller model"
 
 
