@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,14 +25,14 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, OutOfMemoryError, first_line
+from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.log import MetricsFile
 from linnaeus.tracking import Tracker
 from linnaeus.training.accuracy import LossMeter, headline
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.ddp import distribute_batchnorm
-from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart
+from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart, end_with_checkpoint
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
@@ -350,36 +350,14 @@ class Trainer:
         self._step_start.restore()
         self.plan, self._micro_batch_limit = limited, limit
         if self.world.is_distributed:
-            self._end_with_checkpoint(error, text, limit)
+            traceback.clear_frames(error.__traceback__)  # frees the activations
+            raise end_with_checkpoint(self.world, text, limit, self._save_for_next_attempt) from error
         self.loaders.train.set_sizes(limited.micro_batches)
         logger.warning(
             "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: the step is taken again, and from now on "
             "micro-batches have at most %d sample%s; the effective batch stays %d",
             text, limit, "s" * (limit > 1), stage.effective_batch_size,
         )  # fmt: skip
-
-    def _end_with_checkpoint(self, error: Exception, text: str, limit: int) -> NoReturn:
-        """End all ranks with a checkpoint; the first rank without memory writes it, others wait for its end.
-
-        Parameters, optimizer and average are the same on all ranks after the last completed step.
-        """
-        traceback.clear_frames(error.__traceback__)  # frees the activations
-        control = self.world.control
-        assert control is not None
-        while control.keys.put_first("out of memory", self.world.rank) != self.world.rank:
-            control.check()
-            control.clock.sleep(0.1)
-        self.world.update("saving a checkpoint: memory ran out")
-        try:
-            self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))
-            outcome = (
-                "all ranks end with a checkpoint. With TRAIN.AUTO_RESUME True the next attempt (torchrun "
-                f"--max-restarts, or the same command again) takes micro-batches of at most {limit} and the "
-                "same effective batch"
-            )
-        except CheckpointError as problem:
-            outcome = f"{problem}"
-        raise OutOfMemoryError(f"{text}. TRAIN.ON_OUT_OF_MEMORY split: {outcome}") from error
 
     def _count_seconds(self) -> None:
         """Add the time since the last call, or since `_clock` was set, to the time of training."""
@@ -491,6 +469,9 @@ class Trainer:
         if states is not None:
             self.checkpoints.save(self._content(states), is_best=is_best)
         self._saved_at = time.monotonic()
+
+    def _save_for_next_attempt(self) -> None:
+        self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))
 
     def _rank_state(self) -> tuple[Any, Any]:
         """What a checkpoint holds of each rank: generators, and the losses since the last `train` line."""
