@@ -27,7 +27,7 @@ from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import find_planned_sizes, size_search
 from linnaeus.sizing.report import device_environment, save_searches, summary
 from linnaeus.training.build import assemble, built_facts, check_before_data, configuration_facts
-from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.ddp import wrap
 from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.noise_scale import build_probe
@@ -88,7 +88,7 @@ def run(config: Config) -> FitResult:
         )
         world.check_equal(built_facts(data, assembly))
         if checkpoint is not None:
-            checkpoint.restore(TrainingState.of(assembly), world)
+            checkpoint.restore(assembly, world)
             if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
                 return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         if world.is_main:

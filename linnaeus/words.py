@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+_NUM_NAMED = 5
+"""Largest number of files or classes that a message names; it only counts the others."""
+
 
 def counted(number: int, noun: str) -> str:
     """A number with its noun, whose plural ends in `s`, or in `es` after another `s`.
@@ -12,3 +17,13 @@ def counted(number: int, noun: str) -> str:
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def several(names: Sequence[str]) -> str:
+    """The first few of many names, and how many more there are.
+
+    >>> several(["a", "b"]), several(list("abcdefgh"))
+    ('a, b', 'a, b, c, d, e and 3 more')
+    """
+    rest = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

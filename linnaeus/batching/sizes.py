@@ -218,10 +218,10 @@ def _check_split(name: str, size: int, facts: Facts) -> None:
     possible = nearest(samples_per_rank, limit, lambda other: _splits_well(other, facts))
     remedy = f"; {_either([other * facts.world_size for other in possible])} would do" if possible else ""
     other_way = "TRAIN.SYNC_BATCHNORM True" if facts.world_size > 1 else "a model without it"
-    raise ConfigError(
-        f"{name}: {size} is {samples_per_rank} for each process, of which {largest_fit} fit at once, and "
-        f"only micro-batches of 1 divide that: too few for BatchNorm{remedy} (or {other_way})"
-    )
+    cause = "is one sample for each process"
+    if samples_per_rank > 1:
+        cause = f"leaves micro-batches of one ({samples_per_rank} for each process, {largest_fit} at once)"
+    raise ConfigError(f"{name}: {size} {cause}, too few for BatchNorm{remedy} (or {other_way})")
 
 
 def _splits_well(samples_per_rank: int, facts: Facts) -> bool:

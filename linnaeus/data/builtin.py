@@ -106,10 +106,8 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         channels, height, width = self.shape
-        fields = torch.zeros(channels, _GRID, _GRID)
-        for level, label in enumerate(
-            self.labels[index].tolist()
-        ):  # values around 0, on the 0-255 scale of pixels
+        fields = torch.zeros(channels, _GRID, _GRID)  # values around 0, on the 0-255 scale of pixels
+        for level, label in enumerate(self.labels[index].tolist()):
             generator = torch.Generator().manual_seed(derive_seed(level, label))
             fields += torch.randint(-60, 61, fields.shape, generator=generator)
         image = interpolate(fields[None], (height, width), mode="bilinear", align_corners=False)[0]

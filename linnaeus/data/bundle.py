@@ -1,4 +1,4 @@
-"""The result of building data, whatever its source, and helpers of all sources."""
+"""The two splits as training takes them, and what is asked of any dataset: its length, labels and sizes."""
 
 from __future__ import annotations
 

@@ -15,12 +15,11 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.builtin import build_digits, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
 from linnaeus.data.image_files import (
+    EvaluatedFiles,
     ImageFiles,
     Listing,
-    Part,
     encode,
     name_unknown,
-    several,
     without_damaged,
 )
 from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
@@ -30,7 +29,7 @@ from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, Unkno
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_dataset, build_user_val
 from linnaeus.errors import ConfigError, DataError
-from linnaeus.words import counted
+from linnaeus.words import counted, several
 
 _BUILT_IN = {"digits": build_digits, "synthetic": build_synthetic}
 _FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
@@ -88,7 +87,7 @@ class EvaluationData:
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """What is to be evaluated, as a trained run sees it.
 
     Attributes:
@@ -108,7 +107,7 @@ class Request:
     skips_unknown: bool = False
 
 
-def build_evaluation_data(request: Request, on_main: OnMain = call) -> EvaluationData:
+def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) -> EvaluationData:
     """The samples that a request names, with the labels of the run; `on_main` is that of `build_data`.
 
     Raises:
@@ -125,12 +124,13 @@ def build_evaluation_data(request: Request, on_main: OnMain = call) -> Evaluatio
         raise DataError(f"DATA.DATASET.NAME: the classes of {dataset.NAME!r} are not those of the run")
     if request.preprocessing is not None:
         bundle.val.transform = request.preprocessing.transform()  # type: ignore[attr-defined]
-    return _evaluated(bundle, request, dataset.NAME, Part.VALIDATION, [])
+    return _evaluated(bundle, request, dataset.NAME, EvaluatedFiles.VALIDATION, [])
 
 
 def _evaluated(
-    bundle: DataBundle, request: Request, source: str, part: str, report: list[str], num_left_out: int = 0
-) -> EvaluationData:
+    bundle: DataBundle, request: EvaluationRequest, source: str, part: str, report: list[str],
+    num_left_out: int = 0,
+) -> EvaluationData:  # fmt: skip
     """The validation split of a bundle, for evaluation alone."""
     report = [f"{source}: {counted(dataset_length(bundle.val), 'sample')} ({part})", *report]
     index = request.index
@@ -141,7 +141,7 @@ def _evaluated(
     return EvaluationData(bundle, source, part, num_left_out)
 
 
-def _files(request: Request, on_main: OnMain) -> EvaluationData:
+def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     config, index, preprocessing = request.config, request.index, request.preprocessing
     dataset = config.DATASET
     if index is None or preprocessing is None:
@@ -150,16 +150,16 @@ def _files(request: Request, on_main: OnMain) -> EvaluationData:
             "gave tensors or declared no classes: evaluate the run on a `_target_` dataset like its own"
         )
     if dataset.NAME == "imagefolder":
-        part = evaluated_folder(dataset, is_own=request.is_own)
+        files = evaluated_folder(dataset, is_own=request.is_own)
     else:
-        part = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
-    if part.index is not None and part.index != index:
+        files = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
+    if files.index is not None and files.index != index:
         raise DataError(
-            f"{part.listing.source}: its classes are not those of the run any more, so the samples that it "
+            f"{files.listing.source}: its classes are not those of the run any more, so the samples that it "
             "held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
         )
-    report = list(part.report)
-    listing, missing = _aligned(part, index, report)
+    report = list(files.report)
+    listing, missing = _aligned(files, index, report)
     if config.ON_BAD_IMAGE == "skip":
         listing = without_damaged(listing, on_main, report)
     targets, unknown = encode(listing, index)
@@ -175,7 +175,7 @@ def _files(request: Request, on_main: OnMain) -> EvaluationData:
     channels = preprocessing.channels
     images = ImageFiles(listing.root, listing.paths, targets, channels, preprocessing.transform())
     bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
-    return _evaluated(bundle, request, listing.source, part.kind, report, len(left_out))
+    return _evaluated(bundle, request, listing.source, files.kind, report, len(left_out))
 
 
 def _source_names(index: LabelIndex) -> list[str | None]:
@@ -186,14 +186,14 @@ def _source_names(index: LabelIndex) -> list[str | None]:
     return names
 
 
-def _aligned(part: Part, index: LabelIndex, report: list[str]) -> tuple[Listing, list[int]]:
+def _aligned(files: EvaluatedFiles, index: LabelIndex, report: list[str]) -> tuple[Listing, list[int]]:
     """The listing with lineages as the index reads them, and the positions of the levels that it lacks.
 
     Levels are matched by name. Where the source names none, as nested folders, its finest level is the
     finest of the run.
     """
-    names, depth = part.level_names, len(index.lookup)
-    width = len(part.listing.lineages[0])
+    names, depth = files.level_names, len(index.lookup)
+    width = len(files.listing.lineages[0])
     if names is None:
         columns = [level + width - depth for level in range(depth)]
     elif names == INAT_RANKS and depth == len(INAT_RANKS):
@@ -201,8 +201,8 @@ def _aligned(part: Part, index: LabelIndex, report: list[str]) -> tuple[Listing,
     else:
         columns = [names.index(name) if name in names else -1 for name in _source_names(index)]
     if columns == list(range(width)):
-        return part.listing, []
-    source = part.listing.source
+        return files.listing, []
+    source = files.listing.source
     levels = [position for position, column in enumerate(index.columns) if columns[column] < 0]
     if len(levels) == len(index.columns):
         raise _no_common_ranks(source, names or (), index)
@@ -211,9 +211,9 @@ def _aligned(part: Part, index: LabelIndex, report: list[str]) -> tuple[Listing,
         report.append(f"{source}: no {missing} there; labels follow from the rank below, as in training")
     unique: dict[Lineage, Lineage] = {
         lineage: tuple(None if column < 0 else lineage[column] for column in columns)
-        for lineage in set(part.listing.lineages)
+        for lineage in set(files.listing.lineages)
     }
-    return replace(part.listing, lineages=[unique[lineage] for lineage in part.listing.lineages]), levels
+    return replace(files.listing, lineages=[unique[lineage] for lineage in files.listing.lineages]), levels
 
 
 def _no_common_ranks(source: str, names: Sequence[str], index: LabelIndex) -> DataError:
@@ -232,8 +232,8 @@ def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -
 
 
 def _leave_out(
-    source: str, names: str, num_classes: int, num_samples: int, request: Request, report: list[str], *,
-    is_all: bool,
+    source: str, names: str, num_classes: int, num_samples: int, request: EvaluationRequest,
+    report: list[str], *, is_all: bool,
 ) -> None:  # fmt: skip
     """Report unknown samples as left out; a `DataError` if they are not to be skipped, or all are unknown."""
     counts = f"{counted(num_classes, 'class')} with {counted(num_samples, 'sample')}"
@@ -245,7 +245,7 @@ def _leave_out(
     report.append(f"left out: {text}")
 
 
-def _user_data(request: Request, on_main: OnMain) -> EvaluationData:
+def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     dataset, bundle = build_user_val(request.config, request.preprocessing, seed=request.seed)
     name, index, declared = dataset.name, request.index, bundle.taxonomy
     report: list[str] = []
@@ -263,7 +263,7 @@ def _user_data(request: Request, on_main: OnMain) -> EvaluationData:
 
 
 def _relabel(
-    dataset: UserDataset, relabel: Relabel, request: Request, on_main: OnMain, report: list[str]
+    dataset: UserDataset, relabel: Relabel, request: EvaluationRequest, on_main: OnMain, report: list[str]
 ) -> int:
     """Give the dataset the labels of the run, and leave out samples of other classes; how many these are."""
     if dataset.raw:

@@ -26,12 +26,9 @@ from linnaeus.data.image import find_damage, load_image
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
-from linnaeus.words import counted
+from linnaeus.words import counted, several
 
 logger = logging.getLogger("linnaeus.data")
-
-NUM_NAMED = 5
-"""Largest number of files or classes that a message names; it only counts the others."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Part:
+class EvaluatedFiles:
     """The files of a dataset that a trained model is to be evaluated on.
 
     Attributes:
@@ -68,7 +65,7 @@ class Part:
         level_names: what the elements of a lineage are, coarse to fine; None where the source does not say.
         kind: `VALIDATION`, `ALL_SAMPLES` or `HELD_OUT`.
         report: sentences for the user.
-        index: the classes of the training data that the part was held out from; else None.
+        index: the classes of the training data that the files were held out from; else None.
     """
 
     VALIDATION: ClassVar = "validation split"
@@ -163,7 +160,7 @@ def build_files(
         targets, unknown = encode(listing, index)
         if unknown:
             raise DataError(
-                f"{listing.source}: {counted(len(unknown), 'class')} of validation do not occur in training: "
+                f"{listing.source}: {counted(len(unknown), 'validation class')} without a training sample: "
                 f"{name_unknown(unknown, listing)}"
             )
         splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
@@ -173,16 +170,6 @@ def build_files(
     return DataBundle(
         data_train, data_val, taxonomy, channels, size, collate_pairs, report, preprocessing, index
     )
-
-
-def several(names: Sequence[str]) -> str:
-    """The first few of many names, and how many more there are.
-
-    >>> several(["a", "b"]), several(list("abcdefgh"))
-    ('a, b', 'a, b, c, d, e and 3 more')
-    """
-    rest = len(names) - NUM_NAMED
-    return ", ".join(names[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def stratified_split(

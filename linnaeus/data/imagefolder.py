@@ -11,10 +11,11 @@ from pathlib import Path
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import Listing, Part, build_files, hold_out, several
+from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, hold_out
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.files import suggest_path
+from linnaeus.words import several
 
 INAT_RANKS = ("kingdom", "phylum", "class", "order", "family", "genus", "species")
 
@@ -54,7 +55,7 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     return build_files(train, val, index, config, on_main)
 
 
-def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
+def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> EvaluatedFiles:
     """The images that a trained model is to be evaluated on.
 
     These are the validation folder where there is one; of another dataset than the run's also a folder
@@ -62,16 +63,17 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
     images. Errors are those of `build_imagefolder`.
     """
     train, folder = _split_folders(dataset, _VAL_NAMES if is_own else (*_VAL_NAMES, "test"))
-    kind = Part.VALIDATION
+    kind = EvaluatedFiles.VALIDATION
     if folder is None:
-        folder, kind = _training(train, dataset), Part.HELD_OUT if is_own else Part.ALL_SAMPLES
-    listing, inat = _read(folder, dataset.FOLDER_NAMES, need_all=kind != Part.VALIDATION)
+        folder = _training(train, dataset)
+        kind = EvaluatedFiles.HELD_OUT if is_own else EvaluatedFiles.ALL_SAMPLES
+    listing, inat = _read(folder, dataset.FOLDER_NAMES, need_all=kind != EvaluatedFiles.VALIDATION)
     names = INAT_RANKS if inat else None
-    if kind != Part.HELD_OUT:
-        return Part(listing, names, kind)
+    if kind != EvaluatedFiles.HELD_OUT:
+        return EvaluatedFiles(listing, names, kind)
     report: list[str] = []
     _, held_out = hold_out(listing, dataset.VAL_FRACTION, report)
-    return Part(held_out, names, kind, tuple(report), _index(listing, dataset.RANKS, inat))
+    return EvaluatedFiles(held_out, names, kind, tuple(report), _index(listing, dataset.RANKS, inat))
 
 
 def _split_folders(

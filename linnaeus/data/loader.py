@@ -92,8 +92,9 @@ class SeededBatches(Dataset[Any]):
             seed_generators(derive_seed(self.seed, epoch, index, *draw))
             samples.append(read(index))
         batch = collate(samples)
-        mixes = self.mixing is not None and keys[0][0] < self.mixed_epochs
-        return self.mixing(batch) if mixes else batch  # type: ignore[misc]
+        if self.mixing is None or keys[0][0] >= self.mixed_epochs:
+            return batch
+        return self.mixing(batch)
 
 
 class BatchLoader:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import Listing, Part, build_files, hold_out, several
+from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, hold_out
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
+from linnaeus.words import several
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
     return build_files(train, val, index, config, on_main)
 
 
-def evaluated_manifest(dataset: DatasetConfig, level_names: Sequence[str | None], *, is_own: bool) -> Part:
+def evaluated_manifest(
+    dataset: DatasetConfig, level_names: Sequence[str | None], *, is_own: bool
+) -> EvaluatedFiles:
     """The images that a trained model is to be evaluated on.
 
     These are those of the validation manifest where there is one; else the samples that the run has held out
@@ -63,20 +66,23 @@ def evaluated_manifest(dataset: DatasetConfig, level_names: Sequence[str | None]
         level_names: names of the run's levels, coarse to fine; None where one has no name.
         is_own: whether the node is that of the run.
     """
+    kind = EvaluatedFiles.VALIDATION
     if dataset.VAL is not None:  # the training manifest need not be there, or be named
-        path, kind = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser(), Part.VALIDATION
+        path = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser()
     else:
         train_path, val_path = _manifest_paths(dataset)
         if val_path is None and is_own:
             train, index, levels = _training(train_path, dataset)
             report: list[str] = []
             _, held_out = hold_out(train, dataset.VAL_FRACTION, report)
-            return Part(held_out, tuple(levels), Part.HELD_OUT, tuple(report), index)
-        path, kind = (train_path, Part.ALL_SAMPLES) if val_path is None else (val_path, Part.VALIDATION)
+            return EvaluatedFiles(held_out, tuple(levels), EvaluatedFiles.HELD_OUT, tuple(report), index)
+        if val_path is None:
+            kind = EvaluatedFiles.ALL_SAMPLES
+        path = val_path or train_path
     table = _read(path)
     table.require([dataset.IMAGE_COLUMN], "DATA.DATASET.IMAGE_COLUMN")
     columns = _columns_of_levels(table, dataset, level_names)
-    return Part(_listing(table, list(columns.values()), dataset), tuple(columns), kind)
+    return EvaluatedFiles(_listing(table, list(columns.values()), dataset), tuple(columns), kind)
 
 
 def _columns_of_levels(

@@ -91,10 +91,11 @@ class TrainedRun:
     @property
     def precision(self) -> Precision:
         """Number format and memory format of the forward pass, those of the run's validation."""
-        return Precision(self.device, AUTOCAST_DTYPES[self.train["AMP"]], self.train["CHANNELS_LAST"])
+        settings = self.precision_settings
+        return Precision(self.device, AUTOCAST_DTYPES[settings["AMP"]], settings["CHANNELS_LAST"])
 
     @cached_property
-    def train(self) -> dict[str, Any]:
+    def precision_settings(self) -> dict[str, Any]:
         """AMP and CHANNELS_LAST of the run's TRAIN node; where the latter is lost, only speed changes."""
         known = {"AMP": "off", "CHANNELS_LAST": False} | self.content.get("config", {}).get("TRAIN", {})
         if self.folder is not None:

@@ -99,17 +99,6 @@ def set_gradient_checkpointing(model: nn.Module) -> None:
         ) from error
 
 
-def has_gradient_checkpointing(model: nn.Module) -> bool:
-    """Whether `set_gradient_checkpointing` would take effect. The model's switch is off afterwards."""
-    target: Any = getattr(model, "backbone", model)
-    try:
-        target.set_grad_checkpointing(True)
-        target.set_grad_checkpointing(False)
-    except (AttributeError, AssertionError):
-        return False
-    return True
-
-
 def _known_parents(taxonomy: Taxonomy) -> tuple[tuple[int, ...], ...]:
     """The parents, of which each level must know at least one."""
     for above, level, row in zip(taxonomy.levels, taxonomy.levels[1:], taxonomy.parents, strict=False):

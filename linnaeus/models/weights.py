@@ -21,7 +21,8 @@ from linnaeus.models.hierarchical import HierarchicalClassifier, MarginalHead
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Where training scripts put a state dict inside of what they save; averages first, as timm does."""
 
-_STATISTICS = ("running_mean", "running_var")
+BATCHNORM_STATISTICS = ("running_mean", "running_var")
+"""Names of BatchNorm's buffers in evaluation, without the module's."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,9 @@ def find_file(value: str) -> Path:
     found = checkpoint_file(path, "best") or checkpoint_file(path, "last")
     if found is not None:
         return found
-    has_model = (path / "config.json").is_file()
-    hint = f"; it holds a model of timm: MODEL.NAME local-dir:{value} MODEL.PRETRAINED True" * has_model
+    hint = ""
+    if (path / "config.json").is_file():
+        hint = f"; it holds a model of timm: MODEL.NAME local-dir:{value} MODEL.PRETRAINED True"
     raise ConfigError(
         f"MODEL.WEIGHTS: {value!r} is a folder without checkpoints/best.pt and checkpoints/last.pt, so it is "
         f"not that of a run{hint}"
@@ -199,7 +201,7 @@ def missing_tensors(
         for name, parameter in loaded.named_parameters()
         if parameter.requires_grad and torch.equal(parameter, initial[name]) and len(parameter.unique()) > 1
     ]
-    for kind in _STATISTICS if file is not None else ():
+    for kind in BATCHNORM_STATISTICS if file is not None else ():
         own = [name for name in names if name.rpartition(".")[2] == kind]
         held = [name for name in file or () if name.rpartition(".")[2] == kind]
         if len(held) < len(own):

@@ -25,12 +25,14 @@ from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_chec
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.timm_source import find_source
 from linnaeus.training.accuracy import ClassificationMetrics
+from linnaeus.training.checkpoint import TrainingState
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabilities
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
 from linnaeus.training.precision import build_precision
+from linnaeus.training.resume import flat
 from linnaeus.training.step import TrainStep, ValidationStep
 from linnaeus.version import __version__
 
@@ -62,31 +64,19 @@ def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Assembly:
+class Assembly(TrainingState):
     """What training needs, on its device.
 
     Attributes:
-        model: the module that is trained, without DistributedDataParallel.
-        ema: average of its weights, used by validation; None without EMA.
         freezing: what does not train, or not yet.
         weights: one line that says which weights the model started with.
     """
 
-    model: nn.Module
-    criterion: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    ema: Ema | None
     metrics: ClassificationMetrics
     train_step: TrainStep
     validation_step: ValidationStep
     freezing: Freezing
     weights: str
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """Everything whose state a step may change."""
-        return (self.model, self.criterion, self.optimizer, self.scaler, self.ema)
 
 
 def assemble(
@@ -216,7 +206,7 @@ def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
     return {
         "version of Linnaeus": __version__,
         "version of torch": torch.__version__,
-        **_leaves(config),
+        **flat(config),
     }
 
 
@@ -230,14 +220,6 @@ def built_facts(data: DataBundle, assembly: Assembly) -> dict[str, str]:
         "classes": f"{[len(names) for names in classes.values()]} {_digest(classes)}",
         "parameters": f"{len(parameters)} {_digest(parameters)}",
     }
-
-
-def _leaves(node: Any, key: str = "") -> dict[str, str]:
-    if isinstance(node, Mapping) and node:
-        return {
-            k: v for name, part in node.items() for k, v in _leaves(part, f"{key}.{name}".lstrip(".")).items()
-        }
-    return {key: json.dumps(node, default=str)}
 
 
 def _digest(value: Any) -> str:

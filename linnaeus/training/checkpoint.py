@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -26,9 +26,6 @@ from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_l
 from linnaeus.files import link_or_copy, why_not_written, write_atomically
 from linnaeus.training.ema import Ema
 
-if TYPE_CHECKING:
-    from linnaeus.training.build import Assembly
-
 logger = logging.getLogger("linnaeus.checkpoint")
 
 REMEDY = "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
@@ -37,6 +34,8 @@ _NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
 
 _PROGRESS = {"epoch", "samples", "step", "best", "metrics", "seconds"}
 """Entries that the progress of a run may have; the first three it must have."""
+
+_ENTRIES = ("model", "criterion", "optimizer", "scaler", "ema")
 
 _OWN_VALUES = ("lr", "weight_decay")
 """Values of an optimizer's groups that come from the configuration and not from a checkpoint. The others are
@@ -58,15 +57,15 @@ class TrainingState:
     scaler: torch.amp.GradScaler
     ema: Ema | None
 
-    @classmethod
-    def of(cls, assembly: Assembly) -> TrainingState:
-        """The state of a run's model and of what belongs to it."""
-        return cls(assembly.model, assembly.criterion, assembly.optimizer, assembly.scaler, assembly.ema)
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """The objects: everything whose state a step may change."""
+        return (self.model, self.criterion, self.optimizer, self.scaler, self.ema)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each object, by attribute."""
-        parts = {part.name: getattr(self, part.name) for part in fields(self)}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        parts = zip(_ENTRIES, self.state, strict=True)
+        return {name: part.state_dict() for name, part in parts if part is not None}
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Sequence[str] = ()) -> None:
         """Restore what `state_dict` returned; learning rate and weight decay stay those of the optimizer.
@@ -78,25 +77,22 @@ class TrainingState:
         Raises:
             ConfigError: it belongs to another model or another configuration.
         """
-        for part in fields(self):
-            target = getattr(self, part.name)
+        for name, target in zip(_ENTRIES, self.state, strict=True):
             if target is None:
                 continue
-            if part.name not in state and not target.state_dict():
+            if name not in state and not target.state_dict():
                 continue  # most losses have none, and older checkpoints no entry for it
-            if part.name not in state:
+            if name not in state:
                 raise ConfigError(
-                    f"EXPERIMENT.NAME: the checkpoint of another configuration has no {part.name}. {REMEDY}"
+                    f"EXPERIMENT.NAME: the checkpoint of another configuration has no {name}. {REMEDY}"
                 )
-            content = state[part.name]
+            content = state[name]
             try:
-                target.load_state_dict(
-                    _with_own_values(content, target) if part.name == "optimizer" else content
-                )
+                target.load_state_dict(_with_own_values(content, target) if name == "optimizer" else content)
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = _misfit(target, content, changes) or first_line(error)
                 raise ConfigError(
-                    f"EXPERIMENT.NAME: the checkpoint's {part.name} does not fit: {reason}. {REMEDY}"
+                    f"EXPERIMENT.NAME: the checkpoint's {name} does not fit: {reason}. {REMEDY}"
                 ) from error
 
 

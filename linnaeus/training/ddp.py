@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.dist import World
+from linnaeus.models.weights import BATCHNORM_STATISTICS
 
-_STATISTICS = ("running_mean", "running_var")
 _BUCKET_BYTES = 25 * 1024**2  # default of DistributedDataParallel
 
 
@@ -106,7 +106,8 @@ def distribute_batchnorm(model: nn.Module, ema_module: nn.Module | None, world: 
 
 def _replace_statistics(module: nn.Module, combine: Callable[[Tensor], Tensor]) -> None:
     """Replace all statistics, as one vector, by what `combine` makes of it."""
-    buffers = [buffer for name, buffer in module.named_buffers() if name.rpartition(".")[2] in _STATISTICS]
+    named = module.named_buffers()
+    buffers = [buffer for name, buffer in named if name.rpartition(".")[2] in BATCHNORM_STATISTICS]
     if not buffers:
         return
     # In float64, so that the mean of equal float32 values is that value, for any number of ranks: averaging

@@ -272,11 +272,12 @@ class SingleRank(nn.Module):
                     warnings.simplefilter("ignore")  # such as MSELoss's, before the error
                     self(logits, targets)
             except Exception as error:
+                remedy = "" if what == "labels" else ", or set DATA.AUGMENT.MIXUP and CUTMIX to 0"
                 raise ConfigError(
                     f"LOSS: {type(self.loss).__name__} does not take {what} of classes "
                     f"({first_line(error)}). A loss gets logits [batch, classes] and labels [batch], int64, "
                     "or in training with DATA.AUGMENT.MIXUP or CUTMIX probabilities [batch, classes]. Choose "
-                    "LOSS.NAME, or set both to 0"
+                    f"LOSS.NAME{remedy}"
                 ) from error
 
 

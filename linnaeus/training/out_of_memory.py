@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,9 +18,9 @@ from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.dist import World
-from linnaeus.errors import OutOfMemoryError, first_line
+from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError, first_line
 from linnaeus.files import CHECKPOINTS
-from linnaeus.models.build import batchnorm_kind, has_gradient_checkpointing
+from linnaeus.models.build import batchnorm_kind, set_gradient_checkpointing
 from linnaeus.training.build import Assembly
 from linnaeus.training.noise_scale import GradientProbe
 
@@ -156,8 +156,10 @@ def train_remedies(
             keeps = ""
         yield f"{origin.key} below {size}{keeps}"
         yield from origin.alternatives
-    if not config.GRADIENT_CHECKPOINTING and has_gradient_checkpointing(assembly.model):
-        yield "TRAIN.GRADIENT_CHECKPOINTING True"
+    if not config.GRADIENT_CHECKPOINTING:
+        with suppress(ConfigError):
+            set_gradient_checkpointing(assembly.model)  # the run ends, so that its model may change
+            yield "TRAIN.GRADIENT_CHECKPOINTING True"
     yield "a smaller model"
 
 
@@ -240,6 +242,36 @@ def write_snapshot(folder: Path, world: World) -> Path | None:
             torch.cuda.memory._dump_snapshot(str(path))
             return path
     return None
+
+
+def end_with_checkpoint(world: World, text: str, limit: int, save: Callable[[], object]) -> OutOfMemoryError:
+    """The error that ends all ranks after memory ran out; the first rank to call this saves a checkpoint.
+
+    Other ranks wait here for its end. Parameters, optimizer and average are the same on all ranks after the
+    last completed step, so that any one of them can save.
+
+    Args:
+        world: several ranks.
+        text: what has happened.
+        limit: most samples of a micro-batch in the next attempt.
+        save: writes the checkpoint.
+    """
+    control = world.control
+    assert control is not None
+    while control.keys.put_first("out of memory", world.rank) != world.rank:
+        control.check()
+        control.clock.sleep(0.1)
+    world.update("saving a checkpoint: memory ran out")
+    try:
+        save()
+        outcome = (
+            "all ranks end with a checkpoint. With TRAIN.AUTO_RESUME True the next attempt (torchrun "
+            f"--max-restarts, or the same command again) takes micro-batches of at most {limit} and the "
+            "same effective batch"
+        )
+    except CheckpointError as problem:
+        outcome = f"{problem}"
+    return OutOfMemoryError(f"{text}. {_KEY} split: {outcome}")
 
 
 @dataclass

@@ -81,23 +81,23 @@ def changes_of(saved: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[Chang
     >>> changes_of({"MODEL": {"NAME": "a", "KWARGS": {}}}, {"MODEL": {"NAME": "b", "KWARGS": {}}, "LOSS": {}})
     [Change(key='MODEL.NAME', before="'a'", now="'b'")]
     """
-    before = _flat({name: saved[name] for name in nodes if name in saved})
-    now = _flat({name: node for name, node in nodes.items() if name in saved})
+    before = flat({name: saved[name] for name in nodes if name in saved})
+    now = flat({name: node for name, node in nodes.items() if name in saved})
     changes = (Change(key, before.get(key, _NOT_SET), now.get(key, _NOT_SET)) for key in now | before)
     return [change for change in changes if change.before != change.now]
 
 
-def _flat(value: Any, key: str = "") -> dict[str, str]:
-    """Dotted keys, and their values as text."""
+def flat(value: Any, key: str = "") -> dict[str, str]:
+    """The values of nested mappings as text, by dotted key."""
     if not isinstance(value, Mapping):
         return {key: repr(value)}
-    inner = (_flat(part, f"{key}.{name}".lstrip(".")) for name, part in value.items())
+    inner = (flat(part, f"{key}.{name}".lstrip(".")) for name, part in value.items())
     return {name: text for part in inner for name, text in part.items()}
 
 
 @cache
 def _defaults() -> dict[str, str]:
-    return _flat(dataclasses.asdict(Config()))
+    return flat(dataclasses.asdict(Config()))
 
 
 def find_checkpoint(

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,13 +25,13 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, OutOfMemoryError, first_line
+from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.training.accuracy import LossMeter, headline
 from linnaeus.training.build import Assembly
-from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.metrics_file import MetricsFile
-from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart
+from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart, end_with_checkpoint
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
@@ -128,7 +128,6 @@ class Trainer:
     begin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self._state = TrainingState.of(self.assembly)
         self._num_images = 0
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
@@ -140,7 +139,7 @@ class Trainer:
             self.config, self.assembly, self.world, self.checkpoints.folder.parent, self.size_origins
         )
         self._meter = LossMeter(self.world)
-        self._use(self.wrap(self.assembly.model))
+        self._train_with(self.wrap(self.assembly.model))
 
     def resume(self, content: Mapping[str, Any], seed: int) -> None:
         """Continue where a checkpoint was written; its state has been loaded before.
@@ -201,8 +200,8 @@ class Trainer:
                     self._save()
                     break
             self.begin()
-            is_untold = not self.progress.metrics or self.progress.samples > 0
-            if is_untold and not self.stop.stop_signal:
+            lacks_validation = not self.progress.metrics or self.progress.samples > 0
+            if lacks_validation and not self.stop.stop_signal:
                 self._validate()  # resumed with fewer epochs, before a validation
         self.checkpoints.wait()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
@@ -247,14 +246,15 @@ class Trainer:
         DistributedDataParallel takes no notice of what was frozen when it was made, so there is a new one.
         """
         self.world.update(f"unfreezing before epoch {self.progress.epoch + 1}")
-        self._use(self.assembly.model)
+        self._train_with(self.assembly.model)
         gc.collect()  # frees the old wrapper with its hooks on the parameters
         empty_cache(self.world.device)  # AutoBatch measured this training without the other's cached blocks
         self.assembly.freezing.unfreeze()
-        self._use(self.wrap(self.assembly.model))
+        self._train_with(self.wrap(self.assembly.model))
         logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
 
-    def _use(self, model: nn.Module) -> None:
+    def _train_with(self, model: nn.Module) -> None:
+        """Let the training step call `model`: the assembly's, or a wrapper of it."""
         self.train_step = replace(self.train_step, model=model)
         if self.train_step.probe is not None:
             self.train_step.probe.follow(model)
@@ -350,36 +350,14 @@ class Trainer:
         self._step_start.restore()
         self.plan, self._micro_batch_limit = limited, limit
         if self.world.is_distributed:
-            self._end_with_checkpoint(error, text, limit)
+            traceback.clear_frames(error.__traceback__)  # frees the activations
+            raise end_with_checkpoint(self.world, text, limit, self._save_for_next_attempt) from error
         self.loaders.train.set_sizes(limited.micro_batches)
         logger.warning(
             "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: the step is taken again, and from now on "
             "micro-batches have at most %d sample%s; the effective batch stays %d",
             text, limit, "s" * (limit > 1), stage.effective_batch_size,
         )  # fmt: skip
-
-    def _end_with_checkpoint(self, error: Exception, text: str, limit: int) -> NoReturn:
-        """End all ranks with a checkpoint; the first rank without memory writes it, others wait for its end.
-
-        Parameters, optimizer and average are the same on all ranks after the last completed step.
-        """
-        traceback.clear_frames(error.__traceback__)  # frees the activations
-        control = self.world.control
-        assert control is not None
-        while control.keys.put_first("out of memory", self.world.rank) != self.world.rank:
-            control.check()
-            control.clock.sleep(0.1)
-        self.world.update("saving a checkpoint: memory ran out")
-        try:
-            self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))
-            outcome = (
-                "all ranks end with a checkpoint. With TRAIN.AUTO_RESUME True the next attempt (torchrun "
-                f"--max-restarts, or the same command again) takes micro-batches of at most {limit} and the "
-                "same effective batch"
-            )
-        except CheckpointError as problem:
-            outcome = f"{problem}"
-        raise OutOfMemoryError(f"{text}. TRAIN.ON_OUT_OF_MEMORY split: {outcome}") from error
 
     def _count_seconds(self) -> None:
         """Add the time since the last call, or since `_clock` was set, to the time of training."""
@@ -492,6 +470,9 @@ class Trainer:
             self.checkpoints.save(self._content(states), is_best=is_best)
         self._saved_at = time.monotonic()
 
+    def _save_for_next_attempt(self) -> None:
+        self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))
+
     def _rank_state(self) -> tuple[Any, Any]:
         """What a checkpoint holds of each rank: generators, and the losses since the last `train` line."""
         return rng_state(self.world.device), self._meter.state()
@@ -503,7 +484,7 @@ class Trainer:
         limited = {"plan": self.plan.as_dict(), "micro_batch_limit": limit} if limit else {}
         return {
             "progress": vars(self.progress).copy(),
-            "state": self._state.state_dict(),
+            "state": self.assembly.state_dict(),
             "rng": list(generators),
             "train_loss": list(losses),
             "noise_scale": None if probe is None else probe.scale.state_dict(),

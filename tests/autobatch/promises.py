@@ -27,7 +27,7 @@ from linnaeus.dist import World
 from linnaeus.rng import seed_all
 from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly, assemble
-from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.trainer import Trainer
 from tests.helpers.trainers import building
 
@@ -260,7 +260,7 @@ class Run:
         with checkpoints:
             checkpoint = checkpoints.load_latest(world) if resumes else None
             if checkpoint is not None:
-                checkpoint.restore(TrainingState.of(assembly), world)
+                checkpoint.restore(assembly, world)
             self._find(config, data, assembly, world)
             sizes = {mode: math.ceil(found.batch_size * (1 + excess)) for mode, found in self.found.items()}
             samples_per_step = sizes["train"] * self.case.accumulation

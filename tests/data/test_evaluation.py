@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.datasets import EvaluationData, Relabel, Request, build_evaluation_data
+from linnaeus.data.datasets import EvaluationData, EvaluationRequest, Relabel, build_evaluation_data
 from linnaeus.data.imagefolder import INAT_RANKS
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing
@@ -34,7 +34,7 @@ def files(root: Path, *paths: str) -> Path:
 
 def build(index: LabelIndex, *, own: bool = False, skip: bool = False, **dataset: Any) -> EvaluationData:
     config = DataConfig(DATASET=DatasetConfig(**dataset))
-    return build_evaluation_data(Request(config, index, PREPROCESSING, 0, own, skip))
+    return build_evaluation_data(EvaluationRequest(config, index, PREPROCESSING, 0, own, skip))
 
 
 def labels(data: EvaluationData) -> list[list[int]]:
@@ -147,7 +147,7 @@ class Named(Dataset[Any]):
 
 def user_data(index: LabelIndex | None, classes: Any, *, skip: bool = False) -> EvaluationData:
     config = DataConfig(DATASET={"_target_": f"{__name__}.Named", "classes": classes})
-    return build_evaluation_data(Request(config, index, None, 0, False, skip))
+    return build_evaluation_data(EvaluationRequest(config, index, None, 0, False, skip))
 
 
 @pytest.mark.parametrize(

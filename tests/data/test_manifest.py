@@ -113,3 +113,13 @@ def test_paths_start_from_root_or_from_the_manifest(
         build(None, TRAIN=str(elsewhere))
     elsewhere.write_text(ROWS.replace("img/", f"{folder}/img/"))
     assert build(None, TRAIN=str(elsewhere)).train[0][0].shape == (3, 8, 8)
+
+
+def test_missing_and_damaged_images_are_left_out_and_named(folder: Path) -> None:
+    (folder / "img" / "0.jpg").unlink()
+    (folder / "img" / "1.jpg").write_bytes(b"")
+    with pytest.raises(DataError, match=r"img/0\.jpg"):
+        labels(build(folder))
+    bundle = build(folder, on_bad_image="skip")
+    assert set(labels(bundle)) == {f"img/{i}.jpg" for i in (2, 3, 4, 5)}
+    assert all(name in " ".join(bundle.report) for name in ("img/0.jpg", "img/1.jpg"))

@@ -11,7 +11,7 @@ import torch
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec, batch_size
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.data.datasets import EvaluationData, Request, build_data, build_evaluation_data
+from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_data, build_evaluation_data
 from linnaeus.data.image import load_image
 from linnaeus.data.mixing import Mixing, mixed_epochs
 from linnaeus.data.sampler import BalancedSampler
@@ -190,12 +190,14 @@ def evaluation(index: LabelIndex | None, rows: str, *, own: bool = False, **data
     config = DataConfig(
         DATASET=DatasetConfig(**{"NAME": "manifest", "TRAIN": "test.csv", "VAL": "test.csv", **dataset})
     )
-    return build_evaluation_data(Request(config, index, PREPROCESSING, 0, own, dataset.get("skip", False)))
+    return build_evaluation_data(
+        EvaluationRequest(config, index, PREPROCESSING, 0, own, dataset.get("skip", False))
+    )
 
 
 def users(index: LabelIndex | None, classes: list[str]) -> EvaluationData:
     node = {"_target_": f"{datasets.__name__}.Samples", "classes": classes}
-    return build_evaluation_data(Request(DataConfig(DATASET=node), index, None, 0, False))
+    return build_evaluation_data(EvaluationRequest(DataConfig(DATASET=node), index, None, 0, False))
 
 
 EVALUATIONS: dict[str, Callable[[], object]] = {
@@ -209,13 +211,13 @@ EVALUATIONS: dict[str, Callable[[], object]] = {
         NESTED, "image,family,species" + " cats,lion dogs,fox" * 5, own=True, VAL=None
     ),
     "a run on tensors": lambda: build_evaluation_data(
-        Request(DataConfig(DATASET=DatasetConfig(NAME="manifest")), NESTED, None, 0, False)
+        EvaluationRequest(DataConfig(DATASET=DatasetConfig(NAME="manifest")), NESTED, None, 0, False)
     ),
     "unknown classes of a dataset": lambda: users(FLAT, ["wolf", "dodo", "fox"]),
     "a run without classes": lambda: users(None, ["wolf", "fox"]),
     "other ranks": lambda: users(NESTED, ["wolf", "fox"]),
     "built-in data": lambda: build_evaluation_data(
-        Request(DataConfig(DATASET=DatasetConfig(NAME="synthetic")), FLAT, PREPROCESSING, 0, True)
+        EvaluationRequest(DataConfig(DATASET=DatasetConfig(NAME="synthetic")), FLAT, PREPROCESSING, 0, True)
     ),
 }  # fmt: skip
 

@@ -113,6 +113,9 @@ def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(
         assert all(abs(held_out[s] - fraction * counts[s]) <= 2 for s in counts)
 
 
-def test_split_is_the_same_for_ever() -> None:
-    _, val = stratified_split([f"{i}.jpg" for i in range(40)], [i % 2 for i in range(40)], 0.2)
+def test_split_is_the_same_for_ever_and_in_any_order() -> None:
+    keys, strata = [f"{i}.jpg" for i in range(40)], [i % 2 for i in range(40)]
+    _, val = stratified_split(keys, strata, 0.2)
     assert val == [0, 1, 11, 12, 15, 25, 30, 38]
+    _, backwards = stratified_split(keys[::-1], strata[::-1], 0.2)
+    assert sorted(39 - position for position in backwards) == val

@@ -91,6 +91,21 @@ def test_pillow_images_get_the_size_asked_for_or_one_for_all() -> None:
     assert grey.val[0][0].shape == (1, 10, 20)
 
 
+def varied(split: str) -> list[tuple[torch.Tensor, int]]:
+    return [(torch.zeros(2, 4, width), 0) for width in range(4, 8)]
+
+
+def test_image_tensors_of_different_sizes_have_their_channels_in_common() -> None:
+    bundle = build("varied")
+    assert (bundle.in_chans, bundle.img_size) == (2, None)
+
+
+def test_training_images_are_augmented_and_validation_images_are_not() -> None:
+    bundle = build("TorchvisionStyle", root="x", augment=AugmentConfig(HFLIP=0.0, COLOR_JITTER=0.9))
+    assert len({float(bundle.train[9][0][0].mean()) for _ in range(8)}) > 1
+    assert len({float(bundle.val[9][0][0].mean()) for _ in range(8)}) == 1
+
+
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
@@ -174,6 +189,13 @@ def test_targets_of_all_samples(targets: Any, taxonomy: Any, expected: Any) -> N
     part = UserDataset(Subset(dataset, [4, 0]), "Own", levels, raw=False)
     assert part.targets is not None
     assert part.targets.tolist() == [expected[4], expected[0]]
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(2, 6, dtype=torch.int64), [[0] * 6] * 2])
+def test_targets_with_a_row_for_each_rank_are_refused(targets: Any) -> None:
+    dataset: Any = Labelled("train", targets=targets)
+    with pytest.raises(DataError, match="targets"):
+        _ = UserDataset(dataset, "Own", TAXONOMY, raw=False).targets
 
 
 def test_a_target_transform_is_applied() -> None:

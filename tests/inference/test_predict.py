@@ -55,6 +55,16 @@ def test_predictions_are_those_of_validation_bit_for_bit(birds: TrainedRun, phot
             assert prediction.levels[level.name] == list(zip(names, logs.exp().tolist(), strict=True))
 
 
+def test_the_batch_size_does_not_change_predictions(birds: TrainedRun, photos: list[Path]) -> None:
+    expected = birds.predict(photos, batch_size=7)
+    assert len({str(prediction.levels) for prediction in expected}) == 7, "images differ"
+    for size in (1, 2):
+        for found, other in zip(birds.predict(photos, batch_size=size), expected, strict=True):
+            for level, classes in other.levels.items():
+                assert [name for name, _ in found.levels[level]] == [name for name, _ in classes]
+                assert dict(found.levels[level]) == pytest.approx(dict(classes), rel=1e-5)
+
+
 def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path], tmp_path: Path) -> None:
     image = picture(0)
     array = np.asarray(image)
@@ -86,8 +96,6 @@ def test_a_fault_of_the_program_is_no_unreadable_image(
     for error in errors[1:]:
         with pytest.raises(type(error)):
             list(failing.run([picture(0)]))
-    with pytest.raises(RuntimeError, match="multiplied"):
-        replace(birds, model=torch.nn.Linear(2, 2)).predict(picture(0))
 
 
 def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
@@ -190,6 +198,10 @@ def test_a_batch_that_does_not_fit_is_halved(birds: TrainedRun, photos: list[Pat
     most = 0
     with pytest.raises(OutOfMemoryError):
         full.predict(photos)
+    failing = Mock(side_effect=RuntimeError("shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="multiplied"):
+        replace(birds, model=failing).predict(photos, batch_size=7)
+    assert failing.call_count == 1
 
 
 def test_the_batch_size_is_searched_for_once_and_only_for_many(

@@ -17,6 +17,7 @@ from linnaeus.data.builtin import TAXONOMY
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.models.build import build_model, set_gradient_checkpointing
+from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.model_spec import ModelSpec
 from tests.helpers.small_models import ONE_RANK, TWO_RANKS, build
 
@@ -50,6 +51,12 @@ def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_unto
     assert norms
     assert not any(norm.running_mean.any() for norm in norms if norm.running_mean is not None)
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_heads_see_dropped_features_in_training_only() -> None:
+    model, images = HierarchicalClassifier(nn.Flatten(), 4, [2, 3], drop_rate=0.5), torch.ones(64, 1, 2, 2)
+    assert not torch.equal(model(images)[1], model.heads[1](torch.ones(64, 4)))
+    assert torch.equal(model.eval()(images)[1], model.heads[1](torch.ones(64, 4)))
 
 
 def save(state: dict[str, Tensor], path: Path) -> None:

@@ -76,6 +76,15 @@ def test_very_sure_outputs_are_finite_and_so_are_their_gradients() -> None:
     assert torch.isfinite(head.leaves.weight.grad).all()
 
 
+def test_a_coarse_label_alone_trains_the_leaves_below_it() -> None:
+    head = make_head()
+    targets = torch.tensor([[1, UNKNOWN, UNKNOWN]] * 3)
+    TaxonomicCrossEntropy(["a", "b", "c"], [1.0] * 3)(head(features()), targets).backward()
+    assert head.leaves.bias.grad is not None
+    rise = head.leaves.bias.grad < 0  # a step against the gradient raises these
+    assert rise.tolist() == [False, False, False, True, True, True]
+
+
 def test_the_head_is_chosen_by_its_key_and_a_checkpoint_holds_its_weights_alone() -> None:
     marginal, independent = build(HEAD="marginal"), build()
     assert isinstance(marginal.heads, MarginalHead)

@@ -43,6 +43,12 @@ def test_weights_of_a_file_have_the_mean_1_over_the_samples(tmp_path: Path, name
     torch.testing.assert_close(species, torch.tensor([1.0, 0.5, 1.0, 4.0]) / (3.5 / 4))
 
 
+def test_a_class_has_one_weight(tmp_path: Path) -> None:
+    (tmp_path / "w.csv").write_text(CSV + "species,lynx,0.25\n")
+    with pytest.raises(ConfigError, match=r"LOSS\.CLASS_WEIGHTS.*lynx.*0\.5 .*0\.25"):
+        class_weights(str(tmp_path / "w.csv"), TAXONOMY, TARGETS)
+
+
 def assembled(*argv: str) -> Assembly:
     config = load_config(
         ["EXPERIMENT.DEVICE=cpu", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=32", *argv]

@@ -27,7 +27,7 @@ from linnaeus.config.load import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar, make_console
 from linnaeus.data.bundle import as_size, dataset_length
-from linnaeus.data.datasets import EvaluationData, Request, build_evaluation_data
+from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_evaluation_data
 from linnaeus.data.loader import build_val_loader
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import RankEnded, World, errors_told_first, join
@@ -162,7 +162,7 @@ def _data(session: Session) -> EvaluationData:
     if preprocessing is not None:
         check_takes_size(trained, preprocessing)
     world.update("building the data")
-    request = Request(
+    request = EvaluationRequest(
         config, trained.spec.index, preprocessing, session.config.EXPERIMENT.SEED,
         is_own=session.is_own_dataset, skips_unknown=session.options.unknown == "skip",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linnaeus.config.load import load_config, settings_of
 from linnaeus.data.bundle import dataset_length
-from linnaeus.data.datasets import Request, build_evaluation_data
+from linnaeus.data.datasets import EvaluationRequest, build_evaluation_data
 from linnaeus.errors import ConfigError, DataError, LinnaeusError, first_line
 from linnaeus.files import CONFIG
 from linnaeus.inference.paths import Unreadable, walk
@@ -95,9 +95,9 @@ def _of_dataset(run: TrainedRun) -> tuple[list[Tensor], str]:
     else:
         raise DataError(f"{run.checkpoint.name} does not name the run's dataset")
     config = load_config(tokens, below).config
-    data = build_evaluation_data(
-        Request(config.DATA, run.spec.index, run.spec.preprocessing, config.EXPERIMENT.SEED, is_own=True)
-    )
+    spec, seed = run.spec, config.EXPERIMENT.SEED
+    request = EvaluationRequest(config.DATA, spec.index, spec.preprocessing, seed, is_own=True)
+    data = build_evaluation_data(request)
     inputs, problems, num_samples = [], [], dataset_length(data.bundle.val)
     for index in range(0, num_samples, max(1, num_samples // NUM_IMAGES))[:NUM_IMAGES]:
         try:

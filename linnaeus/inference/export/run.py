@@ -211,7 +211,7 @@ def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
             "crop_fraction": preprocessing and preprocessing.crop_fraction,
         },
         "outputs": outputs,
-        **({"precision": run.train} if outputs is None else {}),
+        **({"precision": run.precision_settings} if outputs is None else {}),
         "levels": [
             {
                 "name": level.name,
@@ -246,9 +246,8 @@ def _appearing(path: Path, *, is_folder: bool) -> Iterator[Path]:
             if is_folder:
                 temporary.mkdir()
             yield temporary
-            new = (
-                Path(folder) / ".new"
-            )  # for the mode of any new file: safetensors writes for the owner alone
+            # safetensors writes for the owner alone: files take the mode of any new file.
+            new = Path(folder) / ".new"
             new.touch()
             for file in Path(folder).rglob("*"):
                 if file.is_file():
