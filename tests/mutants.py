@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "each rank validates on all samples", "data/sampler.py",
-        "self.indices = range(rank, length, world_size)", "self.indices = range(length)",
+        "range(self.rank, self.length, self.world_size))", "range(self.length))",
         "tests/data",
     ),
     Mutant(
