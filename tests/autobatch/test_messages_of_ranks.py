@@ -1,4 +1,4 @@
-"""What a user reads about ranks, resumed sizes, predictions and memory, in `tests/messages/autobatch_ranks.txt`."""
+"""What a user reads about ranks, resumed sizes, predictions and memory."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ class Loop:
 
     def content(self) -> Any:
         parts = [part.state_dict() for part in self.state]
-        generators = torch.get_rng_state(), np.random.get_state()[1].tolist()
+        generators = [torch.get_rng_state(), np.random.get_state()[1].tolist()]
+        generators += [torch.cuda.get_rng_state()] if DEVICE.type == "cuda" else []
         return bits([parts, generators, self.model.calls, self.model.training])
 
 
@@ -124,6 +125,7 @@ def test_a_search_with_a_prediction_leaves_everything_as_it_was() -> None:
     before = loop.content()
     assert search(loop, max_batch_size=16).prediction is not None
     assert loop.content() == before
+    assert torch.cuda.max_memory_reserved() <= torch.cuda.memory_reserved() + 2 * 1024**2
     for each in (loop, untouched):
         torch.manual_seed(1)
         np.random.seed(1)
