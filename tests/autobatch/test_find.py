@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import json
-import logging
 import os
 import random
 import re
@@ -24,17 +23,16 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
-from linnaeus.autobatch.memory.device import GIB, device_memory
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.memory.host import CpuMemory
 from linnaeus.autobatch.result import PredictedStart, Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.errors import AutoBatchError
-from linnaeus.sizing.sizes import keys
 from linnaeus.training.ema import Ema
 from tests.helpers.bits import bits
 from tests.helpers.forks import ROOT
-from tests.helpers.ledger import Ledger, limit_with_room_for, room
+from tests.helpers.ledger import limit_with_room_for, room
 
 CPU = torch.device("cpu")
 MIB = 1024**2
@@ -169,12 +167,6 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(
     assert record_of(result, result.batch_size).status == "fits"
 
 
-# --- errors ---
-
-
-# --- a step that keeps tensors ---
-
-
 # --- kinds of loops ---
 
 
@@ -305,6 +297,8 @@ class Everything:
         self.optimizer.zero_grad()
         self.ema.update()
         self.optimizer.param_groups[0]["lr"] *= 0.5
+        self.optimizer.param_groups[0]["added"] = True
+        self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
     def picture(self) -> dict[str, Any]:
         """All that the process could tell a search by, bit for bit."""
@@ -312,7 +306,9 @@ class Everything:
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
         return {
             "parameters": bits(parameters),
-            "identities": [id(parameter) for parameter in parameters.values()],
+            "identities": [*map(id, parameters.values()), *map(id, self.optimizer.param_groups)],
+            "moments": [[*map(id, state.values())] for state in self.optimizer.state.values()],
+            "hooks": len(self.optimizer._optimizer_step_post_hooks),
             "gradients": bits(gradients),
             "buffers": bits(dict(self.model.named_buffers())),
             "calls": getattr(self.model, "calls", 0),

@@ -125,6 +125,8 @@ def test_training_after_a_search_goes_as_without_one(name: str) -> None:
 
 
 OWN: dict[str, Callable[[nn.Module], Any]] = {
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+    "a tensor as rate": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01)),
     "lookahead": lambda model: Lookahead(torch.optim.Adam(model.parameters(), lr=0.01)),
     "kron that draws more": lambda model: timm.optim.create_optimizer_v2(
         model, "kron", lr=0.01, weight_decay=0.1, stochastic_weight_decay=True, deterministic=True

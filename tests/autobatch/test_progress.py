@@ -146,35 +146,6 @@ def shown(console: Console) -> str:
     return _ESCAPES.sub("", console.file.getvalue())
 
 
-def test_the_rows_of_a_table_and_the_status_of_the_next_trial(
-    terminal: Console, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "linnaeus.autobatch")
-    told: list[str] = []
-    progress = SearchProgress("train", RankStatus(told.append), terminal)
-    for trial, purpose in (
-        (record(16, "fits", 0.5), "trial"), (record(64, "oom", None), "trial"),
-        (record(16, "over", 1.25), "confirmation"),
-    ):  # fmt: skip
-        progress.trial_started(trial.size, purpose)  # type: ignore[arg-type]
-        progress.trial_finished(trial, GIB)
-    progress.trial_started(8, "timing")
-    progress.size_timed(Timing(8, 0.002, 4000.0))
-    assert [line.split() for line in shown(terminal).splitlines()[1:]] == [
-        ["1", "16", "fits", "0.500", "50.0%", "0.25"],
-        ["2", "64", "oom", "0.25"],
-        ["3", "16", "over", "1.250", "125.0%", "0.25", "confirmation"],
-        ["8", "timed", "0.002", "4000", "samples/s"],
-    ]
-    numbers = [re.findall(r"\d+(?:\.\d+)?", status) for status in told]
-    assert numbers == [
-        ["16", "1"],
-        ["64", "2", "16", "0.500", "1.000"],
-        ["16", "3", "64"],
-        ["8", "16", "1.250", "1.000"],
-    ]
-
-
 def test_rows_are_for_terminals_and_levels_up_to_info(
     terminal: Console, caplog: pytest.LogCaptureFixture
 ) -> None:
