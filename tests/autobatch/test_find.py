@@ -308,7 +308,6 @@ class Everything:
             "parameters": bits(parameters),
             "identities": [*map(id, parameters.values()), *map(id, self.optimizer.param_groups)],
             "moments": [[*map(id, state.values())] for state in self.optimizer.state.values()],
-            "hooks": len(self.optimizer._optimizer_step_post_hooks),
             "gradients": bits(gradients),
             "buffers": bits(dict(self.model.named_buffers())),
             "calls": getattr(self.model, "calls", 0),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -190,32 +189,21 @@ class Outside(Forwarding):
 
 
 class Keeping(torch.optim.SGD):
-    """Keeps attributes of every sort outside its `state_dict`, all of which decide what a step does."""
+    """Keeps a number, tensors, a generator and nested containers outside its `state_dict`."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01)
         self.count = 0
         self.slow = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
-        self.python, self.own = random.Random(3), torch.Generator().manual_seed(3)
-        self.numpy, self.old = np.random.default_rng(3), np.random.RandomState(3)
-        self.array = np.ones(2)
-        self.past: deque[float] = deque(maxlen=3)
-        self.seen: set[int] = set()
-        self.nest: dict[str, Any] = {"pair": ([0.0], 1)}
-        self.nest["self"] = self.nest
+        self.numpy = np.random.default_rng(3)
+        self.nest: dict[str, Any] = {"pair": ([0.0], 1), "past": deque(maxlen=3)}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         self.count += 1
-        self.array += 1
         self.nest["pair"][0][0] += 1.0
-        self.seen.add(self.count)
-        drawn = (
-            self.python.random() + torch.rand(1, generator=self.own).item() + self.numpy.random()
-            + self.old.random() + self.array.sum() + self.nest["pair"][0][0]
-            + len(self.seen) + sum(self.past) / 10
-        )  # fmt: skip
-        self.past.append(drawn)
+        drawn = self.count + self.numpy.random() + self.nest["pair"][0][0] + sum(self.nest["past"]) / 10
+        self.nest["past"].append(drawn)
         with torch.no_grad():
             for group, slow in zip(self.param_groups, self.slow, strict=True):
                 for parameter, average in zip(group["params"], slow, strict=True):

@@ -18,7 +18,6 @@ from torch import Tensor
 import linnaeus
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.rng import rng_state
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
@@ -28,10 +27,9 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.run import run
 from linnaeus.sizing.planning import PlannedSizes, find_planned_sizes
 from linnaeus.sizing.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
-from tests.helpers.bits import bits
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL
-from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, prepared
+from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, content, prepared
 
 BARE = [option for option in SMALL if not option.startswith("MODEL.")]
 
@@ -103,6 +101,8 @@ def test_only_modes_that_are_searched_take_a_size_of_the_checkpoint() -> None:
     search, _ = prepared(OWN_MODEL, OWN_DATA, *only_val)
     assert planned_sizes(search, autobatch=SAVED).batch_sizes == {"val": 9}
     assert planned_sizes(search, autobatch={"train": entry(7)}).batch_sizes == {"val": 12}
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.ENABLED_VAL=False")
+    assert planned_sizes(search, autobatch=SAVED).batch_sizes == {"train": 7}
 
 
 @pytest.mark.parametrize(("most", "limit", "val"), [(512, 6, 7), (4, 4, 7), (3, 3, 6)])
@@ -207,15 +207,6 @@ def test_the_keys_that_messages_name_exist() -> None:
                     node = node[part] if isinstance(node, dict) else getattr(node, part)
 
 
-@pytest.mark.parametrize("modes", [{"train"}, {"val"}])
-def test_only_the_modes_asked_for_are_searched(modes: set[str]) -> None:
-    search, _ = prepared(
-        OWN_MODEL, OWN_DATA, f"DATA.AUTOBATCH.ENABLED={'train' in modes}", "DATA.AUTOBATCH.MAX_BATCH_SIZE=4",
-        f"DATA.AUTOBATCH.ENABLED_VAL={'val' in modes}",
-    )  # fmt: skip
-    assert find_sizes(search).keys() == modes
-
-
 # --- what a trial sees ---
 
 
@@ -243,17 +234,12 @@ def test_a_search_changes_nothing(options: tuple[str, ...]) -> None:
     limit = "DATA.AUTOBATCH.MAX_BATCH_SIZE=8"
     search, assembly = prepared(*BARE, OWN_MODEL, limit, "TRAIN.EMA.ENABLED=True", *options)
 
-    def content() -> Any:
-        gradients = [parameter.grad for parameter in assembly.model.parameters()]
-        states = [part.state_dict() for part in assembly.state if part is not None]
-        return bits([states, gradients, rng_state(CPU), assembly.metrics.state_dict()])
-
-    before = content()
+    before = content(assembly)
     assert find_sizes(search)["train"].batch_size == 8
     assert set(SEEN["dtypes"]) == {torch.bfloat16 if "TRAIN.AMP=bf16" in options else torch.float32}
-    assert content() == before
+    assert content(assembly) == before
     assembly.ema.num_updates += 1
-    assert content() != before
+    assert content(assembly) != before
 
 
 @pytest.mark.parametrize(("steps", "num_micro_batches"), [(1, 1), (5, 2)])
@@ -271,7 +257,7 @@ def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
     assert sizes.count(12) == 2 * num_micro_batches, "two steps a trial"
 
 
-def test_each_training_trial_makes_its_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_training_trial_and_timing_makes_its_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buckets belong to the peak, and a wrapper is unusable after an error in the middle of a step."""
     wrappers = []
     monkeypatch.setattr("linnaeus.sizing.sizes.wrap", lambda model, *_, **__: wrappers.append(model) or model)
@@ -280,6 +266,8 @@ def test_each_training_trial_makes_its_own_wrapper(monkeypatch: pytest.MonkeyPat
         for number, size in enumerate((2, 4, 4), start=2):  # the first is preceded by the warm-up
             assert finder.measure(size).status == "fits"
             assert len(wrappers) == number
+        finder.time(4)
+        assert len(wrappers) == number + 1
 
 
 def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:

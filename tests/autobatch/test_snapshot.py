@@ -327,7 +327,22 @@ def test_without_the_optimizers_what_they_and_attributes_hold_stays() -> None:
     step(model, optimizer)
 
 
-# -- generators
+# -- anything, generators
+
+
+def test_any_object_with_a_state_dict_comes_back() -> None:
+    content: dict[str, Any] = {"keys": torch.randn(4), "nest": [{"deep": torch.ones(1)}], "pointer": 0}
+    queue = SimpleNamespace(state_dict=lambda: content, load_state_dict=lambda state: content.update(state))
+    before = bits(content)
+    snapshot = Snapshot([None, queue], CPU)
+    for _ in range(2):
+        content["keys"].add_(1)
+        content["nest"][0]["deep"].add_(1)
+        content["nest"].append(3)
+        content["pointer"] += 1
+        assert bits(content) != before
+        snapshot.restore()
+        assert bits(content) == before
 
 
 GENERATORS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {

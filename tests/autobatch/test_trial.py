@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from linnaeus.autobatch.memory.host import CpuMemory
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.autobatch.trial import TrialRunner
+from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
 from tests.helpers.ledger import held_bytes
 from tests.helpers.runs import freeze_what_is_there
 
@@ -410,6 +410,21 @@ def test_a_compiled_model_can_be_tried() -> None:
     with pytest.raises(OutOfMemory):
         runner(100_000)
     assert runner(1000) == pytest.approx(peaks[0], abs=4 * NOISE)
+
+
+def test_collections_inside_look_at_new_things_alone() -> None:
+    old: list[object] = [[]]
+    gc.unfreeze()
+    try:
+        with existing_objects_frozen():
+            assert gc.get_freeze_count() > 0
+            assert not any(thing is old for thing in gc.get_objects())
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
+    with existing_objects_frozen():
+        pass
+    assert gc.get_freeze_count() > 0  # somebody else's freeze is left alone
 
 
 # -- what trials leave

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
@@ -17,6 +16,7 @@ from linnaeus.autobatch import snapshot
 from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.utils.autobatch import auto_find_batch_size
 from tests.helpers.ledger import room
+from tests.helpers.processes import join_as_torchrun
 
 WIDTH = 4096
 LARGEST = 1024
@@ -172,10 +172,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     """Of two ranks if the environment says so, else of one."""
     num_ranks = int(os.environ.get("NUM_RANKS", "1"))
     if num_ranks > 1:
-        own, size = str(rank), str(num_ranks)
-        os.environ |= {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        store = torch_dist.FileStore(f"{folder}/store", num_ranks)
-        torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        join_as_torchrun(rank, num_ranks, folder)
     auto_find_batch_size(lambda x: None, torch.ones, max_batch_size=2, memory_limit_gb=8.0, group=False)
     for precision in ("no", "bf16"):  # loads what training needs, so that limits are exact
         train(fresh(mixed_precision=precision), 8)

@@ -221,6 +221,14 @@ class Needy(Net):
         return [self.optimizer], [schedule]
 
 
+class Direct(Net):
+    """Logs past Lightning, as a step of one's own may."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logger.log_metrics({"direct": 1.0}, step=batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
 class Several(Net):
     """Two training and two validation loaders, of which one has a fixed size."""
 
@@ -368,5 +376,6 @@ CASES: dict[str, Case] = {
     ),
     "average": (Net, lambda size: (), {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]}),
     "needy": (Needy, lambda size: (), {}),
+    "direct": (Direct, lambda size: (), {}),
     "several loaders": (Several, lambda size: (), {}),
 }
