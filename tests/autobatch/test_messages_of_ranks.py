@@ -133,6 +133,7 @@ def of_predictions(said: Callable[[], str]) -> dict[str, str]:
     messages["traces in the wrong order"] = error_of(Prediction.of, traced, traced)
     messages["a GPU of two sizes"] = error_of(find_gpu, "a100")
     messages["a device that would do"] = device_that_would_do(24 * GIB, ", with nothing to spare")
+    messages["a device larger than any"] = device_that_would_do(1000 * GIB)
     return messages
 
 

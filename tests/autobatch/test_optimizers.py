@@ -130,53 +130,18 @@ OWN: dict[str, Callable[[nn.Module], Any]] = {
     "kron that draws more": lambda model: timm.optim.create_optimizer_v2(
         model, "kron", lr=0.01, weight_decay=0.1, stochastic_weight_decay=True, deterministic=True
     ),
-    "outside of timm's, accelerated": lambda model: Accelerated(Outside(timm_optimizer("lamb", model))),
+    "outside of timm's": lambda model: Outside(timm_optimizer("lamb", model)),
     "attributes": lambda model: Keeping(model.parameters()),
     "two inside": lambda model: Hybrid(model),
 }
 
 
-class Forwarding:
-    """What wrappers of an optimizer hand on."""
-
-    optimizer: torch.optim.Optimizer
-
-    def state_dict(self) -> Any:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.optimizer.load_state_dict(state)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-
-class Accelerated(Forwarding, torch.optim.Optimizer):
-    """Of the shape of accelerate's wrapper: without `Optimizer.__init__`, with the attributes of another."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._was_skipped = False
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:
-        return self.optimizer.defaults
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
-        self._was_skipped = not self._was_skipped
-
-
-class Outside(Forwarding):
+class Outside:
     """A wrapper that is no optimizer itself, with a number of its own that decides what a step does."""
+
+    zero_grad = property(lambda self: self.optimizer.zero_grad)
+    state_dict = property(lambda self: self.optimizer.state_dict)
+    load_state_dict = property(lambda self: self.optimizer.load_state_dict)
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

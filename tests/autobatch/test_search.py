@@ -313,18 +313,6 @@ def test_the_plain_strategies_try_what_their_names_say(strategy: str, expected: 
 # -- start, multiples, known
 
 
-@pytest.mark.parametrize("strategy", ["guided", "power", "binsearch"])
-@pytest.mark.parametrize(("start", "first"), [(200, 200), (9999, 512), (0, 1)])
-def test_start_is_tried_first_within_the_bounds(strategy: str, start: int, first: int) -> None:
-    assert sizes(find(line(1000, 40), start=start, strategy=strategy))[0] == first
-
-
-def test_known_trials_can_answer_without_any_trial() -> None:
-    first = find(line(1000, 40))
-    again = find(lambda n: pytest.fail(f"{n} was run"), known=first.trials)
-    assert again == SearchResult(size=225, certified=True, limited_by="memory", trials=())
-
-
 # -- what ends a search
 
 
@@ -333,21 +321,6 @@ def test_a_fixed_cost_that_is_known_saves_trials() -> None:
     knowing, guessing = find(line(9000, 10), fixed_bytes=9000), find(line(9000, 10))
     assert knowing.size == guessing.size == 100
     assert len(knowing.trials) < len(guessing.trials)
-
-
-@pytest.mark.parametrize(("deadline_s", "num_trials"), [(0.0, 0), (10.0, 1), (10.1, 2)])
-def test_no_trial_starts_after_the_deadline(deadline_s: float, num_trials: int) -> None:
-    now = 1000.0
-
-    def measure(size: int) -> int:
-        nonlocal now
-        now += 10
-        return 1000 + 40 * size
-
-    result = find(measure, deadline_s=deadline_s, clock=lambda: now)
-    assert [trial.seconds for trial in result.trials] == [10.0] * num_trials
-    assert (result.certified, result.limited_by) == (False, "timeout")
-    assert (result.size is None) == (num_trials == 0)
 
 
 # -- predictions

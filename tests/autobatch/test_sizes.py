@@ -29,7 +29,7 @@ from linnaeus.sizing.planning import PlannedSizes, find_planned_sizes
 from linnaeus.sizing.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL
-from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, content, prepared
+from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, prepared
 
 BARE = [option for option in SMALL if not option.startswith("MODEL.")]
 
@@ -178,9 +178,6 @@ def test_memory_bounds_the_size() -> None:
     search.config.AUTOBATCH.MEMORY_LIMIT_GB = limit_with_room_for(40)
     found = find_sizes(search)["train"]
     assert (found.limited_by, found.certified) == ("memory", True)
-    status = {trial.size: trial.status for trial in found.trials}
-    assert status[found.batch_size] == "fits"
-    assert status[found.batch_size + 1] in ("over", "oom")
     # A checkpoint of a larger machine: its size does not fit, and the search goes on below it.
     size = found.batch_size + 8
     again = find_sizes(search, {"train": size})["train"]
@@ -228,20 +225,6 @@ def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_
 MIXED = ("DATA.AUGMENT.MIXUP=0.4", "DATA.AUGMENT.CUTMIX=1.0", "LOSS.LABEL_SMOOTHING=0.1")
 
 
-@pytest.mark.parametrize("options", [("TRAIN.AMP=bf16",), MIXED])
-def test_a_search_changes_nothing(options: tuple[str, ...]) -> None:
-    """Training starts from the same bits with the size found as with one set by hand."""
-    limit = "DATA.AUTOBATCH.MAX_BATCH_SIZE=8"
-    search, assembly = prepared(*BARE, OWN_MODEL, limit, "TRAIN.EMA.ENABLED=True", *options)
-
-    before = content(assembly)
-    assert find_sizes(search)["train"].batch_size == 8
-    assert set(SEEN["dtypes"]) == {torch.bfloat16 if "TRAIN.AMP=bf16" in options else torch.float32}
-    assert content(assembly) == before
-    assembly.ema.num_updates += 1
-    assert content(assembly) != before
-
-
 @pytest.mark.parametrize(("steps", "num_micro_batches"), [(1, 1), (5, 2)])
 def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
     steps: int, num_micro_batches: int
@@ -271,7 +254,8 @@ def test_each_training_trial_and_timing_makes_its_own_wrapper(monkeypatch: pytes
 
 
 def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
-    search, assembly = prepared(*BARE, *MIXED, OWN_MODEL, "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    options = (*MIXED, "TRAIN.AMP=bf16", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    search, assembly = prepared(*BARE, OWN_MODEL, *options)
     seen: dict[bool, set[tuple[torch.dtype, int]]] = {True: set(), False: set()}
     assembly.criterion.register_forward_hook(
         lambda module, arguments, _: seen[torch.is_grad_enabled()].add(
@@ -279,6 +263,7 @@ def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
         )
     )
     find_sizes(search)
+    assert set(SEEN["dtypes"]) == {torch.bfloat16}
     assert seen == {True: {(torch.float32, 2 + 6)}, False: {(torch.int64, 2)}}
     # On devices, and where nothing is run, batches are made and not collated.
     for mode, form in (("train", (torch.float32, 8)), ("val", (torch.int64, 2))):

@@ -167,30 +167,6 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
     assert torch.equal(model.weight, expected)
 
 
-def test_running_out_in_the_optimizers_step_is_reported() -> None:
-    """The weights and their gradients fit, the moments do not."""
-    model = Table(mib=16)
-    optimizer = torch.optim.Adam(model.parameters())
-    reached: list[str] = []
-
-    def step(batch: Tensor) -> None:
-        optimizer.zero_grad()
-        loss = model(batch)
-        loss.backward()
-        reached.append("backward")
-        optimizer.step()
-        reached.append("end")
-
-    runner = make_runner(step, samples, model, optimizer, room_mib=40)
-    reached.clear()
-    with pytest.raises(OutOfMemory):
-        runner(4)
-    assert reached == ["backward"]
-    assert not optimizer.state
-    runner.budget_bytes = runner.held_bytes + 16 * 8 * MIB
-    assert runner(4) - runner.held_bytes >= 16 * 3 * MIB - SLACK
-
-
 # -- the optimizer's state
 
 

@@ -136,16 +136,13 @@ class Calls(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def _note(self, name: str, args: Any, state: Any) -> None:
+
+def _watch(name: str) -> Any:
+    def called(self: Calls, args: Any, state: Any, control: Any, **rest: Any) -> None:
         random_state = rng_state(torch.device("cpu"))
         numbers = [random_state["python"], random_state["numpy"][1].tolist(), random_state["torch"].tolist()]
         sizes = args.per_device_train_batch_size, args.per_device_eval_batch_size, state.train_batch_size
         self.seen.append((name, state.global_step, state.max_steps, sizes, hash(str(numbers))))
-
-
-def _watch(name: str) -> Any:
-    def called(self: Calls, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self._note(name, args, state)
 
     return called
 

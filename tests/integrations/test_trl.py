@@ -12,9 +12,7 @@ pytest.importorskip("trl")
 import trl
 from transformers import Trainer
 
-from linnaeus.autobatch.snapshot import Contents
 from linnaeus.errors import AutoBatchError
-from linnaeus.integrations import transformers_trial
 from linnaeus.integrations.transformers import autobatch, check_supported
 from linnaeus.integrations.transformers_data import training_data
 from tests.helpers.bits import differences
@@ -51,17 +49,6 @@ def test_training_is_that_of_the_size_given_by_hand(case: str) -> None:
     other.train()
     assert differences(ours, outcome(other, other_calls)) == []
     assert ours["log"][0]["num_tokens"] > 0, "counts of the trials would be in it"
-
-
-def test_metrics_of_trials_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(transformers_trial, "_kept", lambda made: Contents(()))
-        found = trl_trainer("SFT")
-        autobatch(found, max_batch_size=4, min_batch_size=4).train()
-    ours = outcome(found)
-    other = trl_trainer("SFT", per_device_train_batch_size=4)
-    other.train()
-    assert "log" in differences(ours, outcome(other))
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward"])

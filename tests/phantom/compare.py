@@ -2,10 +2,10 @@
 
     PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m tests.phantom.compare resnet50 24 97 [--amp bf16]
         [--optimizer SGD] [--channels-last] [--checkpointing] [--accumulation] [--no-grad]
-        [--benchmark] [--trained]
+        [--benchmark]
 
-MODEL is one of timm, or `gpt`. A prediction is of the first steps on: optimizer state comes in the first one,
-but with `--trained` before it. `--no-grad` is a forward pass only.
+MODEL is one of timm, or `gpt`. A prediction is of the first steps on: optimizer state comes in the first one.
+`--no-grad` is a forward pass only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ from linnaeus.autobatch.predict.prediction import predict
 from tests.phantom.training import FEATURES, FORMATS, OPTIMIZERS, Case, Training
 
 
-def measured(case: Case, options: argparse.Namespace, n: int) -> int:
+def measured(case: Case, n: int) -> int:
     """Most bytes that torch reserves in four steps, from an empty allocator on."""
     clean()
     training = Training(case)
-    if options.trained:
-        training.step(training.batch(2))
-        clean()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(4):
         training.step(training.batch(n))
@@ -48,15 +45,12 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW")
     for name in FEATURES:
         parser.add_argument(f"--{name}", action="append_const", const=name, dest="features", default=[])
-    for name in ("benchmark", "trained"):
-        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--benchmark", action="store_true")
     options = parser.parse_args()
     case = Case(options.model, options.amp, options.optimizer, tuple(options.features))
     torch.backends.cudnn.benchmark = options.benchmark
-    real = {n: measured(case, options, n) for n in options.sizes}
+    real = {n: measured(case, n) for n in options.sizes}
     training = Training(case)
-    if options.trained:
-        training.step(training.batch(2))
     found = predict(training.step, lambda n: training.batch(n, "meta"), state=training.state, base_bytes=0)
     for n, num_bytes in real.items():
         predicted = found.reserved_bytes(n)
