@@ -135,7 +135,8 @@ weights = [torch.zeros(64, 64).cuda() for _ in range(2)]
 dist.all_gather(weights, model.module.weight.detach())
 assert torch.equal(weights[0].cpu(), weights[1].cpu()), "the ranks have drifted apart"
 dist.destroy_process_group()
-os.write(1, b"%d " % (torch.cuda.get_device_properties(rank).total_memory >> 30))  # one write: lines that two ranks print may mix
+# One write: lines that two ranks print may mix.
+os.write(1, b"%d " % (torch.cuda.get_device_properties(rank).total_memory >> 30))
 """
 
 
