@@ -1,4 +1,4 @@
-"""A user's model and optimizer that go wrong where the environment variable FAULT says, in real ways."""
+"""A user's model that goes wrong where the environment variable FAULT says, in real ways."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from tests.helpers.runs import SMALL
 TINY = (
     *(option for option in SMALL if not option.startswith("MODEL.")),
     f"MODEL._target_={__name__}.Model",
-    f"OPTIMIZER._target_={__name__}.Optimizer",
     "DATA.IMG_SIZE=8",
     "DATA.AUTOBATCH.ENABLED=True",
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
     "TRAIN.EPOCHS=1",
 )
-"""A run with them."""
+"""A run with it."""
 LARGEST = 8
 """Beyond this batch size, the rank with the fault `oom` runs out of memory."""
 
@@ -66,8 +65,6 @@ class Model(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         global _last_batch_size
         _last_batch_size = len(images)
-        if fault()[0] == "error":
-            raise ValueError("this forward is broken")
         exhaust("forward")
         features = Exhausting.apply(self.hidden(images.flatten(1)).relu())
         return tuple(head(features) for head in self.heads)
@@ -77,11 +74,3 @@ class ModelWithUnusedBranch(Model):
     def __init__(self, num_classes: int | dict[str, int]) -> None:
         super().__init__(num_classes)
         self.unused = nn.Linear(64, 64)
-
-
-class Optimizer(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> Any:
-        global _last_batch_size
-        exhaust("optimizer")
-        _last_batch_size = 0  # a step that no forward pass comes before is not the trial's
-        return super().step(closure)

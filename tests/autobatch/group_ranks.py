@@ -26,11 +26,9 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.autobatch.memory.host import held_bytes
 from linnaeus.autobatch.ranks import control, group, single_rank
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import of_main, together
-from linnaeus.autobatch.rng import rng_state
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import Facts
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
@@ -38,12 +36,11 @@ from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
 from linnaeus.sizing.planning import find_planned_sizes
 from linnaeus.sizing.sizes import SizeSearch, find_sizes
-from linnaeus.training.build import Assembly
 from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
 from tests.autobatch.faulty import TINY
-from tests.helpers.bits import bits
+from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import freeze_what_is_there, wait_until
-from tests.helpers.searches import prepared
+from tests.helpers.searches import content, prepared
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -52,18 +49,16 @@ NUMBERS = itertools.count()
 Step = Callable[[Any], object]
 
 
-def limit_gb(num_samples: float) -> float:
-    """The limit under which about so many samples of one MiB fit, at a fraction of 0.8."""
-    return (held_bytes() + num_samples * MIB) / 2**30 / 0.8
-
-
 def samples(n: int) -> torch.Tensor:
     return torch.ones(n, MIB // 4)
 
 
 def find(step: Step = lambda batch: None, num_samples: float = 32, **arguments: Any) -> AutoBatchResult:
     """A search over samples of one MiB, under a limit for so many of them."""
-    defaults: dict[str, Any] = {"max_batch_size": 64, "memory_limit_gb": limit_gb(num_samples)}
+    defaults: dict[str, Any] = {
+        "max_batch_size": 64,
+        "memory_limit_gb": limit_with_room_for(num_samples) / 0.8,
+    }
     return auto_find_batch_size(step, samples, **{**defaults, **arguments})
 
 
@@ -124,7 +119,7 @@ def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> No
 
     cases: list[tuple[int, type[Exception], Callable[[], Any]]] = [
         (0, KeyError, lambda: find(broken_on(0))),
-        (1, AutoBatchError, lambda: find(memory_limit_gb=0.01 if rank == 1 else limit_gb(32))),
+        (1, AutoBatchError, lambda: find(memory_limit_gb=0.01 if rank == 1 else 8.0)),
         (1, TypeError, lambda: find(max_batch_size="many" if rank == 1 else 8)),
         (1, OSError, prepares),
     ]
@@ -353,13 +348,6 @@ def sync_batchnorm_normalises_over_one_rank_in_a_search(rank: int) -> None:
 
 
 # --- the searches of a run ---
-
-
-def content(assembly: Assembly) -> Any:
-    """All that a step may change: parameters, buffers, optimizer, average, gradients, random numbers."""
-    gradients = [parameter.grad for parameter in assembly.model.parameters()]
-    states = [part.state_dict() for part in assembly.state if part is not None]
-    return bits([states, gradients, rng_state(CPU)])
 
 
 @contextlib.contextmanager

@@ -124,6 +124,7 @@ CASES = (
     Case("vit2", 0.93, "adamw", checkpointing=True),
     Case("mambaout", 0.75, "adamw", ema=True),
     Case("nfnet", 0.97, "adamw"),
+    Case("resnet", 0.90, "adamw", "fp16"),
     Case("classes", 0.60, "adamw", ema=True),
     Case("marginal", 0.58, "adamw", ema=True),
     Case("marginal", 0.60, "adamw", ema=True),

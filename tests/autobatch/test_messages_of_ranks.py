@@ -1,10 +1,12 @@
-"""What a user reads about ranks, resumed sizes and predictions, in `tests/messages/autobatch_ranks.txt`."""
+"""What a user reads about ranks, resumed sizes, predictions and memory."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,6 +19,11 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from linnaeus.autobatch import predict_memory
+from linnaeus.autobatch.memory.device import GIB, device_memory
+from linnaeus.autobatch.memory.host import CpuMemory
+from linnaeus.autobatch.predict.gpus import device_that_would_do, find_gpu
+from linnaeus.autobatch.predict.prediction import Prediction
+from linnaeus.autobatch.predict.trace import trace
 from linnaeus.autobatch.ranks.control import BEAT_S, SILENCE_LOOKS, ControlPlane, Failure
 from linnaeus.autobatch.ranks.group import check_equal, members, together
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
@@ -121,7 +128,22 @@ def of_predictions(said: Callable[[], str]) -> dict[str, str]:
     messages["a batch that ignores its size"] = said()
     messages["a wrong size"] = error_of(prediction.peak_bytes, 2.5)
     messages["a wrong limit"] = error_of(prediction.largest, "24")
+    lazy, traced = nn.LazyLinear(10), trace(lambda batch: None, rows, 8)
+    messages["a lazy layer"] = error_of(trace, step_with(nothing), rows, 8, state=lazy)
+    messages["traces in the wrong order"] = error_of(Prediction.of, traced, traced)
+    messages["a GPU of two sizes"] = error_of(find_gpu, "a100")
+    messages["a device that would do"] = device_that_would_do(24 * GIB, ", with nothing to spare")
+    messages["a device larger than any"] = device_that_would_do(1000 * GIB)
     return messages
+
+
+def of_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The figures of the process are left out: they differ from machine to machine."""
+    with CpuMemory(torch.device("cpu")).cap(1):
+        above = re.sub(r"\d+ MiB", "N MiB", error_of(torch.ones, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        return {"above the cap": above, "macOS": error_of(device_memory, torch.device("cpu"))}
 
 
 def test_messages_of_ranks(
@@ -148,4 +170,5 @@ def test_messages_of_ranks(
     quiet = [f"DATA.AUTOBATCH.LOG_LEVEL{suffix}=ERROR" for suffix in ("", "_VAL")]
     find_sizes(prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", *quiet)[0], {"train": 9})
     messages["a checkpoint's size that is not kept"] = said()
-    golden("autobatch_ranks", messages | of_predictions(said))
+    messages |= of_predictions(said) | of_memory(monkeypatch)
+    golden("autobatch_ranks", messages, TORCH=torch.__version__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -125,57 +124,24 @@ def test_training_after_a_search_goes_as_without_one(name: str) -> None:
 
 
 OWN: dict[str, Callable[[nn.Module], Any]] = {
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+    "a tensor as rate": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01)),
     "lookahead": lambda model: Lookahead(torch.optim.Adam(model.parameters(), lr=0.01)),
     "kron that draws more": lambda model: timm.optim.create_optimizer_v2(
         model, "kron", lr=0.01, weight_decay=0.1, stochastic_weight_decay=True, deterministic=True
     ),
-    "outside of timm's, accelerated": lambda model: Accelerated(Outside(timm_optimizer("lamb", model))),
+    "outside of timm's": lambda model: Outside(timm_optimizer("lamb", model)),
     "attributes": lambda model: Keeping(model.parameters()),
     "two inside": lambda model: Hybrid(model),
 }
 
 
-class Forwarding:
-    """What wrappers of an optimizer hand on."""
-
-    optimizer: torch.optim.Optimizer
-
-    def state_dict(self) -> Any:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.optimizer.load_state_dict(state)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-
-class Accelerated(Forwarding, torch.optim.Optimizer):
-    """Of the shape of accelerate's wrapper: without `Optimizer.__init__`, with the attributes of another."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._was_skipped = False
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:
-        return self.optimizer.defaults
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
-        self._was_skipped = not self._was_skipped
-
-
-class Outside(Forwarding):
+class Outside:
     """A wrapper that is no optimizer itself, with a number of its own that decides what a step does."""
+
+    zero_grad = property(lambda self: self.optimizer.zero_grad)
+    state_dict = property(lambda self: self.optimizer.state_dict)
+    load_state_dict = property(lambda self: self.optimizer.load_state_dict)
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -188,32 +154,21 @@ class Outside(Forwarding):
 
 
 class Keeping(torch.optim.SGD):
-    """Keeps attributes of every sort outside its `state_dict`, all of which decide what a step does."""
+    """Keeps a number, tensors, a generator and nested containers outside its `state_dict`."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.01)
         self.count = 0
         self.slow = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
-        self.python, self.own = random.Random(3), torch.Generator().manual_seed(3)
-        self.numpy, self.old = np.random.default_rng(3), np.random.RandomState(3)
-        self.array = np.ones(2)
-        self.past: deque[float] = deque(maxlen=3)
-        self.seen: set[int] = set()
-        self.nest: dict[str, Any] = {"pair": ([0.0], 1)}
-        self.nest["self"] = self.nest
+        self.numpy = np.random.default_rng(3)
+        self.nest: dict[str, Any] = {"pair": ([0.0], 1), "past": deque(maxlen=3)}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         self.count += 1
-        self.array += 1
         self.nest["pair"][0][0] += 1.0
-        self.seen.add(self.count)
-        drawn = (
-            self.python.random() + torch.rand(1, generator=self.own).item() + self.numpy.random()
-            + self.old.random() + self.array.sum() + self.nest["pair"][0][0]
-            + len(self.seen) + sum(self.past) / 10
-        )  # fmt: skip
-        self.past.append(drawn)
+        drawn = self.count + self.numpy.random() + self.nest["pair"][0][0] + sum(self.nest["past"]) / 10
+        self.nest["past"].append(drawn)
         with torch.no_grad():
             for group, slow in zip(self.param_groups, self.slow, strict=True):
                 for parameter, average in zip(group["params"], slow, strict=True):

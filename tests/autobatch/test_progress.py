@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from linnaeus.autobatch.finder import BatchSizeFinder
@@ -132,62 +130,17 @@ def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run: Run, tmp_path: 
 # --- rows ---
 
 
-def record(size: int, status: Any, peak_gib: float | None) -> TrialRecord:
-    return TrialRecord(size, status, None if peak_gib is None else int(peak_gib * GIB), 0.25)
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Console:
-    return consoles.terminal(monkeypatch)[0]
-
-
-def shown(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return _ESCAPES.sub("", console.file.getvalue())
-
-
-def test_the_rows_of_a_table_and_the_status_of_the_next_trial(
-    terminal: Console, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "linnaeus.autobatch")
-    told: list[str] = []
-    progress = SearchProgress("train", RankStatus(told.append), terminal)
-    for trial, purpose in (
-        (record(16, "fits", 0.5), "trial"), (record(64, "oom", None), "trial"),
-        (record(16, "over", 1.25), "confirmation"),
-    ):  # fmt: skip
-        progress.trial_started(trial.size, purpose)  # type: ignore[arg-type]
-        progress.trial_finished(trial, GIB)
-    progress.trial_started(8, "timing")
-    progress.size_timed(Timing(8, 0.002, 4000.0))
-    assert [line.split() for line in shown(terminal).splitlines()[1:]] == [
-        ["1", "16", "fits", "0.500", "50.0%", "0.25"],
-        ["2", "64", "oom", "0.25"],
-        ["3", "16", "over", "1.250", "125.0%", "0.25", "confirmation"],
-        ["8", "timed", "0.002", "4000", "samples/s"],
-    ]
-    numbers = [re.findall(r"\d+(?:\.\d+)?", status) for status in told]
-    assert numbers == [
-        ["16", "1"],
-        ["64", "2", "16", "0.500", "1.000"],
-        ["16", "3", "64"],
-        ["8", "16", "1.250", "1.000"],
-    ]
-
-
 def test_rows_are_for_terminals_and_levels_up_to_info(
-    terminal: Console, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for console, level, num_lines in (
-        (Console(file=io.StringIO(), width=80), logging.INFO, 0),
-        (terminal, logging.WARNING, 0),
-        (terminal, logging.INFO, 2),
-    ):
+    terminal, plain = consoles.terminal(monkeypatch), consoles.plain_console()
+    cases = ((plain, logging.INFO, 0), (terminal, logging.WARNING, 0), (terminal, logging.INFO, 2))
+    for (console, output), level, num_lines in cases:
         caplog.set_level(level, "linnaeus.autobatch")
         progress = SearchProgress("val", RankStatus(), console)
         progress.trial_started(16, "trial")
-        progress.trial_finished(record(16, "fits", 0.5), GIB)
-        assert len(shown(console).splitlines()) == num_lines
+        progress.trial_finished(TrialRecord(16, "fits", GIB // 2, 0.25), GIB)
+        assert len(output.getvalue().splitlines()) == num_lines
 
 
 # --- a real terminal ---
@@ -211,20 +164,12 @@ def on_terminal(folder: Path, *argv: str) -> str:
     return text
 
 
-def place(pattern: str, text: str) -> int:
-    """Where the only match begins; what is written earlier comes earlier."""
-    (found,) = re.finditer(pattern, text, re.MULTILINE)
-    return found.start()
-
-
 @pytest.mark.e2e
 def test_a_run_on_a_terminal_shows_each_trial_as_it_ends(tmp_path: Path) -> None:
     text, folder = on_terminal(tmp_path, *SMALL, *AUTOBATCH), tmp_path / "runs/small"
-    first = text.partition("AutoBatch val")[0]
-    status = re.search(r"^. 0:\d\d train: .* 24, trial 2 \(16: ", first, re.MULTILINE)
-    assert status is not None, text
     rows = [ROWS.format(number=number, size=size) for number, size in ((1, 16), (2, 24))]
-    assert place(rows[0], first) < status.start() < place(rows[1], first)
+    in_order = "(?s:.*)".join((rows[0], r"^. 0:\d\d train: .* 24, trial 2 \(16: ", rows[1]))
+    assert re.search(in_order, text.partition("AutoBatch val")[0], re.MULTILINE), text
     found = json.loads((folder / "autobatch.json").read_text())
     trials = [(mode, trial["batch_size"]) for mode in ("train", "val") for trial in found[mode]["trials"]]
     assert trial_lines((folder / "logs/rank0.log").read_text()) == trials

@@ -88,12 +88,8 @@ def search(*argv: str, extra_mib: int = 150, seed: int = 0) -> Searched:
     limit_gb = limit_with_room_for(extra_mib)
     autobatch = dataclasses.replace(config.DATA.AUTOBATCH, MEMORY_LIMIT_GB=limit_gb)
     config = dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, AUTOBATCH=autobatch))
-    return Searched(config, assembly, find(config, assembly, seed))
-
-
-def find(config: Config, assembly: Assembly, seed: int = 0) -> dict[str, AutoBatchResult]:
-    data = build_data(config.DATA, seed=seed)
-    return find_sizes(SizeSearch(config.DATA, config.TRAIN, data, assembly, World(CPU), seed))
+    search_of_run = SizeSearch(config.DATA, config.TRAIN, data, assembly, World(CPU), seed)
+    return Searched(config, assembly, find_sizes(search_of_run))
 
 
 def train(

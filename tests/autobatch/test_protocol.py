@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from linnaeus.autobatch.ranks import protocol
 from linnaeus.autobatch.ranks.control import ControlPlane, Failure, ForeignFailureError
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.dist import RankEnded, World, errors_told_first
 from linnaeus.errors import AutoBatchError, LinnaeusError
-from linnaeus.sizing.sizes import keys
 from tests.helpers import planes
 from tests.helpers.planes import nothing, script
 from tests.helpers.searches import result
@@ -86,14 +84,6 @@ def test_an_error_of_one_rank_ends_all_with_its_message_and_exit_code(
     for line in (f"[rank 1] {told}", f"[rank 0] rank 1: {told}", f"[rank 2] rank 1: {told}"):
         assert line in text
     assert ("Traceback" in text) != isinstance(error, LinnaeusError), "only of an error that is not ours"
-
-
-def test_a_rank_that_lives_but_never_ends_is_given_up() -> None:
-    main, other = planes.planes(name_of=lambda rank: rank + 2)
-    main.update("trying 128")
-    with pytest.raises(AutoBatchError, match=r"rank 2 .*DATA.AUTOBATCH.TIMEOUT_MINUTES.*trying 128"):
-        exchange(other, gives(None), timeout_minutes=2, names=keys("train"))
-    assert 120 + protocol.GRACE_S < other.clock.seconds < 122 + protocol.GRACE_S
 
 
 def test_what_a_rank_does_and_waits_for_can_be_shown() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,23 +34,3 @@ def test_the_size_that_every_rank_has_run_trains_as_one_set_by_hand(
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/by_hand"))
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("options", "fault", "told", "has_traceback"),
-    [
-        ((), "error:0", "[rank 1] rank 0: ValueError", True),
-        (("DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05",), "", "DATA.AUTOBATCH.MEMORY_LIMIT_GB", False),
-    ],
-    ids=["an error of the model", "nothing fits"],
-)
-def test_what_ends_the_search_ends_all_ranks_with_the_cause(
-    torchrun: Run, monkeypatch: pytest.MonkeyPatch, options: Sequence[str], fault: str, told: str,
-    has_traceback: bool,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("FAULT", fault)
-    code, *texts = torchrun(2, *TINY, *options)
-    assert code != 0
-    assert told in "".join(texts)
-    assert ("linnaeus/autobatch" in "".join(texts)) == has_traceback

@@ -313,27 +313,6 @@ def test_the_plain_strategies_try_what_their_names_say(strategy: str, expected: 
 # -- start, multiples, known
 
 
-@pytest.mark.parametrize("strategy", ["guided", "power", "binsearch"])
-@pytest.mark.parametrize(("start", "first"), [(200, 200), (9999, 512), (0, 1)])
-def test_start_is_tried_first_within_the_bounds(strategy: str, start: int, first: int) -> None:
-    assert sizes(find(line(1000, 40), start=start, strategy=strategy))[0] == first
-
-
-def test_a_start_at_the_answer_leaves_one_trial_to_prove_it_and_a_wrong_one_does_no_harm() -> None:
-    assert sizes(find(line(1000, 40), start=225)) == [225, 226]
-    assert len(find(line(1000, 40)).trials) > 2
-    for start in (1, 40, 224, 226, 450, 512):
-        found = find(line(1000, 40), start=start)
-        assert (found.size, found.certified) == (225, True)
-        assert len(found.trials) <= 7
-
-
-def test_known_trials_can_answer_without_any_trial() -> None:
-    first = find(line(1000, 40))
-    again = find(lambda n: pytest.fail(f"{n} was run"), known=first.trials)
-    assert again == SearchResult(size=225, certified=True, limited_by="memory", trials=())
-
-
 # -- what ends a search
 
 
@@ -344,30 +323,7 @@ def test_a_fixed_cost_that_is_known_saves_trials() -> None:
     assert len(knowing.trials) < len(guessing.trials)
 
 
-@pytest.mark.parametrize(("deadline_s", "num_trials"), [(0.0, 0), (10.0, 1), (10.1, 2)])
-def test_no_trial_starts_after_the_deadline(deadline_s: float, num_trials: int) -> None:
-    now = 1000.0
-
-    def measure(size: int) -> int:
-        nonlocal now
-        now += 10
-        return 1000 + 40 * size
-
-    result = find(measure, deadline_s=deadline_s, clock=lambda: now)
-    assert [trial.seconds for trial in result.trials] == [10.0] * num_trials
-    assert (result.certified, result.limited_by) == (False, "timeout")
-    assert (result.size is None) == (num_trials == 0)
-
-
 # -- predictions
-
-
-@pytest.mark.parametrize("start", [205, 225, 245])
-@pytest.mark.parametrize("slope", [36.0, 44.0])
-def test_a_prediction_within_a_tenth_needs_four_trials_at_most(start: int, slope: float) -> None:
-    result = find(line(1000, 40), max_size=8192, predicted=PredictedPoint(start, BUDGET, slope))
-    assert (result.size, result.certified) == (225, True)
-    assert len(result.trials) <= 4
 
 
 def test_a_short_step_follows_the_prediction_where_noise_hides_the_slope() -> None:

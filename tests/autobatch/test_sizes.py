@@ -18,7 +18,6 @@ from torch import Tensor
 import linnaeus
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.rng import rng_state
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
@@ -28,7 +27,6 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.run import run
 from linnaeus.sizing.planning import PlannedSizes, find_planned_sizes
 from linnaeus.sizing.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
-from tests.helpers.bits import bits
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL
 from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, prepared
@@ -103,6 +101,8 @@ def test_only_modes_that_are_searched_take_a_size_of_the_checkpoint() -> None:
     search, _ = prepared(OWN_MODEL, OWN_DATA, *only_val)
     assert planned_sizes(search, autobatch=SAVED).batch_sizes == {"val": 9}
     assert planned_sizes(search, autobatch={"train": entry(7)}).batch_sizes == {"val": 12}
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.ENABLED_VAL=False")
+    assert planned_sizes(search, autobatch=SAVED).batch_sizes == {"train": 7}
 
 
 @pytest.mark.parametrize(("most", "limit", "val"), [(512, 6, 7), (4, 4, 7), (3, 3, 6)])
@@ -178,9 +178,6 @@ def test_memory_bounds_the_size() -> None:
     search.config.AUTOBATCH.MEMORY_LIMIT_GB = limit_with_room_for(40)
     found = find_sizes(search)["train"]
     assert (found.limited_by, found.certified) == ("memory", True)
-    status = {trial.size: trial.status for trial in found.trials}
-    assert status[found.batch_size] == "fits"
-    assert status[found.batch_size + 1] in ("over", "oom")
     # A checkpoint of a larger machine: its size does not fit, and the search goes on below it.
     size = found.batch_size + 8
     again = find_sizes(search, {"train": size})["train"]
@@ -207,15 +204,6 @@ def test_the_keys_that_messages_name_exist() -> None:
                     node = node[part] if isinstance(node, dict) else getattr(node, part)
 
 
-@pytest.mark.parametrize("modes", [{"train"}, {"val"}])
-def test_only_the_modes_asked_for_are_searched(modes: set[str]) -> None:
-    search, _ = prepared(
-        OWN_MODEL, OWN_DATA, f"DATA.AUTOBATCH.ENABLED={'train' in modes}", "DATA.AUTOBATCH.MAX_BATCH_SIZE=4",
-        f"DATA.AUTOBATCH.ENABLED_VAL={'val' in modes}",
-    )  # fmt: skip
-    assert find_sizes(search).keys() == modes
-
-
 # --- what a trial sees ---
 
 
@@ -237,25 +225,6 @@ def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_
 MIXED = ("DATA.AUGMENT.MIXUP=0.4", "DATA.AUGMENT.CUTMIX=1.0", "LOSS.LABEL_SMOOTHING=0.1")
 
 
-@pytest.mark.parametrize("options", [("TRAIN.AMP=bf16",), MIXED])
-def test_a_search_changes_nothing(options: tuple[str, ...]) -> None:
-    """Training starts from the same bits with the size found as with one set by hand."""
-    limit = "DATA.AUTOBATCH.MAX_BATCH_SIZE=8"
-    search, assembly = prepared(*BARE, OWN_MODEL, limit, "TRAIN.EMA.ENABLED=True", *options)
-
-    def content() -> Any:
-        gradients = [parameter.grad for parameter in assembly.model.parameters()]
-        states = [part.state_dict() for part in assembly.state if part is not None]
-        return bits([states, gradients, rng_state(CPU), assembly.metrics.state_dict()])
-
-    before = content()
-    assert find_sizes(search)["train"].batch_size == 8
-    assert set(SEEN["dtypes"]) == {torch.bfloat16 if "TRAIN.AMP=bf16" in options else torch.float32}
-    assert content() == before
-    assembly.ema.num_updates += 1
-    assert content() != before
-
-
 @pytest.mark.parametrize(("steps", "num_micro_batches"), [(1, 1), (5, 2)])
 def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
     steps: int, num_micro_batches: int
@@ -271,7 +240,7 @@ def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
     assert sizes.count(12) == 2 * num_micro_batches, "two steps a trial"
 
 
-def test_each_training_trial_makes_its_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_training_trial_and_timing_makes_its_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buckets belong to the peak, and a wrapper is unusable after an error in the middle of a step."""
     wrappers = []
     monkeypatch.setattr("linnaeus.sizing.sizes.wrap", lambda model, *_, **__: wrappers.append(model) or model)
@@ -280,10 +249,13 @@ def test_each_training_trial_makes_its_own_wrapper(monkeypatch: pytest.MonkeyPat
         for number, size in enumerate((2, 4, 4), start=2):  # the first is preceded by the warm-up
             assert finder.measure(size).status == "fits"
             assert len(wrappers) == number
+        finder.time(4)
+        assert len(wrappers) == number + 1
 
 
 def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
-    search, assembly = prepared(*BARE, *MIXED, OWN_MODEL, "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    options = (*MIXED, "TRAIN.AMP=bf16", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    search, assembly = prepared(*BARE, OWN_MODEL, *options)
     seen: dict[bool, set[tuple[torch.dtype, int]]] = {True: set(), False: set()}
     assembly.criterion.register_forward_hook(
         lambda module, arguments, _: seen[torch.is_grad_enabled()].add(
@@ -291,6 +263,7 @@ def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
         )
     )
     find_sizes(search)
+    assert set(SEEN["dtypes"]) == {torch.bfloat16}
     assert seen == {True: {(torch.float32, 2 + 6)}, False: {(torch.int64, 2)}}
     # On devices, and where nothing is run, batches are made and not collated.
     for mode, form in (("train", (torch.float32, 8)), ("val", (torch.int64, 2))):

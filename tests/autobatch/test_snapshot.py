@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.training.ema import Ema
 from tests.helpers.bits import bits
 
 CPU = torch.device("cpu")
@@ -291,41 +288,6 @@ def test_modules_that_are_not_plain_come_back_and_train_on(name: str) -> None:
 
 # -- optimizers
 
-OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "fused adamw": lambda p: torch.optim.AdamW(p, fused=True),
-    "tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("num_steps", [0, 2])
-def test_an_optimizer_comes_back_bit_for_bit(name: str, num_steps: int) -> None:
-    model = Net()
-    optimizer = OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad])
-    for _ in range(num_steps):
-        step(model, optimizer)
-    before = bits_of_module(model), bits_of_optimizer(optimizer)
-    tensors = {
-        (id(parameter), name): value
-        for parameter, state in optimizer.state.items()
-        for name, value in state.items()
-    }
-    groups = [id(group) for group in optimizer.param_groups]
-    snapshot = Snapshot([model, optimizer], CPU)
-    for _ in range(2):
-        step(model, optimizer)
-        optimizer.param_groups[0]["lr"] = 77.0
-        optimizer.param_groups[0]["added"] = True
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-        snapshot.restore()
-        assert (bits_of_module(model), bits_of_optimizer(optimizer)) == before
-    assert [id(group) for group in optimizer.param_groups] == groups
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                assert value is tensors[id(parameter), name]
-
 
 def test_parameters_that_only_an_optimizer_holds_come_back() -> None:
     temperature = nn.Parameter(torch.tensor([1.5, 2.5]))
@@ -365,33 +327,7 @@ def test_without_the_optimizers_what_they_and_attributes_hold_stays() -> None:
     step(model, optimizer)
 
 
-# -- scalers, averages, schedules, anything
-
-
-def scale_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, factor: float) -> None:
-    parameter = optimizer.param_groups[0]["params"][0]
-    optimizer.zero_grad()
-    scaler.scale(parameter.sum() * factor).backward()
-    scaler.step(optimizer)
-    scaler.update()
-
-
-@pytest.mark.parametrize("num_steps", [0, 3])
-def test_a_scaler_comes_back(num_steps: int) -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    for _ in range(num_steps):
-        scale_step(scaler, optimizer, 1.0)
-    snapshot = Snapshot([optimizer, scaler], CPU)
-    before = bits(dict(vars(scaler)))
-    for _ in range(2):
-        scale_step(scaler, optimizer, float("inf"))
-        scaler.set_growth_interval(100)
-        assert bits(dict(vars(scaler))) != before
-        snapshot.restore()
-        assert bits(dict(vars(scaler))) == before
-        assert scaler.get_scale() == (64.0 if num_steps == 0 else 128.0)
+# -- anything, generators
 
 
 def test_any_object_with_a_state_dict_comes_back() -> None:
@@ -433,17 +369,6 @@ def test_a_generator_draws_on_where_it_was(name: str) -> None:
     assert snapshot.host_bytes == 0
 
 
-def test_the_copies_are_counted() -> None:
-    model = nn.Linear(100, 10, bias=False)
-    model.register_buffer("scratch", torch.zeros(50), persistent=False)
-    optimizer = torch.optim.Adam(model.parameters())
-    assert Snapshot([model, optimizer], CPU).host_bytes == 4 * 1050
-    model(torch.ones(1, 100)).sum().backward()
-    optimizer.step()
-    assert Snapshot([model, optimizer], CPU).host_bytes == 4 * (1050 + 3 * 1000 + 1)
-    assert Snapshot([], CPU).host_bytes == 0
-
-
 # -- the process
 
 
@@ -480,49 +405,3 @@ def test_switches_of_the_process_come_back() -> None:
             assert switches() == one
     finally:
         set_switches(usual)
-
-
-# -- all together
-
-ACTIONS: dict[str, Callable[[Net, torch.optim.Optimizer, Ema], object]] = {
-    "step": lambda model, optimizer, ema: step(model.requires_grad_(True), optimizer),
-    "average": lambda model, optimizer, ema: ema.update(),
-    "eval": lambda model, optimizer, ema: model.eval(),
-    "spoil": lambda model, optimizer, ema: spoil(model),
-    "no gradients": lambda model, optimizer, ema: model.zero_grad(),
-    "forget": lambda model, optimizer, ema: optimizer.state.clear(),
-    "rate": lambda model, optimizer, ema: optimizer.param_groups[0].update(lr=0.3),
-    "draw": lambda model, optimizer, ema: draw(),
-}
-
-
-@given(
-    before=st.lists(st.sampled_from(list(ACTIONS)), max_size=4),
-    inside=st.lists(st.sampled_from(list(ACTIONS)), max_size=6),
-    again=st.lists(st.sampled_from(list(ACTIONS)), max_size=3),
-)
-def test_whatever_happens_in_between_is_undone(
-    before: list[str], inside: list[str], again: list[str]
-) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    ema = Ema(model, 0.9)
-
-    def act(names: list[str]) -> None:
-        for name in names:
-            ACTIONS[name](model, optimizer, ema)
-
-    def everything() -> Any:
-        generators = torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
-        return (bits_of_module(model), bits_of_optimizer(optimizer), bits_of_module(ema.module),
-                ema.num_updates, generators)  # fmt: skip
-
-    act(before)
-    expected = everything()
-    snapshot = Snapshot([model, optimizer, ema], CPU)
-    for names in (inside, again):
-        act(names)
-        model.frozen.data = torch.zeros(len(names))  # of the same length or another
-        snapshot.restore()
-        assert everything() == expected

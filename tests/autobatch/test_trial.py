@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import resource
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,33 +115,6 @@ class Hungry(torch.autograd.Function):
 # -- the peak
 
 
-@pytest.mark.usefixtures("few_timed_steps")
-def test_what_is_to_happen_before_a_trial_happens_before_each_trial_and_timing() -> None:
-    done: list[object] = []
-    runner = TrialRunner(
-        lambda batch: done.append(len(batch)), samples, state=(), memory=CpuMemory(CPU), budget_bytes=1 << 50,
-        num_steps=2, training=True, snapshot=Snapshot((), CPU),
-        before_trial=lambda size: done.append("before"),
-    )  # fmt: skip
-    runner(1)
-    runner(7)
-    runner.time(3)
-    assert done[:7] == ["before", 1, 1, "before", 7, 7, "before"]
-    assert set(done[7:]) == {3}
-
-
-def test_the_peak_grows_with_the_size() -> None:
-    model = wide_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    runner = make_runner(training_step(model, optimizer), samples, model, optimizer)
-    sizes = [250, 500, 1000]
-    peaks = [runner(size) for size in sizes]
-    for low, high, growth in zip(peaks[:-1], peaks[1:], (250, 500), strict=True):
-        assert 8 * 1024 * growth <= high - low <= 40 * 1024 * growth
-    assert [runner(size) for size in sizes] == peaks
-    assert runner.held_bytes < peaks[0] < runner.budget_bytes
-
-
 def test_the_highest_of_all_steps_is_the_peak() -> None:
     sizes = iter([10, 100, 10])
     runner = make_runner(lambda _: torch.empty(next(sizes) * MIB // 4), samples, num_steps=3, warm=None)
@@ -193,66 +165,6 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
     assert not torch.equal(model.weight, expected), "values stay as the trials have left them"
     runner._snapshot.restore()
     assert torch.equal(model.weight, expected)
-
-
-def test_running_out_in_the_optimizers_step_is_reported() -> None:
-    """The weights and their gradients fit, the moments do not."""
-    model = Table(mib=16)
-    optimizer = torch.optim.Adam(model.parameters())
-    reached: list[str] = []
-
-    def step(batch: Tensor) -> None:
-        optimizer.zero_grad()
-        loss = model(batch)
-        loss.backward()
-        reached.append("backward")
-        optimizer.step()
-        reached.append("end")
-
-    runner = make_runner(step, samples, model, optimizer, room_mib=40)
-    reached.clear()
-    with pytest.raises(OutOfMemory):
-        runner(4)
-    assert reached == ["backward"]
-    assert not optimizer.state
-    runner.budget_bytes = runner.held_bytes + 16 * 8 * MIB
-    assert runner(4) - runner.held_bytes >= 16 * 3 * MIB - SLACK
-
-
-# -- other exceptions
-
-
-@pytest.mark.parametrize(
-    "error",
-    [FileNotFoundError(2, "No such file or directory", "out of memory"), KeyboardInterrupt()],
-    ids=repr,
-)
-def test_any_other_exception_passes_and_all_can_be_put_back(error: BaseException) -> None:
-    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    limit = resource.getrlimit(resource.RLIMIT_DATA)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    fails = False
-
-    def step(batch: Tensor) -> None:
-        training_step(model, optimizer)(batch)
-        if fails:
-            raise error
-
-    runner = make_runner(step, samples, model, optimizer)
-    fails = True
-    with pytest.raises(type(error)) as caught:
-        runner(4)
-    assert caught.value is error
-    assert resource.getrlimit(resource.RLIMIT_DATA) == limit
-    assert not optimizer._optimizer_step_post_hooks
-    assert optimizer.state
-    runner._snapshot.restore()
-    assert not optimizer.state
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    fails = False
-    runner(4)
 
 
 # -- the optimizer's state
@@ -476,11 +388,8 @@ def test_a_compiled_model_can_be_tried() -> None:
     assert runner(1000) == pytest.approx(peaks[0], abs=4 * NOISE)
 
 
-# -- garbage
-
-
 def test_collections_inside_look_at_new_things_alone() -> None:
-    old: Sequence[object] = [[]]
+    old: list[object] = [[]]
     gc.unfreeze()
     try:
         with existing_objects_frozen():

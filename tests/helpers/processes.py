@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -61,3 +62,11 @@ def group_of(world_size: int, rank: int, folder: str) -> Iterator[World]:
             control.gather(None)  # no heartbeat ends before the others are done
     finally:
         torch_dist.destroy_process_group()
+
+
+def join_as_torchrun(rank: int, num_ranks: int, folder: str) -> None:
+    """In one of the processes: join the group of all, with the environment that torchrun gives."""
+    own, size = str(rank), str(num_ranks)
+    os.environ |= {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    store = torch_dist.FileStore(f"{folder}/store", num_ranks)
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)

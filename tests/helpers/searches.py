@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.rng import rng_state
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
@@ -16,6 +17,7 @@ from linnaeus.dist import World
 from linnaeus.rng import seed_all
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training.build import Assembly, assemble
+from tests.helpers.bits import bits
 
 CPU = torch.device("cpu")
 ON = "DATA.AUTOBATCH.ENABLED=True"
@@ -79,6 +81,13 @@ def prepared(*argv: str, world: World = World(CPU), **options: Any) -> tuple[Siz
         values.clear()
     seed = config.EXPERIMENT.SEED
     return SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed, **options), assembly
+
+
+def content(assembly: Assembly) -> Any:
+    """All that a step may change: the state, gradients, metrics, random numbers."""
+    gradients = [parameter.grad for parameter in assembly.model.parameters()]
+    states = [part.state_dict() for part in (*assembly.state, assembly.metrics) if part is not None]
+    return bits([states, gradients, rng_state(CPU)])
 
 
 def result(size: int, *trials: tuple[int, str], rank: int = 0) -> AutoBatchResult:

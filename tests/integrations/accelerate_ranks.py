@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
@@ -17,6 +15,7 @@ from linnaeus.autobatch import snapshot
 from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.utils.autobatch import auto_find_batch_size
 from tests.helpers.ledger import room
+from tests.helpers.processes import join_as_torchrun
 
 WIDTH = 4096
 LARGEST = 1024
@@ -87,34 +86,23 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return all(torch.equal(a, b) for a, b in weights) and found == expected
 
 
-def compared(
-    options: dict[str, Any], run: Callable[[Accelerator], tuple[int, dict[str, Any]]]
-) -> dict[str, Any]:
-    """The size found, and whether the run was that of a run with this size by hand."""
-    torch.manual_seed(7)
-    size, found = run(fresh(**options))
-    torch.manual_seed(7)
-    expected = train(fresh(**options), size)
-    sizes = set(found["sizes"])
-    return {"size": size, "sizes": sorted(sizes), "same": same(found, expected)}
-
-
 def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def find_first() -> Any:
-    """The size is found once everything is prepared, and training begins after that."""
-
-    def run(accelerator: Accelerator) -> tuple[int, dict[str, Any]]:
-        model, optimizer, scheduler = parts()
-        prepared = accelerator.prepare(model, optimizer)
-        search = room(100 / (1 + 0.4 * accelerator.process_index), max_batch_size=LARGEST, tolerance=0.1)
-        size = find_batch_size(accelerator, *prepared, loss_of, dataset(), **search)
-        accelerator.free_memory()
-        return size, train(accelerator, size, model, optimizer, scheduler)
-
-    return compared({"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}, run)
+def find_first() -> dict[str, Any]:
+    """The size found, and whether training after the search is that of a run with this size by hand."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}
+    torch.manual_seed(7)
+    accelerator, (model, optimizer, scheduler) = fresh(**options), parts()
+    prepared = accelerator.prepare(model, optimizer)
+    search = room(100 / (1 + 0.4 * accelerator.process_index), max_batch_size=LARGEST, tolerance=0.1)
+    size = find_batch_size(accelerator, *prepared, loss_of, dataset(), **search)
+    accelerator.free_memory()
+    found = train(accelerator, size, model, optimizer, scheduler)
+    torch.manual_seed(7)
+    expected = train(fresh(**options), size)
+    return {"size": size, "sizes": sorted(set(found["sizes"])), "same": same(found, expected)}
 
 
 def not_restored() -> Any:
@@ -172,10 +160,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     """Of two ranks if the environment says so, else of one."""
     num_ranks = int(os.environ.get("NUM_RANKS", "1"))
     if num_ranks > 1:
-        own, size = str(rank), str(num_ranks)
-        os.environ |= {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        store = torch_dist.FileStore(f"{folder}/store", num_ranks)
-        torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        join_as_torchrun(rank, num_ranks, folder)
     auto_find_batch_size(lambda x: None, torch.ones, max_batch_size=2, memory_limit_gb=8.0, group=False)
     for precision in ("no", "bf16"):  # loads what training needs, so that limits are exact
         train(fresh(mixed_precision=precision), 8)

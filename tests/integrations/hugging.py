@@ -136,16 +136,13 @@ class Calls(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def _note(self, name: str, args: Any, state: Any) -> None:
+
+def _watch(name: str) -> Any:
+    def called(self: Calls, args: Any, state: Any, control: Any, **rest: Any) -> None:
         random_state = rng_state(torch.device("cpu"))
         numbers = [random_state["python"], random_state["numpy"][1].tolist(), random_state["torch"].tolist()]
         sizes = args.per_device_train_batch_size, args.per_device_eval_batch_size, state.train_batch_size
         self.seen.append((name, state.global_step, state.max_steps, sizes, hash(str(numbers))))
-
-
-def _watch(name: str) -> Any:
-    def called(self: Calls, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        self._note(name, args, state)
 
     return called
 
@@ -179,3 +176,36 @@ def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
         "attributes": sorted(set(vars(trained)) - {"autobatch_results"}),
         "model attributes": sorted(vars(trained.model)),
     }  # fmt: skip
+
+
+class Recorder(Trainer):
+    """A trainer of one's own that logs, remembers the shape of each training batch, and draws numbers."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.shapes: list[tuple[int, ...]] = []
+        self.total = torch.zeros(())
+
+    def create_optimizer(self, *arguments: Any) -> Any:
+        torch.rand(())
+        return super().create_optimizer(*arguments)
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        self.log({"number": len(self.shapes)})
+        self.shapes += [tuple(inputs["input_ids"].shape)] if model.training else []
+        self.total += torch.rand(())
+        return super().compute_loss(model, inputs, *arguments, **options)
+
+
+def left_by(made: Any, calls: Calls | None = None) -> dict[str, Any]:
+    """What a run of a `Recorder` leaves."""
+    return {**outcome(made, calls), "shapes": [*made.shapes], "total": made.total.clone()}
+
+
+def by_hand(found: Any, calls: Calls | None = None, **options: Any) -> Any:
+    """A trainer that was given the sizes that another has found, and has trained."""
+    names = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    sizes = {name: getattr(found.args, name) for name in names}
+    made = trainer(Recorder, callbacks=None if calls is None else [calls], **{**options, **sizes})
+    made.train()
+    return made

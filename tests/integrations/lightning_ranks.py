@@ -15,16 +15,8 @@ from torch.utils.data import DataLoader
 
 from linnaeus.integrations.lightning import AutoBatch
 from tests.helpers.bits import differences
-from tests.helpers.ledger import Ledger, room
-from tests.integrations.lightning_runs import (
-    NUM_VAL,
-    Bare,
-    Large,
-    Net,
-    data,
-    fit,
-    loader,
-)
+from tests.helpers.ledger import room
+from tests.integrations.lightning_runs import NUM_VAL, Bare, Net, data, fit, loader
 
 RANK = 0
 NO_VAL = {"val": False}
@@ -119,27 +111,13 @@ def uneven_data() -> dict[str, Any]:
     )  # fmt: skip
 
 
-def memory() -> dict[str, Any]:
-    """What training takes, and what the search has measured beside what the process held."""
-    callback = AutoBatch(**room(140), max_batch_size=24, val=False)
-    fit(Large(), callbacks=[callback], **RANKS)
-    result, module = callback.results["train"], Large(24)
-    with Ledger() as ledger:
-        fit(module, limit_val_batches=0, num_sanity_val_steps=0, **RANKS)
-    assert result.peak_bytes is not None
-    bucket_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    return {"taken": ledger.peak_bytes - bucket_bytes, "measured": result.peak_bytes - result.held_bytes}
-
-
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "loaders": lambda: compared(lambda size: Bare(), both),
     "collectives": lambda: compared(Talkative, nothing, search={"effective_batch_size": 48}),
     "unequal": unequal,
     "uneven_data": uneven_data,
-    "memory": memory,
-    "unprepared": lambda: failing(
-        NoData
-    ),  # late: an error in a loader's hook leaves Lightning's patch on DataLoader
+    # The last: an error in a loader's hook leaves Lightning's patch on DataLoader.
+    "unprepared": lambda: failing(NoData),
 }
 
 

@@ -13,13 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from linnaeus.autobatch import nest
 
@@ -221,6 +215,14 @@ class Needy(Net):
         return [self.optimizer], [schedule]
 
 
+class Direct(Net):
+    """Logs past Lightning, as a step of one's own may."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logger.log_metrics({"direct": 1.0}, step=batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
 class Several(Net):
     """Two training and two validation loaders, of which one has a fixed size."""
 
@@ -323,6 +325,10 @@ def stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
     return images + 0.01 * torch.randn(1), torch.tensor([int(label) for _, label in samples])
 
 
+def drawn() -> WeightedRandomSampler:
+    return WeightedRandomSampler(range(NUM_SAMPLES), 64)
+
+
 class Loader(DataLoader[Any]):
     """A loader of the user's own, with an argument of its own."""
 
@@ -348,25 +354,14 @@ CASES: dict[str, Case] = {
     ),
     "own loader": (
         lambda size: Bare(),
-        lambda size: (
-            Loader(
-                data(),
-                0.5,
-                batch_size=size,
-                sampler=WeightedRandomSampler(range(NUM_SAMPLES), 64),
-                collate_fn=stacked,
-            ),
-        ),
+        lambda size: (Loader(data(), 0.5, batch_size=size, sampler=drawn(), collate_fn=stacked),),
         {},
     ),
     "stream": (lambda size: Bare(), lambda size: (DataLoader(Stream(), size),), {"max_steps": 6}),
     "manual": (Manual, lambda size: (), {}),
-    "bf16, accumulation": (
-        Net,
-        lambda size: (),
-        {"precision": "bf16-mixed", "accumulate_grad_batches": 3},
-    ),
+    "bf16, accumulation": (Net, lambda size: (), {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
     "average": (Net, lambda size: (), {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]}),
     "needy": (Needy, lambda size: (), {}),
+    "direct": (Direct, lambda size: (), {}),
     "several loaders": (Several, lambda size: (), {}),
 }

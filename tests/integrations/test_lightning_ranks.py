@@ -51,11 +51,6 @@ def test_ranks_with_data_of_their_own_agree_on_a_size(found: Ranks) -> None:
         assert ranks["uneven_data"]["differences"] == []
 
 
-def test_training_takes_the_memory_that_the_search_measured_and_the_buckets(found: Ranks) -> None:
-    for ranks in found:
-        assert ranks["memory"]["taken"] == pytest.approx(ranks["memory"]["measured"], rel=0.005)
-
-
 def test_an_error_of_one_rank_ends_all_with_the_cause(found: Ranks) -> None:
     other, own = (ranks["unprepared"]["error"] for ranks in found)
     assert own == "ZeroDivisionError: sample"

@@ -16,7 +16,8 @@ import torch
 from accelerate import Accelerator
 from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 from transformers import Trainer
 
 from linnaeus.autobatch.split import Split
@@ -60,6 +61,16 @@ class Iterating(Net):
         return self.loss(next(dataloader_iter)[0])
 
 
+class Lines(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([torch.ones(3), torch.ones(5)] * 20)
+
+
+class NoSchedule(Bare):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class NoSetter(Net):
     size = property(lambda self: 4)
 
@@ -77,6 +88,7 @@ FITS: dict[str, Fit] = {
     "batches of the dataset": (Bare, (DataLoader(data(), batch_size=None),), {}),
     "no loader": (Bare, ([data()[:4]],), {}),
     "an iterator": (Iterating, (), {}),
+    "a stream of samples that differ": (NoSchedule, (DataLoader(Lines(), 4, collate_fn=pad_sequence),), {}),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
     "a last batch of one": (Bare, (DataLoader(data(41), 4),), {}),
     "an effective batch below the smallest": (Net, (), {"effective_batch_size": 33, "min_batch_size": 12}),

@@ -23,10 +23,10 @@ from linnaeus.integrations import transformers_data, transformers_trial
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
 from tests.helpers.bits import bits, differences
 from tests.helpers.forks import ROOT
-from tests.helpers.ledger import Ledger, limit_with_room_for
+from tests.helpers.ledger import Ledger, limit_with_room_for, room
 from tests.helpers.processes import compute
 from tests.integrations import hugging
-from tests.integrations.hugging import Calls, Text, collate, outcome, trainer
+from tests.integrations.hugging import Calls, Recorder, Text, by_hand, collate, left_by, outcome, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning", "default::DeprecationWarning"),
@@ -34,49 +34,10 @@ pytestmark = [
 ]
 
 
-def room(extra_mib: float = 50) -> dict[str, Any]:
-    """Arguments that leave so much above what the process holds."""
-    limit_gb = limit_with_room_for(extra_mib)
-    return {"target_memory_fraction": 1.0, "memory_limit_gb": limit_gb, "max_batch_size": 128}
-
-
-class Recorder(Trainer):
-    """A trainer of one's own that logs, remembers the shape of each batch, and draws a number for each."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.shapes: list[tuple[int, ...]] = []
-        self.total = torch.zeros(())
-
-    def create_optimizer(self, *arguments: Any) -> Any:
-        torch.rand(())
-        return super().create_optimizer(*arguments)
-
-    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
-        self.log({"number": len(self.shapes)})
-        self.shapes.append(tuple(inputs["input_ids"].shape))
-        self.total += torch.rand(())
-        return super().compute_loss(model, inputs, *arguments, **options)
-
-
-def left_by(made: Any, calls: Calls | None = None) -> dict[str, Any]:
-    """What a run of a `Recorder` leaves."""
-    return {**outcome(made, calls), "shapes": [*made.shapes], "total": made.total.clone()}
-
-
 def searched(calls: Calls | None = None, search: dict[str, Any] | None = None, **options: Any) -> Any:
     """A trainer that has searched and trained."""
     made = trainer(Recorder, callbacks=None if calls is None else [calls], **options)
-    autobatch(made, **{**room(), **(search or {})}).train()
-    return made
-
-
-def by_hand(found: Any, calls: Calls | None = None, **options: Any) -> Any:
-    """A trainer that was given the sizes that another has found."""
-    names = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-    sizes = {name: getattr(found.args, name) for name in names}
-    made = trainer(Recorder, callbacks=None if calls is None else [calls], **{**options, **sizes})
-    made.train()
+    autobatch(made, **{**room(50, max_batch_size=128), **(search or {})}).train()
     return made
 
 
@@ -203,7 +164,7 @@ def test_trials_run_the_longest_samples_through_the_trainers_collator() -> None:
 
     made = trainer(callbacks=[Begun()])
     made.data_collator = watched
-    autobatch(made, **room(), effective_batch_size=None)
+    autobatch(made, **room(50, max_batch_size=128), effective_batch_size=None)
     made.train()
     in_search, trials = batches[PROBED : num_in_search[0]], made.autobatch_results["train"].trials
     in_training = batches[num_in_search[0] :]
@@ -255,7 +216,7 @@ def test_evaluation_is_searched_where_it_takes_place_or_is_asked_for() -> None:
     assert without.args.per_device_eval_batch_size == 8
     made = trainer(Recorder)
     made.eval_dataset = {"few": torch.utils.data.Subset(Text(), range(3)), "many": Text()}
-    autobatch(made, **{**room(), **small, "evaluation": True}).train()
+    autobatch(made, **{**room(50, max_batch_size=128), **small, "evaluation": True}).train()
     result = made.autobatch_results["val"]
     assert made.args.per_device_eval_batch_size == result.batch_size == 6
     assert made.evaluate()["eval_many_loss"] > 0
@@ -268,14 +229,14 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(tmp_path: Path) -> None:
     assert size_in_checkpoint(checkpoint) == 9
     ours = left_by(whole)
     resumed = trainer(Recorder, **options)
-    autobatch(resumed, **room()).train(resume_from_checkpoint=checkpoint)
+    autobatch(resumed, **room(50, max_batch_size=128)).train(resume_from_checkpoint=checkpoint)
     result = resumed.autobatch_results["train"]
     assert [trial.size for trial in result.trials] == [9], "it is run once"
     assert result.batch_size == resumed.args.per_device_train_batch_size == 9
     again = left_by(resumed)
-    by_hand = trainer(Recorder, per_device_train_batch_size=9, **options)
-    by_hand.train(resume_from_checkpoint=checkpoint)
-    assert differences(again, left_by(by_hand)) == []
+    other = trainer(Recorder, per_device_train_batch_size=9, **options)
+    other.train(resume_from_checkpoint=checkpoint)
+    assert differences(again, left_by(other)) == []
     assert not {"weights", "schedule"} & {*differences(ours, again)}
     assert size_in_checkpoint(str(tmp_path)) is None
 
@@ -319,7 +280,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 def test_a_stream_needs_samples_and_trains_as_by_hand() -> None:
     made = trainer()
     made.train_dataset = Stream()
-    autobatch(made, **room(), samples=[Text()[112], Text()[0]]).train()
+    autobatch(made, **room(50, max_batch_size=128), samples=[Text()[112], Text()[0]]).train()
     ours = outcome(made)
     other = trainer(per_device_train_batch_size=made.args.per_device_train_batch_size)
     other.train_dataset = Stream()
@@ -330,7 +291,7 @@ def test_a_stream_needs_samples_and_trains_as_by_hand() -> None:
 
 def test_a_search_that_fails_leaves_the_trainer_as_it_was() -> None:
     made = trainer(Recorder)
-    autobatch(made, **{**room(), "memory_limit_gb": 0.2})
+    autobatch(made, **{**room(50, max_batch_size=128), "memory_limit_gb": 0.2})
     with pytest.raises(AutoBatchError, match="GiB"):
         made.train()
     assert made.args.per_device_train_batch_size == 8

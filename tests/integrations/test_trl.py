@@ -12,13 +12,11 @@ pytest.importorskip("trl")
 import trl
 from transformers import Trainer
 
-from linnaeus.autobatch.snapshot import Contents
 from linnaeus.errors import AutoBatchError
-from linnaeus.integrations import transformers_trial
 from linnaeus.integrations.transformers import autobatch, check_supported
 from linnaeus.integrations.transformers_data import training_data
 from tests.helpers.bits import differences
-from tests.helpers.ledger import limit_with_room_for
+from tests.helpers.ledger import room
 from tests.integrations.hugging import Calls, outcome, trainer, trl_trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -39,8 +37,7 @@ def test_training_is_that_of_the_size_given_by_hand(case: str) -> None:
     calls, other_calls = Calls(), Calls()
     found = trl_trainer(name, **options)
     found.add_callback(calls)
-    limit_gb = limit_with_room_for(150)
-    autobatch(found, target_memory_fraction=1.0, memory_limit_gb=limit_gb, max_batch_size=16).train()
+    autobatch(found, **room(150, max_batch_size=16)).train()
     size, result = found.args.per_device_train_batch_size, found.autobatch_results["train"]
     assert size == result.batch_size >= 2
     assert ("val" in found.autobatch_results) == ("eval_strategy" in options)
@@ -52,17 +49,6 @@ def test_training_is_that_of_the_size_given_by_hand(case: str) -> None:
     other.train()
     assert differences(ours, outcome(other, other_calls)) == []
     assert ours["log"][0]["num_tokens"] > 0, "counts of the trials would be in it"
-
-
-def test_metrics_of_trials_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(transformers_trial, "_kept", lambda made: Contents(()))
-        found = trl_trainer("SFT")
-        autobatch(found, max_batch_size=4, min_batch_size=4).train()
-    ours = outcome(found)
-    other = trl_trainer("SFT", per_device_train_batch_size=4)
-    other.train()
-    assert "log" in differences(ours, outcome(other))
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from typing import Any
 
 import pytest
@@ -74,15 +73,6 @@ def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
     """The control of the test above: sizes are rounded up, blocks are cut and left over."""
     first, second = (prediction.reserved_bytes(n) for n in (8, 16))
     assert any(prediction.reserved_bytes(n) != first + (second - first) * (n - 8) // 8 for n in (64, 1000))
-
-
-def test_the_largest_size_fits_and_the_next_one_does_not(prediction: Prediction) -> None:
-    draw = random.Random(0)
-    for _ in range(20):
-        limit_bytes = draw.randrange(prediction.peak_bytes(1), prediction.peak_bytes(3000))
-        n = prediction.largest(limit_bytes)
-        assert n is not None
-        assert prediction.peak_bytes(n) <= limit_bytes < prediction.peak_bytes(n + 1)
 
 
 def test_the_largest_size_is_within_its_bounds(prediction: Prediction) -> None:

@@ -22,6 +22,10 @@ HEADERS = ("nvidia/cu13", "nvidia/cudnn", "nvidia/nccl", "triton/backends/nvidia
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-Wall", "-Wno-attributes", "-fvisibility=hidden", "-pthread")
 
 OF_CUDA = re.compile(r"(__cuda|cuda|cudnn|cublas|nccl|cufft|cusparse|cusolver|cupti|cu[A-Z]|cuFile)")
+ON_TWO_RANKS = (
+    "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python", sys.executable, "-c",
+)  # fmt: skip
+"""Arguments of Python before a program that two ranks run."""
 
 
 class CannotBuildError(unittest.SkipTest):

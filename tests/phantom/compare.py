@@ -2,11 +2,10 @@
 
     PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m tests.phantom.compare resnet50 24 97 [--amp bf16]
         [--optimizer SGD] [--channels-last] [--checkpointing] [--accumulation] [--no-grad]
-        [--benchmark] [--trained] [--events]
+        [--benchmark]
 
-MODEL is one of timm, or `gpt`. A prediction is of the first steps on: optimizer state comes in the first one,
-but with `--trained` before it. `--no-grad` is a forward pass only. `--events` replays what torch's allocator
-was asked for through `linnaeus.autobatch.predict.allocator`.
+MODEL is one of timm, or `gpt`. A prediction is of the first steps on: optimizer state comes in the first one.
+`--no-grad` is a forward pass only.
 """
 
 from __future__ import annotations
@@ -14,54 +13,28 @@ from __future__ import annotations
 import argparse
 import gc
 import warnings
-from typing import Any
 
 import torch
 
-from linnaeus.autobatch.predict.allocator import MIB, CachingAllocator
+from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.prediction import predict
 from tests.phantom.training import FEATURES, FORMATS, OPTIMIZERS, Case, Training
 
 
-def measured(case: Case, options: argparse.Namespace, n: int) -> int:
+def measured(case: Case, n: int) -> int:
     """Most bytes that torch reserves in four steps, from an empty allocator on."""
     clean()
-    if options.events:
-        torch.cuda.memory._record_memory_history(max_entries=10**7, stacks="python", context=None)
     training = Training(case)
-    if options.trained:
-        training.step(training.batch(2))
-        clean()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(4):
         training.step(training.batch(n))
-    reserved_bytes = torch.cuda.max_memory_reserved()
-    if options.events:
-        events = torch.cuda.memory._snapshot()["device_traces"][0]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        print(f"n={n}: torch {reserved_bytes / MIB:.0f} MiB, the model {replayed(events) / MIB:.0f}")
-    return reserved_bytes
+    return torch.cuda.max_memory_reserved()
 
 
 def clean() -> None:
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-
-
-def replayed(events: list[dict[str, Any]]) -> int:
-    """Most bytes that the model of the allocator reserves for the same requests."""
-    allocator, blocks, is_flushed = CachingAllocator(), {}, False
-    for event in events:
-        if event["action"] == "alloc":
-            blocks[event["addr"]] = allocator.allocate(event["size"])
-            is_flushed = False
-        elif event["action"] == "free_completed" and event["addr"] in blocks:
-            allocator.free(blocks.pop(event["addr"]))
-        elif event["action"] == "segment_free" and not is_flushed:
-            allocator.empty_cache()
-            is_flushed = True
-    return allocator.peak_reserved_bytes
 
 
 def main() -> None:
@@ -72,15 +45,12 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW")
     for name in FEATURES:
         parser.add_argument(f"--{name}", action="append_const", const=name, dest="features", default=[])
-    for name in ("benchmark", "trained", "events"):
-        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--benchmark", action="store_true")
     options = parser.parse_args()
     case = Case(options.model, options.amp, options.optimizer, tuple(options.features))
     torch.backends.cudnn.benchmark = options.benchmark
-    real = {n: measured(case, options, n) for n in options.sizes}
+    real = {n: measured(case, n) for n in options.sizes}
     training = Training(case)
-    if options.trained:
-        training.step(training.batch(2))
     found = predict(training.step, lambda n: training.batch(n, "meta"), state=training.state, base_bytes=0)
     for n, num_bytes in real.items():
         predicted = found.reserved_bytes(n)

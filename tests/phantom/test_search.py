@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.phantom.build import on_phantoms
+from tests.phantom.build import ON_TWO_RANKS, on_phantoms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -231,11 +231,8 @@ os._exit(0)
 """
 
 
-def test_a_rank_makes_a_group_of_its_own_without_the_others(tmp_path: Path) -> None:
-    program = tmp_path / "alone.py"
-    program.write_text(ALONE)
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program))
-    assert on_phantoms(*command, gpus=2).split() == ["alone", "alone"]
+def test_a_rank_makes_a_group_of_its_own_without_the_others() -> None:
+    assert on_phantoms(*ON_TWO_RANKS, ALONE, gpus=2).split() == ["alone", "alone"]
 
 
 HANGS = """
@@ -260,10 +257,7 @@ with join("cuda", DistConfig(TIMEOUT_MINUTES=0.05)) as world:
 @pytest.mark.skipif(
     not hasattr(torch.distributed.ProcessGroup, "register_abort_hook"), reason="before torch 2.15"
 )
-def test_a_collective_of_nccl_that_never_ends_tells_what_each_rank_does(tmp_path: Path) -> None:
-    program = tmp_path / "hangs.py"
-    program.write_text(HANGS)
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program))
-    shown = on_phantoms(*command, gpus=2)
+def test_a_collective_of_nccl_that_never_ends_tells_what_each_rank_does() -> None:
+    shown = on_phantoms(*ON_TWO_RANKS, HANGS, gpus=2)
     for text in ("DIST.TIMEOUT_MINUTES 0.05", "rank 0: step 7", "rank 1: step 8"):
         assert text in shown
