@@ -33,6 +33,8 @@ class ClassificationMetrics(nn.Module):
         counts = {} if taxonomy is None else taxonomy.num_classes
         parents: Sequence[Sequence[int]] = () if taxonomy is None else taxonomy.parents
         self.level_names = list(counts)
+        self.total_loss: Tensor
+        self.counts: Tensor
         self._names = ["loss"]
         for name, count in counts.items():
             self._names += [f"top1/{name}", f"top5/{name}"] if count > 5 else [f"top1/{name}"]
@@ -40,7 +42,9 @@ class ClassificationMetrics(nn.Module):
             self._names.append("consistent")
         for level, row in enumerate(parents, start=1):
             self.register_buffer(f"parents_{level}", torch.tensor(row), persistent=False)
-        self._totals: dict[str, tuple[Tensor, Tensor | int]] = {}
+        self.num_samples = 0
+        self.register_buffer("total_loss", torch.zeros(()), persistent=False)
+        self.register_buffer("counts", torch.zeros(len(self._names) - 1, 2).long(), persistent=False)
 
     @torch.no_grad()
     def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
@@ -52,29 +56,28 @@ class ClassificationMetrics(nn.Module):
             loss: mean loss of the batch.
         """
         size = batch_size(Batch(outputs, targets))
-        self._add("loss", loss.float() * size, size)
+        self.num_samples += size
+        self.total_loss += loss.float() * size
         if not self.level_names:
             return
+        counts = []  # of each metric: samples that count for it, of how many
         logits = logits_per_level(outputs, self.level_names)
         predictions = [level_logits.argmax(dim=1) for level_logits in logits]
         for level, name in enumerate(self.level_names):
             labels = targets[:, level]
             num_known = (labels != UNKNOWN).sum()
-            self._add(f"top1/{name}", (predictions[level] == labels).sum(), num_known)
+            counts += [(predictions[level] == labels).sum(), num_known]
             if f"top5/{name}" in self._names:
                 top5 = logits[level].float().topk(5, dim=1).indices
-                self._add(f"top5/{name}", (top5 == labels[:, None]).sum(), num_known)
+                counts += [(top5 == labels[:, None]).sum(), num_known]
         if "consistent" in self._names:
             consistent = known = torch.ones_like(predictions[0], dtype=torch.bool)
             for level in range(1, len(predictions)):
                 parents = self.get_buffer(f"parents_{level}")[predictions[level]]
                 consistent = consistent & (parents == predictions[level - 1])
                 known = known & (parents != UNKNOWN)
-            self._add("consistent", (consistent & known).sum(), known.sum())
-
-    def _add(self, name: str, total: Tensor, count: Tensor | int) -> None:
-        before = self._totals.get(name, (0, 0))
-        self._totals[name] = before[0] + total, before[1] + count
+            counts += [(consistent & known).sum(), known.sum()]
+        self.counts += torch.stack(counts).view(-1, 2)
 
     def compute(self, world: World, *, aborted: bool = False) -> dict[str, float] | None:
         """The metrics over all batches of all processes, in one collective. Every process must call this.
@@ -86,9 +89,8 @@ class ClassificationMetrics(nn.Module):
         Returns:
             The values, equal on all processes; None if any process has broken its validation off.
         """
-        pairs = (self._totals.get(name, (0, 0)) for name in self._names)
-        sums = [float(value) for pair in pairs for value in pair]  # exact below 2^53
-        *sums, num_aborted = world.reduce(torch.tensor([*sums, aborted], dtype=torch.float64)).tolist()
+        sums = [float(self.total_loss), self.num_samples, *self.counts.flatten().tolist(), aborted]
+        *sums, num_aborted = world.reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
         if num_aborted:
             return None
         values = {}
@@ -99,7 +101,9 @@ class ClassificationMetrics(nn.Module):
 
     def reset(self) -> None:
         """Forget all batches."""
-        self._totals = {}
+        self.num_samples = 0
+        self.total_loss.zero_()
+        self.counts.zero_()
 
 
 def headline(metrics: dict[str, float], criterion: nn.Module) -> tuple[str, float]:
@@ -166,6 +170,6 @@ class LossMeter:
         if not math.isfinite(mean):
             raise LinnaeusError(
                 f"the training loss is {mean}. Lower OPTIMIZER.LR, raise SCHEDULE.WARMUP_EPOCHS, set "
-                "TRAIN.CLIP_GRAD_NORM, or use TRAIN.AMP bf16 or off; the last checkpoint is kept"
+                "TRAIN.CLIP_GRAD_NORM, or use TRAIN.AMP bf16 or off. Earlier checkpoints are kept"
             )
         return mean

@@ -77,6 +77,7 @@ class TrainingState:
         Raises:
             ConfigError: it belongs to another model or another configuration.
         """
+        state = {"ema": {"module": state.get("model"), "num_updates": 0}, **state}  # a new one begins now
         for name, target in zip(_ENTRIES, self.state, strict=True):
             if target is None:
                 continue

@@ -176,6 +176,12 @@ def test_onnx_gives_logits(tmp_path: Path) -> None:
     check_description(json.loads(metadata["linnaeus"]), "logits", size=4)
     batch = torch.randn(3, 3, 4, 4)
     check_equal(onnx_outputs(path, batch), outputs_of(run, batch))
+    plain = flat_run(
+        tmp_path / "plain",
+        taxonomy=None,
+        node={"_target_": "torch.nn.Conv2d", "in_channels": 3, "out_channels": 2, "kernel_size": 4},
+    )
+    assert list(onnx_outputs(plain.export("onnx").path, batch)) == ["output"]
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,14 @@ def test_a_state_that_does_not_fit_is_a_checkpoint_error(part: str, content: dic
         make_state().load_state_dict(make_state().state_dict() | {part: content})
 
 
+def test_an_average_that_is_new_starts_from_the_weights() -> None:
+    saved, state = make_state().state_dict(), make_state()
+    del saved["ema"]
+    state.load_state_dict(saved)
+    assert state.ema is not None
+    assert bits(state.ema.state_dict()) == bits({"module": saved["model"], "num_updates": 0})
+
+
 # --- which file is read ---
 
 

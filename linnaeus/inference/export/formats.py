@@ -72,7 +72,7 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
             warnings.simplefilter("ignore")
             exported = torch.onnx.export(
                 program, dynamo=True, input_names=[description["input"]["name"]], verbose=False,
-                output_names=[level["name"] for level in description["levels"]] or None,
+                output_names=program.call_spec.out_spec.context,  # the keys of the outputs
             )  # fmt: skip
     except Exception as error:  # whatever the exporter meets
         raise LinnaeusError(
