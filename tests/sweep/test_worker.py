@@ -3,10 +3,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
 import shutil
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +188,47 @@ def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(
     assert run_in_child(*argv, "EXPERIMENT.NAME=calm").code == 0
     assert metrics_of(folder) == metrics_of(tmp_path / "runs/calm")
     assert [times_begun(one) for one in begun] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_sweep_that_is_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """Of the processes of the sweep, a worker or a run is killed; workers are started in their place."""
+    argv = ("sweep", *TINY, "TRAIN.EPOCHS=60", "EXPERIMENT.SEED=range(0,8)", "--jobs", "2")
+    folder, chance = tmp_path / "runs/tiny", random.Random(0)
+    workers = [start(tmp_path, *argv)]
+    num_kills = 0
+    while num_kills < 20:
+        victims = [
+            process
+            for process in psutil.process_iter()
+            if _is_of(process, str(tmp_path)) and process.pid != workers[0].pid
+        ]
+        if victims:
+            with suppress(psutil.Error):
+                chance.choice(victims).kill()
+                num_kills += 1
+        states = [read_state(one).status for one in folder.glob("EXPERIMENT*")]
+        if states.count("finished") == 8:
+            break
+        if not victims:
+            workers.append(start(tmp_path, "work", "runs/tiny"))
+        time.sleep(chance.uniform(0, 1))
+    for worker in workers:
+        worker.wait(600)
+    assert num_kills == 20, "the sweep was too fast for the kills"
+    assert start(tmp_path, *argv).wait(900) == 0, log_of(tmp_path)
+    assert start(tmp_path, *argv, "EXPERIMENT.NAME=calm").wait(900) == 0
+    assert metrics_of(folder) == metrics_of(tmp_path / "runs/calm")
+    for one in folder.glob("EXPERIMENT*"):
+        assert len(validations_of(one)) == 60
+        assert json.loads((one / "run.json").read_text())["ended"]["exit_code"] == 0
+
+
+def _is_of(process: psutil.Process, folder: str) -> bool:
+    with suppress(psutil.Error):
+        return process.cwd() == folder and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.mark.e2e
