@@ -18,6 +18,9 @@ _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("linnaeus.signals")
 
+if hasattr(os, "register_at_fork"):  # or a signal to a loader's worker would count as one to this process
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
 
 def end_with_torchrun() -> None:
     """Get SIGTERM when torchrun dies, from now on: importing torch takes seconds. On Linux only.
@@ -78,8 +81,8 @@ class Interrupted(KeyboardInterrupt):
 class StopRequest:
     """Whether this process was asked to stop.
 
-    A signal raises `Interrupted` at once, unless it comes inside `deferred`: there it is only noted, but
-    for a second Ctrl-C.
+    A signal raises `Interrupted` at once, unless it comes inside `deferred`: there it is only noted,
+    except a second Ctrl-C.
 
     Attributes:
         stop_signal: the first signal noted; 0 without one.
@@ -124,7 +127,7 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only note signals inside the context, but for a second Ctrl-C."""
+        """Only note signals inside the context, except a second Ctrl-C."""
         self._deferred = True
         try:
             yield

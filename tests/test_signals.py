@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -51,3 +52,16 @@ def test_ctrl_c_is_answered_before_its_handler_runs(
         os.write(pipe, bytes([number]))
     assert request.stop_signal == 0
     assert ("Ctrl-C" in capfd.readouterr().err) == (number == INT)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_signal_to_a_forked_process_is_not_taken_for_one_to_this(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as SIGTERM to a loader's worker."""
+    caplog.set_level("INFO")
+    with StopRequest().listening() as request, request.deferred():
+        if (child := os.fork()) == 0:
+            with suppress(Interrupted):
+                signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert (request.stop_signal, caplog.messages) == (0, [])

@@ -9,8 +9,8 @@
 No collective takes part, so that no timeout of the process group applies while ranks wait.
 
 Rank 0 looks after all ranks, and each of them after rank 0. A process of this machine that has died ends the
-job at once, one that is stopped after `SILENCE_LOOKS` looks. Any other silent one may hold the GIL: it is
-named then, and ends the job after `limit_s`. Launchers see processes of other machines die. Looks are
+job at once, one that is stopped after `SILENCE_LOOKS` looks. A silent process that runs may hold the GIL: it
+is logged then, and ends the job after `limit_s`. Launchers see processes of other machines die. Looks are
 counted, not seconds: a process that was suspended itself finds nobody silent on waking up.
 """
 
@@ -174,7 +174,8 @@ class ControlPlane:
         # does, such as a last checkpoint, needs no store.
         with contextlib.suppress(torch_dist.DistError):
             while not self._closed.wait(BEAT_S):
-                with contextlib.suppress(MemoryError):  # a trial's memory cap applies to this thread too
+                # A trial's memory cap applies to this thread too; files may be too many for psutil.
+                with contextlib.suppress(MemoryError, OSError, psutil.Error):
                     self.look()
 
     def _beat(self, keys: Keys) -> None:
