@@ -11,7 +11,7 @@ from pathlib import Path
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, hold_out
+from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.files import suggest_path
@@ -58,22 +58,13 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
 def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> EvaluatedFiles:
     """The images that a trained model is to be evaluated on.
 
-    These are the validation folder where there is one; of another dataset than the run's also a folder
-    `test`. Else they are the samples that the run has held out of its own training data (`is_own`), or all
-    images. Errors are those of `build_imagefolder`.
+    These are the validation folder where there is one, also a folder `test` where the dataset is not the
+    run's own; else all images. Errors are those of `build_imagefolder`.
     """
-    train, folder = _split_folders(dataset, _VAL_NAMES if is_own else (*_VAL_NAMES, "test"))
-    kind = EvaluatedFiles.VALIDATION
-    if folder is None:
-        folder = _training(train, dataset)
-        kind = EvaluatedFiles.HELD_OUT if is_own else EvaluatedFiles.ALL_SAMPLES
-    listing, inat = _read(folder, dataset.FOLDER_NAMES, need_all=kind != EvaluatedFiles.VALIDATION)
-    names = INAT_RANKS if inat else None
-    if kind != EvaluatedFiles.HELD_OUT:
-        return EvaluatedFiles(listing, names, kind)
-    report: list[str] = []
-    _, held_out = hold_out(listing, dataset.VAL_FRACTION, report)
-    return EvaluatedFiles(held_out, names, kind, tuple(report), _index(listing, dataset.RANKS, inat))
+    train, val = _split_folders(dataset, _VAL_NAMES if is_own else (*_VAL_NAMES, "test"))
+    listing, inat = _read(val or _training(train, dataset), dataset.FOLDER_NAMES, need_all=val is None)
+    index = _index(listing, dataset.RANKS, inat) if is_own and val is None else None
+    return EvaluatedFiles(listing, INAT_RANKS if inat else None, val is not None, index)
 
 
 def _split_folders(

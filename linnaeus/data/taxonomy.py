@@ -79,14 +79,14 @@ class Taxonomy:
         return {level.name: len(level.classes) for level in self.levels}
 
     def ancestors(self, low: int, high: int) -> tuple[int, ...]:
-        """For each class of level `low`, the label of its ancestor in level `high`, or `UNKNOWN`."""
-        labels = range(len(self.levels[low].classes))
-        if low <= high:
-            return (UNKNOWN,) * len(labels)
-        found = list(labels)
+        """For each class of level `low`, the label of its ancestor in level `high`, or `UNKNOWN`.
+
+        With `high == low` that is the class itself.
+        """
+        found = [UNKNOWN if low < high else label for label in range(len(self.levels[low].classes))]
         for depth in range(low, high, -1):
-            row = self.parents[depth - 1]
-            found = [row[label] if label != UNKNOWN else UNKNOWN for label in found]
+            row = (*self.parents[depth - 1], UNKNOWN)  # the last one is that of -1
+            found = [row[label] for label in found]
         return tuple(found)
 
 
