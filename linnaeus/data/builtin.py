@@ -103,8 +103,6 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         channels, height, width = self.shape
         fields = torch.zeros(channels, _GRID, _GRID)  # values around 0, on the 0-255 scale of pixels
         for level, label in enumerate(self.labels[index].tolist()):

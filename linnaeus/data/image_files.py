@@ -8,7 +8,6 @@ import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -240,7 +239,16 @@ def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Lis
     Raises:
         DataError: none can be.
     """
-    damaged: dict[int, str] = on_main(partial(_find_damaged, listing))
+
+    def find() -> dict[int, str]:
+        paths = [str(listing.root / path) for path in listing.paths]
+        logger.info("checking %d images of %s", len(paths), listing.source)
+        # Pillow releases Python's global lock while it decodes.
+        with ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
+            reasons = pool.map(find_damage, paths, chunksize=256)
+        return {i: reason for i, reason in enumerate(reasons) if reason is not None}
+
+    damaged: dict[int, str] = on_main(find)
     if not damaged:
         return listing
     num_files = len(listing.paths)
@@ -249,13 +257,3 @@ def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Lis
         raise DataError(f"{listing.source}: none of the {num_files} images can be read: {named}")
     report.append(f"{listing.source}: {counted(len(damaged), 'damaged image')} left out: {named}")
     return listing.take([i for i in range(num_files) if i not in damaged])
-
-
-def _find_damaged(listing: Listing) -> dict[int, str]:
-    """The positions of the files that cannot be decoded, each with the reason."""
-    paths = [str(listing.root / path) for path in listing.paths]
-    logger.info("checking %d images of %s", len(paths), listing.source)
-    # Pillow releases Python's global lock while it decodes.
-    with ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
-        reasons = pool.map(find_damage, paths, chunksize=256)
-    return {i: reason for i, reason in enumerate(reasons) if reason is not None}

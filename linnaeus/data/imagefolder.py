@@ -124,18 +124,16 @@ def _read(folder: Path, folder_names: str, *, need_all: bool = True) -> tuple[Li
     images = _find_images(folder, need_all=need_all)
     parts = [tuple(path.split("/")[:-1]) for path in images]
     _check_depth(folder, images, parts)
-    if folder_names == "nested":
-        return Listing(str(folder), folder, images, [*parts]), False
     names = sorted({"/".join(part) for part in parts})
     matches = {name: _INAT_FOLDER.fullmatch(name) for name in names}
     others = [name for name, match in matches.items() if match is None]
-    if others and (folder_names == "inat2021" or len(others) < len(names)):
+    if folder_names == "nested" or (folder_names == "auto" and len(others) == len(names)):
+        return Listing(str(folder), folder, images, [*parts]), False
+    if others:
         raise DataError(
             f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
             f"{several(others)}; rename, or set DATA.DATASET.FOLDER_NAMES nested"
         )
-    if others:
-        return Listing(str(folder), folder, images, [*parts]), False
     lineages = {}
     for name, match in matches.items():
         above = match[1].split("_")[1:]  # type: ignore[index]

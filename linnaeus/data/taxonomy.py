@@ -191,8 +191,7 @@ def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> Lab
         pairs = [(p, lineage[depth]) for p, lineage in zip(parents, unique, strict=True)]
         table = _number(level, [(p, name) for p, name in pairs if name is not None])
         lookup.append(table)
-        found = [UNKNOWN if n is None else _find(table, p, n) for p, n in pairs]
-        parents = [UNKNOWN if label is None else label for label in found]
+        parents = [UNKNOWN if n is None else _find(table, p, n) for p, n in pairs]  # type: ignore[misc]
     keys = [list(table) for table in lookup]
     taxonomy = Taxonomy(
         tuple(Level(name, _display_names(keys, depth)) for depth, name in enumerate(level_names)),
