@@ -213,17 +213,16 @@ def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict
     The targets of those samples are unknown at every level.
     """
     labels: dict[Lineage, tuple[int, ...]] = {}
-    lacking: dict[Lineage, list[int]] = {}
+    lacking: dict[Lineage, str] = {}
     unknown: dict[str, list[int]] = {}
-    for lineage in dict.fromkeys(lineages):
-        try:
-            labels[lineage] = index.encode(lineage)
-        except UnknownClassError as error:
-            labels[lineage] = (UNKNOWN,) * len(index.columns)
-            lacking[lineage] = unknown.setdefault(error.args[0], [])
-    for position, lineage in enumerate(lineages if lacking else ()):
+    for position, lineage in enumerate(lineages):
+        if lineage not in labels:
+            try:
+                labels[lineage] = index.encode(lineage)
+            except UnknownClassError as error:
+                labels[lineage], lacking[lineage] = (UNKNOWN,) * len(index.columns), error.args[0]
         if lineage in lacking:
-            lacking[lineage].append(position)
+            unknown.setdefault(lacking[lineage], []).append(position)
     targets = torch.tensor([labels[lineage] for lineage in lineages], dtype=torch.int64)
     return targets, unknown
 
