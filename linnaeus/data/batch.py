@@ -149,8 +149,7 @@ class BatchSpec:
         def own(leaf: Any) -> Any:
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
-        samples = [nest.map_leaves(own, sample) for sample in islice(cycle(self.samples), n)]
-        return self._collate(samples)
+        return self._collate([nest.map_leaves(own, sample) for sample in islice(cycle(self.samples), n)])
 
     def _collate(self, samples: list[Any]) -> Batch:
         with preserved_generators():

@@ -90,8 +90,8 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
     ) -> None:  # fmt: skip
         num_samples = config.NUM_SAMPLES_VAL if is_val else config.NUM_SAMPLES
         counts = list(taxonomy.num_classes.values())
-        above = [taxonomy.ancestors(len(counts) - 1, level) for level in range(len(counts) - 1)]
-        self.labels = torch.tensor([*above, range(counts[-1])]).T[torch.arange(num_samples) % counts[-1]]
+        rows = [taxonomy.ancestors(len(counts) - 1, level) for level in range(len(counts))]
+        self.labels = torch.tensor(rows).T[torch.arange(num_samples) % counts[-1]]
         self.targets = self.labels if is_val else _hide_labels(self.labels, config.UNKNOWN_FRACTION)
         self.shape = shape = (config.CHANNELS, *size)
         self.transform = transform
@@ -103,8 +103,6 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         channels, height, width = self.shape
         fields = torch.zeros(channels, _GRID, _GRID)  # values around 0, on the 0-255 scale of pixels
         for level, label in enumerate(self.labels[index].tolist()):

@@ -13,7 +13,7 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.errors import ConfigError, DataError
+from linnaeus.errors import ConfigError
 
 Collate = Callable[[list[Any]], Batch]
 """Turns a list of samples into a batch."""
@@ -56,13 +56,8 @@ def collate_pairs(samples: list[Any]) -> Batch:
 
 
 def dataset_length(dataset: Dataset[Any]) -> int:
-    """Length of a map-style dataset; a `DataError` where it has none."""
-    try:
-        return len(dataset)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise DataError(
-            f"{type(dataset).__name__} has no length: a dataset needs __len__ and __getitem__ (map style)"
-        ) from error
+    """Length of a map-style dataset, whose type torch declares without one."""
+    return len(dataset)  # type: ignore[arg-type]
 
 
 def training_targets(data: DataBundle, key: str) -> Tensor:

@@ -19,13 +19,14 @@ from linnaeus.data.image_files import (
     ImageFiles,
     Listing,
     encode,
+    hold_out,
     name_unknown,
     without_damaged,
 )
 from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
 from linnaeus.data.manifest import build_manifest, evaluated_manifest
 from linnaeus.data.mixing import build_mixing
-from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_dataset, build_user_val
 from linnaeus.errors import ConfigError, DataError
@@ -33,6 +34,7 @@ from linnaeus.words import counted, several
 
 _BUILT_IN = {"digits": build_digits, "synthetic": build_synthetic}
 _FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
+_VALIDATION = "validation split"
 
 
 def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) -> DataBundle:
@@ -124,7 +126,7 @@ def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) ->
         raise DataError(f"DATA.DATASET.NAME: the classes of {dataset.NAME!r} are not those of the run")
     if request.preprocessing is not None:
         bundle.val.transform = request.preprocessing.transform()  # type: ignore[attr-defined]
-    return _evaluated(bundle, request, dataset.NAME, EvaluatedFiles.VALIDATION, [])
+    return _evaluated(bundle, request, dataset.NAME, _VALIDATION, [])
 
 
 def _evaluated(
@@ -153,21 +155,25 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         files = evaluated_folder(dataset, is_own=request.is_own)
     else:
         files = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
-    if files.index is not None and files.index != index:
-        raise DataError(
-            f"{files.listing.source}: its classes are not those of the run any more, so the samples that it "
-            "held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
-        )
-    report = list(files.report)
+    report: list[str] = []
+    part = _VALIDATION if files.is_val else "all samples, as there is no validation split"
+    if files.index is not None:
+        if files.index != index:
+            raise DataError(
+                f"{files.listing.source}: its classes are not those of the run any more, so the samples that "
+                "it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
+            )
+        _, held_out = hold_out(files.listing, dataset.VAL_FRACTION, report)
+        files, part = replace(files, listing=held_out), "samples held out of training"
     listing, missing = _aligned(files, index, report)
     if config.ON_BAD_IMAGE == "skip":
         listing = without_damaged(listing, on_main, report)
-    targets, unknown = encode(listing, index)
+    targets, unknown = encode(listing.lineages, index)
     left_out = {position for positions in unknown.values() for position in positions}
     if unknown:
         kept = [position for position in range(len(listing.paths)) if position not in left_out]
         names = name_unknown(unknown, listing)
-        _leave_out(listing.source, names, len(unknown), len(left_out), request, report, is_all=not kept)
+        _leave_out(listing.source, names, len(left_out), request, report, is_all=not kept)
         listing, targets = listing.take(kept), targets[kept]
     if not listing.paths:
         raise DataError(f"{listing.source}: no sample to evaluate")
@@ -175,7 +181,7 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     channels = preprocessing.channels
     images = ImageFiles(listing.root, listing.paths, targets, channels, preprocessing.transform())
     bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
-    return _evaluated(bundle, request, listing.source, files.kind, report, len(left_out))
+    return _evaluated(bundle, request, listing.source, part, report, len(left_out))
 
 
 def _source_names(index: LabelIndex) -> list[str | None]:
@@ -186,41 +192,48 @@ def _source_names(index: LabelIndex) -> list[str | None]:
     return names
 
 
-def _aligned(files: EvaluatedFiles, index: LabelIndex, report: list[str]) -> tuple[Listing, list[int]]:
-    """The listing with lineages as the index reads them, and the positions of the levels that it lacks.
+def _columns(
+    source: str, names: Sequence[str] | None, num_names: int, index: LabelIndex
+) -> tuple[list[int], list[int]]:
+    """Match the levels of a source with those of the run, by name.
 
-    Levels are matched by name. Where the source names none, as nested folders, its finest level is the
-    finest of the run.
+    Where the source names none (None), as nested folders, its finest level is the finest of the run.
+
+    Returns:
+        For each element of the run's lineages, the position of that level in the source, -1 where it has
+        none; and the positions of the run's levels that the source does not have.
+
+    Raises:
+        DataError: no level of the source is one of the run.
     """
-    names, depth = files.level_names, len(index.lookup)
-    width = len(files.listing.lineages[0])
+    depth = len(index.lookup)
     if names is None:
-        columns = [level + width - depth for level in range(depth)]
-    elif names == INAT_RANKS and depth == len(INAT_RANKS):
+        columns = [level + num_names - depth for level in range(depth)]
+    elif names == INAT_RANKS and depth == len(INAT_RANKS):  # also those that the run has left out
         columns = list(range(depth))
     else:
         columns = [names.index(name) if name in names else -1 for name in _source_names(index)]
-    if columns == list(range(width)):
-        return files.listing, []
-    source = files.listing.source
-    levels = [position for position, column in enumerate(index.columns) if columns[column] < 0]
-    if len(levels) == len(index.columns):
-        raise _no_common_ranks(source, names or (), index)
-    if levels:
-        missing = ", ".join(index.taxonomy.names[level] for level in levels)
-        report.append(f"{source}: no {missing} there; labels follow from the rank below, as in training")
+    missing = [position for position, column in enumerate(index.columns) if columns[column] < 0]
+    if len(missing) == len(index.columns):
+        raise DataError(
+            f"{source}: its taxonomic ranks {', '.join(names or ())} are not those of the run, "
+            f"{', '.join(index.taxonomy.names)}"
+        )
+    return columns, missing
+
+
+def _aligned(files: EvaluatedFiles, index: LabelIndex, report: list[str]) -> tuple[Listing, list[int]]:
+    """The listing with lineages as the index reads them, and the positions of the levels that it lacks."""
+    source, lineages = files.listing.source, files.listing.lineages
+    columns, missing = _columns(source, files.level_names, len(lineages[0]), index)
+    if missing:
+        names = ", ".join(index.taxonomy.names[level] for level in missing)
+        report.append(f"{source}: no {names} there; labels follow from the rank below, as in training")
     unique: dict[Lineage, Lineage] = {
         lineage: tuple(None if column < 0 else lineage[column] for column in columns)
-        for lineage in set(files.listing.lineages)
+        for lineage in set(lineages)
     }
-    return replace(files.listing, lineages=[unique[lineage] for lineage in files.listing.lineages]), levels
-
-
-def _no_common_ranks(source: str, names: Sequence[str], index: LabelIndex) -> DataError:
-    return DataError(
-        f"{source}: its taxonomic ranks {', '.join(names)} are not those of the run, "
-        f"{', '.join(index.taxonomy.names)}"
-    )
+    return replace(files.listing, lineages=[unique[lineage] for lineage in lineages]), missing
 
 
 def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -> None:
@@ -232,12 +245,12 @@ def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -
 
 
 def _leave_out(
-    source: str, names: str, num_classes: int, num_samples: int, request: EvaluationRequest,
-    report: list[str], *, is_all: bool,
+    source: str, classes: Sequence[str], num_samples: int, request: EvaluationRequest, report: list[str], *,
+    is_all: bool,
 ) -> None:  # fmt: skip
     """Report unknown samples as left out; a `DataError` if they are not to be skipped, or all are unknown."""
-    counts = f"{counted(num_classes, 'class')} with {counted(num_samples, 'sample')}"
-    text = f"the run does not know {counts}: {names}"
+    counts = f"{counted(len(classes), 'class')} with {counted(num_samples, 'sample')}"
+    text = f"the run does not know {counts}: {several(classes)}"
     if is_all:
         raise DataError(f"{source}: {text}; these are all samples, so there is nothing to evaluate")
     if not request.skips_unknown:
@@ -276,8 +289,7 @@ def _relabel(
         kept = on_main(lambda: [i for i in range(len(dataset)) if not relabel.is_unknown(dataset[i][1])])
         num_left_out = len(dataset) - len(kept)
     if num_left_out:
-        names, num_classes = several(relabel.unknown), len(relabel.unknown)
-        _leave_out(dataset.name, names, num_classes, num_left_out, request, report, is_all=not kept)
+        _leave_out(dataset.name, relabel.unknown, num_left_out, request, report, is_all=not kept)
         dataset.dataset = Subset(dataset.dataset, kept)
     dataset.relabel = relabel
     return num_left_out
@@ -296,50 +308,35 @@ class Relabel:
     """
 
     def __init__(self, declared: Taxonomy, index: LabelIndex, name: str) -> None:
+        names = None if len(declared.levels) == len(index.columns) == 1 else declared.names
+        columns, self._missing = _columns(name, names, len(declared.levels), index)
         self._taxonomy = index.taxonomy
-        self.unknown: list[str] = []
-        names = _source_names(index)
-        if len(declared.levels) == len(index.columns) == 1:
-            names[index.columns[0]] = declared.names[0]
-        columns = [declared.names.index(name) if name in declared.names else None for name in names]
         self._tables: dict[int, tuple[int, Tensor]] = {}
         """For levels of the run that the dataset has: the column there, and the label of each class there."""
-        for level, source in enumerate(index.columns):
-            column = columns[source]
-            if column is None:
+        unknown: dict[str, None] = {}
+        classes = [(*level.classes, None) for level in declared.levels]  # the last one is that of -1
+        for level, low in enumerate(columns[column] for column in index.columns):
+            if low < 0:
                 continue
-            paths = {path: i for i, path in enumerate(index.taxonomy.levels[level].classes) if "/" in path}
-            above = [None if c is None else _ancestor_names(declared, column, c) for c in columns[:source]]
-            below = (None,) * (len(columns) - source - 1)
-            labels = []
-            for i, class_name in enumerate(declared.levels[column].classes):
-                lineage: Lineage = (*(n[i] if n else None for n in above), class_name, *below)
-                try:
-                    label = paths[class_name] if class_name in paths else index.encode(lineage)[level]
-                except UnknownClassError:
-                    label = UNKNOWN
-                    self.unknown.append("/".join(filter(None, lineage)))
-                labels.append(label)
-            self._tables[level] = column, torch.tensor([*labels, UNKNOWN])
-        if not self._tables:
-            raise _no_common_ranks(name, declared.names, index)
+            rows = [
+                [None] * len(declared.levels[low].classes) if column < 0
+                else [classes[column][label] for label in declared.ancestors(low, column)]
+                for column in columns
+            ]  # fmt: skip
+            targets, lacking = encode(list(zip(*rows, strict=True)), index)
+            unknown |= dict.fromkeys(lacking)
+            self._tables[level] = low, torch.cat([targets[:, level], torch.tensor([UNKNOWN])])
+        self.unknown = list(unknown)
 
     def __call__(self, targets: Tensor) -> Tensor:
         """Labels [N, R] of the run for labels [N, levels of the dataset]; -1 is unknown in both."""
-        levels = range(len(self._taxonomy.levels))
-        found = torch.full((len(targets), len(levels)), UNKNOWN)
+        found = torch.full((len(targets), len(self._taxonomy.levels)), UNKNOWN)
         for level, (column, table) in self._tables.items():
             found[:, level] = table[targets[:, column]]
-        _fill_missing(found, [level for level in levels if level not in self._tables], self._taxonomy)
+        _fill_missing(found, self._missing, self._taxonomy)
         return found
 
     def is_unknown(self, target: Tensor) -> bool:
         """Whether a sample's labels [levels of the dataset] have a class that the run does not know."""
         tables = self._tables.values()
         return any(target[c] != UNKNOWN and table[target[c]] == UNKNOWN for c, table in tables)
-
-
-def _ancestor_names(taxonomy: Taxonomy, low: int, high: int) -> list[str | None]:
-    """For each class of level `low`, the name of its ancestor in level `high`; None where it is not known."""
-    classes = taxonomy.levels[high].classes
-    return [None if label == UNKNOWN else classes[label] for label in taxonomy.ancestors(low, high)]

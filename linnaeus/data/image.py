@@ -6,7 +6,7 @@ decoders of torchvision are deprecated since 0.29.
 
 from __future__ import annotations
 
-import stat
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -44,23 +44,16 @@ def load_image(path: str | Path, channels: int) -> Tensor:
 
 def decode(path: str | Path, channels: int) -> Tensor:
     """What `load_image` returns; it raises whatever Pillow does, which `why_unreadable` puts into words."""
-    with _opened(path) as image:
+    with Image.open(path) as image:
         return to_tensor(image, channels)
-
-
-def _opened(path: str | Path) -> Image.Image:
-    """Pillow's `Image.open`, without waiting for a pipe or a device to say something."""
-    mode = Path(path).stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise OSError("it is a pipe, a socket or a device, and no file")
-    return Image.open(path)
 
 
 def to_tensor(image: Image.Image, channels: int) -> Tensor:
     """A Pillow image, upright and converted, as uint8 tensor [channels, height, width]."""
     image.load()
-    if _orientation(image) != 1:
-        image = ImageOps.exif_transpose(image)
+    with suppress(Exception):  # the picture may be usable though its metadata is damaged
+        if image.getexif().get(_ORIENTATION, 1) != 1:
+            image = ImageOps.exif_transpose(image)
     tensor: Tensor = functional.pil_to_tensor(_converted(image, _MODES[channels]))
     return tensor
 
@@ -71,7 +64,7 @@ def find_damage(path: str | Path) -> str | None:
     The whole file is decoded, as a truncated image is damaged only at its end.
     """
     try:
-        with _opened(path) as image:
+        with Image.open(path) as image:
             if image.format == "JPEG":
                 # At an eighth of the size, in grey: this reads all compressed data, with little arithmetic.
                 image.draft("L", (1, 1))
@@ -111,13 +104,6 @@ def _to_grey(image: Image.Image) -> Image.Image:
         values = np.asarray(image.convert("I"))
         values = values // (2**23 if values.max(initial=0) > 0xFFFF else 2**8)
     return Image.fromarray(values.clip(0, 255).astype(np.uint8))
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # the picture may be usable though its metadata is damaged
-        return 1
 
 
 def why_unreadable(error: Exception) -> str:

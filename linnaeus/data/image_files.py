@@ -8,11 +8,9 @@ import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -63,19 +61,13 @@ class EvaluatedFiles:
     Attributes:
         listing: the files.
         level_names: what the elements of a lineage are, coarse to fine; None where the source does not say.
-        kind: `VALIDATION`, `ALL_SAMPLES` or `HELD_OUT`.
-        report: sentences for the user.
-        index: the classes of the training data that the files were held out from; else None.
+        is_val: whether they are a validation split; otherwise they are all samples of the dataset.
+        index: the classes of the run's own training data, of which it held out samples; else None.
     """
-
-    VALIDATION: ClassVar = "validation split"
-    ALL_SAMPLES: ClassVar = "all samples, as there is no validation split"
-    HELD_OUT: ClassVar = "samples held out of training"
 
     listing: Listing
     level_names: tuple[str, ...] | None
-    kind: str
-    report: tuple[str, ...] = ()
+    is_val: bool
     index: LabelIndex | None = None
 
 
@@ -157,11 +149,11 @@ def build_files(
             listing = without_damaged(listing, on_main, report)
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample")
-        targets, unknown = encode(listing, index)
+        targets, unknown = encode(listing.lineages, index)
         if unknown:
             raise DataError(
                 f"{listing.source}: {counted(len(unknown), 'validation class')} without a training sample: "
-                f"{name_unknown(unknown, listing)}"
+                f"{several(name_unknown(unknown, listing))}"
             )
         splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
     data_train, data_val = splits
@@ -215,32 +207,29 @@ def hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[List
     return listing.take(train), listing.take(val)
 
 
-def encode(listing: Listing, index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:
-    """Targets [N, R] of a listing, and the positions of the samples of each class that the index lacks.
+def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:
+    """Targets [N, R] of samples, and the positions of the samples of each class that the index lacks.
 
     The targets of those samples are unknown at every level.
     """
     labels: dict[Lineage, tuple[int, ...]] = {}
-    lacking: dict[Lineage, list[int]] = {}
+    lacking: dict[Lineage, str] = {}
     unknown: dict[str, list[int]] = {}
-    for lineage in dict.fromkeys(listing.lineages):
-        try:
-            labels[lineage] = index.encode(lineage)
-        except UnknownClassError as error:
-            labels[lineage] = (UNKNOWN,) * len(index.columns)
-            lacking[lineage] = unknown.setdefault(error.args[0], [])
-    for position, lineage in enumerate(listing.lineages if lacking else ()):
+    for position, lineage in enumerate(lineages):
+        if lineage not in labels:
+            try:
+                labels[lineage] = index.encode(lineage)
+            except UnknownClassError as error:
+                labels[lineage], lacking[lineage] = (UNKNOWN,) * len(index.columns), error.args[0]
         if lineage in lacking:
-            lacking[lineage].append(position)
-    targets = torch.tensor([labels[lineage] for lineage in listing.lineages], dtype=torch.int64)
+            unknown.setdefault(lacking[lineage], []).append(position)
+    targets = torch.tensor([labels[lineage] for lineage in lineages], dtype=torch.int64)
     return targets, unknown
 
 
-def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> str:
-    """The first few unknown classes, each with its first sample."""
-    return several(
-        [f"{name} (first in {listing.root / listing.paths[found[0]]})" for name, found in unknown.items()]
-    )
+def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list[str]:
+    """The unknown classes, each with its first sample."""
+    return [f"{name} (first in {listing.root / listing.paths[found[0]]})" for name, found in unknown.items()]
 
 
 def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:
@@ -249,7 +238,16 @@ def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Lis
     Raises:
         DataError: none can be.
     """
-    damaged: dict[int, str] = on_main(partial(_find_damaged, listing))
+
+    def find() -> dict[int, str]:
+        paths = [str(listing.root / path) for path in listing.paths]
+        logger.info("checking %d images of %s", len(paths), listing.source)
+        # Pillow releases Python's global lock while it decodes.
+        with ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
+            reasons = pool.map(find_damage, paths, chunksize=256)
+        return {i: reason for i, reason in enumerate(reasons) if reason is not None}
+
+    damaged: dict[int, str] = on_main(find)
     if not damaged:
         return listing
     num_files = len(listing.paths)
@@ -258,13 +256,3 @@ def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Lis
         raise DataError(f"{listing.source}: none of the {num_files} images can be read: {named}")
     report.append(f"{listing.source}: {counted(len(damaged), 'damaged image')} left out: {named}")
     return listing.take([i for i in range(num_files) if i not in damaged])
-
-
-def _find_damaged(listing: Listing) -> dict[int, str]:
-    """The positions of the files that cannot be decoded, each with the reason."""
-    paths = [str(listing.root / path) for path in listing.paths]
-    logger.info("checking %d images of %s", len(paths), listing.source)
-    # Pillow releases Python's global lock while it decodes.
-    with ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
-        reasons = pool.map(find_damage, paths, chunksize=256)
-    return {i: reason for i, reason in enumerate(reasons) if reason is not None}

@@ -11,7 +11,7 @@ from pathlib import Path
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, hold_out
+from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.files import suggest_path
@@ -58,22 +58,13 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
 def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> EvaluatedFiles:
     """The images that a trained model is to be evaluated on.
 
-    These are the validation folder where there is one; of another dataset than the run's also a folder
-    `test`. Else they are the samples that the run has held out of its own training data (`is_own`), or all
-    images. Errors are those of `build_imagefolder`.
+    These are the validation folder where there is one, also a folder `test` where the dataset is not the
+    run's own; else all images. Errors are those of `build_imagefolder`.
     """
-    train, folder = _split_folders(dataset, _VAL_NAMES if is_own else (*_VAL_NAMES, "test"))
-    kind = EvaluatedFiles.VALIDATION
-    if folder is None:
-        folder = _training(train, dataset)
-        kind = EvaluatedFiles.HELD_OUT if is_own else EvaluatedFiles.ALL_SAMPLES
-    listing, inat = _read(folder, dataset.FOLDER_NAMES, need_all=kind != EvaluatedFiles.VALIDATION)
-    names = INAT_RANKS if inat else None
-    if kind != EvaluatedFiles.HELD_OUT:
-        return EvaluatedFiles(listing, names, kind)
-    report: list[str] = []
-    _, held_out = hold_out(listing, dataset.VAL_FRACTION, report)
-    return EvaluatedFiles(held_out, names, kind, tuple(report), _index(listing, dataset.RANKS, inat))
+    train, val = _split_folders(dataset, _VAL_NAMES if is_own else (*_VAL_NAMES, "test"))
+    listing, inat = _read(val or _training(train, dataset), dataset.FOLDER_NAMES, need_all=val is None)
+    index = _index(listing, dataset.RANKS, inat) if is_own and val is None else None
+    return EvaluatedFiles(listing, INAT_RANKS if inat else None, val is not None, index)
 
 
 def _split_folders(
@@ -133,18 +124,16 @@ def _read(folder: Path, folder_names: str, *, need_all: bool = True) -> tuple[Li
     images = _find_images(folder, need_all=need_all)
     parts = [tuple(path.split("/")[:-1]) for path in images]
     _check_depth(folder, images, parts)
-    if folder_names == "nested":
-        return Listing(str(folder), folder, images, [*parts]), False
     names = sorted({"/".join(part) for part in parts})
     matches = {name: _INAT_FOLDER.fullmatch(name) for name in names}
     others = [name for name, match in matches.items() if match is None]
-    if others and (folder_names == "inat2021" or len(others) < len(names)):
+    if folder_names == "nested" or (folder_names == "auto" and len(others) == len(names)):
+        return Listing(str(folder), folder, images, [*parts]), False
+    if others:
         raise DataError(
             f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
             f"{several(others)}; rename, or set DATA.DATASET.FOLDER_NAMES nested"
         )
-    if others:
-        return Listing(str(folder), folder, images, [*parts]), False
     lineages = {}
     for name, match in matches.items():
         above = match[1].split("_")[1:]  # type: ignore[index]

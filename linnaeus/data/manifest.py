@@ -11,7 +11,7 @@ from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, hold_out
+from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import several
@@ -41,7 +41,7 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
     Relative image paths start from `ROOT`, or from the manifest's own folder where `ROOT` is null.
 
     Raises:
-        ConfigError: neither `ROOT` nor `TRAIN` is set.
+        ConfigError: a manifest that cannot be read, or the image column among the `RANKS`.
         DataError: a manifest that is empty or malformed (the message names file and line); a level
             with one class; columns from fine to coarse; a validation class without a training sample.
     """
@@ -58,31 +58,23 @@ def evaluated_manifest(
 ) -> EvaluatedFiles:
     """The images that a trained model is to be evaluated on.
 
-    These are those of the validation manifest where there is one; else the samples that the run has held out
-    of its own training manifest, or all of another one. Columns of levels may be missing.
+    These are those of the validation manifest where there is one, else all of the training manifest. Columns
+    of levels may be missing, but not in the run's own training manifest.
 
     Args:
         dataset: the DATA.DATASET node. As many RANKS as the run has levels name their columns.
         level_names: names of the run's levels, coarse to fine; None where one has no name.
         is_own: whether the node is that of the run.
     """
-    kind = EvaluatedFiles.VALIDATION
-    if dataset.VAL is not None:  # the training manifest need not be there, or be named
-        path = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser()
-    else:
-        train_path, val_path = _manifest_paths(dataset)
-        if val_path is None and is_own:
-            train, index, levels = _training(train_path, dataset)
-            report: list[str] = []
-            _, held_out = hold_out(train, dataset.VAL_FRACTION, report)
-            return EvaluatedFiles(held_out, tuple(levels), EvaluatedFiles.HELD_OUT, tuple(report), index)
-        if val_path is None:
-            kind = EvaluatedFiles.ALL_SAMPLES
-        path = val_path or train_path
-    table = _read(path)
+    train_path, val_path = _manifest_paths(dataset)
+    if val_path is None and is_own:
+        train, index, levels = _training(train_path, dataset)
+        return EvaluatedFiles(train, tuple(levels), is_val=False, index=index)
+    table = _read(val_path or train_path)
     table.require([dataset.IMAGE_COLUMN], "DATA.DATASET.IMAGE_COLUMN")
     columns = _columns_of_levels(table, dataset, level_names)
-    return EvaluatedFiles(_listing(table, list(columns.values()), dataset), tuple(columns), kind)
+    listing = _listing(table, list(columns.values()), dataset)
+    return EvaluatedFiles(listing, tuple(columns), is_val=val_path is not None)
 
 
 def _columns_of_levels(
@@ -124,10 +116,7 @@ def _training(path: Path, dataset: DatasetConfig) -> tuple[Listing, LabelIndex, 
 
 
 def _manifest_paths(dataset: DatasetConfig) -> tuple[Path, Path | None]:
-    if dataset.ROOT is None and dataset.TRAIN is None:
-        raise ConfigError(
-            "DATA.DATASET.TRAIN: name the training manifest (CSV), or its folder in DATA.DATASET.ROOT"
-        )
+    """The training manifest, which an evaluation of another one does not need, and that of validation."""
     root = Path(dataset.ROOT or "").expanduser()
     train = root / Path(dataset.TRAIN or "train.csv").expanduser()
     if dataset.VAL is not None:
@@ -152,7 +141,10 @@ def _read(path: Path) -> _Table:
                 if any(cell.strip() for cell in cells):
                     rows.append((line, [cell.strip() for cell in cells]))
     except OSError as error:
-        raise ConfigError(f"DATA.DATASET: cannot read manifest {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"DATA.DATASET: cannot read manifest {path}: {error.strerror}; name it in DATA.DATASET.TRAIN or "
+            "DATA.DATASET.VAL, or its folder in DATA.DATASET.ROOT"
+        ) from error
     except (UnicodeDecodeError, csv.Error) as error:
         is_text = isinstance(error, csv.Error)
         problem = f"broken CSV: {error}" if is_text else "not UTF-8 text; save it as `CSV UTF-8`"

@@ -79,14 +79,14 @@ class Taxonomy:
         return {level.name: len(level.classes) for level in self.levels}
 
     def ancestors(self, low: int, high: int) -> tuple[int, ...]:
-        """For each class of level `low`, the label of its ancestor in level `high`, or `UNKNOWN`."""
-        labels = range(len(self.levels[low].classes))
-        if low <= high:
-            return (UNKNOWN,) * len(labels)
-        found = list(labels)
+        """For each class of level `low`, the label of its ancestor in level `high`, or `UNKNOWN`.
+
+        With `high == low` that is the class itself.
+        """
+        found = [UNKNOWN if low < high else label for label in range(len(self.levels[low].classes))]
         for depth in range(low, high, -1):
-            row = self.parents[depth - 1]
-            found = [row[label] if label != UNKNOWN else UNKNOWN for label in found]
+            row = (*self.parents[depth - 1], UNKNOWN)  # the last one is that of -1
+            found = [row[label] for label in found]
         return tuple(found)
 
 
@@ -191,8 +191,7 @@ def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> Lab
         pairs = [(p, lineage[depth]) for p, lineage in zip(parents, unique, strict=True)]
         table = _number(level, [(p, name) for p, name in pairs if name is not None])
         lookup.append(table)
-        found = [UNKNOWN if n is None else _find(table, p, n) for p, n in pairs]
-        parents = [UNKNOWN if label is None else label for label in found]
+        parents = [UNKNOWN if n is None else _find(table, p, n) for p, n in pairs]  # type: ignore[misc]
     keys = [list(table) for table in lookup]
     taxonomy = Taxonomy(
         tuple(Level(name, _display_names(keys, depth)) for depth, name in enumerate(level_names)),

@@ -126,9 +126,7 @@ class Preprocessing:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
         """From plain values by attribute, as they stand in a file."""
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
-        }
+        values: Any = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
         return cls(**values)
 
 
@@ -141,26 +139,20 @@ def build_transforms(
     width in pixels. For grey images the MEAN and STD of red, green and blue become those of grey.
 
     Raises:
-        ConfigError: settings that do not fit the number of channels; the message names each key.
+        ConfigError: a MEAN or STD that does not fit the number of channels.
     """
     values = {"MEAN": augment.MEAN, "STD": augment.STD}
     if channels == 1 and all(value is not None and len(value) == 3 for value in values.values()):
         # Exact for the mean; the deviation is that of channels which vary together, as in photographs.
         values = {key: [sum(map(operator.mul, _LUMINANCE, value))] for key, value in values.items()}  # type: ignore[arg-type]
     problems = [
-        f"{key}: {len(value)} values, but the images have {channels} channel(s); give as many, or "
-        f"DATA.AUGMENT.{key}=null"
+        f"DATA.AUGMENT.{key}: {len(value)} values, but the images have {channels} channel(s); give as many, "
+        f"or DATA.AUGMENT.{key}=null"
         for key, value in values.items()
         if value is not None and len(value) != channels
     ]
-    off = {"COLOR_JITTER": 0, "POLICY": "none"} if channels not in (1, 3) else {}
-    problems += [
-        f"{key}: works on 1 or 3 channels, but the images have {channels}; set it to {value}"
-        for key, value in off.items()
-        if getattr(augment, key) != value
-    ]
     if problems:
-        raise ConfigError([f"DATA.AUGMENT.{problem}" for problem in problems])
+        raise ConfigError(problems)
     mean, std = (tuple(value or [0.5] * channels) for value in values.values())
     erasing = v2.RandomErasing(augment.ERASING, inplace=True) if augment.ERASING else None
     train = Pipeline(_augmentation(augment, size), Normalise(mean, std), erasing)

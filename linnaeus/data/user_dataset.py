@@ -19,7 +19,7 @@ from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.instantiate import place_of, prepare
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch, describe
-from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
+from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs
 from linnaeus.data.image import to_tensor
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
 from linnaeus.data.transforms import Preprocessing, Transform, build_transforms
@@ -54,7 +54,7 @@ class UserDataset(Dataset[Any]):
     relabel: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:
-        return dataset_length(self.dataset)
+        return len(self.dataset)
 
     @property
     def targets(self) -> Tensor | None:
@@ -175,7 +175,7 @@ def _build_split(config: DataConfig, split: str, seed: int) -> tuple[UserDataset
             f"{name} gave {describe(dataset)}; a dataset needs __len__ and __getitem__ (map style)"
         )
     with _naming_errors(f"{name} ({split}): len()"):
-        length = dataset_length(dataset)
+        length = len(dataset)
     if length == 0:
         raise DataError(f"{name}: no sample for {'training' if split == 'train' else 'validation'}")
     taxonomy = _find_taxonomy(dataset, name)

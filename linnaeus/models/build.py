@@ -58,10 +58,16 @@ def build_model(
         if not isinstance(own, nn.Module):
             raise ConfigError(f"MODEL: {node['_target_']} gave a {type(own).__name__}, not an nn.Module")
         return own, f"weights: as {node['_target_']} makes them"
-    if taxonomy is None or in_chans is None or img_size is None:
+    own_model = "or name your own model in MODEL._target_"
+    if taxonomy is None:
         raise ConfigError(
-            "MODEL: a timm model needs a dataset of images with class labels; "
-            "give the dataset `classes` (or `num_classes`), or name your own model in MODEL._target_"
+            "MODEL: a timm model needs class labels; give the dataset `classes` (or `num_classes`), "
+            f"{own_model}"
+        )
+    if in_chans is None or img_size is None:
+        raise ConfigError(
+            "MODEL: a timm model needs images of one size; let the dataset give Pillow images, or tensors "
+            f"[channels, height, width] that have one shape, {own_model}"
         )
     backbone, source, saved = _backbone(node, in_chans, img_size, load_weights)
     num_features = _probe(node.NAME, backbone, in_chans, img_size)
@@ -151,8 +157,7 @@ def _backbone(
         raise unusable_weights_error(source, error) from error
     missed = missing_tensors(pretrained, backbone)
     if missed:
-        missing = ValueError(f"{len(missed)} parameters are missing, such as {missed[0]!r}")
-        raise unusable_weights_error(source, missing)
+        raise unusable_weights_error(source, ValueError(f"parameters such as {missed[0]!r} are missing"))
     return pretrained, source, None
 
 

@@ -34,17 +34,19 @@ class Freezing:
         self._names = frozenset(
             name for name, p in model.named_parameters() if name in names and p.requires_grad
         )
-        self._modules = tuple(_whole_modules(model, self._names)) if self._names else ()
+        self._modules = tuple(_whole_modules(model, self._names))
         self._unfreeze_epoch = unfreeze_epoch
         self.is_frozen = False
 
-    def freeze(self) -> None:
-        """Freeze the parameters."""
-        self._set(frozen=bool(self._names))
-
-    def unfreeze(self) -> None:
-        """Let everything train."""
-        self._set(frozen=False)
+    def freeze(self, frozen: bool = True) -> None:
+        """Freeze the parameters; with False, let everything train."""
+        self.is_frozen = frozen and bool(self._names)
+        for name, parameter in self._model.named_parameters():
+            if name in self._names:
+                parameter.requires_grad_(not frozen)
+        if self._modules and isinstance(self._model, HierarchicalClassifier):
+            self._model.always_eval = self._modules if frozen else ()
+            self._model.train(self._model.training)
 
     def ends_within(self, num_epochs: int) -> bool:
         """Whether everything trains in the last of so many epochs."""
@@ -56,7 +58,7 @@ class Freezing:
         if not (self.is_frozen and only_if):
             yield
             return
-        self.unfreeze()
+        self.freeze(False)
         try:
             yield
         finally:
@@ -84,15 +86,6 @@ class Freezing:
             f"frozen: {len(self._names)} of {len(parameters)} parameters "
             f"({self.num_elements:,} of {total:,} values){until}"
         )
-
-    def _set(self, *, frozen: bool) -> None:
-        self.is_frozen = frozen
-        for name, parameter in self._model.named_parameters():
-            if name in self._names:
-                parameter.requires_grad_(not frozen)
-        if self._modules and isinstance(self._model, HierarchicalClassifier):
-            self._model.always_eval = self._modules if frozen else ()
-            self._model.train(self._model.training)
 
 
 def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> Freezing:
@@ -123,8 +116,7 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
         return found
     modules = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
     globs = ["backbone", *(f"{module}.*" for module in sorted(modules)), *names]
-    meant = [glob for glob in (f"{pattern}.*", f"backbone.{pattern}.*") if glob in globs]
-    close = meant or difflib.get_close_matches(pattern, globs, n=3, cutoff=0.3) or names[:3]
+    close = difflib.get_close_matches(pattern, globs, n=3, cutoff=0.3) or names[:3]
     raise ConfigError(
         f"MODEL.FREEZE: {pattern!r} matches no parameter of the model; did you mean {', '.join(close)}?"
     )

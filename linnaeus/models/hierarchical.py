@@ -20,8 +20,6 @@ _HEADS = "~"  # a name that no backbone's matcher knows: timm's place for a clas
 class LinearHeads(nn.ModuleList):
     """One linear layer per level, which know nothing of each other."""
 
-    gives_log_probabilities = False
-
     def __init__(self, num_features: int, num_classes: Sequence[int]) -> None:
         super().__init__(nn.Linear(num_features, count) for count in num_classes)
 
@@ -40,8 +38,6 @@ class MarginalHead(nn.Module):
 
     `num_classes` are those of each level, coarse to fine, and `parents` those of a `Taxonomy`.
     """
-
-    gives_log_probabilities = True
 
     def __init__(
         self, num_features: int, num_classes: Sequence[int], parents: Sequence[Sequence[int]]
@@ -106,6 +102,8 @@ class HierarchicalClassifier(nn.Module):
 
     Attributes:
         always_eval: names of the submodules that stay in eval mode, since they are frozen.
+        gives_log_probabilities: whether outputs are log-probabilities, to which a sigmoid must not be
+            applied, and not logits.
     """
 
     def __init__(
@@ -125,11 +123,7 @@ class HierarchicalClassifier(nn.Module):
             else MarginalHead(num_features, num_classes, parents)
         )
         self.always_eval: tuple[str, ...] = ()
-
-    @property
-    def gives_log_probabilities(self) -> bool:
-        """Whether outputs are log-probabilities, to which a sigmoid must not be applied, and not logits."""
-        return self.heads.gives_log_probabilities
+        self.gives_log_probabilities = parents is not None
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Logits or log-probabilities [B, num_classes[r]] of each level r, coarse to fine."""

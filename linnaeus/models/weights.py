@@ -13,7 +13,7 @@ import timm.models
 import torch
 from torch import Tensor, nn
 
-from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.files import checkpoint_file
 from linnaeus.models.hierarchical import HierarchicalClassifier, MarginalHead
@@ -167,20 +167,15 @@ def load_backbone(
     try:
         backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # timm's filters raise what they meet in files that are not theirs
-        other = [key for key in own if key in saved.backbone and saved.backbone[key].shape != own[key].shape]
-        if not other:
-            missing = [key for key in own if key not in saved.backbone]
-            raise ConfigError(problem + _not_in_file(missing, saved.backbone)) from error
-        shapes = ["×".join(map(str, tensors[other[0]].shape)) for tensors in (saved.backbone, own)]
-        raise ConfigError(
-            f"{problem}{len(other)} of {len(own)} tensors have another shape, such as {other[0]!r} "
-            f"({shapes[0]} in the file, {shapes[1]} in the model)"
-        ) from error
+        raise ConfigError(f"{problem}{type(error).__name__}: {' '.join(str(error).split()):.300}") from error
     for cfg in (backbone.pretrained_cfg, backbone.default_cfg):  # or every copy of the model would copy them
         cfg.pop("state_dict", None)  # type: ignore[operator, union-attr]
     missed = missing_tensors(backbone, untrained, saved.backbone)
     if missed:
-        raise ConfigError(problem + _not_in_file(missed, saved.backbone))
+        raise ConfigError(
+            f"{problem}parameters such as {missed[0]!r} are not in the file; it holds {len(saved.backbone)} "
+            f"tensors, such as {next(iter(saved.backbone))!r}"
+        )
     return backbone
 
 
@@ -190,30 +185,17 @@ def missing_tensors(
     """Parameters that timm has silently not loaded; with the tensors of a `file`, BatchNorm's statistics too.
 
     timm may rename what it loads. `untrained` is the same network from the same random numbers: a parameter
-    that equals its own was not loaded. BatchNorm's statistics are the same in each untrained network; a file
-    has as many of them as the network, whatever their names.
+    that equals its own was not loaded. BatchNorm's statistics are the same in each untrained network, so they
+    are missing only if the file has none at all.
     """
-    initial, names = untrained.state_dict(), loaded.state_dict()
-    if file is not None and names.keys() <= file.keys():
-        return []
+    initial = untrained.state_dict()
     missed = [
         name
         for name, parameter in loaded.named_parameters()
         if parameter.requires_grad and torch.equal(parameter, initial[name]) and len(parameter.unique()) > 1
     ]
-    for kind in BATCHNORM_STATISTICS if file is not None else ():
-        own = [name for name in names if name.rpartition(".")[2] == kind]
-        held = [name for name in file or () if name.rpartition(".")[2] == kind]
-        if len(held) < len(own):
-            missed += [name for name in own if torch.equal(names[name], initial[name])]
-    return missed
-
-
-def _not_in_file(missed: list[str], file: Mapping[str, Tensor]) -> str:
-    return (
-        f"{len(missed)} parameters are not in the file, such as {missed[0]!r}; it holds {len(file)} tensors, "
-        f"such as {next(iter(file))!r}"
-    )
+    lacking = {*BATCHNORM_STATISTICS}.difference(name.rpartition(".")[2] for name in file or initial)
+    return missed + [name for name in initial if name.rpartition(".")[2] in lacking]
 
 
 @torch.no_grad()
@@ -223,35 +205,27 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
     Where the file does not name its classes, their number decides, with the same number of levels. A marginal
     head is copied where the file has one with the same classes in the same order.
     """
+    own = {level.name: list(level.classes) for level in taxonomy.levels}
     if isinstance(model.heads, MarginalHead):
-        classes = {level.name: list(level.classes) for level in taxonomy.levels}
-        own = model.heads.state_dict()
-        found = {name: saved.heads.get(f"heads.{name}") for name in own}
-        is_other = saved.classes is not None and saved.classes != classes
-        if is_other or any(t is None or t.shape != own[name].shape for name, t in found.items()):
-            return list(taxonomy.names)
+        shapes = {name: tensor.shape for name, tensor in model.heads.state_dict().items()}
+        found = {name: saved.heads[f"heads.{name}"] for name in shapes if f"heads.{name}" in saved.heads}
+        if saved.classes not in (None, own) or shapes != {name: t.shape for name, t in found.items()}:
+            return list(own)
         model.heads.load_state_dict(found)
         return []
+    before = saved.classes
+    if before is None:
+        before = own if len({name.split(".")[1] for name in saved.heads}) == len(own) else {}
     new = []
-    for index, level in enumerate(taxonomy.levels):
-        number, rows = _place(index, level, len(taxonomy.levels), saved)
+    heads: Any = model.heads
+    for head, (level, classes) in zip(heads, own.items(), strict=True):
+        rows = {name: row for row, name in enumerate(before.get(level, []))}
+        number = [*before].index(level) if rows.keys() == set(classes) else -1
         weight, bias = (saved.heads.get(f"heads.{number}.{part}") for part in ("weight", "bias"))
-        head: Any = model.heads[index]
         if weight is None or bias is None or weight.shape != head.weight.shape:
-            new.append(level.name)
+            new.append(level)
         else:
-            head.weight.copy_(weight[rows])
-            head.bias.copy_(bias[rows])
+            order = [rows[name] for name in classes]
+            head.weight.copy_(weight[order])
+            head.bias.copy_(bias[order])
     return new
-
-
-def _place(index: int, level: Level, num_levels: int, saved: SavedWeights) -> tuple[int, list[int]]:
-    """The number of a level's head in the file, -1 if the classes differ, and the row of each class there."""
-    if saved.classes is None:
-        num_before = len({name.split(".")[1] for name in saved.heads})
-        return index if num_before == num_levels else -1, list(range(len(level.classes)))
-    before = saved.classes.get(level.name, [])
-    if sorted(before) != sorted(level.classes):
-        return -1, []
-    rows = {name: row for row, name in enumerate(before)}
-    return list(saved.classes).index(level.name), [rows[name] for name in level.classes]

@@ -249,7 +249,7 @@ class Trainer:
         self._train_with(self.assembly.model)
         gc.collect()  # frees the old wrapper with its hooks on the parameters
         empty_cache(self.world.device)  # AutoBatch measured this training without the other's cached blocks
-        self.assembly.freezing.unfreeze()
+        self.assembly.freezing.freeze(False)
         self._train_with(self.wrap(self.assembly.model))
         logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
 

@@ -193,8 +193,6 @@ def test_a_name_that_several_classes_have_is_told_by_its_parent() -> None:
     relabel = Relabel(same_names, HOMONYMS, "own")
     assert relabel.unknown == []
     assert relabelled(relabel, (0, 0), (0, 1), (1, 2)) == [[1, 2], [1, 1], [0, 0]]
-    by_display_name = Relabel(Taxonomy((Level("species", ("nigra", "Ficus/alba")),)), HOMONYMS, "own")
-    assert by_display_name(torch.tensor([[0], [1]])).tolist() == [[1, 2], [0, 0]]
 
 
 def test_a_class_of_another_parent_is_not_that_of_the_run() -> None:

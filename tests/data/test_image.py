@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,12 +140,3 @@ def test_odd_images_give_their_plain_form(tmp_path: Path, name: str) -> None:
     found = load_image(tmp_path / name, 3)
     assert mean_difference(found, torch.from_numpy(expected.copy()).permute(2, 0, 1)) <= allowed
     assert find_damage(tmp_path / name) is None
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(DataError, match=r"pipe\.png"):
-        load_image(tmp_path / "pipe.png", 3)
-    (tmp_path / "loop.png").symlink_to("loop.png")
-    assert find_damage(tmp_path / "pipe.png")
-    assert find_damage(tmp_path / "loop.png")

@@ -65,7 +65,7 @@ def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(
     with freezing.unfrozen():
         assert (trainable(model), in_eval(model)) == (everything, set())
     assert (trainable(model), in_eval(model)) == (expected, modules)
-    freezing.unfreeze()
+    freezing.freeze(False)
     assert (trainable(model), in_eval(model)) == (everything, set())
 
 
@@ -76,7 +76,7 @@ def test_frozen_batchnorm_keeps_its_statistics_and_nothing_is_dropped() -> None:
     assert torch.equal(model.backbone(images), model.backbone(images))
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert batchnorm_kind(model) == "none"
-    freezing.unfreeze()
+    freezing.freeze(False)
     assert not torch.equal(model.backbone(images), model.backbone(images))
     assert not any(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert batchnorm_kind(model) == "local"
