@@ -31,7 +31,6 @@ from linnaeus.autobatch.ranks.control import (
     REPORT_S,
     ControlPlane,
     Failure,
-    ForeignFailureError,
     Keys,
     first_difference,
     group_of_this_rank,
@@ -263,11 +262,7 @@ def _make_groups(
             group = torch_dist.new_group(None, timeout, "gloo")
         return group, group_of_this_rank(backend, timeout)
 
-    def look() -> None:
-        if control.seen is not None:
-            raise ForeignFailureError(control.seen, control.seen.rank)
-
-    return _in_thread(make, math.inf, look)  # the process group has its timeout
+    return _in_thread(make, math.inf, control.check)  # the process group has its timeout
 
 
 def _in_thread(function: Callable[[], T], limit_s: float, look: Callable[[], object] = lambda: None) -> T:
@@ -392,12 +387,14 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
 
 
 def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
-    """The failure behind an error; None if it is this rank's own."""
+    """The first failure of the job, as far as it is known; None for an error that is the first."""
     # Where another rank has died, backends raise a RuntimeError, and torchrun sends SIGTERM.
-    may_follow = isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
-    deadline = time.monotonic() + (_CAUSE_S if may_follow else 0.0)
-    while (failure := control.failure) is None and time.monotonic() < deadline:
+    may_be_consequence = isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
+    deadline = time.monotonic() + (_CAUSE_S if may_be_consequence else 0.0)
+    failure = control.failure
+    while failure is None and time.monotonic() < deadline:
         time.sleep(0.05)
+        failure = control.failure or control.death()
     if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
         return control.declare_hang(control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})")
     return failure

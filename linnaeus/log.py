@@ -90,13 +90,14 @@ class RunFolder:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             code, cause = getattr(error, "exit_code", 1), error
-            if isinstance(error, SystemExit) and error.__cause__ is not None:  # of a rank, which has told it
-                code, cause = error.code, error.__cause__
+            if isinstance(error, SystemExit):
+                code = error.code if isinstance(error.code, int) else 1
+                cause = error.__cause__ or error  # a rank ends so, when it has told its error
             self.end(code, " ".join(str(cause).split()) or type(cause).__name__)
         close_logging()
         if self.claim is not None:
             self.claim.release()
-            with suppress(OSError):  # the run has written something
+            with suppress(OSError):  # it is not empty
                 for folder in self._new_folders:
                     folder.rmdir()
 
@@ -123,8 +124,8 @@ class RunFolder:
         Raises:
             ConfigError, LostFolderError: see `move_aside` and `check`; the same on every rank.
         """
-        self.has_begun = True
         run_id, aside = self._world.on_main(self._begin)
+        self.has_begun = True
         logger, handler = logging.getLogger(LOGGER_NAME), _file_handler(self._path / LOGS, self._world.rank)
         self._early_lines.setTarget(handler)
         self._early_lines.flush()

@@ -194,7 +194,7 @@ def read_state(folder: Path) -> State:
     """The state of a run. Nothing is written; a folder that cannot be read holds no run."""
     with suppress(OSError):
         _, last, silent_s = _last_claim(folder)
-        if (holder := _holder(last)) is not None and holder.lives(silent_s):
+        if (holder := _living_holder(folder, last, silent_s)) is not None:
             return State("running", holder)
     return _state_left(folder)
 
@@ -229,6 +229,13 @@ def _holder(content: dict[str, Any]) -> Holder | None:
         return Holder(**{name.name: content[name.name] for name in fields(Holder)})
     except KeyError:
         return None
+
+
+def _living_holder(folder: Path, claim: dict[str, Any], silent_s: float) -> Holder | None:
+    """Who has claimed a folder, or else the run there whose worker has died, if it lives."""
+    written = read_json(folder / RUN) or {}
+    holders = map(_holder, (claim, {} if written.get("ended") else written))
+    return next((holder for holder in holders if holder is not None and holder.lives(silent_s)), None)
 
 
 def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
@@ -290,8 +297,8 @@ class Claim:
         try:
             temporary.write_text(json.dumps({**asdict(Holder.this_process()), "token": self.token}))
             number, last, silent_s = _last_claim(self.folder, temporary.stat().st_mtime)  # the server's clock
-            holder = _holder(last)
-            if number and (holder.lives(silent_s) if holder is not None else silent_s < DEAD_S):
+            holder = _living_holder(self.folder, last, silent_s)
+            if number and (holder is not None or (_holder(last) is None and silent_s < DEAD_S)):
                 raise FolderInUseError(
                     f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
                     f"({holder or 'it does not say which'}); choose another name"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import signal
@@ -17,9 +18,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("linnaeus.signals")
-
-if hasattr(os, "register_at_fork"):  # or a signal to a loader's worker would count as one to this process
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def end_with_torchrun() -> None:
@@ -69,6 +67,13 @@ def handled(
             signal.signal(number, earlier)
 
 
+@functools.cache
+def _listen_alone() -> None:
+    """Close the pipe in forked processes: a signal to a loader's worker is none to this one."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
 class Interrupted(KeyboardInterrupt):
     """This process was asked to stop at once: nothing is to be saved, or Ctrl-C came twice."""
 
@@ -98,6 +103,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
+        _listen_alone()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -172,10 +172,11 @@ def as_process(pid: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("is_zombie", [True, False])
 def test_a_rank_whose_process_has_died_is_named(is_zombie: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    main, other = planes()
+    main, third, other = planes(3)
     with as_process(process.pid, monkeypatch):
         other.update("trying 128")
         other.collect("sent")
+    third.collect("sent too")
     assert sorted(main.neighbours()) == [process.pid]
     main.look()
     process.kill()
@@ -183,11 +184,14 @@ def test_a_rank_whose_process_has_died_is_named(is_zombie: bool, monkeypatch: py
     if not is_zombie:
         process.wait()
     main.check()
-    assert main.gather("mine") == ["mine", "sent"], "what it has sent counts"
+    assert main.gather("mine") == ["mine", "sent too", "sent"], "what it has sent counts"
+    death = third.death()
+    assert death is not None, "rank 0 may be deaf, or on another machine"
+    assert death.rank == 2
     script(main, nothing, main.look)
     with pytest.raises(ForeignFailureError, match="trying 128") as caught:
         main.gather("next")
-    assert caught.value.failure.rank == 1
+    assert caught.value.failure == death
     process.communicate()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -165,6 +166,21 @@ def test_a_run_shares_the_claim_of_its_worker(folder: Path, monkeypatch: pytest.
     assert read_state(folder).reason == "stopped"
     with pytest.raises(FolderInUseError):
         Claim(folder, worker.token)
+    Claim(folder).release()
+
+
+def test_a_run_keeps_the_folder_when_its_worker_dies(folder: Path) -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    worker = Claim(folder)
+    path = folder / CLAIMS / "1"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": process.pid}))
+    process.communicate()
+    run = Claim(folder, worker.token)
+    run.begin()
+    with pytest.raises(FolderInUseError, match=f"process {os.getpid()}"):
+        Claim(folder)
+    assert read_state(folder).holder == Holder.this_process()
+    run.end(143)
     Claim(folder).release()
 
 

@@ -104,7 +104,6 @@ class ControlPlane:
 
     Attributes:
         keys: what the ranks have told.
-        seen: the failure that the heartbeat has found; None while there is none.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class ControlPlane:
         self.name_of, self.clock = name_of, clock
         self.limit_s, self.limit_name = limit_s, limit_name
         self._doing: str | Callable[[], str] = "starting"
-        self.seen: Failure | None = None
         self.store, self.keys = store, Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
@@ -160,7 +158,7 @@ class ControlPlane:
         """Send a heartbeat and look at those of others: a thread does so every `BEAT_S` seconds."""
         keys = self._pulse_keys
         self._beat(keys)
-        self.seen = failure = keys.get("failure")
+        failure = keys.get("failure")
         if failure is None:
             self._look_for_silence(keys)
             return
@@ -174,8 +172,7 @@ class ControlPlane:
         # does, such as a last checkpoint, needs no store.
         with contextlib.suppress(torch_dist.DistError):
             while not self._closed.wait(BEAT_S):
-                # A trial's memory cap applies to this thread too; files may be too many for psutil.
-                with contextlib.suppress(MemoryError, OSError, psutil.Error):
+                with contextlib.suppress(MemoryError):  # a trial's memory cap applies to this thread too
                     self.look()
 
     def _beat(self, keys: Keys) -> None:
@@ -190,8 +187,8 @@ class ControlPlane:
                 continue
             looks = looks + 1 if beat.count == last_count else 0
             self._watched[rank] = beat.count, looks
-            if beat.status() == psutil.STATUS_ZOMBIE:
-                keys.put_first("failure", Failure(rank, f"its process died ({beat.doing}), so the job ends"))
+            if death := beat.death(rank):
+                keys.put_first("failure", death)
             elif looks and looks % SILENCE_LOOKS == 0:
                 status, seconds = beat.status() or "on another machine", looks * BEAT_S
                 is_overdue = seconds >= self.limit_s
@@ -306,6 +303,11 @@ class ControlPlane:
             self.clock.sleep(0.05)
         return first
 
+    def death(self) -> Failure | None:
+        """The death of a rank on this machine whose process has ended without a failure, if there is one."""
+        deaths = (self._beat_of(rank).death(rank) for rank in range(self.world_size) if rank != self.rank)
+        return next(filter(None, deaths), None)
+
     def neighbours(self) -> list[int]:
         """Process ids of the ranks on this machine that have begun their heartbeat, this one's included."""
         beats = map(self._beat_of, range(self.world_size))
@@ -345,6 +347,14 @@ class _Beat:
             return psutil.Process(self.pid).status()
         except psutil.NoSuchProcess:
             return psutil.STATUS_ZOMBIE
+        except OSError:  # too many open files
+            return ""
+
+    def death(self, rank: int) -> Failure | None:
+        """The failure of a rank whose process has ended, and which has not left before."""
+        if self.count == _GONE or self.status() != psutil.STATUS_ZOMBIE:
+            return None
+        return Failure(rank, f"its process died ({self.doing}), so the job ends")
 
 
 class Keys:
