@@ -227,23 +227,6 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
 
 
-def write_snapshot(folder: Path, world: World) -> Path | None:
-    """Write the CUDA allocator's recorded history beside the run, for pytorch.org/memory_viz.
-
-    Returns:
-        The file; None on another device, or where no history was recorded
-        (`torch.cuda.memory._record_memory_history`), or where it cannot be written.
-    """
-    if world.device.type != "cuda" or not hasattr(torch.cuda.memory, "_dump_snapshot"):
-        return None
-    path = folder / f"out_of_memory_rank{world.rank}.pickle"
-    with suppress(RuntimeError, OSError, MemoryError):
-        if any(torch.cuda.memory._snapshot(world.device).get("device_traces", ())):
-            torch.cuda.memory._dump_snapshot(str(path))
-            return path
-    return None
-
-
 def end_with_checkpoint(world: World, text: str, limit: int, save: Callable[[], object]) -> OutOfMemoryError:
     """The error that ends all ranks after memory ran out; the first rank to call this saves a checkpoint.
 
@@ -278,8 +261,7 @@ def end_with_checkpoint(world: World, text: str, limit: int, save: Callable[[], 
 class OutOfMemoryReport:
     """The errors of a run that has run out of memory: what failed, what held the memory, and what helps.
 
-    Call its methods in the handler of the exception, which holds the activations. Where the allocator's
-    history was recorded, they write it to the run's folder.
+    Call its methods in the handler of the exception, which holds the activations.
 
     Attributes:
         config: the TRAIN node.
@@ -338,13 +320,11 @@ class OutOfMemoryReport:
 
     def _error(self, text: str, mode: str, obstacle: str, remedies: Iterable[str]) -> OutOfMemoryError:
         origin = self.origins.get(mode)
-        snapshot = write_snapshot(self.folder, self.world)
         is_saved = (self.folder / CHECKPOINTS / "last.pt").exists()
         lines = (
             text,
             "" if origin is None else origin.sentence,
             what_held_memory(self.assembly, self.world.device),
-            "" if snapshot is None else f"The allocator's history is in {snapshot}",
             obstacle,
             f"What helps: {'; '.join(remedies)}",
             "The last checkpoint is kept" if is_saved else "No checkpoint has been written yet",
