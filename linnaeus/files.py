@@ -106,14 +106,12 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Write `text` as UTF-8 with `write_atomically`.
 
     Raises:
-        LinnaeusError, OSError: the disk is full; the file cannot be written for any other reason.
+        LinnaeusError: the file cannot be written, such as on a full disk.
     """
     try:
         write_atomically(path, lambda file: file.write(text.encode()))
     except OSError as error:
-        if error.errno in _FULL:
-            raise not_written(path, error) from error
-        raise
+        raise not_written(path, error) from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
