@@ -15,6 +15,9 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+REFRESHES_PER_S = 2.0
+"""How often a `StatusLine` is drawn."""
+
 
 def is_interactive(console: Console) -> bool:
     """Whether the output is a terminal, and not that of a CI job."""
@@ -90,7 +93,7 @@ class StatusLine:
         self._live: Live | None = None
         if console is not None and is_interactive(console):
             self._live = _Live(
-                get_renderable=self._line, console=console, refresh_per_second=2, transient=True
+                get_renderable=self._line, console=console, refresh_per_second=REFRESHES_PER_S, transient=True
             )
 
     def __enter__(self) -> StatusLine:

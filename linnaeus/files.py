@@ -123,18 +123,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def link_or_copy(source: Path, path: Path) -> None:
-    """Hard-link `path` to a file that is replaced, never changed in place; copy it where there are no links.
-
-    Raises:
-        OSError: neither is possible.
-    """
-    try:
-        os.link(source, path)
-    except OSError:
-        shutil.copy2(source, path)
-
-
 def link_new(temporary: Path, path: Path) -> None:
     """Give a finished file another name, in one step that only one of several processes can take.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import re
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -23,7 +25,7 @@ from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_detail, first_line
-from linnaeus.files import link_or_copy, why_not_written, write_atomically
+from linnaeus.files import why_not_written, write_atomically
 from linnaeus.training.ema import Ema
 
 logger = logging.getLogger("linnaeus.checkpoint")
@@ -310,9 +312,12 @@ class CheckpointFolder:
 
 
 def _link(path: Path, source: Path) -> None:
-    """Hard-link `path` to a checkpoint; checkpoints are replaced, never changed in place."""
+    """Give a checkpoint, which is replaced and never changed in place, another name."""
     temporary = path.with_name(f".{path.name}.tmp")
-    link_or_copy(source, temporary)
+    try:
+        os.link(source, temporary)
+    except OSError:  # a file system without links
+        shutil.copy2(source, temporary)
     temporary.replace(path)
 
 

@@ -203,11 +203,11 @@ def memory_sentence(
     total_bytes: int,
     is_cpu: bool,
 ) -> str:
-    """The parts of the memory, the largest first; those that are below 0.01 GiB, without a figure.
+    """The parts of the memory, the largest first, without those below 0.01 GiB.
 
     >>> state = StateBytes(parameters=2 * GIB, gradients=GIB, buffers=100)
     >>> memory_sentence(state, held_bytes=7 * GIB, outside_bytes=GIB, total_bytes=8 * GIB, is_cpu=False)
-    'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00 (buffers: next to nothing). Outside its allocator (context, libraries, other processes): 1.00 GiB'
+    'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00. Outside its allocator (context, libraries, other processes): 1.00 GiB'
 
     `outside_bytes` are in use outside this process's allocator; on the CPU, by other processes.
     """  # noqa: E501
@@ -216,9 +216,7 @@ def memory_sentence(
     parts[activations] = max(held_bytes - sum(parts.values()), 0)
     ordered = sorted(parts, key=lambda name: -parts[name])
     shown = ", ".join(f"{name} {_gib(parts[name])}" for name in ordered if parts[name] >= _NOTABLE_BYTES)
-    small = ", ".join(name for name in ordered if parts[name] < _NOTABLE_BYTES)
-    small = f" ({small}: next to nothing)" if small else ""
-    held = f"This process held {_gib(held_bytes)} of {_gib(total_bytes)} GiB: {shown}{small}"
+    held = f"This process held {_gib(held_bytes)} of {_gib(total_bytes)} GiB: {shown}"
     outside = "Other processes" if is_cpu else "Outside its allocator (context, libraries, other processes)"
     return f"{held}. {outside}: {_gib(max(outside_bytes, 0))} GiB"
 
