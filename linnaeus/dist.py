@@ -146,19 +146,18 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(problem + "is not a torch device; use auto, cpu, cuda or cuda:0") from None
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        index = local_rank if device.index is None else device.index
-        if index >= count:
-            have = "no CUDA device" if count == 0 else f"{count} CUDA device(s)"
-            remedy = "use cpu" if count == 0 else f"start at most {count} processes per node or use cpu"
-            raise ConfigError(problem + f"needs device {index}, but this machine has {have}; {remedy}")
-        return torch.device("cuda", index)
-    if device.type != "cpu":
-        current = torch.accelerator.current_accelerator(check_available=True)
-        if current is None or current.type != device.type:
-            raise ConfigError(problem + "is not available on this machine; use auto or cpu")
-    return device
+    if device.type == "cpu":
+        return device
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None or current.type != device.type:
+        raise ConfigError(problem + "is not available on this machine; use auto or cpu")
+    index, count = local_rank if device.index is None else device.index, torch.accelerator.device_count()
+    if index >= count:
+        raise ConfigError(
+            problem + f"needs device {index}, but this machine has {count}; start at most {count} processes "
+            "per node or use cpu"
+        )
+    return torch.device(device.type, index)
 
 
 @contextmanager
@@ -448,9 +447,7 @@ def _refuse_tasks_without_torchrun() -> None:
     in_step = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
     if in_step > 1 and int(os.environ.get("SLURM_NTASKS") or in_step) > 1:
         raise ConfigError(
-            f"SLURM has started {in_step} tasks of one step, but they do not know of each other. Let one "
-            "task on each node start its processes: srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 "
-            "torchrun --nnodes=$SLURM_NNODES --nproc_per_node=GPUS --rdzv_backend=c10d "
-            "--rdzv_id=$SLURM_JOB_ID --rdzv_endpoint=HEAD:29500 -m linnaeus.main ...; docs/ranks.md has the "
-            "whole script. For tasks that train different runs, unset SLURM_STEP_NUM_TASKS"
+            f"SLURM has started {in_step} tasks of one step, but they do not know of each other. `linnaeus "
+            "train ... --launcher slurm` submits a job whose nodes start their processes with torchrun; "
+            "--dry-run prints its script. For tasks that train different runs, unset SLURM_STEP_NUM_TASKS"
         )

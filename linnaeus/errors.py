@@ -39,9 +39,8 @@ class ConfigError(LinnaeusError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         listed = "\n".join(f"  - {problem}" for problem in self.problems)
-        of_options = {
-            problem.startswith(("-", "'", "RUN:", "IMAGES:", "torchrun:")) for problem in self.problems
-        }
+        starts = ("-", "'", "RUN:", "IMAGES:", "torchrun:")
+        of_options = {problem.startswith(starts) for problem in self.problems}
         places = {True: " on the command line", False: " in the configuration"}
         place = places[of_options.pop()] if len(of_options) == 1 else ""
         super().__init__(f"{counted(len(self.problems), 'problem')}{place}:\n{listed}")

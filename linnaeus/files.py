@@ -106,14 +106,12 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Write `text` as UTF-8 with `write_atomically`.
 
     Raises:
-        LinnaeusError, OSError: the disk is full; the file cannot be written for any other reason.
+        LinnaeusError: the file cannot be written, such as on a full disk.
     """
     try:
         write_atomically(path, lambda file: file.write(text.encode()))
     except OSError as error:
-        if error.errno in _FULL:
-            raise not_written(path, error) from error
-        raise
+        raise not_written(path, error) from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -123,18 +121,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):  # UnicodeDecodeError is a ValueError
         return None
     return content if isinstance(content, dict) else None
-
-
-def link_or_copy(source: Path, path: Path) -> None:
-    """Hard-link `path` to a file that is replaced, never changed in place; copy it where there are no links.
-
-    Raises:
-        OSError: neither is possible.
-    """
-    try:
-        os.link(source, path)
-    except OSError:
-        shutil.copy2(source, path)
 
 
 def link_new(temporary: Path, path: Path) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from linnaeus.console import is_interactive, make_console
-from linnaeus.files import LOGS, not_written, why_not_written
+from linnaeus.files import LOGS, not_written
 from linnaeus.run_folder import Claim, claim_run_folder, move_aside
 
 if TYPE_CHECKING:
@@ -159,9 +159,7 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
             return
         self.addFilter(lambda record: False)
-        path = Path(self.baseFilename)
-        reason = why_not_written(error, path.parent)
-        logging.getLogger("linnaeus.log").warning("%s ends here, it cannot be written: %s", path, reason)
+        logging.getLogger("linnaeus.log").warning("%s ends here: %s", self.baseFilename, error.strerror)
 
 
 def _file_handler(folder: Path, rank: int) -> logging.Handler:

@@ -72,7 +72,7 @@ def run(config: Config) -> FitResult:
         checkpoint = None
         if train.AUTO_RESUME:
             nodes = resumed_nodes(config)
-            checkpoint = find_checkpoint(checkpoints, nodes, train.RESUME_WITH, experiment.NAME, world)
+            checkpoint = find_checkpoint(checkpoints, nodes, train.RESUME_WITH, world)
             if checkpoint is not None and folder.claim is not None:
                 folder.claim.check_id(checkpoint.content.get("run"), checkpoints.last)
         progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))

@@ -217,11 +217,7 @@ def _state_left(folder: Path) -> State:
         return State("finished", holder, 0, seconds=seconds)
     if written:
         return State("interrupted", holder, None, f"{holder or 'its process'} was killed", seconds)
-    if any((folder / CHECKPOINTS).glob("*.pt")):  # of an older version, which wrote no run.json
-        return State("interrupted")
-    if (folder / METRICS).exists():
-        return State("failed", reason="ended without a result and without a checkpoint")
-    return State("not run")
+    return State("interrupted" if (folder / METRICS).exists() else "not run")  # run.json may be damaged
 
 
 def _holder(content: dict[str, Any]) -> Holder | None:
@@ -360,7 +356,7 @@ class Claim:
         """Write down which run this is, and that it goes on: how it has ended before is forgotten.
 
         Raises:
-            LostFolderError, LinnaeusError, OSError: see `check` and `write_text_atomically`.
+            LostFolderError, LinnaeusError: see `check` and `write_text_atomically`.
         """
         self._write(None, self._earlier.get("seconds"))
 
@@ -371,7 +367,7 @@ class Claim:
         """
         seconds = (self._earlier.get("seconds") or 0.0) + time.time() - self._since
         ended = {"exit_code": exit_code, "reason": reason, **({"pruned": True} if pruned else {})}
-        with suppress(OSError, LinnaeusError):
+        with suppress(LinnaeusError):
             self._write(ended, round(seconds, 3))
 
     def _write(self, ended: dict[str, Any] | None, seconds: float | None) -> None:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
+from linnaeus.errors import LinnaeusError
 from linnaeus.files import why_not_written, write_atomically, write_text_atomically
 from tests.helpers.run_files import names
 
@@ -47,7 +48,7 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with full_disk(4096), pytest.raises(OSError, match=os.strerror(EFBIG)):
+    with full_disk(4096), pytest.raises(LinnaeusError, match=os.strerror(EFBIG)):
         write_text_atomically(path, "x" * 8192)
     assert path.read_text() == "old"
     assert names(tmp_path) == {"file"}

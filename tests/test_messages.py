@@ -50,7 +50,7 @@ def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.
     text = why_not_written(no_quota, tmp_path, 3 * 2**30)
     messages["no quota"] = re.sub(r"has .* GiB free", "has ... GiB free", text)
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     for device in ("gpu", "cuda:99"):
         messages[f"device {device}"] = error_of(resolve_device, device)
     alike = {"OPTIMIZER.LR": "0.002", "samples": "96"}

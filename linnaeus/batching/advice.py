@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split
-from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, Facts, better_sizes
+from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, Facts
 from linnaeus.config.schema import TrainConfig
 from linnaeus.words import counted
 
@@ -58,14 +58,12 @@ def _accumulation(facts: Facts, splits: Sequence[Split], key: str) -> str | None
     if split.accumulation_steps <= MANY_ACCUMULATION_STEPS:
         return None
     fewest = -(-split.samples_per_rank // facts.max_micro_batch_size)
-    better = better_sizes(split.samples_per_rank, facts, max(fewest, MANY_ACCUMULATION_STEPS))
-    if fewest <= MANY_ACCUMULATION_STEPS and better:
-        remedy = f"{key} {' or '.join(map(str, better))} divides better"
-    else:
-        remedy = (
-            f"lower {key}, start more processes, or save memory with TRAIN.AMP bf16 or "
-            "TRAIN.GRADIENT_CHECKPOINTING True"
-        )
+    remedy = (
+        f"lower {key}, start more processes, or save memory with TRAIN.AMP bf16 or "
+        "TRAIN.GRADIENT_CHECKPOINTING True"
+    )
+    if fewest <= MANY_ACCUMULATION_STEPS:
+        remedy = f"{key} {split.samples_per_rank // fewest * fewest * facts.world_size} divides better"
     return (
         f"{split.accumulation_steps} accumulation steps of {counted(split.micro_batch_size, 'sample')} make "
         f"each optimizer step slow; {remedy}"

@@ -24,9 +24,6 @@ from linnaeus.words import counted
 WARMUP_ADDED_FROM = 8.0
 """A learning rate scaled up this many times gets a warm-up where none is set."""
 
-WARMUP_HINT_FROM = 4.0
-"""A learning rate scaled up this many times without a warm-up gets a hint."""
-
 WARMUP_FRACTION = 0.05
 """Length of an added warm-up, as a fraction of all optimizer steps. Large batches fail in the first epochs
 unless the learning rate rises slowly (Goyal et al. 2017, section 2.2)."""
@@ -306,15 +303,13 @@ def _warmup(
 ) -> tuple[int, list[str]]:
     """Optimizer steps of the warm-up, and notes on it; `first_lr_scale` is that of the first step."""
     steps = configured_warmup(schedule, steps_per_epoch)
-    if steps or first_lr_scale < WARMUP_HINT_FROM:
+    if steps or first_lr_scale < WARMUP_ADDED_FROM:
         return steps, []
-    reason = f"OPTIMIZER.LR_SCALING multiplies the rate by {first_lr_scale:.4g}"
-    if first_lr_scale < WARMUP_ADDED_FROM:
-        return 0, [f"{reason} and no warm-up is set; SCHEDULE.WARMUP_EPOCHS 1 or more may steady the start"]
     wanted = round(WARMUP_FRACTION * sum(steps_per_epoch))
     steps = max(1, min(wanted, _steps_in(WARMUP_MAX_EPOCHS, steps_per_epoch)))
     return steps, [
-        f"{reason} and no warm-up is set, so one of {counted(steps, 'step')} is added "
+        f"OPTIMIZER.LR_SCALING multiplies the rate by {first_lr_scale:.4g} and no warm-up is set, so one of "
+        f"{counted(steps, 'step')} is added "
         f"({WARMUP_FRACTION:.0%} of training, at most {WARMUP_MAX_EPOCHS} epochs); "
         "SCHEDULE.WARMUP_STEPS sets another"
     ]

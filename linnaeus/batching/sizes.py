@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linnaeus.autobatch.split import Split, nearest, split_samples
+from linnaeus.autobatch.split import Split, split_samples
 from linnaeus.batching.stages import SizeChange, Stage, growth, milestones, split_epochs
 from linnaeus.config.schema import TrainConfig
 from linnaeus.errors import ConfigError
@@ -114,17 +114,6 @@ def unused_keys(train: TrainConfig) -> list[str]:
     return notes
 
 
-def better_sizes(samples_per_rank: int, facts: Facts, max_steps: int) -> list[int]:
-    """The closest effective batch sizes, one below and one above, with at most `max_steps` micro-batches."""
-
-    def is_better(samples: int) -> bool:
-        split = split_samples(samples, facts.max_micro_batch_size)
-        return split.accumulation_steps <= max_steps and _splits_well(samples, facts)
-
-    largest = min(2 * samples_per_rank, facts.epoch_samples_per_rank)
-    return [samples * facts.world_size for samples in nearest(samples_per_rank, largest, is_better)]
-
-
 def _configured_sizes(train: TrainConfig) -> list[tuple[str, int]]:
     """The key and the value of each effective batch size that is set."""
     schedule = train.BATCH_SCHEDULE
@@ -145,38 +134,33 @@ def _ends_at_what_fits(train: TrainConfig) -> bool:
 
 def _contradictions(train: TrainConfig) -> list[str]:
     """What is missing from a batch schedule, and which keys contradict each other."""
-    schedule, effective, problems = train.BATCH_SCHEDULE, train.EFFECTIVE_BATCH_SIZE, []
+    schedule, problems = train.BATCH_SCHEDULE, []
     if schedule.NAME == "constant":
         return []
     if schedule.FIRST is None:
         problems.append(f"{SCHEDULE}.FIRST: needs a value where {SCHEDULE}.NAME is {schedule.NAME}")
+    ends = {EFFECTIVE: train.EFFECTIVE_BATCH_SIZE, f"{SCHEDULE}.LAST": schedule.LAST}
     if schedule.NAME == "milestones":
-        starts = [start for start, _ in schedule.MILESTONES]
-        if not starts:
-            problems.append(f"{SCHEDULE}.MILESTONES: needs at least one pair [at, size]")
-        elif schedule.UNIT == "epochs" and starts[-1] >= train.EPOCHS:
+        if not schedule.MILESTONES:
+            return [*problems, f"{SCHEDULE}.MILESTONES: needs at least one pair [at, size]"]
+        start, ends[f"{SCHEDULE}.MILESTONES"] = schedule.MILESTONES[-1]
+        if schedule.UNIT == "epochs" and start >= train.EPOCHS:
             epochs = counted(train.EPOCHS, "epoch")
-            problems.append(f"{SCHEDULE}.MILESTONES: {starts[-1]} comes after the last of {epochs}")
-        return problems + [
-            f"{name}: {value} is not the last size of {SCHEDULE}.MILESTONES; leave it null"
-            for name, value in ((f"{SCHEDULE}.LAST", schedule.LAST), (EFFECTIVE, effective))
-            if value is not None and starts and value != schedule.MILESTONES[-1][1]
-        ]
-    if None not in (schedule.LAST, effective) and effective != schedule.LAST:
-        problems.append(
-            f"{EFFECTIVE}: {effective} is not {SCHEDULE}.LAST {schedule.LAST}; leave one of them null"
-        )
-    if schedule.UNIT == "steps":
+            problems.append(f"{SCHEDULE}.MILESTONES: {start} comes after the last of {epochs}")
+    elif schedule.UNIT == "steps":
         if schedule.LENGTH is None:
             problems.append(f"{SCHEDULE}.LENGTH: needs a value where {SCHEDULE}.UNIT is steps")
     elif train.EPOCHS < 2:
         problems.append(f"{SCHEDULE}: a batch that changes by epochs needs TRAIN.EPOCHS of at least 2")
     elif schedule.LENGTH is not None and schedule.LENGTH >= train.EPOCHS:
         problems.append(
-            f"{SCHEDULE}.LENGTH: after {counted(schedule.LENGTH, 'epoch')} a run of TRAIN.EPOCHS "
-            f"{train.EPOCHS} is over, and {SCHEDULE}.LAST would not be reached; "
-            f"{train.EPOCHS - 1} is the most"
+            f"{SCHEDULE}.LENGTH: {schedule.LENGTH} epochs are not before the last of TRAIN.EPOCHS "
+            f"{train.EPOCHS}; {train.EPOCHS - 1} is the most"
         )
+    sizes = {key: size for key, size in ends.items() if size is not None}
+    for key, size in sizes.items():
+        if size != (last := [*sizes.values()][-1]):
+            problems.append(f"{key}: {size} is not the last size of {SCHEDULE}, {last}; leave it null")
     return problems
 
 
@@ -192,11 +176,10 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
             f"{largest} is the most"
         )
     if size % world_size:
-        limit = min(largest, 2 * size + world_size * facts.max_micro_batch_size)
-        possible = nearest(
-            size, limit, lambda other: other % world_size == 0 and _splits_well(other // world_size, facts)
+        below = size - size % world_size
+        return (
+            f"{name}: {size} does not divide by {world_size} processes; {below} or {below + world_size} would"
         )
-        return f"{name}: {size} does not divide by {world_size} processes; {_either(possible)} would"
     return None
 
 
@@ -212,26 +195,15 @@ def micro_batches_held(train: TrainConfig) -> int:
 def _check_split(name: str, size: int, facts: Facts) -> None:
     """Refuse an effective batch size that leaves micro-batches of one sample, where BatchNorm needs more."""
     samples_per_rank, largest_fit = size // facts.world_size, facts.max_micro_batch_size
-    if _splits_well(samples_per_rank, facts):
-        return
-    limit = min(2 * samples_per_rank + largest_fit, facts.epoch_samples_per_rank) if largest_fit > 1 else 0
-    possible = nearest(samples_per_rank, limit, lambda other: _splits_well(other, facts))
-    remedy = f"; {_either([other * facts.world_size for other in possible])} would do" if possible else ""
-    other_way = "TRAIN.SYNC_BATCHNORM True" if facts.world_size > 1 else "a model without it"
-    cause = "is one sample for each process"
-    if samples_per_rank > 1:
-        cause = f"leaves micro-batches of one ({samples_per_rank} for each process, {largest_fit} at once)"
-    raise ConfigError(f"{name}: {size} {cause}, too few for BatchNorm{remedy} (or {other_way})")
-
-
-def _splits_well(samples_per_rank: int, facts: Facts) -> bool:
-    """Whether BatchNorm, where there is one, gets at least two samples in each micro-batch."""
-    split = split_samples(samples_per_rank, facts.max_micro_batch_size)
-    return facts.batchnorm != "local" or split.micro_batch_size > 1
-
-
-def _either(sizes: list[int]) -> str:
-    return " or ".join(map(str, sizes)) or "no other size"
+    is_alone = split_samples(samples_per_rank, largest_fit).micro_batch_size == 1
+    if facts.batchnorm == "local" and is_alone:
+        remedy = "TRAIN.SYNC_BATCHNORM True" if facts.world_size > 1 else "a model without it"
+        if largest_fit > 1:  # then every even number splits
+            remedy = f"{max(samples_per_rank // 2 * 2, 2) * facts.world_size}, or {remedy}"
+        raise ConfigError(
+            f"{name}: {size} leaves micro-batches of one sample ({samples_per_rank} for each process, "
+            f"{largest_fit} at once), too few for BatchNorm; take {remedy}"
+        )
 
 
 def _constant_split(train: TrainConfig, facts: Facts) -> Split:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import re
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +24,8 @@ from torch import Tensor, nn
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_line
-from linnaeus.files import link_or_copy, why_not_written, write_atomically
+from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_detail, first_line
+from linnaeus.files import why_not_written, write_atomically
 from linnaeus.training.ema import Ema
 
 logger = logging.getLogger("linnaeus.checkpoint")
@@ -78,51 +80,19 @@ class TrainingState:
             ConfigError: it belongs to another model or another configuration.
         """
         state = {"ema": {"module": state.get("model"), "num_updates": 0}, **state}  # a new one begins now
+        groups = self.optimizer.param_groups
+        own_values = [{name: group[name] for name in _OWN_VALUES if name in group} for group in groups]
         for name, target in zip(_ENTRIES, self.state, strict=True):
-            if target is None:
-                continue
-            if name not in state and not target.state_dict():
-                continue  # most losses have none, and older checkpoints no entry for it
-            if name not in state:
-                raise ConfigError(
-                    f"EXPERIMENT.NAME: the checkpoint of another configuration has no {name}. {REMEDY}"
-                )
-            content = state[name]
             try:
-                target.load_state_dict(_with_own_values(content, target) if name == "optimizer" else content)
+                if target is not None:
+                    target.load_state_dict(state[name])
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = _misfit(target, content, changes) or first_line(error)
+                reason = ", ".join(changes) or first_detail(error)
                 raise ConfigError(
                     f"EXPERIMENT.NAME: the checkpoint's {name} does not fit: {reason}. {REMEDY}"
                 ) from error
-
-
-def _with_own_values(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's saved state with the learning rates and weight decays that the optimizer has now."""
-    groups = [
-        {name: value for name, value in group.items() if name != "initial_lr"}
-        | {name: own[name] for name in _OWN_VALUES if name in own}
-        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False)
-    ]
-    return {"state": saved["state"], "param_groups": groups + saved["param_groups"][len(groups) :]}
-
-
-def _misfit(target: Any, saved: Mapping[str, Any], changes: Sequence[str]) -> str | None:
-    """What another model differs in: its configuration, or names and shapes; None for other objects."""
-    if not isinstance(target, nn.Module):
-        return None
-    if changes:
-        return ", ".join(changes)
-    shapes, saved_shapes = (
-        {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
-        for state in (target.state_dict(), saved)
-    )
-    names = [name for name in shapes | saved_shapes if shapes.get(name) != saved_shapes.get(name)]
-    return (
-        f"{len(names)} of {len(shapes)} tensors differ in name or shape, such as {names[0]}"
-        if names
-        else None
-    )
+        for group, values in zip(self.optimizer.param_groups, own_values, strict=True):
+            group.update(values)
 
 
 class Checkpoint:
@@ -234,11 +204,7 @@ class CheckpointFolder:
             content = nest.map_leaves(
                 lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, content
             )
-        try:
-            self._writing = self._writer.submit(self._write, content, is_best)
-        except RuntimeError:  # no memory for the thread's stack; the content stays in the executor's queue
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._write(content, is_best)
+        self._writing = self._writer.submit(self._write, content, is_best)
         if not self._background:
             self.wait()
 
@@ -280,7 +246,7 @@ class CheckpointFolder:
         except OSError as error:
             reason = why_not_written(error, self.folder, nest.num_bytes(content))
             raise CheckpointError(
-                f"{path} cannot be written: {reason}; the checkpoints before it are kept"
+                f"{path} cannot be written: {reason}; earlier checkpoints are kept"
             ) from error
         except (RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{path} cannot be written: {first_line(error)}") from error
@@ -290,24 +256,33 @@ class CheckpointFolder:
         paths = [path for path in self.folder.glob("step_*.pt") if _NUMBERED.fullmatch(path.name)]
         return sorted(paths, key=lambda path: -int(path.stem.removeprefix("step_")))
 
+    def _newest_first(self) -> Iterator[Path]:
+        """The checkpoints that there are, the last step first."""
+        step = -1
+        with suppress(CheckpointError):
+            step = load_checkpoint(self.previous, mmap=True)["progress"]["step"]
+        steps = {path: int(path.stem.removeprefix("step_")) for path in self._numbered()}
+        older = sorted([self.previous, *steps], key=lambda path: steps.get(path, step), reverse=True)
+        # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once.
+        return (path for path in (self.pending, self.last, *older) if path.exists())
+
     def read_latest(self) -> dict[str, Any] | None:
         """The newest checkpoint that can be read, as `load_checkpoint` gives it; None when there is none.
 
         Raises:
             CheckpointError: there are checkpoints, but none can be read.
         """
-        # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once.
-        paths = (self.pending, self.last, self.previous, *self._numbered())
-        found = [path for path in paths if path.exists()]
         reasons = []
-        for path in found:
+        for path in self._newest_first():
             try:
-                return load_checkpoint(path)
+                content = load_checkpoint(path)
             except CheckpointError as error:
                 reasons.append(str(error))
-                if path != found[-1]:
-                    logger.warning("%s; trying the one before it", error)
-        if found:
+                continue
+            for reason in reasons:
+                logger.warning("%s; %s is taken instead", reason, path.name)
+            return content
+        if reasons:
             raise CheckpointError(
                 f"{reasons[0]}. No other checkpoint in {self.folder} can be read either; delete them or "
                 "choose another EXPERIMENT.NAME to start anew"
@@ -337,9 +312,12 @@ class CheckpointFolder:
 
 
 def _link(path: Path, source: Path) -> None:
-    """Hard-link `path` to a checkpoint; checkpoints are replaced, never changed in place."""
+    """Give a checkpoint, which is replaced and never changed in place, another name."""
     temporary = path.with_name(f".{path.name}.tmp")
-    link_or_copy(source, temporary)
+    try:
+        os.link(source, temporary)
+    except OSError:  # a file system without links
+        shutil.copy2(source, temporary)
     temporary.replace(path)
 
 
@@ -361,34 +339,20 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
             if damaged is not None:
                 raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # torch reports damage with many kinds of exceptions
-        raise CheckpointError(f"{path} {_why_not_loaded(path, error)}") from error
-    if not isinstance(content, dict) or "progress" not in content:
-        is_state = isinstance(content, dict) and any(isinstance(value, Tensor) for value in content.values())
-        what = ": it holds weights alone, with which MODEL.WEIGHTS starts a run" if is_state else ""
-        raise CheckpointError(f"{path} is no checkpoint of Linnaeus{what}")
-    progress = content["progress"]
-    names = progress.keys() if isinstance(progress, dict) else set()
-    missing = [name for name in ("rng", "autobatch") if name not in content]
-    if not {"epoch", "samples", "step"} <= names <= _PROGRESS or missing:
+        holds_code = isinstance(error, pickle.UnpicklingError)  # torch's message advises to trust the file
+        reason = "it holds more than tensors and plain values" if holds_code else first_line(error)
+        raise CheckpointError(f"{path} is damaged or no checkpoint of Linnaeus: {reason}") from error
+    names = content.keys() if isinstance(content, dict) else set()
+    if missing := [name for name in ("progress", "rng", "autobatch") if name not in names]:
+        raise CheckpointError(f"{path} is no checkpoint of a run of Linnaeus: it has no {missing[0]}")
+    if not {"epoch", "samples", "step"} <= content["progress"].keys() <= _PROGRESS:
         raise CheckpointError(
-            f"{path} is no checkpoint that can be used: "
-            f"{f'it has no {missing[0]}' if missing else f'progress is {progress!r:.200}'}; it may be of "
-            "another version of Linnaeus"
+            f"{path} is of another version of Linnaeus: its progress is {content['progress']!r:.200}"
         )
-    return content
-
-
-def _why_not_loaded(path: Path, error: Exception) -> str:
-    """Why a checkpoint cannot be loaded; torch's own messages advise to trust the file."""
-    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
-        return f"cannot be read: {error.strerror}"
-    if not zipfile.is_zipfile(path):
-        return "is damaged or no checkpoint: it is no whole zip archive, as torch writes them"
-    if isinstance(error, pickle.UnpicklingError):
-        return "is damaged or no checkpoint of Linnaeus: it holds more than tensors and plain values"
-    text = "".join(char for char in first_line(error) if char.isprintable())
-    return f"is damaged or no checkpoint ({type(error).__name__}: {text})"
+    return content  # type: ignore[no-any-return]
 
 
 def broadcast_state(state: Any, world: World) -> Any:

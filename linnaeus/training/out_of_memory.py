@@ -203,11 +203,11 @@ def memory_sentence(
     total_bytes: int,
     is_cpu: bool,
 ) -> str:
-    """The parts of the memory, the largest first; those that are below 0.01 GiB, without a figure.
+    """The parts of the memory, the largest first, without those below 0.01 GiB.
 
     >>> state = StateBytes(parameters=2 * GIB, gradients=GIB, buffers=100)
     >>> memory_sentence(state, held_bytes=7 * GIB, outside_bytes=GIB, total_bytes=8 * GIB, is_cpu=False)
-    'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00 (buffers: next to nothing). Outside its allocator (context, libraries, other processes): 1.00 GiB'
+    'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00. Outside its allocator (context, libraries, other processes): 1.00 GiB'
 
     `outside_bytes` are in use outside this process's allocator; on the CPU, by other processes.
     """  # noqa: E501
@@ -216,32 +216,13 @@ def memory_sentence(
     parts[activations] = max(held_bytes - sum(parts.values()), 0)
     ordered = sorted(parts, key=lambda name: -parts[name])
     shown = ", ".join(f"{name} {_gib(parts[name])}" for name in ordered if parts[name] >= _NOTABLE_BYTES)
-    small = ", ".join(name for name in ordered if parts[name] < _NOTABLE_BYTES)
-    small = f" ({small}: next to nothing)" if small else ""
-    held = f"This process held {_gib(held_bytes)} of {_gib(total_bytes)} GiB: {shown}{small}"
+    held = f"This process held {_gib(held_bytes)} of {_gib(total_bytes)} GiB: {shown}"
     outside = "Other processes" if is_cpu else "Outside its allocator (context, libraries, other processes)"
     return f"{held}. {outside}: {_gib(max(outside_bytes, 0))} GiB"
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
-
-
-def write_snapshot(folder: Path, world: World) -> Path | None:
-    """Write the CUDA allocator's recorded history beside the run, for pytorch.org/memory_viz.
-
-    Returns:
-        The file; None on another device, or where no history was recorded
-        (`torch.cuda.memory._record_memory_history`), or where it cannot be written.
-    """
-    if world.device.type != "cuda" or not hasattr(torch.cuda.memory, "_dump_snapshot"):
-        return None
-    path = folder / f"out_of_memory_rank{world.rank}.pickle"
-    with suppress(RuntimeError, OSError, MemoryError):
-        if any(torch.cuda.memory._snapshot(world.device).get("device_traces", ())):
-            torch.cuda.memory._dump_snapshot(str(path))
-            return path
-    return None
 
 
 def end_with_checkpoint(world: World, text: str, limit: int, save: Callable[[], object]) -> OutOfMemoryError:
@@ -278,8 +259,7 @@ def end_with_checkpoint(world: World, text: str, limit: int, save: Callable[[], 
 class OutOfMemoryReport:
     """The errors of a run that has run out of memory: what failed, what held the memory, and what helps.
 
-    Call its methods in the handler of the exception, which holds the activations. Where the allocator's
-    history was recorded, they write it to the run's folder.
+    Call its methods in the handler of the exception, which holds the activations.
 
     Attributes:
         config: the TRAIN node.
@@ -338,13 +318,11 @@ class OutOfMemoryReport:
 
     def _error(self, text: str, mode: str, obstacle: str, remedies: Iterable[str]) -> OutOfMemoryError:
         origin = self.origins.get(mode)
-        snapshot = write_snapshot(self.folder, self.world)
         is_saved = (self.folder / CHECKPOINTS / "last.pt").exists()
         lines = (
             text,
             "" if origin is None else origin.sentence,
             what_held_memory(self.assembly, self.world.device),
-            "" if snapshot is None else f"The allocator's history is in {snapshot}",
             obstacle,
             f"What helps: {'; '.join(remedies)}",
             "The last checkpoint is kept" if is_saved else "No checkpoint has been written yet",

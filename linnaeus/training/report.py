@@ -15,7 +15,6 @@ from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config, LossConfig, TrainConfig
 from linnaeus.data.mixing import is_mixing
 from linnaeus.files import write_text_atomically
-from linnaeus.training.noise_scale import MEANING
 from linnaeus.training.tracking import Tracker
 from linnaeus.training.trainer import FitResult
 from linnaeus.words import counted
@@ -111,7 +110,11 @@ def report_result(
     if result.images_per_s:
         logger.info("training speed: %.0f images/s", result.images_per_s)
     if result.noise_scale is not None:
-        logger.info(f"gradient noise scale: {MEANING}", result.noise_scale)
+        logger.info(
+            "gradient noise scale: below about %.0f samples per step, doubling the batch almost halves the "
+            "steps needed; above, it mostly wastes samples (early values understate later ones)",
+            result.noise_scale,
+        )
     elif train.NOISE_SCALE.ENABLED:
         logger.info("gradient noise scale: not known yet, noise still hides the gradient; train longer")
     logger.info("files: %s", folder.resolve())

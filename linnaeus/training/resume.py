@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import logging
 from collections.abc import Iterable, Mapping
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from linnaeus.autobatch.rng import set_rng_state
 from linnaeus.config.schema import Config
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
-from linnaeus.files import checkpoint_file
 from linnaeus.rng import derive_seed, seed_all
 from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder
 
@@ -101,7 +99,7 @@ def _defaults() -> dict[str, str]:
 
 
 def find_checkpoint(
-    checkpoints: CheckpointFolder, nodes: Mapping[str, Any], resume_with: str | None, name: str, world: World
+    checkpoints: CheckpointFolder, nodes: Mapping[str, Any], resume_with: str | None, world: World
 ) -> Checkpoint | None:
     """The checkpoint to resume from; None, and a log line that says so, where there is none.
 
@@ -111,7 +109,6 @@ def find_checkpoint(
         checkpoints: of the run.
         nodes: the `resumed_nodes` of this configuration.
         resume_with: TRAIN.RESUME_WITH.
-        name: EXPERIMENT.NAME.
         world: the processes.
 
     Raises:
@@ -120,7 +117,7 @@ def find_checkpoint(
     checkpoint = checkpoints.load_latest(world)
     if checkpoint is None:
         if world.is_main:
-            _say_starting_fresh(checkpoints.folder.parent, name)
+            logger.info("no checkpoint in %s: starting fresh", checkpoints.folder.parent)
         return None
     found = changes_of(checkpoint.content.get("config", {}), nodes)
     changes = [change for change in found if change.has_effect]
@@ -166,18 +163,6 @@ def is_finished(content: Mapping[str, Any], num_epochs: int, result: Path, world
         "TRAIN.EPOCHS to train on. Files: %s", epochs_done, num_epochs, result.parent.resolve(),
     )  # fmt: skip
     return True
-
-
-def _say_starting_fresh(folder: Path, name: str) -> None:
-    """Say that there is no checkpoint to resume, and which earlier runs, moved aside, have one."""
-    aside = sorted(folder.parent.glob(f"{glob.escape(folder.name)}.*"))
-    others = [
-        PurePath(name).with_name(path.name)
-        for path in aside
-        if path.suffix[1:].isdecimal() and checkpoint_file(path, "last") is not None
-    ]
-    found = [f"{other} has a checkpoint: EXPERIMENT.NAME {other} goes on with it" for other in others]
-    logger.info("; ".join([f"no checkpoint in {folder}: starting fresh", *found]))
 
 
 def restore_generators(content: Mapping[str, Any], world: World, seed: int) -> None:

@@ -70,7 +70,6 @@ WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
     ),
     "keys that are not used": (FACTS, {"EFFECTIVE_BATCH_SIZE": 64, "ACCUMULATION_STEPS": 2}),
     "keys of a schedule that is not used": (FACTS, {"schedule": {"FIRST": 8}}),
-    "a raised rate": (FACTS, {"optimizer": LINEAR, "EFFECTIVE_BATCH_SIZE": 1024}),
     "a much raised rate": (FACTS, {"optimizer": LINEAR, "EFFECTIVE_BATCH_SIZE": 2048}),
 }  # fmt: skip
 

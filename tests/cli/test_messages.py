@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -119,6 +120,8 @@ def evaluations() -> dict[str, str]:
 
 def of_runs() -> dict[str, str]:
     write_run(Path("runs/failed"), finished=False, checkpoint=False)
+    ended = {"exit_code": 1, "reason": "no such model"}
+    Path("runs/failed/run.json").write_text(json.dumps({"ended": ended}))
     write_run(Path("runs/third"), finished=False)
     write_validations(Path("runs/third"), [0.5], metric="top1/species")
     Path("runs/third/config.yaml").unlink()

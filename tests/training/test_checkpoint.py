@@ -228,13 +228,12 @@ def test_learning_rate_and_weight_decay_are_those_of_the_configuration(checkpoin
     state, other = make_state(), make_state()
     train(state, 2)
     saved = state.state_dict()
-    saved["optimizer"]["param_groups"][0] |= {"initial_lr": 9.0, "counter_of_the_optimizer": 5}
+    saved["optimizer"]["param_groups"][0] |= {"counter_of_the_optimizer": 5}
     [group] = other.optimizer.param_groups
     group["lr"], group["weight_decay"] = 0.7, 0.25
     other.load_state_dict(saved)
     [group] = other.optimizer.param_groups
     assert (group["lr"], group["weight_decay"], group["counter_of_the_optimizer"]) == (0.7, 0.25, 5)
-    assert "initial_lr" not in group
     assert bits(other.optimizer.state_dict()["state"]) == bits(state.optimizer.state_dict()["state"])
 
 
@@ -285,14 +284,23 @@ def test_the_newest_numbered_checkpoints_are_kept_as_links(tmp_path: Path) -> No
     assert (tmp_path / "step_00000025.pt").samefile(checkpoints.last)
 
 
-def test_a_numbered_checkpoint_is_the_last_resort(tmp_path: Path) -> None:
+def test_without_the_last_checkpoint_that_of_the_latest_step_is_read(tmp_path: Path) -> None:
+    """The previous one, or a numbered one."""
+
+    def step() -> int:
+        found = checkpoints.read_latest()
+        assert found is not None
+        return int(found["progress"]["step"])
+
     checkpoints = CheckpointFolder(tmp_path, keep=3)
     save_steps(checkpoints, 10, 20, 30)
-    for path in (checkpoints.last, checkpoints.previous):
-        truncate(path)  # also the links
-    found = checkpoints.read_latest()
-    assert found is not None
-    assert found["progress"]["step"] == 10
+    checkpoints.last.unlink()
+    assert step() == 30
+    truncate(tmp_path / "step_00000030.pt")
+    (tmp_path / "step_00000020.pt").unlink()
+    assert step() == 20  # the negative control
+    truncate(checkpoints.previous)
+    assert step() == 10
 
 
 def test_what_a_rank_without_memory_has_saved_is_the_newest(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from linnaeus.training.out_of_memory import (
     train_remedies,
     update_remedies,
     validation_remedies,
-    write_snapshot,
 )
 from tests.helpers.bits import bits
 from tests.helpers.greedy import OPTIONS, SPLIT, allocate_too_much, greedy, trainer_of
@@ -179,16 +178,3 @@ def test_only_remedies_with_an_effect_are_named(argv: tuple[str, ...], size: int
 def test_an_update_needs_less_without_an_average(has_average: bool) -> None:
     _, assembly = assembled(f"TRAIN.EMA.ENABLED={has_average}")
     assert any("TRAIN.EMA.ENABLED" in remedy for remedy in update_remedies(assembly)) == has_average
-
-
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_the_history_of_the_cuda_allocator_is_written_where_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
-) -> None:
-    traces = [[{"action": "alloc"}]] if is_recorded else [[]]
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"device_traces": traces})
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("history"))
-    path = write_snapshot(tmp_path, World(torch.device("cuda", 0), rank=1))
-    assert path == (tmp_path / "out_of_memory_rank1.pickle" if is_recorded else None)
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["history"] * is_recorded
-    assert write_snapshot(tmp_path, World(torch.device("cpu"))) is None

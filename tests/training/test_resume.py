@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,9 @@ def test_a_key_that_the_checkpoint_does_not_know_has_its_default(
     folder.save(whole(config=before))
     if is_refused:
         with pytest.raises(ConfigError, match=r"OPTIMIZER.LAYER_DECAY"):
-            find_checkpoint(folder, now, None, "small", ALONE)
+            find_checkpoint(folder, now, None, ALONE)
         return
-    checkpoint = find_checkpoint(folder, now, None, "small", ALONE)
+    checkpoint = find_checkpoint(folder, now, None, ALONE)
     assert checkpoint is not None
     assert checkpoint.changes == []
 
@@ -116,27 +115,13 @@ def test_model_and_loss_may_change_where_the_state_fits(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path)
     checkpoints.save(whole(config=nodes_of(), state={}))
     now = nodes_of(MODEL_DROP_RATE=0.5, LOSS_LABEL_SMOOTHING=0.1)
-    checkpoint = find_checkpoint(checkpoints, now, None, "run", ALONE)
+    checkpoint = find_checkpoint(checkpoints, now, None, ALONE)
     assert checkpoint is not None
     assert [change.split()[0] for change in checkpoint.changes] == ["MODEL.DROP_RATE", "LOSS.LABEL_SMOOTHING"]
     checkpoints.save(whole(state={}))  # without its configuration, as of an older version
-    checkpoint = find_checkpoint(checkpoints, nodes_of(OPTIMIZER_LR=7.0), None, "run", ALONE)
+    checkpoint = find_checkpoint(checkpoints, nodes_of(OPTIMIZER_LR=7.0), None, ALONE)
     assert checkpoint is not None
     assert checkpoint.changes == []
-
-
-def test_starting_fresh_names_the_run_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Files of somebody else may have any name and any content."""
-    for name in ("r1.best", "r2.1"):
-        CheckpointFolder(tmp_path / name / "checkpoints").save(whole(9))
-    (tmp_path / "r1.2/checkpoints").mkdir(parents=True)
-    (tmp_path / "r1.90").write_text("no folder")
-    CheckpointFolder(tmp_path / "r1.93/checkpoints").save(whole(4))
-    with caplog.at_level("INFO"):
-        folder = CheckpointFolder(tmp_path / "r1/checkpoints")
-        assert find_checkpoint(folder, {}, None, "group/r1", ALONE) is None
-    [message] = [record.getMessage() for record in caplog.records]
-    assert set(re.findall(r"r[12][.]\w+", message)) == {"r1.93"}
 
 
 @pytest.mark.parametrize(
