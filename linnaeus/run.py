@@ -63,16 +63,13 @@ def run(config: Config) -> FitResult:
         check_before_data(config.MODEL, config.OPTIMIZER, train, world)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(RunFolder(path, world, keep=train.AUTO_RESUME))
-        checkpoints = CheckpointFolder(
-            path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS,
+        checkpoints = stack.enter_context(CheckpointFolder(
+            path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, check=folder.check,
             background=world.device.type != "cpu",  # there the copy would take memory that AutoBatch counts
-        )  # fmt: skip
-        checkpoints.check = folder.check
-        stack.enter_context(checkpoints)
+        ))  # fmt: skip
         checkpoint = None
         if train.AUTO_RESUME:
-            nodes = resumed_nodes(config)
-            checkpoint = find_checkpoint(checkpoints, nodes, train.RESUME_WITH, world)
+            checkpoint = find_checkpoint(checkpoints, resumed_nodes(config), train.RESUME_WITH, world)
             if checkpoint is not None and folder.claim is not None:
                 folder.claim.check_id(checkpoint.content.get("run"), checkpoints.last)
         progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
@@ -163,7 +160,7 @@ def run(config: Config) -> FitResult:
         result = trainer.fit()
         plan = trainer.plan  # its micro-batches are smaller where memory ran out
         report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, path, trainer.tracker)
-        if folder.claim is not None and result.stop_signal:
+        if result.stop_signal:
             folder.end(128 + result.stop_signal, stopped_reason(path, result.stop_signal))
         elif folder.claim is not None:
             folder.check()

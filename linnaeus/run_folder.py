@@ -441,8 +441,6 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
     )
 
 
-# The output of a run that a worker has started.
-
 OUTPUT = f"{LOGS}/output.txt"
 TAIL_BYTES = 1 << 16
 """Only this much of the end of a run's output is read for its last line."""

@@ -146,12 +146,13 @@ class CheckpointFolder:
         keep: number of checkpoints that are kept as `step_<number>.pt`: hard links, of the last steps.
         background: copy the content to the host and return while a thread writes it. The next call and the
             end of the context wait for the thread, and raise its error.
-
-    Attributes:
         check: called before a file is written; raises where the folder is not the run's any more.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 0, background: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int = 0, background: bool = False,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.pending = folder / "pending.pt"
         self.last = folder / "last.pt"
@@ -159,8 +160,7 @@ class CheckpointFolder:
         self.best = folder / "best.pt"
         self.out_of_memory = folder / "out_of_memory.pt"
         self._keep = keep
-        self._background = background
-        self.check: Callable[[], object] = lambda: None
+        self._background, self._check = background, check
         # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
         # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -219,7 +219,7 @@ class CheckpointFolder:
             write_atomically(self.out_of_memory, partial(torch.save, content))
 
     def _write(self, content: dict[str, Any], is_best: bool) -> None:
-        self.check()
+        self._check()
         with self._explained(self.last, content):
             self.folder.mkdir(parents=True, exist_ok=True)
             # `best.pt` is linked before `pending.pt` gets its name: found after a kill, it has its link.
