@@ -193,8 +193,8 @@ class State:
 def read_state(folder: Path) -> State:
     """The state of a run. Nothing is written; a folder that cannot be read holds no run."""
     with suppress(OSError):
-        _, last, silent_s = _last_claim(folder)
-        if (holder := _living_holder(folder, last, silent_s)) is not None:
+        number, last, silent_s = _last_claim(folder)
+        if number and (holder := _living_holder(folder, last, silent_s)) is not None:
             return State("running", holder)
     return _state_left(folder)
 

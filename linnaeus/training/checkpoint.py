@@ -347,7 +347,10 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged or no checkpoint of Linnaeus: {reason}") from error
     names = content.keys() if isinstance(content, dict) else set()
     if missing := [name for name in ("progress", "rng", "autobatch") if name not in names]:
-        raise CheckpointError(f"{path} is no checkpoint of a run of Linnaeus: it has no {missing[0]}")
+        raise CheckpointError(
+            f"{path} is no checkpoint of a run of Linnaeus: it has no {missing[0]} (for a file of weights "
+            "alone there is MODEL.WEIGHTS)"
+        )
     if not {"epoch", "samples", "step"} <= content["progress"].keys() <= _PROGRESS:
         raise CheckpointError(
             f"{path} is of another version of Linnaeus: its progress is {content['progress']!r:.200}"
