@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One process more than there are cores, at most four: many tests wait for processes of their own.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 PARALLEL = --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder
-THOROUGH := --hypothesis-profile=thorough
+THOROUGH := --hypothesis-profile=thorough --timeout=600
 
 FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
 FLOOR :=

@@ -136,7 +136,7 @@ def test_ranks_that_differ_are_refused_with_both_values(facts: tuple[dict[str, f
 def test_ranks_with_different_data_or_options_are_refused(tmp_path: Path, odd: str) -> None:
     ended = run_job(tmp_path, **dict([odd.split("=", 1)]))
     assert ended.code != 0
-    assert ("96 and 56" if "SHORTER" in odd else "TRAIN.AUTO_RESUME: true and false") in ended.text
+    assert ("96 and 56" if "SHORTER" in odd else "TRAIN.AUTO_RESUME: True and False") in ended.text
     assert "linnaeus/run.py" not in ended.text, "a traceback of ours"
 
 
