@@ -242,9 +242,9 @@ from linnaeus.dist import join
 with join("cuda", DistConfig(TIMEOUT_MINUTES=0.05)) as world:
     world.update(lambda: f"step {world.rank + 7}")
     def tell():
-        while world.control.seen is None:
+        while (failure := world.control.failure) is None:
             threading.Event().wait(0.1)
-        os.write(1, world.control.seen.message.encode())  # one write: lines that two ranks print may mix
+        os.write(1, failure.message.encode())  # one write: lines that two ranks print may mix
         os._exit(0)
     threading.Thread(target=tell).start()
     if world.rank == 0:
