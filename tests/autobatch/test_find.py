@@ -320,7 +320,7 @@ class Everything:
             "torch": bits(torch.get_rng_state()),
             "limit": resource.getrlimit(resource.RLIMIT_DATA),
             "environment": dict(os.environ),
-            "frozen": gc.get_freeze_count(),
+            "frozen": gc.get_freeze_count() > 0,
             "collects": gc.isenabled(),
             "threads": set(threading.enumerate()),
             "switches": (
