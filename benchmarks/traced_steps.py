@@ -3,9 +3,9 @@
     python -m benchmarks.traced_steps                                    trace each step
     python -m tests.phantom python -m benchmarks.traced_steps --compare  and run it on a phantom card
 
-Each step is one that people write: the loops of torch's, timm's, transformers' and TRL's public examples, built
-anew with small models. With `--compare`, three steps at `SIZE` samples run through torch's own CUDA allocator;
-the difference is that of the predicted from the real peak of reserved memory.
+Each step is one that people write: the loops of the public examples of torch, timm, transformers and TRL,
+built anew with small models. With `--compare`, three steps at `SIZE` samples run through torch's own CUDA
+allocator; the difference is that of the predicted from the real peak of reserved memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_map_only
 
 from linnaeus import predict_memory
@@ -62,9 +62,12 @@ def network(width: int = 64) -> nn.Sequential:
 
 
 def classifying(
-    model: nn.Module | None = None, optimizer: Any = torch.optim.SGD, after: Any = None, loss: Any = F.cross_entropy,
+    model: nn.Module | None = None,
+    optimizer: Any = torch.optim.SGD,
+    after: Any = None,
+    loss: Any = F.cross_entropy,
     **options: Any,
-) -> Job:  # fmt: skip
+) -> Job:
     """The loop of an image classifier; `after` sees outputs, targets and loss before backward."""
     model = network() if model is None else model
     chosen = optimizer(model.parameters(), **{"lr": 0.01, **options})
@@ -138,7 +141,9 @@ STEPS |= {
     "hard examples by top-k": lambda: classifying(after=hard_examples),
     "some classes by a mask of labels": lambda: classifying(after=chosen_classes),
     "confident examples by their scores": lambda: classifying(after=confident),
-    "label smoothing, AdamW": lambda: classifying(optimizer=torch.optim.AdamW, loss=nn.CrossEntropyLoss(label_smoothing=0.1)),
+    "label smoothing, AdamW": lambda: classifying(
+        optimizer=torch.optim.AdamW, loss=nn.CrossEntropyLoss(label_smoothing=0.1)
+    ),
     "Adafactor of torch": lambda: classifying(optimizer=torch.optim.Adafactor),
     "Adagrad": lambda: classifying(optimizer=torch.optim.Adagrad),
     "ASGD": lambda: classifying(optimizer=torch.optim.ASGD),
@@ -403,7 +408,7 @@ def _() -> Job:
 
     def step(ids: Tensor) -> None:
         model.zero_grad()
-        out, hidden = model(ids)
+        out, _ = model(ids)
         loss = F.cross_entropy(out.view(-1, 5000), ids.reshape(-1))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
@@ -554,12 +559,14 @@ def adafactor(parameters: Any, **options: Any) -> Any:
 
 STEPS |= {
     f"{name} with an attention mask": lambda name=name: tuned(hub(name))
-    for name in ("llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_neox", "opt", "mixtral", "bloom", "phi")
+    for name in (
+        "llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_neox", "opt", "mixtral", "bloom", "phi"
+    )
 } | {
-    "llama without a mask": lambda: tuned(hub("llama"), lambda n: texts(n, mask=False)),
-    "llama, use_cache off, no mask": lambda: tuned(hub("llama", use_cache=False), lambda n: texts(n, mask=False)),
+    "llama without a mask": lambda: tuned(hub("llama"), unmasked),
+    "llama, use_cache off, no mask": lambda: tuned(hub("llama", use_cache=False), unmasked),
     "gpt2 with checkpointing": lambda: tuned(checkpointed(hub("gpt2"))),
-    "llama with checkpointing, no mask": lambda: tuned(checkpointed(hub("llama")), lambda n: texts(n, mask=False)),
+    "llama with checkpointing, no mask": lambda: tuned(checkpointed(hub("llama")), unmasked),
     "bert, masked words": lambda: tuned(hub("bert", "ForMaskedLM")),
     "roberta, masked words": lambda: tuned(hub("roberta", "ForMaskedLM", pad_token_id=1)),
     "distilbert, classification": lambda: tuned(hub("distilbert", "ForSequenceClassification"), labelled),
@@ -567,6 +574,10 @@ STEPS |= {
     "bart with an attention mask": lambda: tuned(hub("bart", "ForSeq2SeqLM")),
     "opt, Adafactor of transformers": lambda: tuned(hub("opt"), optimizer=adafactor),
 }  # fmt: skip
+
+
+def unmasked(n: int) -> dict[str, Tensor]:
+    return texts(n, mask=False)
 
 
 def labelled(n: int) -> dict[str, Tensor]:
@@ -665,11 +676,15 @@ def predicted(name: str) -> tuple[int, float]:
 
 def measured(name: str) -> int:
     """Reserved bytes of three real steps, in a process that has run nothing else."""
-    with torch.device("cuda"):
-        kept, step, make = STEPS[name]()
+    state, step, make = STEPS[name]()
+    for part in state:
+        if isinstance(part, nn.Module):
+            part.cuda()
+        elif isinstance(part, torch.optim.Optimizer):
+            part.load_state_dict(part.state_dict())  # its state goes where its parameters are
     for _ in range(3):
         step(tree_map_only(Tensor, lambda tensor: tensor.cuda(), make(SIZE)))
-    del kept
+    del state
     return torch.cuda.max_memory_reserved()
 
 
