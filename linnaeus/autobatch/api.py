@@ -205,7 +205,7 @@ def predict_memory(
     check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))
     state = listed(state)
-    snapshot = Snapshot(state, torch.device("cpu"))
+    snapshot = Snapshot(state, torch.device("cpu"), with_tensors=False)  # a trace touches none of them
     try:
         with unlisted_optimizers_refused(state, snapshot):
             buckets = Buckets.of(state)

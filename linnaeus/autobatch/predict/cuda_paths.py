@@ -20,7 +20,10 @@ from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from linnaeus.autobatch.predict.meta_state import UntraceableError
+from linnaeus.autobatch.predict.values import StandIn
 
 aten = torch.ops.aten
 
@@ -305,6 +308,25 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask.expand(q.shape[0], q.shape[1], q.shape[2], num_keys)
 
 
+def _item(func: Any, tensor: Tensor) -> Any:
+    """A number that is only logged need not be known."""
+    try:
+        return func(tensor)
+    except UntraceableError:
+        if func is not Tensor.item and func is not Tensor.__float__:
+            raise
+        return StandIn(1) if func is Tensor.item else 1.0
+
+
+def _tolist(func: Any, tensor: Tensor) -> Any:
+    host = tensor.cpu()
+    return tree_map(StandIn, torch.ones(host.shape).tolist()) if host.is_meta else func(host)
+
+
+def _format(tensor: Tensor, spec: str) -> str:
+    return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
+
+
 def _to(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], str | int | torch.device):
         args = (on_meta(args[0]), *args[1:])
@@ -314,11 +336,14 @@ def _to(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 ROUTES: dict[str, Callable[..., Any]] = {
     "cross_entropy_loss": _cross_entropy,
     "dropout": _dropout,
+    "item": _item,
+    "__float__": _item,
     "gru": _rnn,
     "lstm": _rnn,
     "rms_norm": _rms_norm,
     "scaled_dot_product_attention": _attention,
     "to": _to,
+    "tolist": _tolist,
     "cuda": lambda func, tensor, *args, **kwargs: tensor.to("meta"),
     "pin_memory": lambda func, tensor, *args, **kwargs: tensor,
 }
@@ -363,10 +388,12 @@ _DEVICES: tuple[tuple[Any, str, Any], ...] = (
     ),
     # No gradient is infinite: on `meta` there is no value to look at.
     (torch.amp.GradScaler, "_maybe_opt_step", lambda _, optimizer, state, *a, **kw: optimizer.step(*a, **kw)),
+    (Tensor, "__format__", _format),
     (DistributedDataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)),
     (torch.utils.checkpoint, "_infer_device_type", lambda *args: "cuda"),
 )
-"""Where torch asks for the kind of device, `meta` counts as CUDA; a wrapper needs no other rank."""
+"""Where torch asks for the kind of device, `meta` counts as CUDA; a wrapper needs no other rank, and a number
+that is formatted need not be known."""
 
 
 def _autocast_methods(paths: CudaPaths) -> Iterator[tuple[Any, str, Any]]:

@@ -18,7 +18,7 @@ class UntraceableError(RuntimeError):
 
 
 @contextlib.contextmanager
-def state_on_meta(state: Any) -> Iterator[list[Tensor]]:
+def state_on_meta(state: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Inside the context, the tensors of the state are others, without data, on `meta`.
 
     The objects stay the same, so that a step which holds them runs on `meta`. The tensors themselves are not
@@ -30,10 +30,11 @@ def state_on_meta(state: Any) -> Iterator[list[Tensor]]:
             averages), and lists, tuples and dicts of them.
 
     Yields:
-        The tensors on `meta` that stand for the state, in the order in which `module.to(device)` copies them.
+        The tensors of the state, each with the one on `meta` that stands for it, in the order in which
+        `module.to(device)` copies them.
 
     Raises:
-        UntraceableError: it holds TorchScript modules, hooks on tensors, or parameters without a shape.
+        UntraceableError: it holds TorchScript modules, or parameters without a shape.
     """
     swap = _Swap()
     with swap.undo:
@@ -45,7 +46,7 @@ class _Swap:
     """Replacements of tensors by ones on `meta`, and how to undo them."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+        self.tensors: list[tuple[Tensor, Tensor]] = []
         self.undo = contextlib.ExitStack()  # one that fails keeps none of the others from running
         self._substitutes: dict[int, tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, Any] = {}
@@ -109,8 +110,8 @@ class _Swap:
         steps_on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
 
         def of_parameter(name: str, value: Any) -> Any:
-            if name == "step" and isinstance(value, Tensor) and value.is_cpu and not steps_on_device:
-                return value.clone()
+            if name == "step" and isinstance(value, Tensor) and not steps_on_device:
+                return value.clone() if value.is_cpu else torch.zeros_like(value, device="cpu")
             return tree_map_only(Tensor, self.substitute, value)
 
         for group in optimizer.param_groups:
@@ -126,8 +127,6 @@ class _Swap:
         known = self._substitutes.get(id(tensor))
         if known is not None:
             return known[1]
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise UntraceableError("a hook on a tensor of the state would not be called")
         if torch.nn.parameter.is_lazy(tensor):
             raise UntraceableError("a lazy parameter has no shape before the model has run once")
         substitute = torch.empty_like(tensor, device="meta", requires_grad=False)
@@ -138,5 +137,9 @@ class _Swap:
         substitute.__dict__.update(tensor.__dict__)
         self._substitutes[id(tensor)] = tensor, substitute
         self._substitutes[id(substitute)] = substitute, substitute
-        self.tensors.append(substitute)
+        for hook in (tensor._backward_hooks or {}).values():
+            substitute.register_hook(hook)
+        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+            substitute.register_post_accumulate_grad_hook(hook)
+        self.tensors.append((tensor, substitute))
         return substitute

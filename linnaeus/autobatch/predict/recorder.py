@@ -19,6 +19,7 @@ from torch import Tensor, UntypedStorage
 from linnaeus.autobatch.memory.storages import WatchingMode, accumulates_in_place, references_of_a_gradient
 from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.reductions import Reduction
+from linnaeus.autobatch.predict.values import Values
 
 BLAS_WORKSPACE_BYTES = 8_519_680
 """Workspace of cuBLAS: torch's default `:4096:2:16:8` up to compute capability 8.x."""
@@ -37,7 +38,9 @@ _NEEDS_VALUES = {
     "unique_consecutive": "`unique`",
     "equal": "`torch.equal`",
 }
-"""Operations that no trace without data can follow."""
+"""Operations that a trace follows only where it knows the values."""
+
+aten = torch.ops.aten
 
 _WITHOUT_OUTPUT = frozenset({
     "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_",
@@ -85,7 +88,27 @@ class Recorder(WatchingMode):
         self._num_allocated = 0
         self._has_blas = [False, False]
         self._timed: set[Any] = set()
+        self.values = Values()
+        self._optimizer: str | None = None
         references_of_a_gradient()
+
+    def keep_state(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Record pairs of a tensor and its substitute on `meta`, in the order in which a device gets them.
+
+        Masks, indices and counters keep their values.
+        """
+        for tensor, substitute in held:
+            self.track(substitute, "state")
+            if not tensor.is_floating_point() and not tensor.is_meta:
+                self.values.know(substitute, tensor)
+
+    def enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note that an optimizer steps: its scalars are rates and bounds, on which no memory depends."""
+        self._optimizer = type(optimizer).__name__
+
+    def leave_optimizer(self, *_: Any) -> None:
+        """Note that it has stepped."""
+        self._optimizer = None
 
     def forget_what_was_released(self) -> None:
         """Keep of the events so far only the allocation of what is still held."""
@@ -178,21 +201,55 @@ class Recorder(WatchingMode):
         name = func.__name__.partition(".")[0]
         self.last_operation = name
         inputs = [*_on_meta(args), *_on_meta(kwargs.values())]
+        is_known = self.values.are_known(inputs)
         for tensor in inputs:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
                 self._follow(storage, 0)  # it was there before the step and does not count
-        if inputs and name in _NEEDS_VALUES:
-            raise UntraceableError(f"{name} ({_NEEDS_VALUES[name]}) needs the values of a tensor")
         if inputs and name in _WITHOUT_OUTPUT:
             return args[0] if name == "_amp_update_scale_" else None
+        call = Call(name, func, args, kwargs)
         with torch._C.DisableTorchFunction():
+            if inputs and name in _NEEDS_VALUES:
+                return self._on_values(call, is_known)
+            if name == "_to_copy" and str(kwargs.get("device")) == "cpu":
+                return self._on_host(call, is_known)
             try:
-                return KERNELS.get(name, Recorder.run)(self, Call(name, func, args, kwargs))
+                outputs = KERNELS.get(name, Recorder.run)(self, call)
+                self.values.follow(func, args, kwargs, inputs, outputs)
+                return outputs
             except (NotImplementedError, RuntimeError) as error:
                 if (found := untraceable(error, name)) is None:
                     raise
                 raise found from error
+
+    def _on_values(self, call: Call, is_known: bool) -> Any:
+        """Run an operation whose result needs the values of its arguments."""
+        if is_known:
+            return self._brought_back(self.values.compute(*call[1:]), call.name)
+        if call.name == "_local_scalar_dense" and self._optimizer not in (None, "LBFGS"):
+            return 1
+        raise UntraceableError(f"{call.name} ({_NEEDS_VALUES[call.name]}) needs the values of a tensor")
+
+    def _brought_back(self, results: Any, operation: str) -> Any:
+        """Results on `meta` that were computed from values."""
+        if isinstance(results, list | tuple):
+            return type(results)(self._brought_back(each, operation) for each in results)
+        if not isinstance(results, Tensor):
+            return results
+        tensor = torch.empty_like(results, device="meta")
+        self.track(tensor, operation)
+        self.values.know(tensor, results)
+        return tensor
+
+    def _on_host(self, call: Call, is_known: bool) -> Tensor:
+        """A copy on the host: with its values, or on `meta`, which takes none of the device's memory."""
+        if is_known:
+            value: Tensor = self.values.compute(*call[1:])
+            return value.clone()
+        copy: Tensor = call.func(*call.args, **{**call.kwargs, "device": "meta"})
+        self._follow(copy.untyped_storage(), 0)
+        return copy
 
     def _follow(self, storage: UntypedStorage, recorded: int) -> None:
         address = storage._cdata
@@ -200,6 +257,7 @@ class Recorder(WatchingMode):
 
     def _forget(self, address: int) -> None:
         _, recorded = self._known.pop(address)
+        self.values.forget(address)
         self.release(recorded)
 
 
@@ -209,26 +267,19 @@ def untraceable(error: Exception, operation: str) -> UntraceableError | None:
     is_missing = isinstance(error, NotImplementedError) or _MISSING.search(text) is not None
     if isinstance(error, UntraceableError) or not is_missing:
         return None
-    if "Tensor.__format__" in text:
-        return UntraceableError('formatting a tensor, as in f"{loss:.3f}", needs its value')
     if _MIXED.search(text):
         return UntraceableError(
             f"{operation} got a tensor that is not in `state`, or that the step makes on the CPU: give every "
             f"module, optimizer and tensor that the step uses ({text.rstrip('.')})"
         )
-    if operation in _MAY_NEED_VALUES:
-        return UntraceableError(f"{operation} ({_MAY_NEED_VALUES[operation]}) needs the values of a tensor")
     return UntraceableError(f"{operation} has no implementation without a device: {text.rstrip('.')}")
 
 
-_MISSING = re.compile(r"\bmeta\b|\bdata-dependent\b|Tensor\.__format__", re.IGNORECASE)
+_MISSING = re.compile(r"\bmeta\b|\bdata-dependent\b", re.IGNORECASE)
 """What torch says where an operation cannot run on `meta`; not metadata, nor a metaclass."""
 
 _MIXED = re.compile(r"is not on the expected device|two devices|devices, (meta|cpu)")
 """What torch says of an operation on tensors of two devices."""
-
-_MAY_NEED_VALUES = {"index": "boolean indexing", "_to_copy": "`.cpu()`, `.numpy()` or `.tolist()`"}
-"""Operations that fail on `meta` only where they need values."""
 
 
 def _on_meta(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -350,6 +401,19 @@ def conv_workspace_bytes(kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int
     return x.element_size() * num_elements
 
 
+def _indexed(recorder: Recorder, call: Call) -> Any:
+    """Boolean masks become the places where they are true, as CUDA finds them first."""
+    tensor, indices, *rest = call.args
+    places: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            nonzero = Call("nonzero", aten.nonzero.default, (index,), {})
+            places += recorder._on_values(nonzero, recorder.values.are_known([index])).unbind(1)
+        else:
+            places.append(index)
+    return recorder.run(call._replace(args=(tensor, places, *rest)))
+
+
 def _reduction(recorder: Recorder, call: Call) -> Any:
     output = recorder.run(call)
     index = 2 if call.name == "linalg_vector_norm" else 1
@@ -409,6 +473,7 @@ KERNELS: dict[str, Kernel] = {
     **dict.fromkeys(("addmm", "baddbmm"), _copying(1, 2, unless=_is_matrix)),
     **dict.fromkeys(("mv", "addmv", "dot"), _copying(unless=_is_matrix)),
     **dict.fromkeys(("sum", "mean", "linalg_vector_norm"), _reduction),
+    **dict.fromkeys(("index", "index_put", "index_put_", "_index_put_impl_"), _indexed),
     "_safe_softmax": _safe_softmax,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,

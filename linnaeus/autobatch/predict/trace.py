@@ -23,12 +23,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from linnaeus.autobatch import nest
@@ -104,8 +106,10 @@ def trace(
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         held = stack.enter_context(state_on_meta(state))
-        recorder.track(held, "state")  # in the order in which a device would allocate it
+        recorder.keep_state(held)
         stack.enter_context(cuda_paths())
+        stack.callback(register_optimizer_step_pre_hook(recorder.enter_optimizer).remove)
+        stack.callback(register_optimizer_step_post_hook(recorder.leave_optimizer).remove)
         stack.enter_context(recorder)
         if buckets is not None:
             _attach_buckets(state, buckets)
@@ -115,7 +119,7 @@ def trace(
             recorder.forget_what_was_released()
         for _ in range(NUM_STEPS):
             with _traced(recorder):
-                step(tree_map_only(Tensor, _on_meta, make_batch(n)))
+                step(tree_map_only(Tensor, partial(_on_meta, recorder), make_batch(n)))
             recorder.events.append(Event("mark"))
     return Trace(n, tuple(recorder.events))
 
@@ -134,8 +138,12 @@ def _traced(recorder: Recorder) -> Iterator[None]:
     gc.collect(1)  # reference cycles are freed at the same place each time
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
+def _on_meta(recorder: Recorder, tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    substitute = torch.empty_like(tensor, device="meta")
+    recorder.values.know(substitute, tensor)
+    return substitute
 
 
 def _place(error: BaseException) -> str:

@@ -1,0 +1,106 @@
+"""Values of small tensors on `meta`, kept on the CPU: masks, lengths and counters steer what a step does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from linnaeus.autobatch.predict.meta_state import UntraceableError
+
+MOST_ELEMENTS = 1 << 20
+"""Of a tensor whose values are kept."""
+
+
+class Values:
+    """The values of those tensors on `meta` that are small and do not depend on images, text or weights."""
+
+    def __init__(self) -> None:
+        self._of_storage: dict[int, UntypedStorage] = {}
+
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """Keep a copy of the values of a tensor that has none yet, if it is small."""
+        if tensor.numel() <= MOST_ELEMENTS and tensor.layout == torch.strided:
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(value)
+            self._of_storage[tensor.untyped_storage()._cdata] = copy.untyped_storage()
+
+    def forget(self, address: int) -> None:
+        """Drop those of a storage."""
+        self._of_storage.pop(address, None)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor on `meta`, in memory that views of it share; None where they are unknown."""
+        storage = self._of_storage.get(tensor.untyped_storage()._cdata)
+        if storage is None:
+            return None
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def are_known(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether those of all tensors are."""
+        return all(tensor.untyped_storage()._cdata in self._of_storage for tensor in tensors)
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation returns for the values of its arguments, which are known."""
+        args, kwargs = tree_map_only(Tensor, self._on_host, (args, kwargs))
+        return func(*args, **({**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs))
+
+    def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: Any) -> None:
+        """Keep the values of what an operation has returned or written, or forget them."""
+        found = [each for each in _tensors(outputs) if each.is_meta]
+        is_mutable, fresh = func._schema.is_mutable, [each for each in found if not self.are_known([each])]
+        if not (is_mutable and inputs) and not fresh:
+            return  # views of what is known
+        is_small = all(each.numel() <= MOST_ELEMENTS for each in found)
+        if is_small and self.are_known(inputs):
+            with contextlib.suppress(RuntimeError, IndexError):  # values that nobody has set
+                results = self.compute(func, args, kwargs)
+                for tensor, value in zip(_tensors(outputs), _tensors(results), strict=True):
+                    if tensor.is_meta and not self.are_known([tensor]):
+                        self.know(tensor, value)
+                return
+        for position, argument in enumerate(func._schema.arguments if is_mutable else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[position] if position < len(args) else kwargs.get(argument.name)
+                for tensor in _tensors(written):
+                    self.forget(tensor.untyped_storage()._cdata)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        value = self.of(tensor) if tensor.is_meta else None
+        return tensor if value is None else value
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor))
+
+
+class StandIn(float):
+    """The result of `.item()` where the value is unknown: 1, as long as nothing but logging depends on it."""
+
+
+def _stays_unknown(name: str) -> Callable[..., Any]:
+    plain = getattr(float, name)
+
+    def compute(*numbers: float) -> Any:
+        result = plain(*numbers)
+        return StandIn(result) if isinstance(result, float) else result
+
+    return compute
+
+
+def _is_refused(name: str) -> Callable[..., Any]:
+    def refuse(*numbers: float) -> Any:
+        raise UntraceableError("a decision on the result of `.item()` needs the value of a tensor")
+
+    return refuse
+
+
+for _name in ("add", "sub", "mul", "truediv", "neg", "abs", "radd", "rsub", "rmul", "rtruediv"):
+    setattr(StandIn, f"__{_name}__", _stays_unknown(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "index"):
+    setattr(StandIn, f"__{_name}__", _is_refused(f"__{_name}__"))
+StandIn.__hash__ = float.__hash__  # type: ignore[method-assign]
