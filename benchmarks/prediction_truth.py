@@ -31,13 +31,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import prediction_accuracy
 import torch
-from prediction_accuracy import is_fitted, outcome_of, quantile
+from prediction_accuracy import BASE_BYTES, LOADED_BATCHES, is_fitted, quantile
 from search_replay import CURVES, read_curves
 from torch import Tensor, nn
 from torch.nn import functional
 
-from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings, Block, CachingAllocator
+from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
 from linnaeus.autobatch.predict.prediction import Prediction, predict
 from linnaeus.autobatch.predict.recorder import Event
 
@@ -299,6 +300,11 @@ def language_model(job: Job) -> Built:
     model = getattr(transformers, f"AutoModelFor{kind}").from_config(config, attn_implementation=attention)
     base = model.to(getattr(torch, job.dtype))
     is_fms, is_padded = job.source == "fms", job.source.startswith("xmem")
+    keeps_outputs = is_padded or family == "GPTBigCode"
+    if family == "Mistral" and job.transformers < "4.40":  # each layer had a table of cosines and of sines
+        width = config.hidden_size // config.num_attention_heads
+        shape = 2, config.num_hidden_layers, config.max_position_embeddings, width
+        model.register_buffer("rotary", torch.empty(shape, dtype=base.dtype))
     if job.lora:
         import peft
 
@@ -331,8 +337,10 @@ def language_model(job: Job) -> Built:
             dtype = getattr(torch, job.autocast or "bfloat16")
             with torch.autocast("cuda", dtype, enabled=bool(job.autocast)):
                 outputs = model(**batch)
-            if is_padded:  # xMem's loop holds the outputs until the next forward pass has ended
-                kept["outputs"] = outputs
+            if (
+                keeps_outputs
+            ):  # until the next forward pass has ended; autocast by accelerate makes them float32
+                kept["outputs"] = outputs.logits.float() if job.autocast else outputs
             loss: Tensor = outputs.loss
             return loss
 
@@ -351,66 +359,19 @@ def built(job: Job) -> Built:
 # --- predictions ---
 
 
-class Allocator(CachingAllocator):
-    """Counts allocated bytes too, and may be limited: it then gives its cache back before it refuses."""
-
-    def __init__(self, limit_bytes: float = float("inf")) -> None:
-        super().__init__(AllocatorSettings())
-        self.limit_bytes = limit_bytes
-        self.allocated_bytes = self.peak_allocated_bytes = 0
-
-    def reserve(self, num_bytes: int) -> None:
-        if self.reserved_bytes + num_bytes > self.limit_bytes:
-            self.empty_cache()
-            if self.reserved_bytes + num_bytes > self.limit_bytes:
-                raise MemoryError
-        super().reserve(num_bytes)
-
-    def allocate(self, num_bytes: int) -> Block:
-        block = super().allocate(num_bytes)
-        self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        return block
-
-    def free(self, block: Block) -> None:
-        self.allocated_bytes -= block.size
-        super().free(block)
-
-
-def replayed(events: Iterable[Event], allocator: Allocator) -> Allocator:
-    """The allocator after the events; a convolution does without a workspace that does not fit."""
-    blocks: dict[int, Block] = {}
-    for kind, storage, num_bytes, _, reduction in events:
-        num_bytes = num_bytes if reduction is None else reduction.scratch_bytes()
-        if kind == "release" and storage in blocks:
-            allocator.free(blocks.pop(storage))
-        elif kind == "flush":
-            allocator.empty_cache()
-        elif num_bytes:
-            try:
-                block = allocator.allocate(num_bytes)
-            except MemoryError:
-                if kind == "allocate":
-                    raise
-                continue
-            if kind == "allocate":
-                blocks[storage] = block
-            else:
-                allocator.free(block)
-    return allocator
-
-
-def live_bytes(events: Iterable[Event]) -> int:
-    """The most bytes of storages that exist at once: what a count of tensors predicts."""
+def peak_of_tensors(events: Iterable[Event], with_workspaces: bool) -> int:
+    """The most bytes of storages that exist at once, in blocks of 512: what torch counts as allocated."""
     sizes: dict[int, int] = {}
     live = peak = 0
-    for event in events:
-        if event.kind == "allocate":
-            sizes[event.storage] = event.num_bytes
-            live += event.num_bytes
+    for kind, storage, num_bytes, _, reduction in events:
+        if kind == "allocate":
+            sizes[storage] = -(-num_bytes // 512) * 512
+            live += sizes[storage]
             peak = max(peak, live)
-        elif event.kind == "release":
-            live -= sizes.pop(event.storage, 0)
+        elif kind == "release":
+            live -= sizes.pop(storage, 0)
+        elif with_workspaces:
+            peak = max(peak, live + (num_bytes if reduction is None else reduction.scratch_bytes()))
     return peak
 
 
@@ -419,34 +380,28 @@ def figures_of(job: Job, points: Sequence[tuple[int, int]]) -> dict[str, Any]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if job.source == "timm":
-        outcome = outcome_of(job.model, read_curves(CURVES)[job.model])
-        found = {f"{run.batch_size} 0": {"prediction": run.predicted_mib} for run in outcome.runs}
-        return {"seconds": outcome.seconds, "points": found, "problem": outcome.problem}
-    found, start = {}, 0.0
     try:
-        made = built(job)
-        start = time.perf_counter()
-        prediction: Prediction = predict(
-            made.step, made.make_batch, state=made.state, base_bytes=0, settings=AllocatorSettings()
-        )
+        start, rest_bytes = time.process_time(), dict.fromkeys((n for n, _ in points), 0)
+        if job.source == "timm":
+            num_elements, traces = prediction_accuracy.traces_of(job.model)
+            rest_bytes = {n: int(LOADED_BATCHES * 4 * n * num_elements) for n in rest_bytes}
+            prediction = Prediction.of(*traces, base_bytes=BASE_BYTES, settings=AllocatorSettings())
+        else:
+            made, plain = built(job), AllocatorSettings()
+            prediction = predict(made.step, made.make_batch, state=made.state, base_bytes=0, settings=plain)
         prediction.peak_bytes(points[0][0])
-        seconds = time.perf_counter() - start
+        seconds, found = time.process_time() - start, {}
         for n, card_mib in points:
             events = list(prediction._events(n))
-            allocator = replayed(events, Allocator())
+            rest = rest_bytes[n]
+            reserved = prediction.peak_bytes(n) + rest
+            limit = (card_mib - (0 if job.source == "timm" else CONTEXT_MIB)) * MIB - rest
             sizes = {
-                "prediction": allocator.peak_reserved_bytes, "allocated": allocator.peak_allocated_bytes,
-                "live tensors": live_bytes(events),
-            }  # fmt: skip
-            try:
-                sizes["with the card"] = (
-                    replayed(events, Allocator((card_mib - CONTEXT_MIB) * MIB)).peak_reserved_bytes
-                    if card_mib
-                    else allocator.peak_reserved_bytes
-                )
-            except MemoryError:
-                sizes["with the card"] = 0  # does not fit
+                "prediction": reserved,
+                "with the card": (prediction.peak_within(n, limit) or reserved - rest) + rest,
+                "allocated": peak_of_tensors(events, True),
+                "live tensors": peak_of_tensors(events, False),
+            }
             found[f"{n} {card_mib}"] = {name: size / MIB for name, size in sizes.items()}
     except Exception as error:  # the table says which rows have no prediction, and why
         return {"problem": f"{type(error).__name__}: {error}".splitlines()[0][:150]}
@@ -456,7 +411,7 @@ def figures_of(job: Job, points: Sequence[tuple[int, int]]) -> dict[str, Any]:
 def all_figures(rows: Sequence[Row], cache: Path | None, num_jobs: int) -> dict[Job, dict[str, Any]]:
     """The figures of each job; those in the cache, if they are of the same code, are not computed again."""
     code = sorted(Path(sys.modules[Prediction.__module__].__file__ or "").parent.glob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*code, Path(__file__)))).hexdigest()[:16]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:16]
     points: dict[Job, set[tuple[int, int]]] = defaultdict(set)
     for row in rows:
         points[row.job].add((row.batch_size, row.card_mib))
@@ -520,7 +475,7 @@ def table(found: dict[Row, dict[str, Any]], measured: str, shows_rows: bool) -> 
 
     parts = {part: [row for row in found if row.is_fitted == (part == "fit")] for part in ("fit", "held")}
     if measured == "run":  # of timm: its constants are in the prediction, its parts those of the models
-        parts, methods = {"held": list(found)}, ["prediction"]
+        parts, methods = {"held": list(found)}, ["prediction", "with the card"]
     elif measured == "allocated":
         methods = ["prediction", "live tensors"]
     else:
@@ -564,7 +519,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=300, help="most rows of a source, drawn at random")
     parser.add_argument("--models", type=int, default=120, help="timm models of the part `held`, at random")
     parser.add_argument("--seed", type=int, default=1, help="of both draws")
-    parser.add_argument("--cache", type=Path, help="file of predictions; those of the same code are reused")
+    parser.add_argument(
+        "--cache", type=Path, help="file of predictions, reused until the predicting code changes"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--rows", action="store_true", help="print each row with its error")
     options = parser.parse_args(arguments)
@@ -575,7 +532,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += read_gpumemnet(options.gpumemnet)
     curves = {name: runs for name, runs in read_curves(CURVES).items() if not is_fitted(name)}
     for name in sorted(random.Random(options.seed).sample(sorted(curves), min(options.models, len(curves)))):
-        rows += [Row(Job("timm", name), n, "run", mib) for n, mib in curves[name]]
+        rows += [Row(Job("timm", name), n, "run", mib, GPUMEMNET_CARD_MIB) for n, mib in curves[name]]
     sources = sorted({row.job.source for row in rows})
     if not set(options.source or ()) <= set(sources):
         print(f"--source {' '.join(options.source)}: the sources are {' '.join(sources)}", file=sys.stderr)
