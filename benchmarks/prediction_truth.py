@@ -47,15 +47,8 @@ COVER = 1.15
 CONTEXT_MIB = 400
 """Of a card that the allocator cannot have. It matters only where a run nearly fills the card."""
 
-TORCHVISION = {
-    "vgg16": "vgg16", "resnet50": "resnet50", "mobilenetV2": "mobilenet_v2", "inception": "inception_v3",
-    "efficientnet": "efficientnet_b0", "VGG11": "vgg11", "VGG16": "vgg16", "VGG19": "vgg19",
-    "ResNet50": "resnet50", "ResNet101": "resnet101", "ResNet152": "resnet152", "MobileNetV2": "mobilenet_v2",
-    "ConvNeXtTiny": "convnext_tiny", "ConvNeXtBase": "convnext_base", "RegNetX400MF": "regnet_x_400mf",
-    "RegNetY400MF": "regnet_y_400mf", "MobeNetV3Small": "mobilenet_v3_small",
-    "MobeNetV3Large": "mobilenet_v3_large", "MnasNet": "mnasnet1_0",
-}  # fmt: skip
-"""torchvision's names of the sources' models."""
+MODELS = json.loads((TABLES / "models.json").read_text())
+"""Library or family of a model, its name or task there, and options."""
 
 GENERATED = {
     ("gpumemnet-mlp", "input"): (
@@ -73,8 +66,6 @@ PAPER = {
     "gpumemnet-paper2": "Assets/Results_plotter_for_paper/data.csv",
 }
 GPUMEMNET_CARD_MIB = 40_507
-
-TEN_CLASSES = ("MobeNetV3Small", "MobeNetV3Large", "MnasNet")
 
 ACTIVATIONS = {
     "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "prelu": nn.PReLU, "elu": nn.ELU, "selu": nn.SELU,
@@ -127,7 +118,7 @@ class Built(NamedTuple):
 
 
 def is_image(model: str) -> bool:
-    return model in TORCHVISION or model == "Xception"
+    return model in MODELS and MODELS[model][0] in ("torchvision", "timm")
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -177,8 +168,7 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
 def optimizer_of(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer, made as on a machine with a GPU: Adagrad makes its counters at once, on the host."""
     with torch.device("cpu"):
-        made: torch.optim.Optimizer = getattr(torch.optim, job.optimizer)(list(parameters), lr=1e-3)
-    return made
+        return getattr(torch.optim, job.optimizer)(list(parameters), lr=1e-3)  # type: ignore[no-any-return]
 
 
 def update(job: Job, optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) -> None:
@@ -194,37 +184,41 @@ def update(job: Job, optimizer: torch.optim.Optimizer, forward: Callable[[], Ten
         optimizer.zero_grad()
 
 
-def classifier(job: Job, model: nn.Module, make_inputs: Callable[[int], Tensor]) -> Built:
-    """A step of a classifier with cross entropy; of a second output too, where a model has one."""
+def classifier(
+    job: Job, model: nn.Module, make_inputs: Callable[[int], Tensor], num_classes: int = 2
+) -> Built:
+    """A step with cross entropy, binary for one class; of a second output too, where a model has one."""
     optimizer = optimizer_of(job, model.parameters())
+    is_binary = num_classes == 1
+    loss = functional.binary_cross_entropy_with_logits if is_binary else functional.cross_entropy
 
     def step(batch: tuple[Tensor, Tensor]) -> None:
         def forward() -> Tensor:
             outputs = model(batch[0])
             if isinstance(outputs, Tensor):
-                return functional.cross_entropy(outputs, batch[1])
-            first, second = (functional.cross_entropy(output, batch[1]) for output in outputs)
-            return first + 0.4 * second
+                return loss(outputs, batch[1])
+            return loss(outputs[0], batch[1]) + 0.4 * loss(outputs[1], batch[1])
 
         update(job, optimizer, forward)
 
-    return Built((model, optimizer), step, lambda n: (make_inputs(n), torch.zeros(n, dtype=torch.long)))
+    def make_batch(n: int) -> tuple[Tensor, Tensor]:
+        return make_inputs(n), torch.zeros(n, 1) if is_binary else torch.zeros(n, dtype=torch.long)
+
+    return Built((model, optimizer), step, make_batch)
 
 
 def image_model(job: Job) -> Built:
-    if job.model == "Xception":
+    library, name, options = MODELS[job.model]
+    if library == "timm":
         import timm
 
-        model = timm.create_model("legacy_xception")
+        model = timm.create_model(name, **options)
     else:
         import torchvision
 
-        options: dict[str, Any] = {"num_classes": 10 if job.model in TEN_CLASSES else 1000}
-        if job.model == "inception":
-            options |= {"aux_logits": True, "init_weights": False}
         # RegNet's constructor reads values of a tensor
         with torch.device("cpu" if job.model.startswith("RegNet") else "meta"):
-            model = getattr(torchvision.models, TORCHVISION[job.model])(weights=None, **options)
+            model = torchvision.models.get_model(name, weights=None, **options)
     return classifier(job, model.train(), lambda n: torch.empty(n, 3, job.size, job.size))
 
 
@@ -244,15 +238,7 @@ def mlp(job: Job) -> Built:
         if parts["dropout"] == "True":
             layers.append(nn.Dropout(0.1))
     layers += [nn.Linear(width, num_classes), nn.Sigmoid() if num_classes == 1 else nn.Softmax(dim=1)]
-    model = nn.Sequential(*layers)
-    if num_classes > 1:
-        return classifier(job, model, lambda n: torch.empty(n, job.size))
-    optimizer = optimizer_of(job, model.parameters())
-
-    def step(batch: tuple[Tensor, Tensor]) -> None:
-        update(job, optimizer, lambda: functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1]))
-
-    return Built((model, optimizer), step, lambda n: (torch.empty(n, job.size), torch.zeros(n, 1)))
+    return classifier(job, nn.Sequential(*layers), lambda n: torch.empty(n, job.size), num_classes)
 
 
 class EncoderClassifier(nn.Module):
@@ -283,7 +269,8 @@ def shifted_loss(upcasts: bool) -> Callable[..., Tensor]:
     """The loss of transformers before 4.50, which copied the logits without the last token."""
 
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-        kept = (logits.float() if upcasts else logits)[..., :-1, :].contiguous()
+        logits = logits.float() if upcasts else logits
+        kept = logits[..., :-1, :].contiguous()
         return functional.cross_entropy(kept.view(-1, vocab_size), labels[..., 1:].reshape(-1))
 
     return loss
@@ -293,7 +280,7 @@ def language_model(job: Job) -> Built:
     """xMem's loop of padded text, trl's of packed text (fms), or GPUMemNet's."""
     import transformers
 
-    family, kind, settings = json.loads((TABLES / "models.json").read_text())[job.model]
+    family, kind, settings = MODELS[job.model]
     config = getattr(transformers, f"{family}Config")(**settings, use_cache=False)
     # Without fused attention before transformers 5, where the runs were measured
     attention = "eager" if family in ("T5", "GPTNeo", "XLNet") else "sdpa"
@@ -325,6 +312,8 @@ def language_model(job: Job) -> Built:
     model.train()
     optimizer = optimizer_of(job, (each for each in model.parameters() if each.requires_grad))
     kept: dict[str, Any] = {}
+    if is_fms:
+        optimizer.register_step_pre_hook(lambda *_: kept.clear())
 
     def make_batch(n: int) -> dict[str, Tensor]:
         tokens = torch.zeros(n, job.size, dtype=torch.long)
@@ -337,9 +326,8 @@ def language_model(job: Job) -> Built:
             dtype = getattr(torch, job.autocast or "bfloat16")
             with torch.autocast("cuda", dtype, enabled=bool(job.autocast)):
                 outputs = model(**batch)
-            if (
-                keeps_outputs
-            ):  # until the next forward pass has ended; autocast by accelerate makes them float32
+            # xMem's loop keeps them until the next forward pass ends; accelerate makes autocast's float32
+            if keeps_outputs:
                 kept["outputs"] = outputs.logits.float() if job.autocast else outputs
             loss: Tensor = outputs.loss
             return loss

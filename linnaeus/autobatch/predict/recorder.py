@@ -386,11 +386,11 @@ def _is_depthwise(x: Tensor, groups: int) -> bool:
 def conv_workspace_bytes(kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int) -> int:
     """What the kernel of one convolution, or of one of its gradients, borrows.
 
-    cuDNN chooses its kernels by rules that are not public. This is a model: the gradient of the input works on
-    copies of input, output and weight in another layout. All else borrows nothing: forward passes, gradients
-    of the weight, depthwise convolutions, products of matrices. Which of them borrow was fitted to the part
-    `fit` of benchmarks/data/memory_curves.csv (names with an even SHA-256); factors of the sizes gained
-    nothing. The kernels that cuDNN times and does not take are left out.
+    cuDNN chooses its kernels by rules that are not public. This is a model: the gradient of the input works
+    on copies of input, output and weight in another layout. All else borrows nothing: forward passes,
+    gradients of the weight, depthwise convolutions, products of matrices. Which of them borrow was fitted to
+    the part `fit` of benchmarks/data/memory_curves.csv (names with an even SHA-256); factors of the sizes
+    gained nothing. The kernels that cuDNN times and does not take are left out.
 
     Args:
         kind: `forward`, `input` (its gradient) or `weight` (its gradient).
