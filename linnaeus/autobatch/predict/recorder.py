@@ -386,23 +386,21 @@ def _is_depthwise(x: Tensor, groups: int) -> bool:
 def conv_workspace_bytes(kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int) -> int:
     """What the kernel of one convolution, or of one of its gradients, borrows.
 
-    cuDNN chooses its kernels by rules that are not public. This is a model: the kernel of a gradient reads
-    and writes copies of input, output and weight in another layout, unless it is a product of matrices;
-    forward passes and depthwise convolutions borrow nothing. Factors of these sizes that were fitted to the
-    part `fit` of benchmarks/data/memory_curves.csv (names with an even SHA-256) gained next to nothing. The
-    kernels that cuDNN times and does not take are left out.
+    cuDNN chooses its kernels by rules that are not public. This is a model: the gradient of the input works
+    on copies of input, output and weight in another layout. All else borrows nothing: forward passes,
+    gradients of the weight, depthwise convolutions, products of matrices. Which of them borrow was fitted to
+    the part `fit` of benchmarks/data/memory_curves.csv (names with an even SHA-256); factors of the sizes
+    gained nothing. The kernels that cuDNN times and does not take are left out.
 
     Args:
         kind: `forward`, `input` (its gradient) or `weight` (its gradient).
         x, w, y: input (B, C, *size), weight and output.
         groups: number of groups.
     """
-    if kind == "forward" or _is_depthwise(x, groups):
+    is_product = prod(w.shape[2:]) == 1 and groups == 1
+    if kind != "input" or is_product or _is_depthwise(x, groups):
         return 0
-    is_larger = prod(w.shape[2:]) > 1  # than 1x1
-    is_product = not is_larger and groups == 1 and _conv_format(x, w) is not torch.channels_last
-    num_elements = (0 if is_product else x.numel() + y.numel()) + is_larger * w.numel()
-    return x.element_size() * num_elements
+    return x.element_size() * (x.numel() + y.numel() + w.numel())
 
 
 def _indexed(recorder: Recorder, call: Call) -> Any:

@@ -10,7 +10,7 @@ from functools import partial
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.cli.analyze.measure import Setup, measure_sizes
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.predict import META, predict_sizes, target_of
+from linnaeus.cli.analyze.predict import META, gpus_of, predict_sizes
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import save_plot, show
 from linnaeus.config.schema import Config
@@ -41,7 +41,7 @@ def run(options: Options, config: Config) -> int:
     if options.predict:
         num = options.world_size or 1
         joining = nullcontext(World(META, world_size=num, local_world_size=num))
-        find = partial(predict_sizes, target_of(options, config))
+        find = partial(predict_sizes, gpus_of(options, config))
     else:
         joining, find = join(config.EXPERIMENT.DEVICE, config.DIST), partial(measure_sizes)
     console = make_console()
