@@ -16,6 +16,8 @@ from transformers import GPT2Config, LlamaConfig, T5Config, ViTConfig
 
 from linnaeus.autobatch.predict.gpus import GIB
 from linnaeus.integrations.language import LanguagePrediction, predict_language_model
+from tests.helpers.predictions import content_of
+from tests.helpers.runs import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEQUENCE, VOCABULARY, BASE = 64, 1024, 600 << 20
@@ -112,3 +114,50 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install transformers"):
         predict_language_model(llama)
+
+
+def test_the_command(run: Run, tmp_path: Path) -> None:
+    argv = (
+        "analyze",
+        "--hf",
+        folder_with(tmp_path / "tiny", LLAMA),
+        "--sequence",
+        "64",
+        "--fractions",
+        "0.9",
+    )
+    outcome = run(*argv, "--device-memory-gb", "1,2")
+    small, large = content_of(outcome)["results"]
+    assert 0 < small["safe_batch_size"] < small["batch_size"] < large["batch_size"]
+    assert outcome.out.count("tiny") == 1
+    assert "DATA:" not in outcome.out, "there is no configuration to paste into"
+    for row in (small, large):
+        assert sum(row["breakdown"].values()) == row["peak_bytes"]
+        assert [remedy["keys"] for remedy in row["remedies"]] == [
+            {"--checkpointing": True}, {"--sequence": 32}, {"--dtype": "bfloat16"}, {"--method": "lora"},
+        ]  # fmt: skip
+        assert all(remedy["saved_bytes"] > 0 for remedy in row["remedies"])
+        assert all(remedy["safe_batch_size"] > row["safe_batch_size"] for remedy in row["remedies"])
+
+
+def test_the_command_where_nothing_fits(run: Run, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "tiny", {**LLAMA, "num_hidden_layers": 4})
+    argv = ("--method", "lora", "--sequence", "8192", "--checkpointing", "--device-memory-gb", "0.6,0.61")
+    outcome = run("analyze", "--hf", folder, *argv, "--fractions", "1")
+    assert outcome.code == 3
+    assert "Traceback" not in outcome.err
+    assert "would do" in outcome.err
+    for row in json.loads(Path("batch_sizes.json").read_text())["results"]:
+        assert row["batch_size"] is None
+        assert sum(row["breakdown"].values()) > row["budget_bytes"]
+        assert [(each["keys"], each["batch_size"]) for each in row["remedies"]] == [({"--sequence": 4096}, 1)]
+
+
+def test_the_command_refuses(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_with(tmp_path / "tiny", {**LLAMA, "num_attention_heads": 3})
+    for model in (folder, "no/such"):
+        outcome = run("analyze", "--hf", model, "--gpu", "t4")
+        assert (outcome.code, "--hf" in outcome.err, "Traceback" in outcome.err) == (2, True, False)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    outcome = run("analyze", "--hf", "llama", "--method", "lora", "--gpu", "t4")
+    assert (outcome.code, "pip install peft" in outcome.err) == (2, True)

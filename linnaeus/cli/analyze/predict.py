@@ -86,24 +86,10 @@ def target_of(options: Options, config: Config) -> Target:
 def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
     """Predict the size for every device, mode and fraction, and the effect of remedies."""
     search = build_on_meta(setup)
-    analysis.environment = environment = {
-        "predicted": True,
-        "devices": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in target.gpus],
-        "base_bytes": target.base_bytes,
-        "base": target.base,
-        "margin": MARGIN,
-        "torch": torch.__version__,
-        "world_size": setup.world.world_size,
-        **run_settings(setup.config.MODEL, search),
-    }
-    logger.info("%s", _sentence(environment))
-    logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
+    settings = run_settings(setup.config.MODEL, search)
+    analysis.environment = describe(target, {"world_size": setup.world.world_size, **settings})
     for mode in options.modes:
-        rows = [  # of each device, the largest fraction comes first
-            Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes)
-            for gpu in target.gpus
-            for fraction in sorted(options.fractions, reverse=True)
-        ]
+        rows = rows_of(mode, target, options)
         setup.status.update(f"{mode}: tracing the step")
         try:
             step = predicted_step(search, mode, target.base_bytes)
@@ -240,17 +226,35 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     )  # fmt: skip
 
 
-def _sentence(environment: dict[str, Any]) -> str:
-    devices = [device["name"] for device in environment["devices"]]
-    num, limit_gb = environment["world_size"], environment["memory_limit_gb"]
+def rows_of(mode: Mode, target: Target, options: Options) -> list[Row]:
+    """The rows of a mode to fill: of each device, the largest fraction comes first."""
+    return [
+        Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes)
+        for gpu in target.gpus
+        for fraction in sorted(options.fractions, reverse=True)
+    ]
+
+
+def describe(target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+    """The environment of a prediction, which is logged too; settings are as those of `run_settings`."""
+    num, limit_gb = settings["world_size"], settings["memory_limit_gb"]
     notes = [] if limit_gb is None else [f"each process limited to {limit_gb:g} GiB"]
     notes += [] if num == 1 else [counted(num, "process")]
-    return (
-        f"predicted, not measured, for {', '.join([*devices, *notes])}; "
-        f"{environment['base_bytes'] / GIB:.2f} GiB in use beside the allocator ({environment['base']}), "
-        f"margin {environment['margin'] - 1:.0%}, torch {environment['torch']}; "
-        f"{settings_sentence(environment)}"
-    )
+    logger.info(
+        "predicted, not measured, for %s; %.2f GiB in use beside the allocator (%s), margin %.0f%%, "
+        "torch %s; %s", ", ".join([*(gpu.name for gpu in target.gpus), *notes]), target.base_bytes / GIB,
+        target.base, 100 * (MARGIN - 1), torch.__version__, settings_sentence(settings),
+    )  # fmt: skip
+    logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
+    return {
+        "predicted": True,
+        "devices": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in target.gpus],
+        "base_bytes": target.base_bytes,
+        "base": target.base,
+        "margin": MARGIN,
+        "torch": torch.__version__,
+        **settings,
+    }
 
 
 # Remedies.
