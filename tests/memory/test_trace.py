@@ -397,6 +397,64 @@ def test_what_needs_values_is_an_error_that_names_the_operation(
         trace.trace(framework_step(model, criterion=criterion), images, 8, state=model)
 
 
+def kept(x: Tensor, labels: Tensor) -> Tensor:
+    return x[labels != 2]
+
+
+def cut(x: Tensor, labels: Tensor) -> Tensor:
+    return x[: int(labels.max())] if (labels >= 0).all() else x
+
+
+def counted_on_host(x: Tensor, labels: Tensor) -> Tensor:
+    return x[: labels.cpu().sum().item()] if labels.tolist()[0] == 0 else x  # type: ignore[misc]
+
+
+def changed(x: Tensor, labels: Tensor) -> Tensor:
+    labels[4:] = -1
+    labels.clamp_(min=0)
+    return x[: int(labels.sum())]
+
+
+def made_there(x: Tensor, labels: Tensor) -> Tensor:
+    mask = torch.arange(8, device="cuda") < 3
+    return x[mask & mask.any()]
+
+
+def logged(x: Tensor, labels: Tensor) -> Tensor:
+    loss = x.exp().mean()
+    history = [loss.item(), float(loss), *loss[None].tolist(), loss.detach().cpu()]
+    print(f"{loss:.3f} {sum(history[:3]) / 3:.2f} {round(loss.item(), 2)} {100 * (x > 0).sum().item():.0f}")
+    return x[:5]
+
+
+@pytest.mark.parametrize(
+    ("look", "num_rows"),
+    [(kept, 6), (cut, 3), (counted_on_host, 8), (changed, 6), (made_there, 3), (logged, 5)],
+)
+def test_what_small_tensors_of_the_batch_say_is_followed_and_a_logged_number_is_not_needed(
+    look: Callable[[Tensor, Tensor], Tensor], num_rows: int
+) -> None:
+    """Labels are 0, 1, 2, 3, 0, 1, 2, 3: the rows taken are those that a device would take."""
+    model = nn.Linear(100, 100)
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        x, labels = batch
+        look(model(x), labels).exp().sum().backward()
+
+    found = trace.trace(step, lambda n: (torch.empty(n, 100), torch.arange(n) % 4), 8, state=model)
+    assert 4 * 100 * num_rows in allocated(found, "exp")
+
+
+def test_what_has_changed_beyond_its_values_is_unknown() -> None:
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        x, labels = batch
+        labels.add_(x.sum(1).long())
+        x[labels > 0].sum()
+
+    with pytest.raises(UntraceableError, match="nonzero"):
+        trace.trace(step, lambda n: (torch.empty(n, 1 << 20), torch.arange(n)), 8)
+
+
 @pytest.mark.parametrize("as_view", [False, True])
 def test_a_wrapper_for_several_ranks_is_traced_as_its_module_with_buckets(as_view: bool) -> None:
     def traced(wraps: bool, buckets: Buckets | None) -> Trace:

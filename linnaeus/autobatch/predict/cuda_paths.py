@@ -323,6 +323,12 @@ def _tolist(func: Any, tensor: Tensor) -> Any:
     return tree_map(StandIn, torch.ones(host.shape).tolist()) if host.is_meta else func(host)
 
 
+def _numpy(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if tensor.is_meta:
+        raise UntraceableError("`.numpy()` needs the values of a tensor")
+    return func(tensor, *args, **kwargs)
+
+
 def _format(tensor: Tensor, spec: str) -> str:
     return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
 
@@ -340,6 +346,7 @@ ROUTES: dict[str, Callable[..., Any]] = {
     "__float__": _item,
     "gru": _rnn,
     "lstm": _rnn,
+    "numpy": _numpy,
     "rms_norm": _rms_norm,
     "scaled_dot_product_attention": _attention,
     "to": _to,

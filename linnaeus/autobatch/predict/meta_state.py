@@ -115,7 +115,7 @@ class _Swap:
             return tree_map_only(Tensor, self.substitute, value)
 
         for group in optimizer.param_groups:
-            group["params"] = [self.substitute(parameter) for parameter in group["params"]]
+            group["params"][:] = [self.substitute(parameter) for parameter in group["params"]]
         state: defaultdict[Any, Any] = defaultdict(dict)
         for parameter, values in optimizer.state.items():
             key = self.substitute(parameter) if isinstance(parameter, Tensor) else parameter
@@ -127,6 +127,11 @@ class _Swap:
         known = self._substitutes.get(id(tensor))
         if known is not None:
             return known[1]
+        if tensor.is_meta:  # it has no values to lose
+            self.undo.callback(setattr, tensor, "grad", tensor.grad)
+            self._substitutes[id(tensor)] = tensor, tensor
+            self.tensors.append((tensor, tensor))
+            return tensor
         if torch.nn.parameter.is_lazy(tensor):
             raise UntraceableError("a lazy parameter has no shape before the model has run once")
         substitute = torch.empty_like(tensor, device="meta", requires_grad=False)

@@ -95,12 +95,12 @@ class Recorder(WatchingMode):
     def keep_state(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Record pairs of a tensor and its substitute on `meta`, in the order in which a device gets them.
 
-        Masks, indices and counters keep their values.
+        Masks, indices and counters keep their values; a counter on `meta` starts at 0.
         """
         for tensor, substitute in held:
             self.track(substitute, "state")
-            if not tensor.is_floating_point() and not tensor.is_meta:
-                self.values.know(substitute, tensor)
+            if not tensor.is_floating_point() and (not tensor.is_meta or tensor.dim() == 0):
+                self.values.know(substitute, torch.tensor(0) if tensor.is_meta else tensor)
 
     def enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note that an optimizer steps: its scalars are rates and bounds, on which no memory depends."""
@@ -263,7 +263,11 @@ class Recorder(WatchingMode):
 
 def untraceable(error: Exception, operation: str) -> UntraceableError | None:
     """The error that names the operation; None where the error is not that `meta` has no data for it."""
-    text = str(error)
+    if isinstance(error, KeyError):
+        is_tensor = bool(error.args) and isinstance(error.args[0], Tensor)
+        reason = "a dictionary with tensors as keys lacks their substitutes: make the model on `meta`"
+        return UntraceableError(reason) if is_tensor else None
+    text = str(error).partition(". ")[0]
     is_missing = isinstance(error, NotImplementedError) or _MISSING.search(text) is not None
     if isinstance(error, UntraceableError) or not is_missing:
         return None
