@@ -40,6 +40,7 @@ from linnaeus.autobatch.search import (
     carry_over,
     find_largest,
     judged,
+    largest_within,
 )
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.snapshot import Snapshot, parameters_of
@@ -221,7 +222,8 @@ class BatchSizeFinder:
             return None
         other_bytes, seconds = self._other_bytes, self._trace_seconds
         limit_bytes = int(START_FRACTION * self.budget_bytes) - other_bytes
-        size = prediction.largest(limit_bytes, smallest=self.min_size, largest=self._max_size)
+        sizes = range(self.min_size, self._max_size + 1)
+        size = largest_within(sizes, limit_bytes, prediction.peak_bytes)  # without retries, as in a trial
         if size is None:
             return None
         logger.info(

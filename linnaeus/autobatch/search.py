@@ -36,7 +36,7 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -307,6 +307,35 @@ class Candidates:
         if index == len(self) or size - self[index - 1] <= self[index] - size:
             return index - 1
         return index
+
+
+def largest_within(
+    candidates: Sequence[int] | Candidates, budget: float, need: Callable[[int], float]
+) -> int | None:
+    """The largest candidate that needs no more than the budget, where the next one needs more.
+
+    Needs are nearly a line in the size, so eight steps aim where the line through the ends meets the budget
+    before the range is halved.
+
+    >>> largest_within(range(1, 1000), 100, lambda size: 7 + 3 * size)
+    31
+    """
+    low, high = 0, len(candidates) - 1
+    if need(candidates[high]) <= budget:
+        return candidates[high]
+    if need(candidates[low]) > budget:
+        return None
+    num_aimed = 0
+    while high - low > 1:
+        below, above = need(candidates[low]), need(candidates[high])
+        aim = low + int((high - low) * (budget - below) / (above - below))
+        middle = min(max(aim, low + 1), high - 1) if num_aimed < 8 else (low + high) // 2
+        num_aimed += 1
+        if need(candidates[middle]) <= budget:
+            low = middle
+        else:
+            high = middle
+    return candidates[low]
 
 
 @dataclass

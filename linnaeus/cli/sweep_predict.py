@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, Gpu
+from linnaeus.autobatch.predict.gpus import Gpu
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.cli.analyze.measure import Setup
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.predict import META, Target, predict_sizes
+from linnaeus.cli.analyze.predict import META, predict_sizes
 from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.cli.analyze.show import sizes_table
 from linnaeus.config.schema import Config, DataConfig
@@ -49,7 +49,7 @@ def check_predictions(
             with StatusLine(console) as line:
                 data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
                 setup = Setup(config, data, world, RankStatus(line.update), console)
-                predict_sizes(Target(gpus, ASSUMED_BASE_BYTES, "assumed"), setup, options, analysis)
+                predict_sizes(gpus, setup, options, analysis)
         except LinnaeusError as error:  # the run itself says it better, if it is a mistake
             logger.warning("%s: batch sizes are not predicted: %s", title, " ".join(str(error).split()))
             continue

@@ -45,8 +45,10 @@ class LanguagePrediction:
     _traces: tuple[Trace, Trace] = dataclasses.field(repr=False)
     _num_logits: int = dataclasses.field(repr=False)
 
-    def parts(self, n: int) -> dict[str, int]:
+    def parts(self, n: int, peak_bytes: int | None = None) -> dict[str, int]:
         """Bytes of each part when tensors take most memory in a step with n samples; they sum to the peak.
+
+        The peak is by default that of the prediction; on a full device it may be less.
 
         `logits` are those and what the loss makes of them, `weight_copies` all else that does not grow with
         the batch: weights and gradients in bf16 under autocast. `rest` is the base and what the allocator
@@ -86,7 +88,8 @@ class LanguagePrediction:
         for tensor, size in zip(tensors, sizes, strict=True):
             if tensor[0] <= peak < tensor[1]:
                 parts[kind_of(*tensor)] += size
-        return {**parts, "rest": self.prediction.peak_bytes(n) - parts.total()}
+        peak_bytes = self.prediction.peak_bytes(n) if peak_bytes is None else peak_bytes
+        return {**parts, "rest": peak_bytes - parts.total()}
 
 
 def predict_language_model(

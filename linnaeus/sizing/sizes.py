@@ -145,12 +145,11 @@ class SizeSearch:
                 self.world.control, show=line.update, names=keys(mode),
             )  # fmt: skip
 
-    def predict(self, mode: Mode, base_bytes: int = 0, *, with_training: bool = True) -> Prediction:
-        """Predict the peak of a mode's step; the wrapper that it runs in is described by its buckets.
+    def predict(self, mode: Mode, *, with_training: bool = True) -> Prediction:
+        """Predict a mode's step, for the allocator alone; the wrapper around it is described by its buckets.
 
         Args:
             mode: which step.
-            base_bytes: in use on the device beside the allocator.
             with_training: whether everything that training keeps is there, the buckets of its wrapper too;
                 without, what `assembly` holds now.
 
@@ -177,7 +176,6 @@ class SizeSearch:
                 train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
                 # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.
                 buckets=Buckets(as_view=True) if self.world.is_distributed and with_training else None,
-                base_bytes=base_bytes,
             )
 
     def _frozen_as_in_last_epoch(self) -> AbstractContextManager[None]:

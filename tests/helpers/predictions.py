@@ -64,13 +64,13 @@ def predicted(mode: Mode, *argv: str) -> PredictedStep:
     """The step of a command line, traced once for all tests."""
     search = build_on_meta(setup_of(*parsed(*argv)))
     assert all(parameter.is_meta for parameter in search.assembly.model.parameters())
-    return predicted_step(search, mode, BASE)
+    return predicted_step(search, mode)
 
 
 def row_of(
     mode: Mode, *argv: str, gib: float = 16, fraction: float = 1, limit_gb: float | None = None
 ) -> Row:
     """What is predicted for a device of a memory."""
-    row = Row(mode, fraction, device=f"{gib:g} GiB", device_bytes=int(gib * GIB))
+    row = Row(mode, fraction, device=f"{gib:g} GiB", device_bytes=int(gib * GIB), base_bytes=BASE)
     fill(row, predicted(mode, *argv), limit_gb)
     return row

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
 import pytest
 
 from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings, Block, CachingAllocator
+from linnaeus.autobatch.search import OutOfMemory
 
 
 class Watched(CachingAllocator):
@@ -18,9 +20,10 @@ class Watched(CachingAllocator):
         super().__init__(AllocatorSettings(**settings))
         self.taken: list[int] = []
 
-    def reserve(self, num_bytes: int) -> None:
-        super().reserve(num_bytes)
-        self.taken.append(num_bytes)
+    def reserve(self, num_bytes: int) -> bool:
+        has_room = super().reserve(num_bytes)
+        self.taken += [num_bytes] * has_room
+        return has_room
 
     def release(self, num_bytes: int) -> None:
         super().release(num_bytes)
@@ -73,6 +76,8 @@ EXPANDABLE = {
     "the free end is taken last": ("20 10 5 -0 4 20", [20, 20, 20]),
     "the free end is given back": ("30 70 -1 empty", [40]),
     "all of it": ("30 70 -1 -0 empty 1.5", [20]),
+    "free pages in the middle are too": ("30 70 1.5 -1 empty", [40, 20]),
+    "and are taken first": ("30 70 1.5 -1 empty 35 30", [40, 20, 40, 20]),
 }
 """MiB that are allocated, or with a minus the number of what is freed; and what is taken from the device."""
 
@@ -99,25 +104,31 @@ def test_of_equal_blocks_the_first_is_taken() -> None:
     assert allocator.allocate(20 * MIB).address == blocks[0].address
 
 
+@pytest.mark.parametrize("limit_bytes", [math.inf, 60 * MIB])
 @pytest.mark.parametrize("expandable", [False, True])
-def test_any_sequence_keeps_the_books_in_order(expandable: bool) -> None:
+def test_any_sequence_keeps_the_books_in_order(expandable: bool, limit_bytes: float) -> None:
     draw = random.Random(0)
-    allocator = CachingAllocator(AllocatorSettings(expandable))
+    allocator = CachingAllocator(AllocatorSettings(expandable), limit_bytes)
     live: list[tuple[Block, int]] = []
     for number in range(3000):
         if live and draw.random() < 0.5:
             allocator.free(live.pop(draw.randrange(len(live)))[0])
         else:
             num_bytes = int(2 ** draw.uniform(0, 24))
-            live.append((allocator.allocate(num_bytes), num_bytes))
-            assert num_bytes <= live[-1][0].size <= num_bytes + MIB + 511
+            try:
+                block = allocator.allocate(num_bytes)
+            except OutOfMemory:
+                assert allocator.reserved_bytes + num_bytes + 20 * MIB > limit_bytes
+            else:
+                live.append((block, num_bytes))
+                assert num_bytes <= block.size <= num_bytes + MIB + 511
         if number % 300 == 0:
             allocator.empty_cache()
         for is_small in (False, True):
             spans = sorted((b.address, b.size) for b, _ in live if b.pool.is_small == is_small)
             assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
         assert sum(block.size for block, _ in live) <= allocator.reserved_bytes
-        assert allocator.reserved_bytes <= allocator.peak_reserved_bytes
+        assert allocator.reserved_bytes <= allocator.peak_reserved_bytes <= limit_bytes
     for block, _ in live:
         allocator.free(block)
     allocator.empty_cache()

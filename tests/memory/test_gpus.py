@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linnaeus.autobatch.predict.gpus import GIB, GPUS, find_gpu
+from linnaeus.autobatch.predict.gpus import BASE_MIB, GIB, GPUS, find_gpu
 
 CARD_GIB = {
     "t4": 16, "v100-16gb": 16, "v100-32gb": 32, "a10": 24, "l4": 24, "a30": 24, "rtx-3090": 24,
@@ -32,6 +32,10 @@ def test_names() -> None:
     for typed, name in {**{name: name for name in GPUS}, **said_by_drivers}.items():
         found = find_gpu(typed)
         assert (found.name, found.total_bytes) == (name, GPUS[name])
+        middle, least, most = found.base_mib
+        assert 50 < least <= middle <= most < 2048
+    assert {find_gpu(name).base_mib for name in GPUS} == {*BASE_MIB.values()}
+    assert find_gpu("a10").base_mib == find_gpu("3090").base_mib != find_gpu("a30").base_mib
     for several in ("a100", "V100", "3080", "rtx3080", "NVIDIA A100"):
         with pytest.raises(ValueError, match=r".*-[0-9]+gb or .*-[0-9]+gb"):
             find_gpu(several)

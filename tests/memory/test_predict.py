@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -12,15 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
-from linnaeus.autobatch.predict.prediction import (
-    ASSUMED_BASE_BYTES,
-    Prediction,
-    largest_within,
-    predict,
-    replay,
-)
+from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
+from linnaeus.autobatch.predict.prediction import Prediction, predict, replay
 from linnaeus.autobatch.predict.recorder import Event, conv_workspace_bytes
 from linnaeus.autobatch.predict.trace import Trace, trace
+from linnaeus.autobatch.search import largest_within
 
 PLAIN = AllocatorSettings()
 
@@ -77,11 +74,39 @@ def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
 
 def test_the_largest_size_is_within_its_bounds(prediction: Prediction) -> None:
     enough = prediction.peak_bytes(100)
-    assert prediction.largest(prediction.peak_bytes(1) - 1) is None
-    assert prediction.largest(prediction.peak_bytes(50) - 1, smallest=50) is None
+    assert prediction.largest(prediction.base_bytes) is None
+    assert prediction.largest(enough, smallest=500) is None
     assert prediction.largest(enough, largest=40) == 40
     assert (prediction.largest(enough, smallest=30) or 0) >= 30
     assert prediction.largest(prediction.peak_bytes(1), largest=1) == 1
+
+
+ALLOCATED, NEXT = Event("allocate", 1, 30 * MIB), Event("allocate", 2, 40 * MIB)
+FULL = {
+    "the cache is given back": ([ALLOCATED, Event("release", 1), NEXT], 40),
+    "a workspace is left out": ([ALLOCATED, Event("borrow", 0, 20 * MIB, "convolution")], 30),
+    "another is not": ([ALLOCATED, Event("borrow", 0, 20 * MIB, "cublas")], 50),
+    "neither helps": ([ALLOCATED, NEXT], 70),
+}
+"""Events, and the least MiB that they run in."""
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_a_full_device(case: str) -> None:
+    events, least_bytes = tuple(FULL[case][0]), (7 + FULL[case][1]) * MIB
+    prediction = Prediction.of(Trace(1, events), Trace(2, events), base_bytes=7 * MIB, settings=PLAIN)
+    assert prediction.peak_within(1, least_bytes) == least_bytes
+    assert prediction.peak_within(1, least_bytes - 1) is None
+
+
+def test_a_full_device_runs_more_samples_than_have_room(prediction: Prediction) -> None:
+    limit_bytes = prediction.peak_bytes(100)
+    found = prediction.largest(limit_bytes) or 0
+    assert found > 1.1 * (largest_within(range(1, 1000), limit_bytes, prediction.peak_bytes) or math.inf)
+    assert (prediction.peak_within(found, limit_bytes) or math.inf) <= limit_bytes
+    assert prediction.peak_within(found + 1, limit_bytes) is None
+    assert prediction.peak_within(40, limit_bytes) == prediction.peak_bytes(40), "it is not full"
+    assert prediction.largest(prediction.margin * limit_bytes, with_margin=True) == found
 
 
 def test_the_slope_is_bytes_per_sample(prediction: Prediction) -> None:

@@ -4,7 +4,8 @@ It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.8 to 2.15 with the nativ
 Sizes are rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
 segments of 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB. The smallest free block
 that is large enough is taken, and split where enough of it remains. With expandable segments, each of the
-two pools is one segment that grows by 2 or 20 MiB.
+two pools is one segment, of which pages of 2 or 20 MiB are mapped. Where the device is full, all free
+segments or pages are given back, and the request is tried once more.
 
 >>> allocator = CachingAllocator()
 >>> block = allocator.allocate(30 * MIB)
@@ -17,10 +18,13 @@ two pools is one segment that grows by 2 or 20 MiB.
 from __future__ import annotations
 
 import bisect
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from linnaeus.autobatch.search import OutOfMemory
 
 MIB = 1 << 20
 MIN_BLOCK_BYTES = 512
@@ -50,189 +54,211 @@ class Block:
     """A part of a segment, or all of it.
 
     Attributes:
-        address: decides between free blocks of one size.
-        size: bytes.
+        address, size: in bytes; the address decides between free blocks of one size.
         pool: the pool of its segment.
-        before: the block that ends where this one begins; None at the start of the segment.
-        after: the block that begins where this one ends; None at the end of the segment.
-        is_free: whether it is cached.
+        before, after: its neighbours; None at the start and at the end of the segment.
+        is_free: whether it is cached, or not mapped.
+        is_mapped: whether the device has memory for it; always, but in expandable segments.
     """
 
-    __slots__ = ("address", "after", "before", "is_free", "pool", "size")
+    __slots__ = ("address", "after", "before", "is_free", "is_mapped", "pool", "size")
 
     def __init__(
         self, address: int, size: int, pool: Pool, before: Block | None = None, after: Block | None = None
     ) -> None:
         self.address, self.size, self.pool = address, size, pool
         self.before, self.after = before, after
-        self.is_free = False
+        self.is_free = self.is_mapped = True
+
+    @property
+    def room(self) -> int:
+        """Bytes to which it can grow."""
+        return self.size + (0 if self.after is None or self.after.is_mapped else self.after.size)
 
 
 class Pool:
-    """Free blocks, ascending by size and then by address.
+    """Free blocks, ascending by size and then by address, and those that are not mapped.
 
     Attributes:
         entries: size, address and block; no two have the same address, so blocks are never compared.
-        last: with expandable segments, the block at the end of the pool's one segment.
+        unmapped: the same, with 0 for the size.
+        page_bytes: what an expandable segment maps at once.
     """
 
     def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
+        self.page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
         self.entries: list[tuple[int, int, Block]] = []
-        self.last: Block | None = None
+        self.unmapped: list[tuple[int, int, Block]] = []
 
     def add(self, block: Block) -> None:
         """Put a block in its place."""
-        bisect.insort(self.entries, (block.size, block.address, block))
+        entries, size = (self.entries, block.size) if block.is_mapped else (self.unmapped, 0)
+        bisect.insort(entries, (size, block.address, block))
 
     def remove(self, block: Block) -> None:
         """Take a block out."""
-        index = bisect.bisect_left(self.entries, (block.size, block.address))
-        assert self.entries[index][2] is block
-        del self.entries[index]
+        entries, size = (self.entries, block.size) if block.is_mapped else (self.unmapped, 0)
+        index = bisect.bisect_left(entries, (size, block.address))
+        assert entries[index][2] is block
+        del entries[index]
 
     def smallest(self, num_bytes: int) -> Block | None:
-        """The smallest block of at least so many bytes; the one that can grow, only if there is no other."""
+        """The smallest block of at least so many bytes; if it can grow, unless the next has less room."""
         index = bisect.bisect_left(self.entries, (num_bytes,))
-        if index == len(self.entries):
-            return None
-        block = self.entries[index][2]
-        if block is self.last and index + 1 < len(self.entries):
-            return self.entries[index + 1][2]
-        return block
+        blocks = [block for _, _, block in self.entries[index : None if self.unmapped else index + 1]]
+        while blocks[1:] and blocks[1].room < blocks[0].room:
+            del blocks[0]
+        return blocks[0] if blocks else None
 
 
 class CachingAllocator:
-    """The allocator of one process on an endless device.
-
-    What expandable segments give back in the middle of a segment is not modelled, only what is free at its
-    end.
+    """The allocator of one process.
 
     Attributes:
+        limit_bytes: what it can have of the device.
         reserved_bytes, peak_reserved_bytes: bytes of all segments, and the most of them so far.
     """
 
-    def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: AllocatorSettings = AllocatorSettings(), limit_bytes: float = math.inf
+    ) -> None:
+        self.settings, self.limit_bytes = settings, limit_bytes
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self._small, self._large = Pool(is_small=True), Pool(is_small=False)
         self._next_address = 0
+        for pool in (self._small, self._large) if settings.expandable_segments else ():
+            # The pools lie in endless address spaces of their own; only the order within a pool counts.
+            segment = Block(0, 1 << 60, pool)
+            segment.is_mapped = False
+            pool.add(segment)
 
     def allocate(self, num_bytes: int) -> Block:
-        """Serve a request of at least one byte."""
+        """Serve a request of at least one byte.
+
+        Raises:
+            OutOfMemory: it does not fit within the limit, even without what is cached.
+        """
         size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
-        block = pool.smallest(size)
-        if block is not None:
-            pool.remove(block)
-        elif self.settings.expandable_segments:
-            block = self._grown(pool, size)
-        else:
-            block = self._segment(pool, size)
+        block = pool.smallest(size) or self._taken(pool, size)
+        if block is None:
+            self.empty_cache()
+            block = self._taken(pool, size)
+            if block is None:
+                raise OutOfMemory(f"{num_bytes} bytes")
+        pool.remove(block)
         block.is_free = False
         rest_bytes = block.size - size
         is_fine = pool.is_small or self.settings.expandable_segments
         if rest_bytes >= MIN_BLOCK_BYTES if is_fine else rest_bytes > SMALL_BYTES:
-            self._split(block, size)
+            pool.add(self._split(block, size))
         return block
 
     def free(self, block: Block) -> None:
         """Put a block in the cache, merged with free neighbours."""
         assert not block.is_free
-        pool, before, after = block.pool, block.before, block.after
         block.is_free = True
-        if before is not None and before.is_free:
-            pool.remove(before)
-            block.address, block.size = before.address, before.size + block.size
-            block.before = before.before
-            if block.before is not None:
-                block.before.after = block
-        if after is not None and after.is_free:
-            pool.remove(after)
-            block.size += after.size
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
-            if after is pool.last:
-                pool.last = block
-        pool.add(block)
+        self._join(block)
 
     def empty_cache(self) -> None:
-        """Give all segments without a block in use back to the device; of expandable ones, the free end."""
-        for pool in (self._small, self._large):
-            if self.settings.expandable_segments:
-                self._trim(pool)
-                continue
+        """Give all segments without a block in use back to the device; of expandable ones, all free pages."""
+        for pool in (self._large, self._small):
             for _, _, block in list(pool.entries):
-                if block.before is None and block.after is None:
+                if self.settings.expandable_segments:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
                     pool.remove(block)
                     self.release(block.size)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Take bytes from the device."""
+    def reserve(self, num_bytes: int) -> bool:
+        """Take bytes from the device, if there are as many."""
+        if self.reserved_bytes + num_bytes > self.limit_bytes:
+            return False
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
 
     def release(self, num_bytes: int) -> None:
         """Give bytes back to the device."""
         self.reserved_bytes -= num_bytes
 
-    def _segment(self, pool: Pool, size: int) -> Block:
-        if pool.is_small:
-            segment_bytes = SMALL_SEGMENT_BYTES
-        elif size < OWN_SEGMENT_BYTES:
-            segment_bytes = LARGE_SEGMENT_BYTES
+    def _taken(self, pool: Pool, size: int) -> Block | None:
+        """A free block with memory of the device; None where that does not fit within the limit."""
+        if self.settings.expandable_segments:
+            return self._grown(pool, size)
+        if pool.is_small or size < OWN_SEGMENT_BYTES:
+            segment_bytes = pool.page_bytes
         else:
             segment_bytes = -(-size // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
-        self.reserve(segment_bytes)
+        if not self.reserve(segment_bytes):
+            return None
         block = Block(self._next_address, segment_bytes, pool)
         self._next_address += segment_bytes
+        pool.add(block)
         return block
 
-    def _grown(self, pool: Pool, size: int) -> Block:
-        """The pool's one segment, longer by as many steps as the request needs beyond its free end."""
-        last, step_bytes = pool.last, SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
-        missing_bytes = size - (last.size if last is not None and last.is_free else 0)
-        grown_bytes = -(-missing_bytes // step_bytes) * step_bytes
-        self.reserve(grown_bytes)
-        if last is not None and last.is_free:
-            pool.remove(last)
-            last.size += grown_bytes
-            return last
-        # The two pools lie in address spaces of their own; only the order within a pool counts.
-        block = Block(0 if last is None else last.address + last.size, grown_bytes, pool, before=last)
-        if last is not None:
-            last.after = block
-        pool.last = block
+    def _grown(self, pool: Pool, size: int) -> Block | None:
+        """The first place with room in the pool's one segment, mapped as far as the request needs."""
+        for _, _, hole in pool.unmapped:
+            block = hole.before if hole.before is not None and hole.before.is_free else hole
+            room, end = block.size, block.after
+            while room < size and end is not None and end.is_free:
+                room, end = room + end.size, end.after
+            if room >= size:
+                break
+        while not block.is_mapped or block.size < size:
+            hole = block.after if block.is_mapped and block.after is not None else block
+            missing_bytes = min(size - block.size * block.is_mapped, hole.size)
+            num_bytes = -(-missing_bytes // pool.page_bytes) * pool.page_bytes
+            if not self.reserve(num_bytes):
+                return None
+            pool.remove(hole)
+            if hole.size > num_bytes:
+                pool.add(self._split(hole, num_bytes))
+            hole.is_mapped = True
+            block = self._join(hole)
         return block
 
-    def _trim(self, pool: Pool) -> None:
-        """Give the whole steps at the free end of an expandable segment back."""
-        last = pool.last
-        if last is None or not last.is_free:
+    def _unmap(self, block: Block) -> None:
+        """Give the whole pages of a free block back."""
+        pool, end = block.pool, block.address + block.size
+        first, last = -(-block.address // pool.page_bytes), end // pool.page_bytes
+        if first >= last:
             return
-        step_bytes = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
-        freed_bytes = last.size // step_bytes * step_bytes
-        if not freed_bytes:
-            return
-        pool.remove(last)
-        last.size -= freed_bytes
-        self.release(freed_bytes)
-        if last.size:
-            pool.add(last)
-            return
-        pool.last = last.before
-        if last.before is not None:
-            last.before.after = None
+        pool.remove(block)
+        if end > last * pool.page_bytes:
+            pool.add(self._split(block, last * pool.page_bytes - block.address))
+        if block.address < first * pool.page_bytes:
+            head, block = block, self._split(block, first * pool.page_bytes - block.address)
+            pool.add(head)
+        block.is_mapped = False
+        self.release(block.size)
+        self._join(block)
 
-    def _split(self, block: Block, size: int) -> None:
-        """Cut the block down to a size; what remains is free."""
-        pool = block.pool
-        rest = Block(block.address + size, block.size - size, pool, block, block.after)
-        rest.is_free = True
+    def _join(self, block: Block) -> Block:
+        """Merge a free block with its free neighbours, and put it in its place."""
+        for other in (block.before, block.after):
+            if other is None or not other.is_free or other.is_mapped is not block.is_mapped:
+                continue
+            block.pool.remove(other)
+            block.size += other.size
+            if other is block.before:
+                block.address, block.before = other.address, other.before
+            else:
+                block.after = other.after
+        if block.before is not None:
+            block.before.after = block
+        if block.after is not None:
+            block.after.before = block
+        block.pool.add(block)
+        return block
+
+    def _split(self, block: Block, size: int) -> Block:
+        """Cut a block down to a size; returns the rest, which is free."""
+        rest = Block(block.address + size, block.size - size, block.pool, block, block.after)
+        rest.is_mapped = block.is_mapped
         if block.after is not None:
             block.after.before = rest
-        if block is pool.last:
-            pool.last = rest
         block.after, block.size = rest, size
-        pool.add(rest)
+        return rest

@@ -17,9 +17,34 @@ from dataclasses import dataclass
 GIB = 1024**3
 _MIB = 1024**2
 
-ASSUMED_BASE_BYTES = 600 * _MIB
-"""Bytes that a process holds on a device beside its allocator, where there is none to measure: the context of
-CUDA and the code of kernels, cuBLAS and cuDNN. An assumption, not fitted: give `base_bytes` where known."""
+BASE_MIB: dict[tuple[str, ...], tuple[int, int, int]] = {
+    # T4: 100 hpcaitech/Open-Sora#697, 135 Zheng-Chong/CatVTON#133, 141 FoundationVision/GenerateU#10;
+    # RTX 2080 Ti: 197 lllyasviel/FramePack#369
+    ("t4", "rtx-20"): (138, 100, 197),
+    # A100: 498 pico-lm/pico-train#50, 501 TianheWu/CoSeR#10, 1430 (small MLPs) itu-rad/GPUMemNet; several
+    # processes: 903, 997 meta-pytorch/torchrec#3580, 1133 awslabs/keys_values#92, 1464 wbfwonderful/Vad-R1#11
+    ("a100", "a30"): (997, 498, 1464),  # no report of an A30
+    # RTX A4000: 210 DengKaiCQ/VGGT-Long#6; RTX 3080: 257 bcmi/libcom#54; RTX 3090: 256 (context alone, torch
+    # 2.7.1+cu128) invoke-ai/InvokeAI#9413, 304 bytedance/X-Portrait#7
+    ("a10", "a40", "rtx-30", "rtx-a", "v100"): (256, 210, 304),  # no report of a V100 since CUDA 11.7
+    # RTX 4090: 380 RLinf/RLinf#255, 473 pinokiofactory/flux-webui#11, 479 lrzjason/T2ITrainer#37,
+    # 504 3DTopia/Phidias-Diffusion#8, 646 deepseek-ai/DeepSeek-V3#205; L40S: 419 stepfun-ai/Step-Video-T2V#8;
+    # L40: 507 QwenLM/Qwen3-VL#2097; RTX 6000 Ada: 429 DINGYANB/MTVCrafter#21
+    ("l4", "rtx-40", "rtx-6000-ada"): (476, 380, 646),
+    # H100: 676 ali-vilab/VACE#56; of four processes 1106 aqlaboratory/openfold#481
+    ("h100", "h200", "b200"): (891, 676, 1106),  # no report of a B200
+    # RTX 5080: 336 Tencent-Hunyuan/Hunyuan3D-2#238; RTX 5090: 595 Wan-Video/Wan2.1#465
+    ("rtx-50",): (465, 336, 595),
+}
+"""MiB that a process holds beside its allocator, by how the name of the card begins: median, least and most.
+
+They are for the context of CUDA and the kernels that have run: since CUDA 11.7, code is loaded when needed.
+Most follow from torch's message where memory ran out, in the GitHub issue: in use, less allocated, less
+reserved, to some 10 MiB, with torch 2.1 or newer. Reports above 2 GiB are left out: other libraries allocate.
+"""
+ANY_CARD_MIB = 479, 141, 1106
+"""Median, tenth and ninetieth percentile of these reports, for other cards."""
+ASSUMED_BASE_BYTES = ANY_CARD_MIB[0] * _MIB
 
 _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
 """torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the cards of which both are known."""
@@ -27,10 +52,14 @@ _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device: its name as it is typed, or a size such as `24 GiB`, and the bytes that torch sees."""
+    """A device: its name as it is typed, or a size such as `24 GiB`, and the bytes that torch sees.
+
+    `base_mib` are in use beside the allocator, with the least and the most there may be.
+    """
 
     name: str
     total_bytes: int
+    base_mib: tuple[float, float, float] = ANY_CARD_MIB
 
 
 def _gib(number: float) -> int:
@@ -86,20 +115,15 @@ def find_gpu(name: str) -> Gpu:
         raise ValueError(f"{name!r} is of two sizes: give {' or '.join(found)}")
     if not found:
         raise KeyError(name)
-    return Gpu(found[0], GPUS[found[0]])
+    base_mib = next(mib for names, mib in BASE_MIB.items() if found[0].startswith(names))
+    return Gpu(found[0], GPUS[found[0]], base_mib)
 
 
 def device_that_would_do(num_bytes: float, note: str = "") -> str:
     """In words: the memory that a device needs, in GiB rounded up, and the smallest GPU of the table with it.
 
-    >>> device_that_would_do(24 * GIB)
-    'a device of 24.00 GiB would do, such as rtx-5090'
-    >>> device_that_would_do(1000 * GIB, ", with nothing to spare")
-    'a device of 1000.00 GiB would do, with nothing to spare'
-
-    Args:
-        num_bytes: needed.
-        note: what to know of this figure; follows it.
+    >>> device_that_would_do(24 * GIB, ", with nothing to spare")
+    'a device of 24.00 GiB would do, with nothing to spare, such as rtx-5090'
     """
     smallest = min((name for name in GPUS if GPUS[name] >= num_bytes), key=GPUS.__getitem__, default=None)
     example = "" if smallest is None else f", such as {smallest}"

@@ -10,7 +10,7 @@
 ...     return torch.empty(n, 3, 224, 224)
 >>> prediction = predict(step, make_batch, state=(model, optimizer), base_bytes=600 << 20)
 >>> prediction.peak_bytes(512) >> 20, prediction.largest(8 << 30)
-(19676, 203)
+(19676, 308)
 
 Two steps are traced on `meta` at two batch sizes, by `trace`. Each event's size is a line through the two; at
 any other batch size, the events with the sizes on their lines are replayed through a model of the caching
@@ -25,10 +25,12 @@ otherwise pass what there is as `state`: it is put on `meta` meanwhile.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,6 +38,7 @@ from linnaeus.autobatch.predict.allocator import AllocatorSettings, Block, Cachi
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
 from linnaeus.autobatch.predict.recorder import Event
 from linnaeus.autobatch.predict.trace import Buckets, Trace, UntraceableError, trace
+from linnaeus.autobatch.search import Candidates, OutOfMemory
 
 BATCH_SIZES = (8, 16)
 """The batch sizes that are traced: large enough for kernels to take their usual path."""
@@ -108,6 +111,17 @@ class Prediction:
         """Most bytes in use on the device in a step with n samples."""
         return self.base_bytes + self.reserved_bytes(n)
 
+    def peak_within(self, n: int, limit_bytes: float) -> int | None:
+        """The same on a device with so many bytes; None where the step does not fit.
+
+        Where the device is full, the allocator gives its cache back and tries again, and convolutions take
+        kernels without a workspace. A trial of AutoBatch accepts neither.
+        """
+        with contextlib.suppress(OutOfMemory):
+            allocator = replay(self._events(n), self.settings, limit_bytes - self.base_bytes)
+            return self.base_bytes + allocator.peak_reserved_bytes
+        return None
+
     def safe_bytes(self, n: int) -> int:
         """The peak with the margin."""
         return int(self.margin * self.peak_bytes(n))
@@ -125,15 +139,16 @@ class Prediction:
     def largest(
         self, limit_bytes: float, *, smallest: int = 1, largest: int = 1 << 20, with_margin: bool = False
     ) -> int | None:
-        """The largest batch size in a range whose peak is within the limit; None if not even the smallest.
+        """The largest batch size in a range that runs within the limit; None if not even the smallest does.
 
         The next size exceeds the limit, or the range. Peaks do not quite grow with the batch: where a larger
-        size reuses blocks better, it may be within the limit again.
+        size reuses blocks better, it may be within the limit again. `peak_within` says what a full device
+        does; AutoBatch, which wants room for `peak_bytes`, may find less.
 
         Args:
             limit_bytes: bytes of the device that may be in use.
             smallest, largest: the range, both inclusive.
-            with_margin: whether the peak with the margin is to be within the limit.
+            with_margin: whether it is to run within the limit divided by the margin.
 
         Raises:
             TypeError, ValueError: the limit is no number of bytes, or the range is empty.
@@ -142,8 +157,13 @@ class Prediction:
             raise TypeError(f"limit_bytes is {limit_bytes!r}; it must be a number of bytes")
         if largest < smallest:
             raise ValueError(f"largest is {largest}; it must be at least smallest, {smallest}")
-        need = self.safe_bytes if with_margin else self.peak_bytes
-        return largest_within(range(smallest, largest + 1), limit_bytes, need)
+        limit_bytes /= self.margin if with_margin else 1
+        return self.largest_of(range(smallest, largest + 1), limit_bytes)
+
+    def largest_of(self, candidates: Sequence[int] | Candidates, limit_bytes: float) -> int | None:
+        """The largest of ascending batch sizes, as `largest` finds it."""
+        num = bisect.bisect_left(candidates, True, key=lambda n: self.peak_within(n, limit_bytes) is None)
+        return candidates[num - 1] if num else None
 
     def _events(self, n: int) -> Iterator[Event]:
         """The events of a step with n samples."""
@@ -161,7 +181,7 @@ class Prediction:
                     num_inputs=between(reduction.num_inputs, other.reduction.num_inputs),
                 )
             num_bytes = between(one.num_bytes, other.num_bytes)
-            yield Event(one.kind, one.storage, num_bytes, reduction=reduction)
+            yield Event(one.kind, one.storage, num_bytes, one.label, reduction)
 
 
 def predict(
@@ -179,45 +199,17 @@ def predict(
     return Prediction.of(*traces, base_bytes=base_bytes, settings=settings)
 
 
-class _Sizes(Protocol):
-    """Ascending batch sizes."""
+def replay(
+    events: Iterable[Event], settings: AllocatorSettings, limit_bytes: float = math.inf
+) -> CachingAllocator:
+    """The allocator after these events; workspaces of convolutions are left out where they do not fit.
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> int: ...
-
-
-def largest_within(candidates: _Sizes, budget: float, need: Callable[[int], float]) -> int | None:
-    """The largest candidate that needs no more than the budget, where the next one needs more.
-
-    Needs are nearly a line in the size, so eight steps aim where the line through the ends meets the budget
-    before the range is halved.
-
-    >>> largest_within(range(1, 1000), 100, lambda size: 7 + 3 * size)
-    31
+    Raises:
+        OutOfMemory: something else does not fit within the limit.
     """
-    low, high = 0, len(candidates) - 1
-    if need(candidates[high]) <= budget:
-        return candidates[high]
-    if need(candidates[low]) > budget:
-        return None
-    num_aimed = 0
-    while high - low > 1:
-        below, above = need(candidates[low]), need(candidates[high])
-        aim = low + int((high - low) * (budget - below) / (above - below))
-        middle = min(max(aim, low + 1), high - 1) if num_aimed < 8 else (low + high) // 2
-        num_aimed += 1
-        if need(candidates[middle]) <= budget:
-            low = middle
-        else:
-            high = middle
-    return candidates[low]
-
-
-def replay(events: Iterable[Event], settings: AllocatorSettings) -> CachingAllocator:
-    """The allocator after these events."""
-    allocator = CachingAllocator(settings)
+    allocator = CachingAllocator(settings, limit_bytes)
     blocks: dict[int, Block] = {}
-    for kind, storage, num_bytes, _, reduction in events:
+    for kind, storage, num_bytes, label, reduction in events:
         if reduction is not None:
             num_bytes = reduction.scratch_bytes()
         if kind == "release":
@@ -225,12 +217,11 @@ def replay(events: Iterable[Event], settings: AllocatorSettings) -> CachingAlloc
                 allocator.free(blocks.pop(storage))
         elif kind == "flush":
             allocator.empty_cache()
+        elif kind == "allocate" and num_bytes:
+            blocks[storage] = allocator.allocate(num_bytes)
         elif num_bytes:
-            block = allocator.allocate(num_bytes)
-            if kind == "allocate":
-                blocks[storage] = block
-            else:
-                allocator.free(block)
+            with contextlib.suppress(*[OutOfMemory] if label == "convolution" else []):
+                allocator.free(allocator.allocate(num_bytes))
     return allocator
 
 

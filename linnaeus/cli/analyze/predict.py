@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from linnaeus.autobatch.finder import smallest_size, upper_bound
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, Gpu, device_that_would_do
-from linnaeus.autobatch.predict.prediction import (
-    MARGIN,
-    Prediction,
-    largest_within,
-    measured_base_bytes,
-)
+from linnaeus.autobatch.predict.gpus import Gpu, device_that_would_do
+from linnaeus.autobatch.predict.prediction import MARGIN, Prediction, measured_base_bytes
 from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates
@@ -52,23 +46,14 @@ ALIGNED_PIXELS = 32
 """A smaller image has the next smaller multiple of this as its side."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """The devices to predict for; the base, `measured` or `assumed`, is used on each beside the allocator."""
-
-    gpus: Sequence[Gpu]
-    base_bytes: int
-    base: str
-
-
-def target_of(options: Options, config: Config) -> Target:
+def gpus_of(options: Options, config: Config) -> Sequence[Gpu]:
     """The devices that the options name, or else this machine's GPU with what is in use on it now.
 
     Raises:
         ConfigError: the options name none, and there is none or it is not to be used.
     """
     if gpus := [*options.gpu, *options.device_memory_gb]:
-        return Target(list(dict.fromkeys(gpus)), ASSUMED_BASE_BYTES, "assumed")
+        return list(dict.fromkeys(gpus))
     name = config.EXPERIMENT.DEVICE
     if not torch.cuda.is_available() or name == "cpu":
         here = "EXPERIMENT.DEVICE is cpu" if torch.cuda.is_available() else "this machine has no GPU"
@@ -79,20 +64,20 @@ def target_of(options: Options, config: Config) -> Target:
     device = resolve_device(name, local_rank=0)
     with torch.cuda.device(device):
         base_bytes = measured_base_bytes() or 0
-    gpu = Gpu(torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1])
-    return Target([gpu], base_bytes, "measured")
+    name, total_bytes = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+    return [Gpu(name, total_bytes, (base_bytes / 2**20,) * 3)]
 
 
-def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
+def predict_sizes(gpus: Sequence[Gpu], setup: Setup, options: Options, analysis: Analysis) -> None:
     """Predict the size for every device, mode and fraction, and the effect of remedies."""
     search = build_on_meta(setup)
     settings = run_settings(setup.config.MODEL, search)
-    analysis.environment = describe(target, {"world_size": setup.world.world_size, **settings})
+    analysis.environment = describe(gpus, {"world_size": setup.world.world_size, **settings})
     for mode in options.modes:
-        rows = rows_of(mode, target, options)
+        rows = rows_of(mode, gpus, options.fractions)
         setup.status.update(f"{mode}: tracing the step")
         try:
-            step = predicted_step(search, mode, target.base_bytes)
+            step = predicted_step(search, mode)
         except AutoBatchError as error:  # the bounds leave no size
             rows = [replace(row, reason=str(error)) for row in rows]
         else:
@@ -100,7 +85,7 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
                 fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
         analysis.rows += rows
     if options.remedies:
-        try_remedies(setup, analysis, partial(trace_sizes, target), more_changes(setup))
+        try_remedies(setup, analysis, trace_sizes, more_changes(setup))
 
 
 # A step, without running it.
@@ -111,7 +96,7 @@ class PredictedStep:
     """What is known of one step without running it.
 
     Attributes:
-        prediction: its peak at any batch size, the base of the device included.
+        prediction: its peak at any batch size, without the base of a device.
         candidates: the batch sizes that are allowed, ascending.
         bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
         has_buckets: whether the gradients are views of buckets of DistributedDataParallel.
@@ -147,11 +132,10 @@ def build_on_meta(setup: Setup) -> SizeSearch:
         return setup.search()
 
 
-def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedStep:
+def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
     """Trace one step of a search from `build_on_meta` at two batch sizes.
 
-    Host memory bounds nothing here: that of this machine need not be that of the device's. `base_bytes` are
-    in use on the device beside the allocator.
+    Host memory bounds nothing here: that of this machine need not be that of the device's.
 
     Raises:
         AutoBatchError: the bounds leave no size.
@@ -174,7 +158,7 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
     kept = StateBytes()
     try:
         with count_after_steps(kept, search.assembly, META):
-            prediction = search.predict(mode, base_bytes)
+            prediction = search.predict(mode)
     except UntraceableError as error:
         name = {"train": "training", "val": "validation"}[mode]
         raise ConfigError(
@@ -188,19 +172,20 @@ def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> Predicted
 
 
 def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
-    """Find the largest sizes within the row's fraction of its device, with the margin and without.
+    """Find the largest sizes that run within the row's fraction of its device, with the margin and without.
 
-    `limit_gb` is MEMORY_LIMIT_GB. Where nothing fits, the row has the reason.
+    They may be above those of a search, see `Prediction.largest`. `limit_gb` is MEMORY_LIMIT_GB. Where
+    nothing fits, the row has the reason.
     """
-    prediction = step.prediction
+    prediction = replace(step.prediction, base_bytes=row.base_bytes)
     row.budget_bytes = int(row.memory_fraction * row.device_bytes)
     is_limited = False
     if limit_gb is not None:
         limit_bytes = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
         is_limited = limit_bytes < row.budget_bytes
         row.budget_bytes = min(row.budget_bytes, limit_bytes)
-    row.safe_batch_size = largest_within(step.candidates, row.budget_bytes, prediction.safe_bytes)
-    largest = largest_within(step.candidates, row.budget_bytes, prediction.peak_bytes)
+    row.safe_batch_size = prediction.largest_of(step.candidates, row.budget_bytes / MARGIN)
+    largest = prediction.largest_of(step.candidates, row.budget_bytes)
     if largest is None:
         size = step.candidates[0]
         margin = f", with the margin of {100 * (MARGIN - 1):.3g} %"
@@ -217,63 +202,63 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
         return
     row.batch_size = max(largest, row.safe_batch_size or 0)
     row.limited_by = step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
-    row.peak_bytes = prediction.peak_bytes(row.batch_size)
+    peak_bytes = prediction.peak_within(row.batch_size, row.budget_bytes) or 0
+    row.peak_bytes = peak_bytes
     state = step.state
     held_bytes = prediction.base_bytes + state.parameters + state.buffers + state.average
     row.breakdown = break_down(
-        step.mode, state, peak_bytes=row.peak_bytes, has_buckets=step.has_buckets,
+        step.mode, state, peak_bytes=peak_bytes, has_buckets=step.has_buckets,
         held_bytes=held_bytes + (state.optimizer_state if step.mode == "val" else 0),
     )  # fmt: skip
 
 
-def rows_of(mode: Mode, target: Target, options: Options) -> list[Row]:
+def rows_of(mode: Mode, gpus: Sequence[Gpu], fractions: Sequence[float]) -> list[Row]:
     """The rows of a mode to fill: of each device, the largest fraction comes first."""
     return [
-        Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes)
-        for gpu in target.gpus
-        for fraction in sorted(options.fractions, reverse=True)
+        Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes, base_bytes=base_bytes)
+        for gpu in gpus
+        for base_bytes in [int(gpu.base_mib[0] * 2**20)]
+        for fraction in sorted(fractions, reverse=True)
     ]
 
 
-def describe(target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+def describe(gpus: Sequence[Gpu], settings: dict[str, Any]) -> dict[str, Any]:
     """The environment of a prediction, which is logged too; settings are as those of `run_settings`."""
+    bases = []
+    for gpu in gpus:
+        middle, least, most = (mib / 1024 for mib in gpu.base_mib)
+        spread = "measured" if least == most else f"assumed; reports have {least:.2f} to {most:.2f}"
+        bases.append(f"{middle:.2f} GiB ({spread})")
     num, limit_gb = settings["world_size"], settings["memory_limit_gb"]
     notes = [] if limit_gb is None else [f"each process limited to {limit_gb:g} GiB"]
     notes += [] if num == 1 else [counted(num, "process")]
     logger.info(
-        "predicted, not measured, for %s; %.2f GiB in use beside the allocator (%s), margin %.0f%%, "
-        "torch %s; %s", ", ".join([*(gpu.name for gpu in target.gpus), *notes]), target.base_bytes / GIB,
-        target.base, 100 * (MARGIN - 1), torch.__version__, settings_sentence(settings),
+        "predicted, not measured, for %s; in use beside the allocator: %s; margin %.0f%%, torch %s; %s",
+        ", ".join([*(gpu.name for gpu in gpus), *notes]), ", ".join(bases), 100 * (MARGIN - 1),
+        torch.__version__, settings_sentence(settings),
     )  # fmt: skip
     logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
-    return {
-        "predicted": True,
-        "devices": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in target.gpus],
-        "base_bytes": target.base_bytes,
-        "base": target.base,
-        "margin": MARGIN,
-        "torch": torch.__version__,
-        **settings,
-    }
+    devices = [asdict(gpu) for gpu in gpus]
+    return {"predicted": True, "devices": devices, "margin": MARGIN, "torch": torch.__version__, **settings}
 
 
 # Remedies.
 
 
-def trace_sizes(target: Target, setup: Setup, rows: Sequence[Row], divisor: int) -> list[dict[str, Any]]:
+def trace_sizes(setup: Setup, rows: Sequence[Row], divisor: int) -> list[dict[str, Any]]:
     """Predict the sizes of rows under a configuration, and which size would then fit."""
     config = setup.config  # perhaps with images of another size
     setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
-    step = predicted_step(build_on_meta(setup), "train", target.base_bytes)
-    return [
-        {
-            "peak_bytes": step.prediction.peak_bytes(max(1, (row.batch_size or 0) // divisor)),
-            "safe_batch_size": largest_within(
-                step.candidates, row.budget_bytes or 0, step.prediction.safe_bytes
-            ),
-        }
-        for row in rows
-    ]
+    step = predicted_step(build_on_meta(setup), "train")
+    return [effect_on(row, step, max(1, (row.batch_size or 0) // divisor)) for row in rows]
+
+
+def effect_on(row: Row, step: PredictedStep, size: int) -> dict[str, Any]:
+    """The peak of another step at a size on the device of a row, and the size that would then fit."""
+    prediction, budget_bytes = replace(step.prediction, base_bytes=row.base_bytes), row.budget_bytes or 0
+    safe_size = prediction.largest_of(step.candidates, budget_bytes / MARGIN)
+    peak_bytes = prediction.peak_within(size, budget_bytes) or prediction.peak_bytes(size)
+    return {"peak_bytes": peak_bytes, "safe_batch_size": safe_size}
 
 
 def more_changes(setup: Setup) -> Iterator[dict[str, Any]]:

@@ -83,7 +83,8 @@ class Row:
         reason: why there is no size.
         remedies: at that size, with `--remedies`.
         device: GPU that the row is predicted for, or its memory, such as `24 GiB`; empty if measured.
-        safe_batch_size: the largest size whose predicted peak times the margin fits; None when there is none.
+        base_bytes: in use on that device beside the allocator.
+        safe_batch_size: the largest size that is predicted to run with the margin; None when there is none.
     """
 
     mode: Mode
@@ -100,6 +101,7 @@ class Row:
     remedies: list[Remedy] = field(default_factory=list)
     device: str = ""
     device_bytes: int = 0
+    base_bytes: int = 0
     safe_batch_size: int | None = None
 
     @property
@@ -110,7 +112,7 @@ class Row:
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
         lists = {"trials", "breakdown", "remedies"}
-        predicted = set() if self.device else {"device", "device_bytes", "safe_batch_size"}
+        predicted = set() if self.device else {"device", "device_bytes", "base_bytes", "safe_batch_size"}
         return {name: value for name, value in vars(self).items() if name not in lists | predicted}
 
     def as_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.cli.analyze.language import predict_language_sizes
 from linnaeus.cli.analyze.measure import Setup, measure_sizes
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.predict import META, predict_sizes, target_of
+from linnaeus.cli.analyze.predict import META, gpus_of, predict_sizes
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import save_plot, show
 from linnaeus.config.schema import Config
@@ -42,7 +42,7 @@ def run(options: Options, config: Config) -> int:
     if options.predict:
         num = options.world_size or 1
         joining = nullcontext(World(META, world_size=num, local_world_size=num))
-        find = partial(predict_sizes, target_of(options, config))
+        find = partial(predict_sizes, gpus_of(options, config))
     else:
         joining, find = join(config.EXPERIMENT.DEVICE, config.DIST), partial(measure_sizes)
     console = make_console()
@@ -57,7 +57,7 @@ def run(options: Options, config: Config) -> int:
             set_deterministic(config.TRAIN.DETERMINISTIC)
             seed_all(config.EXPERIMENT.SEED)
             if options.hf is not None:
-                predict_language_sizes(target_of(options, config), options, analysis, line.update)
+                predict_language_sizes(gpus_of(options, config), options, analysis, line.update)
             else:
                 data_node, _ = with_normalisation(config.DATA, config.MODEL)
                 config = replace(config, DATA=data_node)

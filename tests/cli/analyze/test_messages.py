@@ -9,7 +9,7 @@ import pytest
 from linnaeus.autobatch.predict.gpus import GIB
 from linnaeus.cli.analyze.measure import device_sentence
 from linnaeus.cli.analyze.options import Options, read, read_plan
-from linnaeus.cli.analyze.predict import target_of
+from linnaeus.cli.analyze.predict import gpus_of
 from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, timed_size
 from linnaeus.cli.analyze.show import show
 from tests.helpers.consoles import plain_console
@@ -85,7 +85,7 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said["a run with a noise scale, too late"] = shown(timed(goal))
     _, config = read(["--predict", "--gpu", "t4", *WIDE])  # type: ignore[misc]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said["a prediction without a device"] = error_of(target_of, Options(), config)
+    said["a prediction without a device"] = error_of(gpus_of, Options(), config)
     untraceable = error_of(predicted, "train", "MODEL._target_=tests.cli.tiny.Peeking", *POINTS)
     said["a step that cannot be traced"] = re.sub(r"line \d+", "line N", untraceable)
     said["no size on a device"] = str(row_of("train", *WIDE, gib=1, fraction=0.5).reason)

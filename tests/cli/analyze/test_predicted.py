@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from linnaeus.autobatch.predict.gpus import GIB, GPUS
+from linnaeus.autobatch.predict.gpus import ANY_CARD_MIB, GIB, GPUS, find_gpu
 from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.predict import predict_sizes, target_of
+from linnaeus.cli.analyze.predict import gpus_of, predict_sizes
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import yaml_blocks
 from tests.helpers.predictions import (
@@ -34,7 +34,7 @@ from tests.helpers.runs import Run
 def analysis_of(*argv: str) -> Analysis:
     options, config = parsed(*argv)
     analysis = Analysis()
-    predict_sizes(target_of(options, config), setup_of(options, config), options, analysis)
+    predict_sizes(gpus_of(options, config), setup_of(options, config), options, analysis)
     return analysis
 
 
@@ -68,23 +68,25 @@ def test_one_prediction_answers_for_several_devices(run: Run) -> None:
         assert row["device_bytes"] == total_bytes
         assert (row["certified"], row["trials"], row["samples_per_s"]) == (False, [], None)
         assert row["budget_bytes"] == int(row["memory_fraction"] * total_bytes)
-        assert BASE < row["peak_bytes"] <= row["budget_bytes"]
+        base_mib, *_ = ANY_CARD_MIB if row["device"] == "4 GiB" else find_gpu(row["device"]).base_mib
+        assert row["base_bytes"] == base_mib * MIB < row["peak_bytes"] <= row["budget_bytes"]
         assert 0.8 * row["batch_size"] < row["safe_batch_size"] < row["batch_size"]
         parts = row["breakdown"]
         assert sum(parts.values()) == row["peak_bytes"]
         assert parts["optimizer_state"] == pytest.approx(2 * parts["parameters"], abs=1000)
-        assert parts["rest"] == BASE
+        assert parts["rest"] == row["base_bytes"]
     for mode in ("train", "val"):
         sizes = [row["batch_size"] for row in rows if row["mode"] == mode]
         assert all(small < large for small, large in zip(sizes[::2], sizes[1::2], strict=True))
         assert sizes[::2] == sorted(sizes[::2], reverse=True), "a larger device gives a larger size"
     environment = found["environment"]
     expected = {
-        "predicted": True, "base_bytes": BASE, "base": "assumed", "margin": MARGIN, "world_size": 1,
+        "predicted": True, "margin": MARGIN, "world_size": 1,
         "gradient_checkpointing": True, "accumulation_steps": 1, "ema": False, "image_size": [64, 64],
     }  # fmt: skip
     assert expected.items() <= environment.items()
-    assert environment["devices"][2] == {"name": "4 GiB", "total_bytes": 4 * GIB}
+    device = {"name": "4 GiB", "total_bytes": 4 * GIB, "base_mib": list(ANY_CARD_MIB)}
+    assert environment["devices"][2] == device
     for row in rows[1::2]:
         key = "BATCH_SIZE" if row["mode"] == "train" else "BATCH_SIZE_VAL"
         assert f"  {key}: {row['safe_batch_size']}\n" in outcome.out
@@ -142,12 +144,11 @@ def test_sizes_are_multiples_and_a_limit_counts_as_the_memory() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_without_options_it_is_this_machines_gpu() -> None:
     _, config = parsed(*WIDE)
-    target = target_of(Options(), config)
-    (gpu,) = target.gpus
+    (gpu,) = gpus_of(Options(), config)
     assert gpu.name == torch.cuda.get_device_name()
     assert gpu.total_bytes == torch.cuda.mem_get_info()[1]
-    assert target.base == "measured"
-    assert 0 < target.base_bytes < gpu.total_bytes
+    middle, least, most = gpu.base_mib
+    assert 0 < least == middle == most < gpu.total_bytes / MIB
 
 
 def test_remedies() -> None:
