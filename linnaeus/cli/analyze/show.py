@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -95,20 +94,19 @@ def _notes(analysis: Analysis) -> list[str]:
 
 def parts_table(analysis: Analysis) -> Table | None:
     """What takes the memory at each size to paste; None where the process itself takes most, as on a CPU."""
-    lines = list[dict[str, str]]()
+    lines, shown = list[dict[str, str]](), {"batch size"}
     for row in analysis.chosen_rows():
-        parts = Counter(asdict(row.breakdown or Breakdown()))
+        parts = Counter(
+            {name.replace("_", " "): part for name, part in vars(row.breakdown or Breakdown()).items()}
+        )
         total = parts.total()
         if 2 * parts["rest"] < total:
+            shown |= {name for name, part in parts.items() if part > total / 100}
+            shown |= {"device", "mode"} if row.device else {"mode"}
             places = {"device": row.device, "mode": row.mode, "batch size": str(row.batch_size or 1)}
-            sizes = {
-                name.replace("_", " "): _gib(part) for name, part in parts.most_common() if part > total / 100
-            }
-            lines.append(places | sizes)
-    headings = [
-        heading for heading in dict.fromkeys(chain(*lines)) if any(line.get(heading) for line in lines)
-    ]
-    rows = ([line.get(heading, "") for heading in headings] for line in lines)
+            lines.append(places | {name: _gib(part) for name, part in parts.most_common()})
+    headings = [heading for heading in dict.fromkeys(chain(*lines)) if heading in shown]
+    rows = ([line[heading] for heading in headings] for line in lines)
     return table("What takes the memory, in GiB", headings, rows, left=("device", "mode")) if lines else None
 
 
