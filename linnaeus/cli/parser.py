@@ -272,11 +272,12 @@ def read_request(
     parser: CommandParser,
     argv: Sequence[str],
     options: Filled,
-    check: Callable[[Filled], list[str]] = lambda _: [],
+    check: Callable[[Filled, list[str]], list[str]] = lambda *_: [],
 ) -> str | tuple[Filled, Config]:
     """Read the command line of a command with a configuration, and make sure that its files can be written.
 
-    `options` are filled; `check` gives one sentence for each problem of options with each other.
+    `options` are filled; `check` gives one sentence for each problem of options with each other and with the
+    other words.
 
     Returns:
         The configuration as text where it is asked for, else the arguments of the command's `run`.
@@ -287,7 +288,7 @@ def read_request(
     words, problems = parser.words(argv, options)
     from linnaeus.config.load import load_config  # here: help and completion do not wait for OmegaConf
 
-    problems += check(options)
+    problems += check(options, words)
     try:
         loaded = load_config(words)
     except ConfigError as error:

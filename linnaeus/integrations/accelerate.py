@@ -33,10 +33,6 @@ def find_batch_size(
     dataset: Any,
     target_memory_fraction: float = 0.8,
     *,
-    min_batch_size: int = 1,
-    max_batch_size: int | None = 512,
-    memory_limit_gb: float | None = None,
-    multiple_of: int = 1,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
     state: Iterable[Any] = (),
     **search: Any,
@@ -54,12 +50,10 @@ def find_batch_size(
         dataset: read by index. Where the collate function gives batches of different shapes for its samples,
             a batch of n is made of the n largest: see `docs/accelerate.md`. Fewer samples than n repeat.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        min_batch_size, max_batch_size: bounds of the size, inclusive; None is no upper bound.
-        memory_limit_gb: GiB of a smaller device to search for; by default the device's own.
-        multiple_of: sizes from here on are multiples of it.
         collate_fn: the loader's.
         state: what else a step changes, as for `auto_find_batch_size`.
-        search: further arguments of `auto_find_batch_size`.
+        search: further arguments of `auto_find_batch_size`: `min_batch_size`, `max_batch_size` (None is no
+            upper bound), `memory_limit_gb`, `multiple_of` and others.
 
     Returns:
         The `batch_size` of the loader, for each process.
@@ -75,11 +69,8 @@ def find_batch_size(
         raise TypeError(
             f"dataset is {kind_of(dataset)}, which is not read by index; give a list of its largest samples"
         )
-    given = {
-        "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
-        "max_batch_size": max_batch_size, "memory_limit_gb": memory_limit_gb, "multiple_of": multiple_of,
-    }  # fmt: skip
-    search = checked_options("find_batch_size()", {**given, **search}, _OWN)
+    search["target_memory_fraction"] = target_memory_fraction
+    search = checked_options("find_batch_size()", search, _OWN)
     parts = [model, optimizer, accelerator.scaler, *state]
     with together(search.get("group")):  # what one process raises ends all of them
         kind = str(accelerator.distributed_type).rpartition(".")[2]

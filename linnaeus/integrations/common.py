@@ -28,10 +28,10 @@ logger = logging.getLogger("linnaeus.autobatch")
 def checked_options(
     name: str, options: Mapping[str, Any], refused: Collection[str] = SET_BY_TRAINER
 ) -> dict[str, Any]:
-    """The options for a search, after a check of their names and values; no `max_batch_size` is a large one.
+    """The options for a search, after a check of their names and values, with the bounds that a split needs.
 
     >>> checked_options("val_options", {"tolerance": 0.1, "max_batch_size": None})
-    {'tolerance': 0.1, 'max_batch_size': 2147483648}
+    {'min_batch_size': 1, 'max_batch_size': 2147483648, 'multiple_of': 1, 'tolerance': 0.1}
 
     Args:
         name: what the user has given them to, such as `autobatch()` or `val_options`.
@@ -47,7 +47,8 @@ def checked_options(
         if option not in allowed:
             listed = ", ".join(sorted(allowed))
             raise TypeError(f"{name} has no argument {option!r}; options of the search are {listed}")
-    checked = dict(options)
+    names = ("min_batch_size", "max_batch_size", "multiple_of")
+    checked = {**{name: getattr(SearchSettings, name) for name in names}, **options}
     if "max_batch_size" in options and options["max_batch_size"] is None:
         checked["max_batch_size"] = UNBOUNDED
     try:

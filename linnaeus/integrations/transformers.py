@@ -43,10 +43,6 @@ def autobatch(
     trainer: AnyTrainer,
     target_memory_fraction: float = 0.8,
     *,
-    min_batch_size: int = 1,
-    max_batch_size: int | None = 512,
-    memory_limit_gb: float | None = None,
-    multiple_of: int = 1,
     effective_batch_size: int | None = None,
     evaluation: bool | None = None,
     eval_options: Mapping[str, Any] | None = None,
@@ -68,9 +64,6 @@ def autobatch(
         trainer: a `Trainer`, of a subclass of your own or of TRL's `SFTTrainer`, `DPOTrainer` or
             `RewardTrainer`.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        min_batch_size, max_batch_size: bounds of the sizes per process, inclusive; None is no upper bound.
-        memory_limit_gb: GiB of a smaller device to search for; by default the device's own.
-        multiple_of: sizes from here on are multiples of it.
         effective_batch_size: samples per optimizer step of all processes; the size becomes a divisor of it,
             and `gradient_accumulation_steps` follow. By default they stay as they are. No divisor is below
             `min_batch_size`, or 2 for a model with BatchNorm.
@@ -78,7 +71,8 @@ def autobatch(
         eval_options: further or other arguments of `auto_find_batch_size`, for the search of evaluation.
         samples, eval_samples: samples to make batches of, such as `longest(dataset, 512)`, in place of those
             of the datasets for which the collator gives the largest batches; they repeat where they are few.
-        options: further arguments of `auto_find_batch_size`.
+        options: further arguments of `auto_find_batch_size`: `min_batch_size`, `max_batch_size` (None is no
+            upper bound), `memory_limit_gb`, `multiple_of` and others.
 
     Returns:
         The trainer.
@@ -94,11 +88,8 @@ def autobatch(
         raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer")
     if evaluation and trainer.eval_dataset is None:  # type: ignore[attr-defined]
         raise ValueError("evaluation is True, but the trainer has no eval_dataset to make batches of")
-    given = {
-        "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
-        "max_batch_size": max_batch_size, "memory_limit_gb": memory_limit_gb, "multiple_of": multiple_of,
-    }  # fmt: skip
-    options = checked_options("autobatch()", {**given, **options})
+    options["target_memory_fraction"] = target_memory_fraction
+    options = checked_options("autobatch()", options)
     eval_options = checked_options("eval_options", {**options, **(eval_options or {})})
     check_supported(trainer)
     if effective_batch_size is not None:

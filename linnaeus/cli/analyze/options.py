@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from linnaeus.autobatch.predict.gpus import GIB, GPUS, Gpu, find_gpu
 from linnaeus.autobatch.result import Mode
@@ -77,6 +77,11 @@ class Options:
     gpu: list[Gpu] = field(default_factory=list)
     device_memory_gb: list[Gpu] = field(default_factory=list)
     world_size: int | None = None
+    hf: str | None = None
+    method: Literal["full", "lora"] = "full"
+    sequence: int = 2048
+    dtype: Literal["float32", "bfloat16"] | None = None
+    checkpointing: bool = False
 
 
 IMPLY_THROUGHPUT = (
@@ -85,6 +90,9 @@ IMPLY_THROUGHPUT = (
 """Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
 NOT_WITH_PREDICT = ("--throughput", *IMPLY_THROUGHPUT[:-1], "--steps", "--plot", "--strategy")
 """Options for what is run."""
+OF_HF = ("--method", "--sequence", "--dtype", "--checkpointing")
+NOT_WITH_HF = (*NOT_WITH_PREDICT, "--modes", "--world-size", "--min-bs", "--max-bs", "--memory-limit-gb")
+"""Options for a run of the configuration, which a language model does without."""
 
 
 def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Options, Config]:
@@ -101,12 +109,19 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
     """
     given = {token.partition("=")[0] for token in argv}
 
-    def check(options: Options) -> list[str]:
+    def check(options: Options, words: list[str]) -> list[str]:
+        options.predict |= options.hf is not None
+        if options.hf is not None:
+            wrong = [name for name in NOT_WITH_HF if name in given]
+            wrong = wrong or [repr(" ".join(words))] * bool(words)
+            return [f"{name}: not with --hf, which trains no configuration; leave it out" for name in wrong]
+        problems = [f"{name}: needs --hf" for name in OF_HF if name in given]
         if not options.predict:
             options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
-            return [f"{name}: needs --predict" for name in ("--gpu", "--device-memory-gb") if name in given]
+            wrong = [name for name in ("--gpu", "--device-memory-gb") if name in given]
+            return problems + [f"{name}: needs --predict" for name in wrong]
         wrong = [name for name in NOT_WITH_PREDICT if name in given]
-        return [f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong]
+        return problems + [f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong]
 
     request = read_request(PARSER, argv, options or Options(), check)
     if not isinstance(request, str):
@@ -214,3 +229,18 @@ PARSER.switch(
 )
 PARSER.option("--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}", choices=GPUS)
 PARSER.option("--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory")
+PARSER.option(
+    "--hf", "PATH", str,
+    "predict the fine-tuning of a language model of transformers: its config.json, a folder, its type or its "
+    "name in the local cache; nothing is downloaded",
+)  # fmt: skip
+PARSER.option(
+    "--method", "full|lora", partial(read_choice, ("full", "lora")),
+    "with --hf: train all parameters (default), or adapters of peft",
+)  # fmt: skip
+PARSER.option("--sequence", "N", read_count, f"with --hf: tokens of a sample; default {Options.sequence}")
+PARSER.option(
+    "--dtype", "float32|bfloat16", partial(read_choice, ("float32", "bfloat16")),
+    "with --hf: of the weights; default float32, with lora bfloat16",
+)  # fmt: skip
+PARSER.switch("--checkpointing", "with --hf: compute activations again in backward")

@@ -71,23 +71,10 @@ def gpus_of(options: Options, config: Config) -> Sequence[Gpu]:
 def predict_sizes(gpus: Sequence[Gpu], setup: Setup, options: Options, analysis: Analysis) -> None:
     """Predict the size for every device, mode and fraction, and the effect of remedies."""
     search = build_on_meta(setup)
-    analysis.environment = environment = {
-        "predicted": True,
-        "devices": [asdict(gpu) for gpu in gpus],
-        "margin": MARGIN,
-        "torch": torch.__version__,
-        "world_size": setup.world.world_size,
-        **run_settings(setup.config.MODEL, search),
-    }
-    logger.info("%s", _sentence(environment))
-    logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
+    settings = run_settings(setup.config.MODEL, search)
+    analysis.environment = describe(gpus, {"world_size": setup.world.world_size, **settings})
     for mode in options.modes:
-        rows = [  # of each device, the largest fraction comes first
-            Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes, base_bytes=base_bytes)
-            for gpu in gpus
-            for base_bytes in [int(gpu.base_mib[0] * 2**20)]
-            for fraction in sorted(options.fractions, reverse=True)
-        ]
+        rows = rows_of(mode, gpus, options.fractions)
         setup.status.update(f"{mode}: tracing the step")
         try:
             step = predicted_step(search, mode)
@@ -225,22 +212,34 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     )  # fmt: skip
 
 
-def _sentence(environment: dict[str, Any]) -> str:
-    devices = [device["name"] for device in environment["devices"]]
+def rows_of(mode: Mode, gpus: Sequence[Gpu], fractions: Sequence[float]) -> list[Row]:
+    """The rows of a mode to fill: of each device, the largest fraction comes first."""
+    return [
+        Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes, base_bytes=base_bytes)
+        for gpu in gpus
+        for base_bytes in [int(gpu.base_mib[0] * 2**20)]
+        for fraction in sorted(fractions, reverse=True)
+    ]
+
+
+def describe(gpus: Sequence[Gpu], settings: dict[str, Any]) -> dict[str, Any]:
+    """The environment of a prediction, which is logged too; settings are as those of `run_settings`."""
     bases = []
-    for device in environment["devices"]:
-        middle, least, most = (mib / 1024 for mib in device["base_mib"])
+    for gpu in gpus:
+        middle, least, most = (mib / 1024 for mib in gpu.base_mib)
         spread = "measured" if least == most else f"assumed; reports have {least:.2f} to {most:.2f}"
         bases.append(f"{middle:.2f} GiB ({spread})")
-    num, limit_gb = environment["world_size"], environment["memory_limit_gb"]
+    num, limit_gb = settings["world_size"], settings["memory_limit_gb"]
     notes = [] if limit_gb is None else [f"each process limited to {limit_gb:g} GiB"]
     notes += [] if num == 1 else [counted(num, "process")]
-    return (
-        f"predicted, not measured, for {', '.join([*devices, *notes])}; "
-        f"in use beside the allocator: {', '.join(bases)}; "
-        f"margin {environment['margin'] - 1:.0%}, torch {environment['torch']}; "
-        f"{settings_sentence(environment)}"
-    )
+    logger.info(
+        "predicted, not measured, for %s; in use beside the allocator: %s; margin %.0f%%, torch %s; %s",
+        ", ".join([*(gpu.name for gpu in gpus), *notes]), ", ".join(bases), 100 * (MARGIN - 1),
+        torch.__version__, settings_sentence(settings),
+    )  # fmt: skip
+    logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
+    devices = [asdict(gpu) for gpu in gpus]
+    return {"predicted": True, "devices": devices, "margin": MARGIN, "torch": torch.__version__, **settings}
 
 
 # Remedies.
@@ -251,14 +250,15 @@ def trace_sizes(setup: Setup, rows: Sequence[Row], divisor: int) -> list[dict[st
     config = setup.config  # perhaps with images of another size
     setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
     step = predicted_step(build_on_meta(setup), "train")
-    found = []
-    for row in rows:
-        prediction, budget_bytes = replace(step.prediction, base_bytes=row.base_bytes), row.budget_bytes or 0
-        size = max(1, (row.batch_size or 0) // divisor)
-        safe_size = prediction.largest_of(step.candidates, budget_bytes / MARGIN)
-        peak_bytes = prediction.peak_within(size, budget_bytes) or prediction.peak_bytes(size)
-        found.append({"peak_bytes": peak_bytes, "safe_batch_size": safe_size})
-    return found
+    return [effect_on(row, step, max(1, (row.batch_size or 0) // divisor)) for row in rows]
+
+
+def effect_on(row: Row, step: PredictedStep, size: int) -> dict[str, Any]:
+    """The peak of another step at a size on the device of a row, and the size that would then fit."""
+    prediction, budget_bytes = replace(step.prediction, base_bytes=row.base_bytes), row.budget_bytes or 0
+    safe_size = prediction.largest_of(step.candidates, budget_bytes / MARGIN)
+    peak_bytes = prediction.peak_within(size, budget_bytes) or prediction.peak_bytes(size)
+    return {"peak_bytes": peak_bytes, "safe_batch_size": safe_size}
 
 
 def more_changes(setup: Setup) -> Iterator[dict[str, Any]]:

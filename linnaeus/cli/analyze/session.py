@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
+from linnaeus.cli.analyze.language import predict_language_sizes
 from linnaeus.cli.analyze.measure import Setup, measure_sizes
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.predict import META, gpus_of, predict_sizes
@@ -55,11 +56,13 @@ def run(options: Options, config: Config) -> int:
             line.update("starting")
             set_deterministic(config.TRAIN.DETERMINISTIC)
             seed_all(config.EXPERIMENT.SEED)
-            data_node, _ = with_normalisation(config.DATA, config.MODEL)
-            config = replace(config, DATA=data_node)
-            data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-            setup = Setup(config, data, world, RankStatus(line.update), console)
-            find(setup, options, analysis)
+            if options.hf is not None:
+                predict_language_sizes(gpus_of(options, config), options, analysis, line.update)
+            else:
+                data_node, _ = with_normalisation(config.DATA, config.MODEL)
+                config = replace(config, DATA=data_node)
+                data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+                find(Setup(config, data, world, RankStatus(line.update), console), options, analysis)
         analysis.interrupted = False
     except KeyboardInterrupt:
         logger.info("interrupted; what has been measured so far is written")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ MARGIN_NOTE = f"predicted with {100 * (MARGIN - 1):.3g} % margin"
 
 def show(analysis: Analysis, console: Console) -> None:
     """Print the tables of sizes, speeds and remedies, each with its notes, and YAML to paste."""
-    parts = [sizes_table(analysis), *_notes(analysis)]
+    parts = [sizes_table(analysis), *_notes(analysis), *filter(None, [parts_table(analysis)])]
     if analysis.speeds.sizes:
         parts += [speeds_table(analysis.speeds), *_speed_notes(analysis.speeds, analysis.goal)]
     if any(row.remedies for row in analysis.rows):
@@ -79,7 +79,7 @@ def _gib(num_bytes: int | None) -> str:
 
 
 def _notes(analysis: Analysis) -> list[str]:
-    """Where nothing fits, what other than memory bounds a size, and what most of the memory is used for."""
+    """Where nothing fits, and what other than memory bounds a size."""
     rows = analysis.sorted_rows()
     has_sizes = any(row.batch_size is not None for row in rows)
     found = analysis.reasons if has_sizes else []  # otherwise the reasons are the command's error
@@ -89,15 +89,25 @@ def _notes(analysis: Analysis) -> list[str]:
             bounds.setdefault((row.mode, row.limited_by or ""), []).append(row.memory)
     for (mode, limit), places in bounds.items():
         found.append(f"{mode}: {limit}, not memory, bounds the size at {', '.join(places)}")
-    largest = {row.mode: row for row in analysis.chosen_rows() if row.breakdown is not None}
-    for mode, row in largest.items():
-        parts = Counter(asdict(row.breakdown or Breakdown()))
-        total = parts.total()
-        if parts["rest"] < 0.5 * total:  # on a CPU the process itself is most of it
-            shares = [(name, part / total) for name, part in parts.most_common() if part >= 0.01 * total]
-            words = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares)
-            found.append(f"memory of {mode} at batch size {row.batch_size}: {words}")
     return found
+
+
+def parts_table(analysis: Analysis) -> Table | None:
+    """What takes the memory at each size to paste; None where the process itself takes most, as on a CPU."""
+    lines, shown = list[dict[str, str]](), {"batch size"}
+    for row in analysis.chosen_rows():
+        parts = Counter(
+            {name.replace("_", " "): part for name, part in vars(row.breakdown or Breakdown()).items()}
+        )
+        total = parts.total()
+        if 2 * parts["rest"] < total:
+            shown |= {name for name, part in parts.items() if part > total / 100}
+            shown |= {"device", "mode"} if row.device else {"mode"}
+            places = {"device": row.device, "mode": row.mode, "batch size": str(row.batch_size or 1)}
+            lines.append(places | {name: _gib(part) for name, part in parts.most_common()})
+    headings = [heading for heading in dict.fromkeys(chain(*lines)) if heading in shown]
+    rows = ([line[heading] for heading in headings] for line in lines)
+    return table("What takes the memory, in GiB", headings, rows, left=("device", "mode")) if lines else None
 
 
 def speeds_table(speeds: Speeds) -> Table:
@@ -152,9 +162,11 @@ def remedies_table(analysis: Analysis) -> Table:
     lines = []
     for effects in zip(*(row.remedies for row in rows), strict=False):  # of one remedy on each device
         row, remedy = rows[0], effects[0]
-        keys = " ".join(f"{key}={value}" for key, value in remedy.keys.items())
+        items = remedy.keys.items()
+        keys = " ".join(key if key == "--checkpointing" else f"{key}={value}" for key, value in items)
+        size = str(row.batch_size or 1)
         if remedy.reason is not None:
-            lines.append([f"{keys}: {remedy.reason}", str(row.batch_size)])
+            lines.append([f"{keys}: {remedy.reason}", size])
             continue
         before, saved = remedy.peak_bytes_before or 0, remedy.saved_bytes
         share = "" if saved is None or not before else f"{saved / before:.1%}"
@@ -163,13 +175,15 @@ def remedies_table(analysis: Analysis) -> Table:
             pairs = zip(rows, effects, strict=True)
             gains = [f"{_size(each.safe_batch_size)} in {place.memory}" for place, each in pairs]
         peaks = [_gib(remedy.peak_bytes_before), _gib(remedy.peak_bytes)]
-        lines.append([keys, str(row.batch_size), *peaks, share, "\n".join(gains)])
+        lines.append([keys, size, *peaks, share, "\n".join(gains)])
     return table(f"Remedies in training, {how}", headings, lines, left=("remedy",))
 
 
 def yaml_blocks(analysis: Analysis) -> str:
     """YAML to paste into a configuration: one block for each device."""
     chosen, blocks = analysis.chosen_rows(), []
+    if "method" in analysis.environment:  # a language model, which has no configuration
+        return ""
     for device in dict.fromkeys(row.device for row in chosen):  # one without a name where sizes were measured
         rows = [row for row in chosen if row.device == device]
         heading = f"{rows[0].memory_fraction:.0%} of {device or 'the memory'}"
