@@ -507,7 +507,8 @@ def hub(name: str, head: str = "ForCausalLM", **settings: Any) -> nn.Module:
 
     small = {
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 5000, "n_embd": 128, "n_layer": 2, "n_head": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 5000, "n_embd": 128, "n_layer": 2,
+        "n_head": 4,
         "d_model": 128, "d_ff": 256, "d_kv": 32, "num_layers": 2, "num_heads": 4, "ffn_dim": 256,
         "word_embed_proj_dim": 128, "n_layers": 2, "n_heads": 4, "dim": 128, "hidden_dim": 256,
         "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256,

@@ -21,7 +21,6 @@ import torch
 
 from linnaeus.autobatch.arguments import check_choice, check_count
 from linnaeus.autobatch.predict.prediction import BATCH_SIZES, Prediction
-from linnaeus.autobatch.predict.recorder import Event
 from linnaeus.autobatch.predict.trace import Trace, trace
 
 Method = Literal["full", "lora"]
@@ -58,36 +57,32 @@ class LanguagePrediction:
         low, high = BATCH_SIZES
         first_end, end = (index for index, event in enumerate(first) if event.kind == "mark")
         ends = {event.storage: index for index, event in enumerate(first[:end]) if event.kind == "release"}
-        tensors = [
-            (begin, ends.get(one.storage, end), one, other.num_bytes)
-            for begin, (one, other) in enumerate(zip(first[:end], second[:end], strict=True))
-            if one.kind == "allocate"
-        ]
-        # The optimizer begins where it allocates its state in the first step; in the second as late.
-        held = [begin for begin, until, one, _ in tensors if until == end and one.label != "state"]
-        update = first_end + 1 + held[0] - sum(one.label == "state" for _, _, one, _ in tensors)
-
-        def kind_of(begin: int, until: int, one: Event, other_bytes: int) -> str:
-            if one.label == "state" or until == end:
-                return "parameters" if one.label == "state" else "optimizer_state"
-            if one.num_bytes == other_bytes:
-                return "gradients" if first_end < begin < update <= until else "weight_copies"
-            is_of_logits = one.num_bytes in (2 * low * self._num_logits, 4 * low * self._num_logits)
-            return "logits" if is_of_logits else "activations"
-
-        sizes = [
-            one.num_bytes + (more - one.num_bytes) * (n - low) // (high - low) for *_, one, more in tensors
-        ]
-        changes = [0] * (end + 1)
-        for (begin, until, *_), size in zip(tensors, sizes, strict=True):
-            changes[begin] += size
-            changes[until] -= size
+        changes, tensors = [0] * (end + 1), []
+        for begin, (one, other) in enumerate(zip(first[:end], second[:end], strict=True)):
+            if one.kind == "allocate":
+                growth, until = other.num_bytes - one.num_bytes, ends.get(one.storage, end)
+                size = one.num_bytes + growth * (n - low) // (high - low)
+                changes[begin] += size
+                changes[until] -= size
+                tensors.append((begin, until, size, growth, one.label))
         live = [*accumulate(changes)]
         peak = max(range(first_end, end), key=live.__getitem__)
+        # The first step allocates the optimizer's state when it updates; the second updates as late.
+        num_state = sum(label == "state" for *_, label in tensors)
+        kept = [begin for begin, until, *_ in tensors if until == end][num_state]
+        update = first_end + 1 + kept - num_state
         parts = Counter(dict.fromkeys(_PARTS, 0))
-        for tensor, size in zip(tensors, sizes, strict=True):
-            if tensor[0] <= peak < tensor[1]:
-                parts[kind_of(*tensor)] += size
+        for begin, until, size, growth, label in tensors:
+            if not begin <= peak < until:
+                continue
+            if begin < first_end:
+                kind = "parameters" if label == "state" else "optimizer_state"
+            elif growth:
+                is_of_logits = size in (2 * n * self._num_logits, 4 * n * self._num_logits)
+                kind = "logits" if is_of_logits else "activations"
+            else:
+                kind = "gradients" if begin < update <= until else "weight_copies"
+            parts[kind] += size
         peak_bytes = self.prediction.peak_bytes(n) if peak_bytes is None else peak_bytes
         return {**parts, "rest": peak_bytes - parts.total()}
 
