@@ -37,9 +37,8 @@ from linnaeus.autobatch.search import (
     PredictedPoint,
     SearchResult,
     TrialRecord,
-    carry_over,
     find_largest,
-    judged,
+    status_of,
 )
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.snapshot import Snapshot, parameters_of
@@ -360,7 +359,8 @@ class BatchSizeFinder:
         self._warn_about_equal_peaks()
         size = found.size
         limited_by = self._bound if found.limited_by == "max_batch_size" else found.limited_by
-        self.trials[num_before:] = judged(self.trials[num_before:], self.budget_bytes)
+        for place, trial in enumerate(self.trials[num_before:], start=num_before):
+            self.trials[place] = replace(trial, status=status_of(trial.peak_bytes, self.budget_bytes))
         return AutoBatchResult(
             mode=self.mode,
             batch_size=size,
@@ -459,9 +459,10 @@ class BatchSizeFinder:
         return self.memory.budget(fraction, self._limit_bytes)
 
     def _set_budget(self, budget_bytes: int) -> None:
-        """Set the budget of the trials to come, and keep of earlier trials what they say about it."""
-        kept = carry_over(self._known.values(), old_budget_bytes=self.budget_bytes, budget_bytes=budget_bytes)
-        self._known = {trial.size: trial for trial in kept}
+        """Set the budget of the trials to come. What ran out of memory under a smaller one may fit it."""
+        if budget_bytes > self.budget_bytes:
+            known = self._known.values()
+            self._known = {trial.size: trial for trial in known if trial.peak_bytes is not None}
         self.budget_bytes = self._runner.budget_bytes = budget_bytes
 
     def _limits(self, fraction: float) -> SearchLimits:

@@ -37,7 +37,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal["fits", "over", "oom"]
@@ -201,7 +201,7 @@ def find_largest(
         deadline_s: no trial starts later than this many seconds after the call.
         known: earlier trials, one for each size. They count as run: they bound and guide the search, and may
             hold its answer. Peaks are judged by this search's budget, not by their status. A record without
-            a peak counts as out of memory at this budget too; `carry_over` drops those that may not be.
+            a peak counts as out of memory, so leave those out that had a smaller budget.
         fixed_bytes: part of every peak that is known not to depend on the size, such as what is held before
             the first sample. It makes the first guesses of a guided search better.
         clock: seconds, for the deadline and the records.
@@ -235,7 +235,7 @@ def find_largest(
         tried, peak_bytes = clock(), None
         with contextlib.suppress(OutOfMemory):
             peak_bytes = measure(size)
-        record = TrialRecord(size, _status(peak_bytes, budget_bytes), peak_bytes, clock() - tried)
+        record = TrialRecord(size, status_of(peak_bytes, budget_bytes), peak_bytes, clock() - tried)
         search.add(record)
         if on_trial:
             on_trial(record)
@@ -248,30 +248,8 @@ def find_largest(
     )
 
 
-def carry_over(
-    trials: Iterable[TrialRecord], *, old_budget_bytes: int, budget_bytes: int
-) -> tuple[TrialRecord, ...]:
-    """Convert trials under one budget to records for a search under another, for `find_largest(known=...)`.
-
-    A peak holds under any budget, so its status is judged anew. A size that ran out of memory left no peak,
-    and may have done so only because of the cap at the old budget, so it says nothing about a larger budget.
-
-    >>> trials = [TrialRecord(8, "fits", 900, 0.1), TrialRecord(16, "oom", None, 0.1)]
-    >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=800)]
-    [(8, 'over'), (16, 'oom')]
-    >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=1200)]
-    [(8, 'fits')]
-    """
-    kept = (trial for trial in trials if trial.peak_bytes is not None or budget_bytes <= old_budget_bytes)
-    return judged(kept, budget_bytes)
-
-
-def judged(trials: Iterable[TrialRecord], budget_bytes: int) -> tuple[TrialRecord, ...]:
-    """The trials with the status that their peaks have under a budget."""
-    return tuple(replace(trial, status=_status(trial.peak_bytes, budget_bytes)) for trial in trials)
-
-
-def _status(peak_bytes: int | None, budget_bytes: int) -> Status:
+def status_of(peak_bytes: int | None, budget_bytes: int) -> Status:
+    """The status of a trial with this peak under a budget."""
     if peak_bytes is None:
         return "oom"
     return "fits" if peak_bytes <= budget_bytes else "over"
