@@ -26,7 +26,7 @@ from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
-from linnaeus.autobatch.nothing_fits import NothingFits
+from linnaeus.autobatch.nothing_fits import nothing_fits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
 from linnaeus.autobatch.optimizers import check_restorable, unlisted_optimizers_refused
 from linnaeus.autobatch.predicted import START_FRACTION, moments_bytes, traced
@@ -350,12 +350,12 @@ class BatchSizeFinder:
     ) -> AutoBatchResult:
         fraction = settings.target_memory_fraction
         if found.size is None:
-            failure = NothingFits(
-                self.mode, self._limits(fraction), self.memory.device, self.trials, found.limited_by,
-                settings.min_batch_size, self.held_bytes, self._outside(), self._names,
-                self._predicted_bytes(self.min_size, self._other_bytes),
-            )  # fmt: skip
-            raise AutoBatchError(str(failure))
+            raise AutoBatchError(nothing_fits(
+                self.mode, self._limits(fraction), self.memory.device, trials=self.trials,
+                limited_by=found.limited_by, min_batch_size=settings.min_batch_size,
+                held_bytes=self.held_bytes, outside=self._outside(), names=self._names,
+                predicted_bytes=self._predicted_bytes(self.min_size, self._other_bytes),
+            ))  # fmt: skip
         self._warn_about_equal_peaks()
         size = found.size
         limited_by = self._bound if found.limited_by == "max_batch_size" else found.limited_by
@@ -468,7 +468,7 @@ class BatchSizeFinder:
     def _limits(self, fraction: float) -> SearchLimits:
         return SearchLimits(
             min_size=self.min_size, max_size=self._max_size, budget_bytes=self.budget_bytes,
-            target_memory_fraction=fraction, total_bytes=self.total_bytes, total_is_limit=self._is_limited,
+            target_memory_fraction=fraction, total_bytes=self.total_bytes,
             total_name=last_part(self._names.memory_limit_gb) if self._is_limited else "",
         )  # fmt: skip
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -15,14 +14,14 @@ from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
 
 
-@dataclass(frozen=True)
-class NothingFits:
-    """A search without a result; `str` gives the message.
+def nothing_fits(
+    mode: Mode, limits: SearchLimits, device: torch.device, *, trials: Sequence[TrialRecord],
+    limited_by: str, min_batch_size: int, held_bytes: int, outside: str, names: Names,
+    predicted_bytes: int | None,
+) -> str:  # fmt: skip
+    """The message of a search without a result.
 
-    Attributes:
-        mode: `train` or `val`.
-        limits: bounds and budget of the search.
-        device: where the trials ran.
+    Args:
         trials: all trials of the finder.
         limited_by: why the search ended.
         min_batch_size: the smallest size asked for; with BatchNorm, the smallest size tried may be larger.
@@ -31,67 +30,45 @@ class NothingFits:
         names: what the message calls the settings.
         predicted_bytes: what the process is predicted to hold with the smallest size; None if unknown.
     """
+    settings = {"timeout": ("time", names.timeout_minutes), "max_trials": ("trials", names.max_trials)}
+    what, setting = settings.get(limited_by, ("", ""))
+    reason = f"the {what} ran out ({setting}) before a batch size fitted" if what else "no batch size fits"
+    origin = f"({names.memory_limit_gb})" if limits.total_name else f"on {device}"
+    sizes = limits.budget_bytes, limits.total_bytes, held_bytes
+    budget, total, held = (f"{num_bytes / GIB:.2f} GiB" for num_bytes in sizes)
+    others_bytes = int(limits.target_memory_fraction * limits.total_bytes) - limits.budget_bytes
+    has_others = others_bytes > GIB // 100
+    others = f", less {others_bytes / GIB:.2f} GiB for others or a cap of the allocator ({outside})"
+    tried = ", ".join(f"{trial.size} ({_outcome(trial)})" for trial in trials)
+    remedies = [f"raise {setting}"] if setting else []
+    if held_bytes < limits.budget_bytes:  # else no size is small enough
+        smallest = f"{names.min_batch_size} or " if min_batch_size > 1 else ""
+        checkpointing = f"{names.checkpointing} or " if mode == "train" else ""
+        remedies += [f"lower {smallest}{names.sample_size}", f"use {checkpointing}{names.half_precision}"]
+    remedies.append(f"choose a smaller {names.model}")
+    raised = [names.target_memory_fraction] if limits.target_memory_fraction < 1 else []
+    raised += [names.memory_limit_gb] if limits.total_name else []
+    if raised:
+        remedies.append(f"raise {' or '.join(raised)}")
+    if has_others:
+        remedies.append(f"free memory on {device}")
+    return (
+        f"AutoBatch ({mode}): {reason}. Budget {budget} for this process: "
+        f"{limits.target_memory_fraction:.0%} of {total} {origin}{others if has_others else ''}; "
+        f"{held} are held before the first sample. Tried: {tried or 'nothing'}."
+        f"{_predicted(limits, predicted_bytes)} What helps: {'; '.join(remedies)}."
+    )
 
-    mode: Mode
-    limits: SearchLimits
-    device: torch.device
-    trials: Sequence[TrialRecord]
-    limited_by: str
-    min_batch_size: int
-    held_bytes: int
-    outside: str
-    names: Names
-    predicted_bytes: int | None = None
 
-    def __str__(self) -> str:
-        limits, names = self.limits, self.names
-        settings = {"timeout": ("time", names.timeout_minutes), "max_trials": ("trials", names.max_trials)}
-        what, setting = settings.get(self.limited_by, ("", ""))
-        reason = (
-            f"the {what} ran out ({setting}) before a batch size fitted" if what else "no batch size fits"
-        )
-        origin = f"({names.memory_limit_gb})" if limits.total_is_limit else f"on {self.device}"
-        sizes = limits.budget_bytes, limits.total_bytes, self.held_bytes
-        budget, total, held = (f"{num_bytes / GIB:.2f} GiB" for num_bytes in sizes)
-        others_bytes = int(limits.target_memory_fraction * limits.total_bytes) - limits.budget_bytes
-        has_others = others_bytes > GIB // 100
-        others = f", less {others_bytes / GIB:.2f} GiB for others or a cap of the allocator ({self.outside})"
-        tried = ", ".join(f"{trial.size} ({_outcome(trial)})" for trial in self.trials)
-        return (
-            f"AutoBatch ({self.mode}): {reason}. Budget {budget} for this process: "
-            f"{limits.target_memory_fraction:.0%} of {total} {origin}{others if has_others else ''}; "
-            f"{held} are held before the first sample. Tried: {tried or 'nothing'}.{self._predicted()} "
-            f"What helps: {'; '.join(self._remedies(setting, has_others))}."
-        )
-
-    def _predicted(self) -> str:
-        """What the smallest size would need, where that is known and more than the budget."""
-        limits = self.limits
-        if self.predicted_bytes is None or self.predicted_bytes <= limits.budget_bytes:
-            return ""
-        needed = f" Batch size {limits.min_size} is predicted to need {self.predicted_bytes / GIB:.2f} GiB"
-        if limits.total_is_limit:
-            return f"{needed}."
-        device_bytes = (self.predicted_bytes + ASSUMED_BASE_BYTES) / limits.target_memory_fraction
-        return f"{needed}: {device_that_would_do(device_bytes)}, with nothing else on it."
-
-    def _remedies(self, setting: str, has_others: bool) -> Iterator[str]:
-        """What the user can do. Where the budget is held before the first sample, none is small enough."""
-        names, limits = self.names, self.limits
-        if setting:
-            yield f"raise {setting}"
-        if self.held_bytes < limits.budget_bytes:
-            smallest = f"{names.min_batch_size} or " if self.min_batch_size > 1 else ""
-            yield f"lower {smallest}{names.sample_size}"
-            checkpointing = f"{names.checkpointing} or " if self.mode == "train" else ""
-            yield f"use {checkpointing}{names.half_precision}"
-        yield f"choose a smaller {names.model}"
-        raised = [names.target_memory_fraction] if limits.target_memory_fraction < 1 else []
-        raised += [names.memory_limit_gb] if limits.total_is_limit else []
-        if raised:
-            yield f"raise {' or '.join(raised)}"
-        if has_others:
-            yield f"free memory on {self.device}"
+def _predicted(limits: SearchLimits, num_bytes: int | None) -> str:
+    """What the smallest size would need, where that is known and more than the budget."""
+    if num_bytes is None or num_bytes <= limits.budget_bytes:
+        return ""
+    needed = f" Batch size {limits.min_size} is predicted to need {num_bytes / GIB:.2f} GiB"
+    if limits.total_name:
+        return f"{needed}."
+    device_bytes = (num_bytes + ASSUMED_BASE_BYTES) / limits.target_memory_fraction
+    return f"{needed}: {device_that_would_do(device_bytes)}, with nothing else on it."
 
 
 def _outcome(trial: TrialRecord) -> str:

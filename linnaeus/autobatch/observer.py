@@ -28,8 +28,7 @@ class SearchLimits:
         budget_bytes: what the process may hold on the device.
         target_memory_fraction: fraction of `total_bytes` that may be in use on the device.
         total_bytes: the device's memory, or the limit set for it.
-        total_is_limit: whether `total_bytes` is the limit.
-        total_name: name of that limit; empty where `total_bytes` is the device's memory.
+        total_name: name of the limit that `total_bytes` is; empty where it is the device's memory.
     """
 
     min_size: int
@@ -37,7 +36,6 @@ class SearchLimits:
     budget_bytes: int
     target_memory_fraction: float
     total_bytes: int
-    total_is_limit: bool
     total_name: str = ""
 
 
