@@ -25,7 +25,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
-from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
 from linnaeus.autobatch.nothing_fits import nothing_fits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
 from linnaeus.autobatch.optimizers import check_restorable, unlisted_optimizers_refused
@@ -40,7 +39,7 @@ from linnaeus.autobatch.search import (
     find_largest,
     status_of,
 )
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings, last_part
 from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import NEARLY_FULL, TrialRunner, existing_objects_frozen

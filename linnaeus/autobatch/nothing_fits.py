@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.names import Names
 from linnaeus.autobatch.observer import SearchLimits, gib
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, device_that_would_do
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.settings import Names
 
 
 def nothing_fits(

@@ -18,8 +18,8 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.interface import DeviceMemory, empty_cache, synchronize
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
-from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.search import OutOfMemory
+from linnaeus.autobatch.settings import ARGUMENTS, Names
 from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 
 MIN_TIMED_STEPS = 5

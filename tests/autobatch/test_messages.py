@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from linnaeus.autobatch import auto_find_batch_size, longest
 from linnaeus.autobatch.finder import BatchSizeFinder, _warn_once
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.names import ARGUMENTS
 from linnaeus.autobatch.nothing_fits import nothing_fits
 from linnaeus.autobatch.observer import SearchLimits, SearchLog
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.search import PredictedPoint, TrialRecord, find_largest
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.settings import ARGUMENTS, SearchSettings
 from linnaeus.sizing.report import SearchProgress, summary
 from linnaeus.sizing.sizes import keys
 from tests.helpers.consoles import terminal

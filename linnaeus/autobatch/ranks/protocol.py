@@ -14,11 +14,10 @@ from typing import Any
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S, BatchSizeFinder
-from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.observer import gib
 from linnaeus.autobatch.ranks.control import ControlPlane, OverdueError
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings
 
 GRACE_S = CONFIRMATION_GRACE_S + 30.0
 """Time that the others wait beyond the deadline of a search: it finishes its last trial first."""
