@@ -129,7 +129,7 @@ class BatchSizeFinder:
         self._observer = observer or SearchLog(mode)
         self._state = state
         self._make_runner = partial(
-            TrialRunner, step, make_batch, state=state, memory=self.memory, budget_bytes=0,
+            TrialRunner, step, make_batch, state=state, memory=self.memory,
             num_steps=settings.steps_per_trial, training=mode == "train", train_once=train_once,
             before_trial=before_trial, names=names, empties_cache=empties_cache,
         )  # fmt: skip
@@ -400,7 +400,7 @@ class BatchSizeFinder:
     @property
     def held_bytes(self) -> int:
         """Bytes that the process holds now, between two trials."""
-        return self._runner.held_bytes
+        return self.memory.in_use()
 
     def measure(self, size: int) -> TrialRecord:
         """Run one size with the whole device, or the memory limit, as its budget."""
