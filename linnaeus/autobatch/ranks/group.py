@@ -93,7 +93,7 @@ def of_main(control: ControlPlane | None, value: Any) -> Any:
 def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
     """A new control plane for a group, once all its ranks have come."""
     rank = group.rank()
-    store = _store_of(group)
+    store = torch_dist.distributed_c10d._get_process_group_store(group)
     number = store.add(f"linnaeus/searches/{rank}", 1)  # each rank counts its own calls
     store = torch_dist.PrefixStore(f"linnaeus/{number}", store)
     name_of = partial(torch_dist.get_global_rank, group)
@@ -153,11 +153,3 @@ def check_equal(control: ControlPlane, facts: Mapping[str, Any], may_differ: str
             f"AutoBatch: ranks {control.name_of(0)} and {control.name_of(rank)} call auto_find_batch_size "
             f"with different arguments: {listed}. Give all ranks the same; only {may_differ} may differ"
         )
-
-
-def _store_of(group: torch_dist.ProcessGroup) -> torch_dist.Store:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    store = torch_dist.distributed_c10d._world.pg_map[group][1]
-    assert store is not None
-    return store
