@@ -109,10 +109,9 @@ class BatchSizeFinder:
     ) -> None:
         self.mode, self.settings = mode, settings
         try:
-            self.memory = device_memory(_device(state, device))
+            self.memory = device_memory(_device(state, device), neighbours)
         except NotImplementedError as error:
             raise AutoBatchError(f"AutoBatch ({mode}): {error}. Give a batch size of your own.") from error
-        self.memory.share(neighbours)
         self.trials: list[TrialRecord] = []
         self.budget_bytes = 0
         self._outside_bytes = self._held_at_start = 0  # outside and inside the allocator at the start
