@@ -25,8 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
-from linnaeus.autobatch.nothing_fits import nothing_fits
-from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
+from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver, nothing_fits
 from linnaeus.autobatch.optimizers import check_restorable, unlisted_optimizers_refused
 from linnaeus.autobatch.predicted import START_FRACTION, moments_bytes, traced
 from linnaeus.autobatch.result import AutoBatchResult, Mode, PredictedStart, Timing

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from linnaeus.autobatch import auto_find_batch_size, longest
 from linnaeus.autobatch.finder import BatchSizeFinder, _warn_once
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.nothing_fits import nothing_fits
-from linnaeus.autobatch.observer import SearchLimits, SearchLog
+from linnaeus.autobatch.observer import SearchLimits, SearchLog, nothing_fits
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.search import PredictedPoint, TrialRecord, find_largest
