@@ -70,14 +70,12 @@ class BatchSizeFinder:
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called with the size before each trial and each timing.
         names: what messages call the settings.
-        predict: gives the prediction of the step, for searches on CUDA devices to start from; see
-            `predict_step`. None searches without one.
+        predict: gives the prediction of the step, where searches on CUDA devices start.
         empties_cache: whether training empties the cache between its steps, as around a validation.
         neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
-        memory: the device's memory.
         total_bytes: the device's memory, or the limit set for it if that is less.
         trials: all trials so far, each added as soon as it has run.
         min_size: the smallest size that is tried: `min_batch_size`, or 2 where BatchNorm needs two samples.

@@ -73,7 +73,6 @@ class SearchLog(SearchObserver):
     """Logs one line for each search, each trial that has ended and each size timed.
 
     Attributes:
-        mode: begins every line.
         extra: attributes of the log records of trials.
         num_trials: trials that have ended.
         note: marks the result of a confirmation; empty for other trials.

@@ -81,10 +81,8 @@ class TrialRecord:
     """One size that was tried.
 
     Attributes:
-        size: the size.
         status: `fits` (ran within the budget), `over` (ran, above the budget) or `oom` (did not run).
         peak_bytes: what `measure` returned; None when it raised `OutOfMemory`.
-        seconds: how long the trial took.
     """
 
     size: int
@@ -115,8 +113,7 @@ class PredictedPoint:
     """What is predicted of one size: a search starts there.
 
     Attributes:
-        size: the size.
-        peak_bytes: what it is predicted to need.
+        peak_bytes: what the size is predicted to need.
         bytes_per_sample: what one more sample is predicted to need, above 0.
     """
 
@@ -185,15 +182,13 @@ def find_largest(
             the search. It is called at most once for each size.
         budget_bytes: a size fits if its peak is at most this. It may be zero or negative (others use the
             whole device): then nothing fits, and the smallest candidate is tried to show it.
-        min_size: smallest size that may be tried, at least 1.
-        max_size: largest size that may be tried.
+        min_size, max_size: of the candidates, inclusive; at least 1.
         multiple_of: only its multiples are candidates, and every size below the first of them.
         strategy: `guided` (see the module), `binary` (bisects the bounds), `power` (doubles from the smallest
             size while that fits) or `binsearch` (doubles, then bisects).
         tolerance: the search may end with a size below the largest, once the largest is known to be at most
             `size * (1 + tolerance)`, because some larger size ran and did not fit; in [0, 1). 0 finds the
             largest size itself.
-        max_trials: most trials to run.
         start: a size to try first, such as the answer of an earlier run; `binary` ignores it. It need not be
             a candidate.
         predicted: what is predicted; its size is tried first unless `start` is given. `guided` gives a
@@ -207,9 +202,6 @@ def find_largest(
         clock: seconds, for the deadline and the records.
         on_start: called with each size before it is tried.
         on_trial: called with each record after the trial.
-
-    Returns:
-        The best size seen to fit, with the trials.
 
     Raises:
         ValueError: the bounds leave no candidate.
@@ -292,10 +284,8 @@ class _Search:
     """State of a search: the bracket, the peaks and the trials.
 
     Attributes:
-        start: the size to start from; None without one.
-        fixed_bytes: known part of every peak that does not depend on the size.
+        start, fixed_bytes, tolerance: as for `find_largest`.
         predicted: the prediction; None without one, and once it is given up.
-        tolerance: how much larger the largest size may be than the answer, as a fraction of the answer.
         low: index of the largest candidate that was seen to fit; -1 without one.
         high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
             one.

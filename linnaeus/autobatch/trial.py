@@ -76,18 +76,12 @@ class TrialRunner:
     training keeps until the last trial.
 
     Args:
-        step: runs one full training or validation step on a batch.
-        make_batch: makes a batch of a given size on the device.
-        state: all objects that the step may change.
-        memory: the device's memory.
+        memory: of the device.
         snapshot: the copies of `state`.
         num_steps: steps per trial.
         training: whether modules run in training mode.
-        empties_cache: whether training empties the cache between its steps, as around a validation.
-        train_once: runs one training step, for validation. Without it, only optimizer state is allocated.
-        before_trial: called with the size before each trial and each timing.
-        names: what messages call the settings.
         budget_bytes: what the process may hold on the device; the search sets it.
+        step, make_batch, and the others: as for `BatchSizeFinder`.
     """
 
     step: Callable[[Any], object]
@@ -253,10 +247,7 @@ class TrialRunner:
         self._is_prepared = True
 
     def _allocate_optimizer_state(self) -> None:
-        """Allocate optimizer state by a step with zero gradients.
-
-        The step's own peak does not count: the trial resets the peak afterwards.
-        """
+        """Allocate optimizer state by a step with zero gradients; the trial resets the peak afterwards."""
         for optimizer in self._optimizers:
             if not all(optimizer.state.get(parameter) for parameter in _trainable(optimizer)):
                 step_with_zero_gradients(optimizer, self.memory.refused)

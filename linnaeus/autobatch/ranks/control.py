@@ -229,7 +229,6 @@ class ControlPlane:
         """The values of all ranks, in rank order, on every rank. They must be picklable.
 
         Args:
-            value: this rank's.
             limit_s: how long to wait for each of the others; None waits as long as they live.
             on_wait: called about every second with the name of the rank that this one waits for, and with
                 what that one does.

@@ -54,9 +54,7 @@ class RankStatus:
         """The picklable results of all ranks, in rank order; without a collective. All must call this.
 
         Args:
-            result: of this rank.
             timeout_minutes: deadline of the others' work; they are waited for `GRACE_S` longer.
-            names: what messages call the settings.
 
         Raises:
             LinnaeusError: another rank has failed, has died, hangs or has not finished in time.
@@ -95,12 +93,10 @@ def search_on_ranks(
         finder_for: makes the finder of this rank, whose trials use no collective, and which updates the
             status.
         settings: of the search, the same on every rank.
-        control: the control plane of the ranks; None if there are no others.
+        control, show: see `RankStatus`.
         found: what an earlier call has returned: all run `size`, once, and look below it where it does not
             fit. Memory does not always grow with the size: a smaller size may not fit either.
         size: chosen earlier. It is tried first, and no larger one is.
-        show: see `RankStatus`.
-        names: what messages call the settings.
 
     Returns:
         The result with the trials of rank 0. If the last size run fits on every rank, it is among those that
