@@ -33,9 +33,6 @@ NEARLY_FULL = 0.9
 """Fraction of the budget above which a trial empties the cache and repeats its steps: that raises a peak by
 less than the rest."""
 
-FEW_OBJECTS = 50_000
-"""A collection of fewer objects takes some milliseconds."""
-
 logger = logging.getLogger("linnaeus.autobatch")
 
 
@@ -46,8 +43,7 @@ def existing_objects_frozen() -> Iterator[None]:
     After importing torch a full collection takes half a second, and every trial runs several. Where the
     caller has frozen objects, nothing is done, because unfreezing would release the caller's objects too.
     """
-    # Python counts frozen objects one by one: where few are left to collect, they need not be counted.
-    if len(gc.get_objects(generation=2)) < FEW_OBJECTS or gc.get_freeze_count():
+    if gc.get_freeze_count():
         yield
         return
     gc.collect()
