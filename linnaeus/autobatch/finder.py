@@ -239,9 +239,10 @@ class BatchSizeFinder:
     ) -> SearchResult:
         """Check the size found against a budget that is read again; if it no longer fits, search below it.
 
-        It runs once more only where notably more is held than before, and another size has run since. After a
-        search below, the budget is read again, until the size found fits what was read after it ran. No trial
-        begins after the deadline.
+        It runs once more only where notably more is held than before, and another size has run since. A
+        search below starts a little below the size, and counts earlier trials only where the time runs out
+        before a size has fitted. Then the budget is read again, until the size found fits what was read after
+        it ran. No trial begins after the deadline.
         """
         has_grown = self._read_budget_again(fraction)
         if found.size is not None and has_grown and self.trials[-1].size != found.size:
@@ -254,25 +255,17 @@ class BatchSizeFinder:
             if newest.fits(self.budget_bytes):
                 break
             logger.info("batch size %d no longer fits: %s", found.size, self._outside())
-            found = self._search_below(newest, tolerance, deadline)
+            candidates = Candidates(self.min_size, newest.size, self.settings.multiple_of)
+            last = len(candidates) - 1
+            found = self._search(
+                "confirmation", max_size=newest.size, known=[newest], tolerance=tolerance,
+                start=candidates[max(last - max(1, int(tolerance * last)), 0)],
+                deadline_s=deadline - time.monotonic(),
+            )  # fmt: skip
+            if found.size is None and found.limited_by == "timeout":
+                found = self._without_further_trials()
             self._read_budget_again(fraction)
         return found
-
-    def _search_below(self, newest: TrialRecord, tolerance: float, deadline: float) -> SearchResult:
-        """Find the largest size below one that no longer fits, from a size a little below it.
-
-        What trials before the confirmation say counts only where the time runs out before a size has fitted.
-        """
-        candidates = Candidates(self.min_size, newest.size, self.settings.multiple_of)
-        last = len(candidates) - 1
-        below = self._search(
-            "confirmation", max_size=newest.size, known=[newest], tolerance=tolerance,
-            start=candidates[max(last - max(1, int(tolerance * last)), 0)],
-            deadline_s=deadline - time.monotonic(),
-        )  # fmt: skip
-        if below.size is None and below.limited_by == "timeout":
-            return self._without_further_trials()
-        return below
 
     def _without_further_trials(self) -> SearchResult:
         """The largest size that fits according to its newest trial, with what has come to be held since."""
