@@ -113,7 +113,5 @@ def empty_cache(device: torch.device) -> None:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its queued work; the CPU queues none."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)
