@@ -101,11 +101,7 @@ class Snapshot:
         return [part for part in self.optimizers if "_optimizer_load_state_dict_pre_hooks" in vars(part)]
 
     def check_restored(self) -> None:
-        """Check, after `restore_parts`, that objects other than optimizers and modules are as before.
-
-        Raises:
-            AutoBatchError: names the type of one whose `load_state_dict` has left it different.
-        """
+        """Raise AutoBatchError if an object's `load_state_dict` does not put back its `state_dict`."""
         for part, saved in self._others:
             now = nest.map_leaves(_saved, part.state_dict())
             differs = nest.structure(saved) != nest.structure(now)
@@ -250,11 +246,7 @@ class Contents:
                 waiting.extend(inside(value))
 
     def restore(self, *, with_values: bool = True) -> None:
-        """Put back what differs: what was added goes, what was removed or replaced is the same again.
-
-        Args:
-            with_values: whether parameters get their values back.
-        """
+        """Put back what differs, parameters' values only `with_values`; what was added goes."""
         for container, content in self._containers:
             if not _holds(container, content):
                 container.clear()
