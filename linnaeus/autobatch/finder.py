@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -405,10 +404,7 @@ class BatchSizeFinder:
 
     def _time_steps(self, size: int) -> list[float]:
         self._observer.trial_started(size, "timing")
-        try:
-            seconds = self._runner.time(size)
-        except OutOfMemory:  # less memory is free than when the size ran
-            seconds = [math.inf]
+        seconds = self._runner.time(size)
         self._observer.size_timed(self._timing(size, statistics.median(seconds)))
         return seconds
 
