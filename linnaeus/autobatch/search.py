@@ -168,8 +168,8 @@ def find_largest(
     known: Iterable[TrialRecord] = (),
     fixed_bytes: int = 0,
     clock: Callable[[], float] = time.monotonic,
-    on_start: Callable[[int], None] | None = None,
-    on_trial: Callable[[TrialRecord], None] | None = None,
+    on_start: Callable[[int], object] = lambda size: None,
+    on_trial: Callable[[TrialRecord], object] = lambda trial: None,
 ) -> SearchResult:
     """Find the largest size whose peak is within the budget.
 
@@ -222,15 +222,13 @@ def find_largest(
             stopped_by = "timeout"
             break
         size = search.candidates[search.inside(index)]
-        if on_start:
-            on_start(size)
+        on_start(size)
         tried, peak_bytes = clock(), None
         with contextlib.suppress(OutOfMemory):
             peak_bytes = measure(size)
         record = TrialRecord(size, status_of(peak_bytes, budget_bytes), peak_bytes, clock() - tried)
         search.add(record)
-        if on_trial:
-            on_trial(record)
+        on_trial(record)
     return SearchResult(
         size=search.candidates[search.low] if search.low >= 0 else None,
         certified=search.certified,
