@@ -130,12 +130,7 @@ def _agreed_bounds(
     control: ControlPlane, settings: SearchSettings, mode: Mode, state: Sequence[Any],
     bounds: Mapping[str, int],
 ) -> dict[str, int]:  # fmt: skip
-    """Check that all ranks ask for the same and can step alone; of each upper bound, the lowest.
-
-    Raises:
-        AutoBatchError: `state` cannot step on one rank alone.
-        LinnaeusError: another rank has failed, or its arguments differ; on every rank.
-    """
+    """Check that all ranks ask for the same and can step alone; of each upper bound, the lowest."""
     shared = asdict(replace(settings, memory_limit_gb=None))
     kinds = [type(part).__name__ for part in state]
     check_equal(control, {"mode": mode, **shared, "the kinds of objects in state": kinds})

@@ -188,7 +188,13 @@ class BatchSizeFinder:
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, fraction, tolerance, deadline)
-        self._warn_about_growth()
+        if self._has_grown():  # no part of `state` holds it
+            logger.warning(
+                "warning: the process holds %.3g MiB more than when the search began, although each trial is "
+                "undone: the step keeps tensors from call to call, such as losses in a list without .item(). "
+                "What it keeps so in training comes on top of what a trial shows",
+                (self.held_bytes - self._held_at_start) / 1024**2,
+            )
         result = self._result(found, settings, num_before, started)
         if predicted is not None:
             peak_bytes = self._predicted_bytes(result.batch_size, predicted.other_bytes)
@@ -274,11 +280,7 @@ class BatchSizeFinder:
         return replace(found, certified=False, limited_by="timeout")
 
     def _read_budget_again(self, fraction: float) -> bool:
-        """Lower the budget by what has come into memory outside the allocator since the search began.
-
-        Returns:
-            Whether that is notable, or what the process holds between trials has notably grown.
-        """
+        """Lower the budget by what is new outside the allocator; whether anything held has notably grown."""
         before_bytes = self.budget_bytes
         self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))
         is_lower = before_bytes - self.budget_bytes > NOTABLE_GROWTH * self.memory.total_bytes
@@ -292,16 +294,6 @@ class BatchSizeFinder:
             f"{self.memory.outside() / GIB:.2f} GiB of {self.memory.device} are held by other processes and "
             f"outside the allocator of this one, {self._outside_bytes / GIB:.2f} GiB when the search began"
         )
-
-    def _warn_about_growth(self) -> None:
-        """Warn where the trials have left memory behind: no part of `state` holds it."""
-        if self._has_grown():
-            logger.warning(
-                "warning: the process holds %.3g MiB more than when the search began, although each trial is "
-                "undone: the step keeps tensors from call to call, such as losses in a list without .item(). "
-                "What it keeps so in training comes on top of what a trial shows",
-                (self.held_bytes - self._held_at_start) / 1024**2,
-            )
 
     def _has_grown(self) -> bool:
         """Whether the process holds notably more than when the search began."""

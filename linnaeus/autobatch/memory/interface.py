@@ -47,7 +47,6 @@ class DeviceMemory(FailedAllocations, ABC):
     """Memory of one device as the search sees it.
 
     Attributes:
-        total_bytes: memory of the device.
         placement_bytes: fragmentation allowance: what a step may reserve beyond the peak of an equal step,
             whose blocks lie otherwise between those that training keeps.
     """

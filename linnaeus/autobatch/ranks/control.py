@@ -101,9 +101,6 @@ class ControlPlane:
         limit_name: what messages call this limit.
         name_of: the number that messages give to a rank, such as that among all ranks of the job.
         clock: has the functions `monotonic` and `sleep`.
-
-    Attributes:
-        keys: what the ranks have told.
     """
 
     def __init__(
