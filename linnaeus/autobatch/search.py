@@ -121,10 +121,6 @@ class PredictedPoint:
     peak_bytes: float
     bytes_per_sample: float
 
-    def __post_init__(self) -> None:
-        if self.bytes_per_sample <= 0:
-            raise ValueError(f"bytes_per_sample is {self.bytes_per_sample}; it must be above 0")
-
     def at(self, size: int) -> float:
         """What another size is predicted to need, in bytes."""
         return self.peak_bytes + self.bytes_per_sample * (size - self.size)

@@ -21,7 +21,7 @@ from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.observer import SearchLimits, SearchLog, nothing_fits
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
-from linnaeus.autobatch.search import PredictedPoint, TrialRecord, find_largest
+from linnaeus.autobatch.search import TrialRecord, find_largest
 from linnaeus.autobatch.settings import ARGUMENTS, SearchSettings
 from linnaeus.sizing.report import SearchProgress, summary
 from linnaeus.sizing.sizes import keys
@@ -105,7 +105,6 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
     bounds = {"min_size": 9, "max_size": 15, "multiple_of": 8}
     yield "no multiple within the bounds", raised(find_largest, int, budget_bytes=1, **bounds)
     yield "a record without a size", raised(TrialRecord, 0, "fits", 1, 0.0)
-    yield "a prediction that does not grow", raised(PredictedPoint, 1, 1, 0)
 
 
 def optimizers() -> Iterator[tuple[str, str]]:
