@@ -15,10 +15,7 @@ from torch.distributed import ProcessGroup
 
 from linnaeus.autobatch.arguments import check_bounds, check_choice, check_functions, kind_of
 from linnaeus.autobatch.finder import BatchSizeFinder
-from linnaeus.autobatch.observer import (
-    SearchObserver,
-    check_observer,
-)
+from linnaeus.autobatch.observer import SearchObserver, check_observer
 from linnaeus.autobatch.optimizers import unlisted_optimizers_refused
 from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.ranks.control import ControlPlane
@@ -129,23 +126,14 @@ def auto_find_batch_size(
         return search_on_ranks(finder_for, settings, control)
 
 
-_OF_ONE_RANK = "step, make_batch, state, device, observer, memory_limit_gb, bounds"
-"""Arguments that may differ between ranks."""
-
-
 def _agreed_bounds(
     control: ControlPlane, settings: SearchSettings, mode: Mode, state: Sequence[Any],
     bounds: Mapping[str, int],
 ) -> dict[str, int]:  # fmt: skip
-    """Check that all ranks ask for the same and can step alone; of each upper bound, the lowest.
-
-    Raises:
-        AutoBatchError: `state` cannot step on one rank alone.
-        LinnaeusError: another rank has failed, or its arguments differ; on every rank.
-    """
+    """Check that all ranks ask for the same and can step alone; of each upper bound, the lowest."""
     shared = asdict(replace(settings, memory_limit_gb=None))
     kinds = [type(part).__name__ for part in state]
-    check_equal(control, {"mode": mode, **shared, "the kinds of objects in state": kinds}, _OF_ONE_RANK)
+    check_equal(control, {"mode": mode, **shared, "the kinds of objects in state": kinds})
     lowest: dict[str, int] = {}
     for name, bound in (item for each in control.gather(dict(bounds)) for item in each.items()):
         lowest[name] = min(bound, lowest.get(name, bound))

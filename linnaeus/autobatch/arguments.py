@@ -1,7 +1,4 @@
-"""Checks of the arguments of a search.
-
-Each raises a TypeError or a ValueError that says what was given and what is allowed.
-"""
+"""Checks of arguments: each raises a TypeError or ValueError with what was given and what is allowed."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
-from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
-from linnaeus.autobatch.nothing_fits import NothingFits
-from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
+from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver, nothing_fits
 from linnaeus.autobatch.optimizers import check_restorable, unlisted_optimizers_refused
 from linnaeus.autobatch.predicted import START_FRACTION, moments_bytes, traced
 from linnaeus.autobatch.result import AutoBatchResult, Mode, PredictedStart, Timing
@@ -37,12 +34,11 @@ from linnaeus.autobatch.search import (
     PredictedPoint,
     SearchResult,
     TrialRecord,
-    carry_over,
     find_largest,
-    judged,
     largest_within,
+    status_of,
 )
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings, last_part
 from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import NEARLY_FULL, TrialRunner, existing_objects_frozen
@@ -74,14 +70,12 @@ class BatchSizeFinder:
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called with the size before each trial and each timing.
         names: what messages call the settings.
-        predict: gives the prediction of the step, for searches on CUDA devices to start from; see
-            `predict_step`. None searches without one.
+        predict: gives the prediction of the step, where searches on CUDA devices start.
         empties_cache: whether training empties the cache between its steps, as around a validation.
         neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
-        memory: the device's memory.
         total_bytes: the device's memory, or the limit set for it if that is less.
         trials: all trials so far, each added as soon as it has run.
         min_size: the smallest size that is tried: `min_batch_size`, or 2 where BatchNorm needs two samples.
@@ -112,10 +106,9 @@ class BatchSizeFinder:
     ) -> None:
         self.mode, self.settings = mode, settings
         try:
-            self.memory = device_memory(_device(state, device))
+            self.memory = device_memory(_device(state, device), neighbours)
         except NotImplementedError as error:
             raise AutoBatchError(f"AutoBatch ({mode}): {error}. Give a batch size of your own.") from error
-        self.memory.share(neighbours)
         self.trials: list[TrialRecord] = []
         self.budget_bytes = 0
         self._outside_bytes = self._held_at_start = 0  # outside and inside the allocator at the start
@@ -132,7 +125,7 @@ class BatchSizeFinder:
         self._observer = observer or SearchLog(mode)
         self._state = state
         self._make_runner = partial(
-            TrialRunner, step, make_batch, state=state, memory=self.memory, budget_bytes=0,
+            TrialRunner, step, make_batch, state=state, memory=self.memory,
             num_steps=settings.steps_per_trial, training=mode == "train", train_once=train_once,
             before_trial=before_trial, names=names, empties_cache=empties_cache,
         )  # fmt: skip
@@ -196,7 +189,13 @@ class BatchSizeFinder:
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, fraction, tolerance, deadline)
-        self._warn_about_growth()
+        if self._has_grown():  # no part of `state` holds it
+            logger.warning(
+                "warning: the process holds %.3g MiB more than when the search began, although each trial is "
+                "undone: the step keeps tensors from call to call, such as losses in a list without .item(). "
+                "What it keeps so in training comes on top of what a trial shows",
+                (self.held_bytes - self._held_at_start) / 1024**2,
+            )
         result = self._result(found, settings, num_before, started)
         if predicted is not None:
             peak_bytes = self._predicted_bytes(result.batch_size, predicted.other_bytes)
@@ -247,9 +246,10 @@ class BatchSizeFinder:
     ) -> SearchResult:
         """Check the size found against a budget that is read again; if it no longer fits, search below it.
 
-        It runs once more only where notably more is held than before, and another size has run since. After a
-        search below, the budget is read again, until the size found fits what was read after it ran. No trial
-        begins after the deadline.
+        It runs once more only where notably more is held than before, and another size has run since. A
+        search below starts a little below the size, and counts earlier trials only where the time runs out
+        before a size has fitted. Then the budget is read again, until the size found fits what was read after
+        it ran. No trial begins after the deadline.
         """
         has_grown = self._read_budget_again(fraction)
         if found.size is not None and has_grown and self.trials[-1].size != found.size:
@@ -262,25 +262,17 @@ class BatchSizeFinder:
             if newest.fits(self.budget_bytes):
                 break
             logger.info("batch size %d no longer fits: %s", found.size, self._outside())
-            found = self._search_below(newest, tolerance, deadline)
+            candidates = Candidates(self.min_size, newest.size, self.settings.multiple_of)
+            last = len(candidates) - 1
+            found = self._search(
+                "confirmation", max_size=newest.size, known=[newest], tolerance=tolerance,
+                start=candidates[max(last - max(1, int(tolerance * last)), 0)],
+                deadline_s=deadline - time.monotonic(),
+            )  # fmt: skip
+            if found.size is None and found.limited_by == "timeout":
+                found = self._without_further_trials()
             self._read_budget_again(fraction)
         return found
-
-    def _search_below(self, newest: TrialRecord, tolerance: float, deadline: float) -> SearchResult:
-        """Find the largest size below one that no longer fits, from a size a little below it.
-
-        What trials before the confirmation say counts only where the time runs out before a size has fitted.
-        """
-        candidates = Candidates(self.min_size, newest.size, self.settings.multiple_of)
-        last = len(candidates) - 1
-        below = self._search(
-            "confirmation", max_size=newest.size, known=[newest], tolerance=tolerance,
-            start=candidates[max(last - max(1, int(tolerance * last)), 0)],
-            deadline_s=deadline - time.monotonic(),
-        )  # fmt: skip
-        if below.size is None and below.limited_by == "timeout":
-            return self._without_further_trials()
-        return below
 
     def _without_further_trials(self) -> SearchResult:
         """The largest size that fits according to its newest trial, with what has come to be held since."""
@@ -290,11 +282,7 @@ class BatchSizeFinder:
         return replace(found, certified=False, limited_by="timeout")
 
     def _read_budget_again(self, fraction: float) -> bool:
-        """Lower the budget by what has come into memory outside the allocator since the search began.
-
-        Returns:
-            Whether that is notable, or what the process holds between trials has notably grown.
-        """
+        """Lower the budget by what is new outside the allocator; whether anything held has notably grown."""
         before_bytes = self.budget_bytes
         self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))
         is_lower = before_bytes - self.budget_bytes > NOTABLE_GROWTH * self.memory.total_bytes
@@ -308,16 +296,6 @@ class BatchSizeFinder:
             f"{self.memory.outside() / GIB:.2f} GiB of {self.memory.device} are held by other processes and "
             f"outside the allocator of this one, {self._outside_bytes / GIB:.2f} GiB when the search began"
         )
-
-    def _warn_about_growth(self) -> None:
-        """Warn where the trials have left memory behind: no part of `state` holds it."""
-        if self._has_grown():
-            logger.warning(
-                "warning: the process holds %.3g MiB more than when the search began, although each trial is "
-                "undone: the step keeps tensors from call to call, such as losses in a list without .item(). "
-                "What it keeps so in training comes on top of what a trial shows",
-                (self.held_bytes - self._held_at_start) / 1024**2,
-            )
 
     def _has_grown(self) -> bool:
         """Whether the process holds notably more than when the search began."""
@@ -353,16 +331,17 @@ class BatchSizeFinder:
     ) -> AutoBatchResult:
         fraction = settings.target_memory_fraction
         if found.size is None:
-            failure = NothingFits(
-                self.mode, self._limits(fraction), self.memory.device, self.trials, found.limited_by,
-                settings.min_batch_size, self.held_bytes, self._outside(), self._names,
-                self._predicted_bytes(self.min_size, self._other_bytes),
-            )  # fmt: skip
-            raise AutoBatchError(str(failure))
+            raise AutoBatchError(nothing_fits(
+                self.mode, self._limits(fraction), self.memory.device, trials=self.trials,
+                limited_by=found.limited_by, min_batch_size=settings.min_batch_size,
+                held_bytes=self.held_bytes, outside=self._outside(), names=self._names,
+                predicted_bytes=self._predicted_bytes(self.min_size, self._other_bytes),
+            ))  # fmt: skip
         self._warn_about_equal_peaks()
         size = found.size
         limited_by = self._bound if found.limited_by == "max_batch_size" else found.limited_by
-        self.trials[num_before:] = judged(self.trials[num_before:], self.budget_bytes)
+        for place, trial in enumerate(self.trials[num_before:], start=num_before):
+            self.trials[place] = replace(trial, status=status_of(trial.peak_bytes, self.budget_bytes))
         return AutoBatchResult(
             mode=self.mode,
             batch_size=size,
@@ -403,7 +382,7 @@ class BatchSizeFinder:
     @property
     def held_bytes(self) -> int:
         """Bytes that the process holds now, between two trials."""
-        return self._runner.held_bytes
+        return self.memory.in_use()
 
     def measure(self, size: int) -> TrialRecord:
         """Run one size with the whole device, or the memory limit, as its budget."""
@@ -419,10 +398,7 @@ class BatchSizeFinder:
 
     def _time_steps(self, size: int) -> list[float]:
         self._observer.trial_started(size, "timing")
-        try:
-            seconds = self._runner.time(size)
-        except OutOfMemory:  # less memory is free than when the size ran
-            seconds = [math.inf]
+        seconds = self._runner.time(size)
         self._observer.size_timed(self._timing(size, statistics.median(seconds)))
         return seconds
 
@@ -461,15 +437,16 @@ class BatchSizeFinder:
         return self.memory.budget(fraction, self._limit_bytes)
 
     def _set_budget(self, budget_bytes: int) -> None:
-        """Set the budget of the trials to come, and keep of earlier trials what they say about it."""
-        kept = carry_over(self._known.values(), old_budget_bytes=self.budget_bytes, budget_bytes=budget_bytes)
-        self._known = {trial.size: trial for trial in kept}
+        """Set the budget of the trials to come. What ran out of memory under a smaller one may fit it."""
+        if budget_bytes > self.budget_bytes:
+            known = self._known.values()
+            self._known = {trial.size: trial for trial in known if trial.peak_bytes is not None}
         self.budget_bytes = self._runner.budget_bytes = budget_bytes
 
     def _limits(self, fraction: float) -> SearchLimits:
         return SearchLimits(
             min_size=self.min_size, max_size=self._max_size, budget_bytes=self.budget_bytes,
-            target_memory_fraction=fraction, total_bytes=self.total_bytes, total_is_limit=self._is_limited,
+            target_memory_fraction=fraction, total_bytes=self.total_bytes,
             total_name=last_part(self._names.memory_limit_gb) if self._is_limited else "",
         )  # fmt: skip
 

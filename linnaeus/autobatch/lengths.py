@@ -158,11 +158,8 @@ def num_values(sample: Any) -> int:
 def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> Sequence[Any] | None:
     """One length for each sample, without a look at the samples; None where there are none.
 
-    Args:
-        dataset, length: as for `longest`.
-
     Raises:
-        ValueError: a `length` that does not go with the dataset.
+        ValueError: a `length` that does not go with the dataset; see `longest`.
     """
     columns = getattr(dataset, "column_names", None)
     if isinstance(length, str):

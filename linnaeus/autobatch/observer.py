@@ -1,16 +1,20 @@
-"""What a search tells about itself while it runs, and the log lines that follow from it."""
+"""What a search tells: its events, their log lines, and the message where no batch size fits."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, device_that_would_do
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.settings import Names
 
 Purpose = Literal["warm-up", "trial", "confirmation", "timing"]
 """Why a size is run: to load kernels, to find the size, to run the size found again, or to time it."""
@@ -28,8 +32,7 @@ class SearchLimits:
         budget_bytes: what the process may hold on the device.
         target_memory_fraction: fraction of `total_bytes` that may be in use on the device.
         total_bytes: the device's memory, or the limit set for it.
-        total_is_limit: whether `total_bytes` is the limit.
-        total_name: name of that limit; empty where `total_bytes` is the device's memory.
+        total_name: name of the limit that `total_bytes` is; empty where it is the device's memory.
     """
 
     min_size: int
@@ -37,7 +40,6 @@ class SearchLimits:
     budget_bytes: int
     target_memory_fraction: float
     total_bytes: int
-    total_is_limit: bool
     total_name: str = ""
 
 
@@ -71,7 +73,6 @@ class SearchLog(SearchObserver):
     """Logs one line for each search, each trial that has ended and each size timed.
 
     Attributes:
-        mode: begins every line.
         extra: attributes of the log records of trials.
         num_trials: trials that have ended.
         note: marks the result of a confirmation; empty for other trials.
@@ -136,3 +137,61 @@ def budget_of_total(budget_bytes: int, total_bytes: int, total_name: str = "") -
     """Such as `1.20 GiB of 1.50 GiB (MEMORY_LIMIT_GB)`; `total_name` as in `SearchLimits`."""
     name = f" ({total_name})" if total_name else ""
     return f"{budget_bytes / GIB:.2f} GiB of {total_bytes / GIB:.2f} GiB{name}"
+
+
+def nothing_fits(
+    mode: Mode, limits: SearchLimits, device: torch.device, *, trials: Sequence[TrialRecord],
+    limited_by: str, min_batch_size: int, held_bytes: int, outside: str, names: Names,
+    predicted_bytes: int | None,
+) -> str:  # fmt: skip
+    """The message of a search without a result.
+
+    Args:
+        limited_by: why the search ended.
+        min_batch_size: the smallest size asked for; with BatchNorm, the smallest size tried may be larger.
+        held_bytes: what the process holds between two trials.
+        outside: says what is held outside the allocator.
+        predicted_bytes: what the process is predicted to hold with the smallest size; None if unknown.
+    """
+    settings = {"timeout": ("time", names.timeout_minutes), "max_trials": ("trials", names.max_trials)}
+    what, setting = settings.get(limited_by, ("", ""))
+    reason = f"the {what} ran out ({setting}) before a batch size fitted" if what else "no batch size fits"
+    origin = f"({names.memory_limit_gb})" if limits.total_name else f"on {device}"
+    sizes = limits.budget_bytes, limits.total_bytes, held_bytes
+    budget, total, held = (f"{num_bytes / GIB:.2f} GiB" for num_bytes in sizes)
+    others_bytes = int(limits.target_memory_fraction * limits.total_bytes) - limits.budget_bytes
+    has_others = others_bytes > GIB // 100
+    others = f", less {others_bytes / GIB:.2f} GiB for others or a cap of the allocator ({outside})"
+    tried = ", ".join(
+        f"{trial.size} ({trial.status}{', ' + gib(trial.peak_bytes) + ' GiB' if trial.peak_bytes else ''})"
+        for trial in trials
+    )
+    remedies = [f"raise {setting}"] if setting else []
+    if held_bytes < limits.budget_bytes:  # else no size is small enough
+        smallest = f"{names.min_batch_size} or " if min_batch_size > 1 else ""
+        checkpointing = f"{names.checkpointing} or " if mode == "train" else ""
+        remedies += [f"lower {smallest}{names.sample_size}", f"use {checkpointing}{names.half_precision}"]
+    remedies.append(f"choose a smaller {names.model}")
+    raised = [names.target_memory_fraction] if limits.target_memory_fraction < 1 else []
+    raised += [names.memory_limit_gb] if limits.total_name else []
+    if raised:
+        remedies.append(f"raise {' or '.join(raised)}")
+    if has_others:
+        remedies.append(f"free memory on {device}")
+    return (
+        f"AutoBatch ({mode}): {reason}. Budget {budget} for this process: "
+        f"{limits.target_memory_fraction:.0%} of {total} {origin}{others if has_others else ''}; "
+        f"{held} are held before the first sample. Tried: {tried or 'nothing'}."
+        f"{_predicted(limits, predicted_bytes)} What helps: {'; '.join(remedies)}."
+    )
+
+
+def _predicted(limits: SearchLimits, num_bytes: int | None) -> str:
+    """What the smallest size would need, where that is known and more than the budget."""
+    if num_bytes is None or num_bytes <= limits.budget_bytes:
+        return ""
+    needed = f" Batch size {limits.min_size} is predicted to need {num_bytes / GIB:.2f} GiB"
+    if limits.total_name:
+        return f"{needed}."
+    device_bytes = (num_bytes + ASSUMED_BASE_BYTES) / limits.target_memory_fraction
+    return f"{needed}: {device_that_would_do(device_bytes)}, with nothing else on it."

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.names import ARGUMENTS, Names
+from linnaeus.autobatch.settings import ARGUMENTS, Names
 from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 
 REHEARSED_STEPS = 2

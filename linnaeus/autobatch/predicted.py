@@ -39,7 +39,6 @@ def predict_step(
     """Trace a step in the state that its trials run in, and predict its peak.
 
     Args:
-        step, make_batch, state: as for `auto_find_batch_size`.
         mode: `train`, or `val`, where the state of the optimizers is allocated too.
         train_once: runs one training step before validation, as for `BatchSizeFinder`.
         buckets: of DistributedDataParallel.
@@ -48,9 +47,7 @@ def predict_step(
     Raises:
         UntraceableError: names the operation that needs values, or the step differs at another batch size.
     """
-    from linnaeus.autobatch.predict.prediction import (
-        predict,  # it imports more of torch than a search without it needs
-    )
+    from linnaeus.autobatch.predict.prediction import predict  # it imports much of torch
 
     modules = [part for part in state if isinstance(part, nn.Module)]
 

@@ -37,7 +37,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal["fits", "over", "oom"]
@@ -81,10 +81,8 @@ class TrialRecord:
     """One size that was tried.
 
     Attributes:
-        size: the size.
         status: `fits` (ran within the budget), `over` (ran, above the budget) or `oom` (did not run).
         peak_bytes: what `measure` returned; None when it raised `OutOfMemory`.
-        seconds: how long the trial took.
     """
 
     size: int
@@ -115,18 +113,13 @@ class PredictedPoint:
     """What is predicted of one size: a search starts there.
 
     Attributes:
-        size: the size.
-        peak_bytes: what it is predicted to need.
+        peak_bytes: what the size is predicted to need.
         bytes_per_sample: what one more sample is predicted to need, above 0.
     """
 
     size: int
     peak_bytes: float
     bytes_per_sample: float
-
-    def __post_init__(self) -> None:
-        if self.bytes_per_sample <= 0:
-            raise ValueError(f"bytes_per_sample is {self.bytes_per_sample}; it must be above 0")
 
     def at(self, size: int) -> float:
         """What another size is predicted to need, in bytes."""
@@ -171,8 +164,8 @@ def find_largest(
     known: Iterable[TrialRecord] = (),
     fixed_bytes: int = 0,
     clock: Callable[[], float] = time.monotonic,
-    on_start: Callable[[int], None] | None = None,
-    on_trial: Callable[[TrialRecord], None] | None = None,
+    on_start: Callable[[int], object] = lambda size: None,
+    on_trial: Callable[[TrialRecord], object] = lambda trial: None,
 ) -> SearchResult:
     """Find the largest size whose peak is within the budget.
 
@@ -185,15 +178,13 @@ def find_largest(
             the search. It is called at most once for each size.
         budget_bytes: a size fits if its peak is at most this. It may be zero or negative (others use the
             whole device): then nothing fits, and the smallest candidate is tried to show it.
-        min_size: smallest size that may be tried, at least 1.
-        max_size: largest size that may be tried.
+        min_size, max_size: of the candidates, inclusive; at least 1.
         multiple_of: only its multiples are candidates, and every size below the first of them.
         strategy: `guided` (see the module), `binary` (bisects the bounds), `power` (doubles from the smallest
             size while that fits) or `binsearch` (doubles, then bisects).
         tolerance: the search may end with a size below the largest, once the largest is known to be at most
             `size * (1 + tolerance)`, because some larger size ran and did not fit; in [0, 1). 0 finds the
             largest size itself.
-        max_trials: most trials to run.
         start: a size to try first, such as the answer of an earlier run; `binary` ignores it. It need not be
             a candidate.
         predicted: what is predicted; its size is tried first unless `start` is given. `guided` gives a
@@ -201,15 +192,12 @@ def find_largest(
         deadline_s: no trial starts later than this many seconds after the call.
         known: earlier trials, one for each size. They count as run: they bound and guide the search, and may
             hold its answer. Peaks are judged by this search's budget, not by their status. A record without
-            a peak counts as out of memory at this budget too; `carry_over` drops those that may not be.
+            a peak counts as out of memory, so leave those out that had a smaller budget.
         fixed_bytes: part of every peak that is known not to depend on the size, such as what is held before
             the first sample. It makes the first guesses of a guided search better.
         clock: seconds, for the deadline and the records.
         on_start: called with each size before it is tried.
         on_trial: called with each record after the trial.
-
-    Returns:
-        The best size seen to fit, with the trials.
 
     Raises:
         ValueError: the bounds leave no candidate.
@@ -230,15 +218,13 @@ def find_largest(
             stopped_by = "timeout"
             break
         size = search.candidates[search.inside(index)]
-        if on_start:
-            on_start(size)
+        on_start(size)
         tried, peak_bytes = clock(), None
         with contextlib.suppress(OutOfMemory):
             peak_bytes = measure(size)
-        record = TrialRecord(size, _status(peak_bytes, budget_bytes), peak_bytes, clock() - tried)
+        record = TrialRecord(size, status_of(peak_bytes, budget_bytes), peak_bytes, clock() - tried)
         search.add(record)
-        if on_trial:
-            on_trial(record)
+        on_trial(record)
     return SearchResult(
         size=search.candidates[search.low] if search.low >= 0 else None,
         certified=search.certified,
@@ -248,30 +234,8 @@ def find_largest(
     )
 
 
-def carry_over(
-    trials: Iterable[TrialRecord], *, old_budget_bytes: int, budget_bytes: int
-) -> tuple[TrialRecord, ...]:
-    """Convert trials under one budget to records for a search under another, for `find_largest(known=...)`.
-
-    A peak holds under any budget, so its status is judged anew. A size that ran out of memory left no peak,
-    and may have done so only because of the cap at the old budget, so it says nothing about a larger budget.
-
-    >>> trials = [TrialRecord(8, "fits", 900, 0.1), TrialRecord(16, "oom", None, 0.1)]
-    >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=800)]
-    [(8, 'over'), (16, 'oom')]
-    >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=1200)]
-    [(8, 'fits')]
-    """
-    kept = (trial for trial in trials if trial.peak_bytes is not None or budget_bytes <= old_budget_bytes)
-    return judged(kept, budget_bytes)
-
-
-def judged(trials: Iterable[TrialRecord], budget_bytes: int) -> tuple[TrialRecord, ...]:
-    """The trials with the status that their peaks have under a budget."""
-    return tuple(replace(trial, status=_status(trial.peak_bytes, budget_bytes)) for trial in trials)
-
-
-def _status(peak_bytes: int | None, budget_bytes: int) -> Status:
+def status_of(peak_bytes: int | None, budget_bytes: int) -> Status:
+    """The status of a trial with this peak under a budget."""
     if peak_bytes is None:
         return "oom"
     return "fits" if peak_bytes <= budget_bytes else "over"
@@ -343,10 +307,8 @@ class _Search:
     """State of a search: the bracket, the peaks and the trials.
 
     Attributes:
-        start: the size to start from; None without one.
-        fixed_bytes: known part of every peak that does not depend on the size.
+        start, fixed_bytes, tolerance: as for `find_largest`.
         predicted: the prediction; None without one, and once it is given up.
-        tolerance: how much larger the largest size may be than the answer, as a fraction of the answer.
         low: index of the largest candidate that was seen to fit; -1 without one.
         high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
             one.

@@ -1,4 +1,4 @@
-"""The settings of a search: each with its default, its meaning, and what it may be. Free of torch."""
+"""The settings of a search: default, meaning, what each may be, and its name in messages. Free of torch."""
 
 # ruff: noqa: RUF009 (`_setting` is `dataclasses.field` with a sentence and bounds)
 from __future__ import annotations
@@ -98,3 +98,40 @@ class SearchSettings:
             multiple_of=self.multiple_of if size % self.multiple_of == 0 else 1, strategy="guided",
             objective="memory", predict=False,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Names:
+    """What messages call settings and remedies: a library call has arguments, the framework has keys.
+
+    Attributes:
+        batch_maker: must return as many samples as it is asked for.
+        smaller_training: how the training before a validation takes less memory.
+    """
+
+    target_memory_fraction: str = "target_memory_fraction"
+    memory_limit_gb: str = "memory_limit_gb"
+    min_batch_size: str = "min_batch_size"
+    max_batch_size: str = "max_batch_size"
+    max_trials: str = "max_trials"
+    timeout_minutes: str = "timeout_minutes"
+    sample_size: str = "the size of a sample"
+    checkpointing: str = "gradient checkpointing"
+    half_precision: str = "bf16 autocast"
+    model: str = "model"
+    optimizer: str = "optimizer"
+    batch_maker: str = "make_batch(n)"
+    smaller_training: str = "choose a smaller model"
+    without_search: str = "train with a batch size of your own"
+
+
+ARGUMENTS = Names()
+
+
+def last_part(name: str) -> str:
+    """The name without the nodes that it lies in, for log lines.
+
+    >>> last_part("DATA.AUTOBATCH.MEMORY_LIMIT_GB"), last_part("memory_limit_gb")
+    ('MEMORY_LIMIT_GB', 'memory_limit_gb')
+    """
+    return name.rpartition(".")[2]

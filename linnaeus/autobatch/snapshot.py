@@ -47,7 +47,7 @@ class Snapshot:
         always: list[Any] = []
         kept: list[Any] = []  # what training keeps allocated: a validation is measured beside it
         modules: list[nn.Module] = []
-        self._others: list[_StateDictCopy] = []
+        self._others: list[tuple[Any, Any]] = []  # each with a copy of its state dict
         for part in state:
             if isinstance(part, nn.Module):
                 _check_initialized(part)
@@ -58,7 +58,7 @@ class Snapshot:
             elif isinstance(part, torch.amp.GradScaler):
                 always.append(vars(part))  # its state dict lacks the progress of an interrupted step
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-                self._others.append(_StateDictCopy(part))
+                self._others.append((part, nest.map_leaves(_saved, part.state_dict())))
             elif restore_of_generator(part) is not None:
                 always.append(part)
             elif part is not None:
@@ -95,22 +95,22 @@ class Snapshot:
     @property
     def host_bytes(self) -> int:
         """Bytes of the copies."""
-        return nest.num_bytes(
-            [self._always.tensors, self._kept.tensors, [part.saved for part in self._others]]
-        )
+        return nest.num_bytes([self._always.tensors, self._kept.tensors, self._others])
 
     def stepping_optimizers(self) -> list[Any]:
         """The optimizers that run torch's hooks when they step: a wrapper may not, but those inside it do."""
         return [part for part in self.optimizers if "_optimizer_load_state_dict_pre_hooks" in vars(part)]
 
     def check_restored(self) -> None:
-        """Check, after `restore_parts`, that objects other than optimizers and modules are as before.
-
-        Raises:
-            AutoBatchError: names the type of one whose `load_state_dict` has left it different.
-        """
-        for part in self._others:
-            part.check_restored()
+        """Raise AutoBatchError if an object's `load_state_dict` does not put back its `state_dict`."""
+        for part, saved in self._others:
+            now = nest.map_leaves(_saved, part.state_dict())
+            differs = nest.structure(saved) != nest.structure(now)
+            if differs or not all(map(_is_same, nest.leaves(saved), nest.leaves(now))):
+                raise AutoBatchError(
+                    f"AutoBatch cannot restore the {type(part).__name__} in state after its trials: its "
+                    "`load_state_dict` does not put back what its `state_dict` returned before."
+                )
 
     @torch.no_grad()
     def restore_parts(self, *, with_optimizers: bool = True, with_values: bool = True) -> None:
@@ -127,8 +127,8 @@ class Snapshot:
                 if type(module) is not kind:
                     module.__class__ = kind
             self._kept.restore(with_values=with_values)
-        for part in self._others:
-            part.restore()
+        for part, saved in self._others:
+            part.load_state_dict(nest.map_leaves(_loaded, saved))
         for module, extra in self._extra:
             module.set_extra_state(copy.deepcopy(extra))
         for module, training in self._modes:
@@ -250,11 +250,7 @@ class Contents:
                 waiting.extend(inside(value))
 
     def restore(self, *, with_values: bool = True) -> None:
-        """Put back what differs: what was added goes, what was removed or replaced is the same again.
-
-        Args:
-            with_values: whether parameters get their values back.
-        """
+        """Put back what differs, parameters' values only `with_values`; what was added goes."""
         for container, content in self._containers:
             if not _holds(container, content):
                 container.clear()
@@ -344,26 +340,6 @@ class _ParameterCopy(_TensorCopy):
             if present != hooks:  # the dictionary stays: autograd refers to it
                 present.clear()
                 present.update(hooks)
-
-
-class _StateDictCopy:
-    """The state dict of any other object."""
-
-    def __init__(self, part: Any) -> None:
-        self._part = part
-        self.saved = nest.map_leaves(_saved, part.state_dict())
-
-    def check_restored(self) -> None:
-        now = nest.map_leaves(_saved, self._part.state_dict())
-        differs = nest.structure(self.saved) != nest.structure(now)
-        if differs or not all(map(_is_same, nest.leaves(self.saved), nest.leaves(now))):
-            raise AutoBatchError(
-                f"AutoBatch cannot restore the {type(self._part).__name__} in state after its trials: its "
-                "`load_state_dict` does not put back what its `state_dict` returned before."
-            )
-
-    def restore(self) -> None:
-        self._part.load_state_dict(nest.map_leaves(_loaded, self.saved))
 
 
 def _saved(leaf: Any) -> Any:

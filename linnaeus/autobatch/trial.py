@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,8 +20,8 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.interface import DeviceMemory, empty_cache, synchronize
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
-from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.search import OutOfMemory
+from linnaeus.autobatch.settings import ARGUMENTS, Names
 from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 
 MIN_TIMED_STEPS = 5
@@ -32,9 +34,6 @@ NEARLY_FULL = 0.9
 """Fraction of the budget above which a trial empties the cache and repeats its steps: that raises a peak by
 less than the rest."""
 
-FEW_OBJECTS = 50_000
-"""A collection of fewer objects takes some milliseconds."""
-
 logger = logging.getLogger("linnaeus.autobatch")
 
 
@@ -45,8 +44,7 @@ def existing_objects_frozen() -> Iterator[None]:
     After importing torch a full collection takes half a second, and every trial runs several. Where the
     caller has frozen objects, nothing is done, because unfreezing would release the caller's objects too.
     """
-    # Python counts frozen objects one by one: where few are left to collect, they need not be counted.
-    if len(gc.get_objects(generation=2)) < FEW_OBJECTS or gc.get_freeze_count():
+    if gc.get_freeze_count():
         yield
         return
     gc.collect()
@@ -57,6 +55,7 @@ def existing_objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
+@dataclass(eq=False)
 class TrialRunner:
     """Runs batch sizes one at a time: the `measure` function of the search.
 
@@ -74,50 +73,32 @@ class TrialRunner:
     training keeps until the last trial.
 
     Args:
-        step: runs one full training or validation step on a batch.
-        make_batch: makes a batch of a given size on the device.
-        state: all objects that the step may change.
-        memory: the device's memory.
-        budget_bytes: what the process may hold on the device.
+        memory: of the device.
+        snapshot: the copies of `state`.
         num_steps: steps per trial.
         training: whether modules run in training mode.
-        empties_cache: whether training empties the cache between its steps, as around a validation.
-        snapshot: the copies of `state`.
-        train_once: runs one training step, for validation. Without it, only optimizer state is allocated.
-        before_trial: called with the size before each trial and each timing.
-        names: what messages call the settings.
+        budget_bytes: what the process may hold on the device; the search sets it.
+        step, make_batch, and the others: as for `BatchSizeFinder`.
     """
 
-    def __init__(
-        self,
-        step: Callable[[Any], object],
-        make_batch: Callable[[int], Any],
-        *,
-        state: Sequence[Any],
-        memory: DeviceMemory,
-        budget_bytes: int,
-        num_steps: int,
-        training: bool,
-        empties_cache: bool = False,
-        snapshot: Snapshot,
-        train_once: Callable[[], object] | None = None,
-        before_trial: Callable[[int], object] = lambda size: None,
-        names: Names = ARGUMENTS,
-    ) -> None:
-        self.budget_bytes = budget_bytes
-        self._step = step
-        self._make_batch = make_batch
-        self._optimizers = snapshot.stepping_optimizers()
-        self._modules = [part for part in state if isinstance(part, nn.Module)]
-        self._memory = memory
-        self._num_steps = num_steps
-        self._training = training
-        self.empties_cache = empties_cache and training and num_steps > 1 and memory.device.type != "cpu"
-        self._snapshot = snapshot
-        self._train_once = train_once
-        self._before_trial = before_trial
-        self._names = names
-        self._is_prepared = training
+    step: Callable[[Any], object]
+    make_batch: Callable[[int], Any]
+    state: Sequence[Any]
+    memory: DeviceMemory
+    snapshot: Snapshot
+    num_steps: int
+    training: bool
+    empties_cache: bool = False
+    train_once: Callable[[], object] | None = None
+    before_trial: Callable[[int], object] = lambda size: None
+    names: Names = ARGUMENTS
+    budget_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.empties_cache &= self.training and self.num_steps > 1 and self.memory.device.type != "cpu"
+        self._optimizers = self.snapshot.stepping_optimizers()
+        self._modules = [part for part in self.state if isinstance(part, nn.Module)]
+        self._is_prepared = self.training
         self._largest_fitted = 0
         self._has_drifted = False  # whether parameters have other values than when the search began
         self._num_retries = 0
@@ -129,16 +110,16 @@ class TrialRunner:
             OutOfMemory: the size did not fit under the budget.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
-        self._before_trial(size)
-        self._memory.clean()
+        self.before_trial(size)
+        self.memory.clean()
         graphs = num_compiled_graphs()
         try:
-            failure, peak_bytes = self._memory.isolate(partial(self._run, size))
+            failure, peak_bytes = self.memory.isolate(partial(self._run, size))
         except Exception as error:
             if not self._has_drifted:
                 raise
             release_frames(error)
-            self._snapshot.restore_parts()  # an error counts where it comes from the caller's own values
+            self.snapshot.restore_parts()  # an error counts where it comes from the caller's own values
             self._has_drifted = False
             return self(size)
         self._has_drifted = True
@@ -151,23 +132,15 @@ class TrialRunner:
         logger.debug("batch size %d: %s", size, failure)
         raise OutOfMemory(failure)
 
-    @property
-    def held_bytes(self) -> int:
-        """What the process holds between trials."""
-        return self._memory.in_use()
-
     def time(self, size: int) -> list[float]:
-        """Seconds of each of several steps of a size that fits, after one warm-up step and without a cap.
+        """Seconds of each of several steps, after one warm-up step and without a cap.
 
-        Raises:
-            OutOfMemory: the size no longer fits.
+        Infinity if the size no longer fits: less memory is free than when it ran.
         """
-        self._before_trial(size)
-        self._memory.clean()
-        failures, seconds = self._memory.isolate(partial(self._time_steps, size))
+        self.before_trial(size)
+        self.memory.clean()
+        seconds = self.memory.isolate(partial(self._time_steps, size))
         self.clean()
-        if failures:
-            raise OutOfMemory(failures[0])
         return seconds
 
     def clean(self) -> None:
@@ -178,12 +151,12 @@ class TrialRunner:
         for module in self._modules:
             for parameter in module.parameters():
                 parameter.grad = None
-        self._snapshot.restore_parts(with_optimizers=self._training, with_values=False)
-        self._memory.clean()
+        self.snapshot.restore_parts(with_optimizers=self.training, with_values=False)
+        self.memory.clean()
 
     def _run(self, size: int) -> tuple[str | None, int]:
         """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes."""
-        memory = self._memory
+        memory = self.memory
         if not self._is_prepared:
             with memory.cap(memory.total_bytes), self._out_of_memory_caught() as failures:
                 self._prepare_validation()  # training may use more than validation
@@ -191,53 +164,52 @@ class TrialRunner:
                 raise AutoBatchError(
                     f"AutoBatch (val): the training before validation does not fit on {memory.device}, so no "
                     f"validation size can be measured: {failures[0]}. What helps: free memory on "
-                    f"{memory.device}; {self._names.smaller_training}."
+                    f"{memory.device}; {self.names.smaller_training}."
                 )
         if memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0
         with memory.cap(self.budget_bytes):
             with self._out_of_memory_caught(size) as failures:
-                if self._training and self._num_steps == 1:
+                if self.training and self.num_steps == 1:
                     self._allocate_optimizer_state()
                 for module in self._modules:
-                    module.train(self._training)
+                    module.train(self.training)
                 is_timing_kernels = memory.device.type == "cuda" and torch.backends.cudnn.benchmark
-                for number in range(self._num_steps + is_timing_kernels):
+                for number in range(self.num_steps + is_timing_kernels):
                     if number == int(is_timing_kernels):
                         memory.reset_peak()
                         self._num_retries = memory.num_retries()
                     with _stepped(self._optimizers) as stepped:
-                        self._step(self._make_batch(size))
-                    if self._training and number == 0:
+                        self.step(self.make_batch(size))
+                    if self.training and number == 0:
                         for optimizer in self._optimizers:
                             if optimizer not in stepped:
                                 step_with_zero_gradients(optimizer, memory.refused)
                 if self.empties_cache and memory.peak() > NEARLY_FULL * self.budget_bytes:
                     empty_cache(memory.device)
-                    for _ in range(self._num_steps):
-                        self._step(self._make_batch(size))
+                    for _ in range(self.num_steps):
+                        self.step(self.make_batch(size))
                 synchronize(memory.device)  # errors of kernels belong to this trial
             peak_bytes = memory.peak() + memory.placement_bytes
         if not failures and memory.num_retries() > self._num_retries:
             return "the allocator had to flush its cache", peak_bytes
         return (failures[0] if failures else None), peak_bytes
 
-    def _time_steps(self, size: int) -> tuple[list[str], list[float]]:
-        """Why the size no longer fits, if it does not, and the seconds of each step."""
+    def _time_steps(self, size: int) -> list[float]:
         seconds: list[float] = []
         with self._out_of_memory_caught() as failures:
             for module in self._modules:
-                module.train(self._training)
-            self._step(self._make_batch(size))
+                module.train(self.training)
+            self.step(self.make_batch(size))
             while len(seconds) < MAX_TIMED_STEPS and (
                 len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_S
             ):
-                synchronize(self._memory.device)
+                synchronize(self.memory.device)
                 began = time.perf_counter()
-                self._step(self._make_batch(size))
-                synchronize(self._memory.device)
+                self.step(self.make_batch(size))
+                synchronize(self.memory.device)
                 seconds.append(time.perf_counter() - began)
-        return failures, seconds
+        return [math.inf] if failures else seconds
 
     @contextlib.contextmanager
     def _out_of_memory_caught(self, size: int = 0) -> Iterator[list[str]]:
@@ -250,7 +222,7 @@ class TrialRunner:
             yield failures
         except Exception as error:
             message = str(error).partition("\n")[0] or type(error).__name__
-            if not self._memory.refused(error):
+            if not self.memory.refused(error):
                 if not (0 < self._largest_fitted < size and exceeds_a_kernel(error)):
                     raise
                 logger.warning("warning: batch size %d fails where smaller ones fit: %s", size, message)
@@ -259,24 +231,21 @@ class TrialRunner:
 
     def _prepare_validation(self) -> None:
         """Allocate what training keeps: optimizer state, gradient buckets, state of the average."""
-        if self._train_once is not None:
+        if self.train_once is not None:
             for module in self._modules:
                 module.train()
-            self._train_once()
+            self.train_once()
             self.clean()
         self._allocate_optimizer_state()
         self._is_prepared = True
 
     def _allocate_optimizer_state(self) -> None:
-        """Allocate optimizer state by a step with zero gradients.
-
-        The step's own peak does not count: the trial resets the peak afterwards.
-        """
+        """Allocate optimizer state by a step with zero gradients; the trial resets the peak afterwards."""
         for optimizer in self._optimizers:
             if not all(optimizer.state.get(parameter) for parameter in _trainable(optimizer)):
-                step_with_zero_gradients(optimizer, self._memory.refused)
-        self._snapshot.restore_parts(with_optimizers=False, with_values=False)
-        self._memory.clean()
+                step_with_zero_gradients(optimizer, self.memory.refused)
+        self.snapshot.restore_parts(with_optimizers=False, with_values=False)
+        self.memory.clean()
 
 
 def step_with_zero_gradients(

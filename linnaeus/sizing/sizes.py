@@ -18,13 +18,12 @@ from rich.console import Console
 from torch import nn
 
 from linnaeus.autobatch.finder import BatchSizeFinder
-from linnaeus.autobatch.names import Names
 from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import Buckets
 from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.settings import Names, SearchSettings
 from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.console import StatusLine

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from linnaeus.autobatch import auto_find_batch_size, longest
 from linnaeus.autobatch.finder import BatchSizeFinder, _warn_once
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.names import ARGUMENTS
-from linnaeus.autobatch.nothing_fits import NothingFits
-from linnaeus.autobatch.observer import SearchLimits, SearchLog
+from linnaeus.autobatch.observer import SearchLimits, SearchLog, nothing_fits
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
-from linnaeus.autobatch.search import PredictedPoint, TrialRecord, find_largest
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.search import TrialRecord, find_largest
+from linnaeus.autobatch.settings import ARGUMENTS, SearchSettings
 from linnaeus.sizing.report import SearchProgress, summary
 from linnaeus.sizing.sizes import keys
 from tests.helpers.consoles import terminal
@@ -44,16 +42,16 @@ def make_batch(size: int) -> Tensor:
     return torch.empty(size, MIB // 4)
 
 
-def nothing_fits(is_limited: bool = False, **instead: Any) -> str:
+def why_nothing_fits(is_limited: bool = False, **instead: Any) -> str:
     """Why a search on a card of two GiB found nothing."""
     total = GIB if is_limited else 2 * GIB
     found: dict[str, Any] = {
-        "mode": "train", "limits": SearchLimits(600, 800, int(0.8 * total), 0.8, total, is_limited),
+        "mode": "train", "limits": SearchLimits(600, 800, int(0.8 * total), 0.8, total, "x" * is_limited),
         "device": torch.device("cuda", 0), "trials": (TrialRecord(600, "oom", None, 0.1),),
         "limited_by": "memory", "min_batch_size": 600, "held_bytes": GIB // 4, "outside": "<others>",
         "names": ARGUMENTS, "predicted_bytes": 3 * GIB, **instead,
     }  # fmt: skip
-    return str(NothingFits(**found))
+    return nothing_fits(**found)
 
 
 def in_a_run() -> None:
@@ -107,7 +105,6 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
     bounds = {"min_size": 9, "max_size": 15, "multiple_of": 8}
     yield "no multiple within the bounds", raised(find_largest, int, budget_bytes=1, **bounds)
     yield "a record without a size", raised(TrialRecord, 0, "fits", 1, 0.0)
-    yield "a prediction that does not grow", raised(PredictedPoint, 1, 1, 0)
 
 
 def optimizers() -> Iterator[tuple[str, str]]:
@@ -150,7 +147,7 @@ def summaries() -> Iterator[tuple[str, str]]:
 
 def shown(log: SearchLog) -> None:
     """What a watcher of a search is told."""
-    log.search_started(SearchLimits(1, 512, GIB, 0.8, 2 * GIB, True, "MEMORY_LIMIT_GB"))
+    log.search_started(SearchLimits(1, 512, GIB, 0.8, 2 * GIB, "MEMORY_LIMIT_GB"))
     for size, status, purpose in ((1, None, "warm-up"), (16, 0.5, "trial"), (64, None, "trial")):
         log.trial_started(size, purpose)  # type: ignore[arg-type]
         if purpose == "trial":
@@ -175,7 +172,7 @@ def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch:
     shown(SearchProgress("train", RankStatus(told.append), console))
     messages["rows on a terminal"] = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue())
     messages["status of a search"] = "\n".join(told)
-    beside = SearchLimits(600, 800, GIB // 2, 1.0, 2 * GIB, False)
+    beside = SearchLimits(600, 800, GIB // 2, 1.0, 2 * GIB)
     over = (TrialRecord(400, "over", 2 * GIB, 0.1),)
     for title, instead in {
         "nothing fits": {}, "nothing fits beside others": {"limits": beside},
@@ -184,7 +181,7 @@ def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch:
         "a validation that is full before the first sample": {"mode": "val", "held_bytes": 2 * GIB},
         "nothing fits in a run": {"is_limited": True, "names": keys("train"), "min_batch_size": 1},
     }.items():  # fmt: skip
-        messages[title] = nothing_fits(**instead)
+        messages[title] = why_nothing_fits(**instead)
     messages["training before a validation"] = raised(in_a_run)
     kept: list[Tensor] = []
     _warn_once.cache_clear()

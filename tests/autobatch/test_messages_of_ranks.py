@@ -59,10 +59,10 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     main.update("train: trying batch size 128")
     messages["a rank that never ends"] = error_of(RankStatus(control=other).gather, None, names=keys("train"))
     main, other = planes()
-    messages["a rank that has not begun its search"] = error_of(check_equal, main, {}, "")
+    messages["a rank that has not begun its search"] = error_of(check_equal, main, {})
     main, other = planes()
     other.collect({"max_batch_size": 9})
-    messages["different arguments"] = error_of(check_equal, main, {"max_batch_size": 8}, "step, state")
+    messages["different arguments"] = error_of(check_equal, main, {"max_batch_size": 8})
     for rank in (0, 1):
         messages[f"what rank {rank} waits for in vain"] = error_of(
             agree_on_attempt, HashStore(), rank, 3, 600, Script()

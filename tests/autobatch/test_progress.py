@@ -91,7 +91,7 @@ def test_the_events_of_a_search_come_in_their_order() -> None:
     warm_up, (name, limits), *events = recorder.events[:num_searched]
     assert warm_up == ("warm-up", 1)
     assert (name, limits.min_size, limits.max_size, limits.target_memory_fraction) == ("search", 1, 300, 1.0)
-    assert (limits.total_bytes, limits.total_is_limit) == (result.total_bytes, True)
+    assert (limits.total_bytes, limits.total_name) == (result.total_bytes, "memory_limit_gb")
     starts, ends = events[::2], events[1::2]
     assert [(name, size) for name, size in starts[:-1] if name == "trial"]
     assert {name for name, _ in starts} <= {"trial", "confirmation"}

@@ -64,7 +64,7 @@ def make_runner(
         with contextlib.suppress(OutOfMemory):
             runner(warm)
     runner.clean()
-    runner.budget_bytes = runner.held_bytes + room_mib * MIB
+    runner.budget_bytes = runner.memory.in_use() + room_mib * MIB
     return runner
 
 
@@ -118,15 +118,15 @@ class Hungry(torch.autograd.Function):
 def test_the_highest_of_all_steps_is_the_peak() -> None:
     sizes = iter([10, 100, 10])
     runner = make_runner(lambda _: torch.empty(next(sizes) * MIB // 4), samples, num_steps=3, warm=None)
-    assert runner(1) - runner.held_bytes == pytest.approx(100 * MIB, abs=NOISE)
+    assert runner(1) - runner.memory.in_use() == pytest.approx(100 * MIB, abs=NOISE)
 
 
 def test_copies_on_the_host_are_not_the_trials() -> None:
     model = Table(mib=40)
     runner = make_runner(lambda batch: torch.empty(10 * MIB // 4), samples, model, room_mib=60)
-    runner._memory.settle(runner._snapshot.host_bytes)
-    assert held_bytes() == pytest.approx(runner.held_bytes + 40 * MIB, abs=NOISE)
-    assert runner(1) - runner.held_bytes == 10 * MIB + samples(1).nbytes
+    runner.memory.settle(runner.snapshot.host_bytes)
+    assert held_bytes() == pytest.approx(runner.memory.in_use() + 40 * MIB, abs=NOISE)
+    assert runner(1) - runner.memory.in_use() == 10 * MIB + samples(1).nbytes
 
 
 # -- out of memory
@@ -163,7 +163,7 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
     runner(5)
     assert reached[-1] == "end"
     assert not torch.equal(model.weight, expected), "values stay as the trials have left them"
-    runner._snapshot.restore()
+    runner.snapshot.restore()
     assert torch.equal(model.weight, expected)
 
 
@@ -196,7 +196,7 @@ def test_a_scaler_that_skips_does_not_hide_the_optimizers_state() -> None:
     peak = runner(4)
     assert skipped == [True, True]
     assert states == [False, True]
-    assert peak - runner.held_bytes >= 8 * 3 * MIB - SLACK  # a gradient and two moments
+    assert peak - runner.memory.in_use() >= 8 * 3 * MIB - SLACK  # a gradient and two moments
     assert scaler.get_scale() == 2.0**127
     assert not optimizer.state
 
@@ -220,7 +220,7 @@ def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state(num_ste
     peak = runner(4)
     # Gradients stay, as in training.
     assert seen == ([(True, False)] if num_steps == 1 else [(False, False), (True, True), (True, True)])
-    assert peak - runner.held_bytes >= 8 * 3 * MIB - SLACK
+    assert peak - runner.memory.in_use() >= 8 * 3 * MIB - SLACK
     assert model.weight.grad is None
 
 
@@ -257,9 +257,9 @@ def test_an_optimizer_of_sparse_gradients_works(training: bool) -> None:
             optimizer.step()
 
     runner = make_runner(step, lambda size: torch.randint(1000, (size,)), model, optimizer, training=training)
-    assert runner(1000) - runner.held_bytes >= 1000 * 8 * 1024
+    assert runner(1000) - runner.memory.in_use() >= 1000 * 8 * 1024
     assert not optimizer.state
-    runner._snapshot.restore()
+    runner.snapshot.restore()
     assert torch.equal(model.weight, expected)
 
 
@@ -281,13 +281,13 @@ def test_validation_has_the_optimizers_state_resident() -> None:
     memory.clean()
     before = memory.in_use()
     runner = make_runner(step, samples, model, optimizer, training=False)
-    assert runner.held_bytes == pytest.approx(before + 32 * MIB, abs=NOISE)
+    assert runner.memory.in_use() == pytest.approx(before + 32 * MIB, abs=NOISE)
     moments = optimizer.state[model.weight]["exp_avg"]
     for size in (1, 4):
         assert runner(size) == pytest.approx(before + 32 * MIB, abs=NOISE)
         assert optimizer.state[model.weight]["exp_avg"] is moments
     assert set(seen) == {(True, True)}
-    runner._snapshot.restore()
+    runner.snapshot.restore()
     assert not optimizer.state
 
 
@@ -359,12 +359,12 @@ def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None
             raise
 
     runner = make_runner(step, samples, model, room_mib=100, warm=None)
-    before = runner.held_bytes
+    before = runner.memory.in_use()
     with pytest.raises(OutOfMemory) as caught:
         runner(4)
     assert len(alive) == 3
     assert [reference() for reference in alive] == [None] * 3
-    assert runner.held_bytes == before
+    assert runner.memory.in_use() == before
     assert caught.value.__cause__ is None
     assert len(kept) == (wraps == "keeps")
 
@@ -380,7 +380,7 @@ def test_a_compiled_model_can_be_tried() -> None:
     compiled = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     runner = make_runner(training_step(compiled, optimizer), samples, model, optimizer, warm=500)
-    runner.budget_bytes = runner.held_bytes + AMPLE * MIB
+    runner.budget_bytes = runner.memory.in_use() + AMPLE * MIB
     peaks = [runner(size) for size in (1000, 4000)]
     assert peaks[1] - peaks[0] >= 3000 * 8 * 1024 - NOISE
     with pytest.raises(OutOfMemory):

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,11 +58,6 @@ class AcceleratorMemory(DeviceMemory):
     def in_use(self) -> int:
         """Bytes that the allocator has reserved."""
         return int(self._api.memory_reserved(self.device))
-
-    @contextlib.contextmanager
-    def cap(self, bytes_: int) -> Iterator[None]:
-        """No effect: `torch.accelerator` has none, and those of single devices are untried here."""
-        yield
 
     def _free_and_total(self) -> tuple[int, int]:
         api = self._api
@@ -185,8 +180,11 @@ class CudaMemory(AcceleratorMemory):
         return int(torch.cuda.memory_stats(self.device).get(name, 0))
 
 
-def device_memory(device: torch.device) -> DeviceMemory:
+def device_memory(device: torch.device, neighbours: Sequence[int] = ()) -> DeviceMemory:
     """The memory of a device.
+
+    Args:
+        neighbours: ids of the processes on this machine that train together, as for `CpuMemory`.
 
     Raises:
         NotImplementedError: the memory of this kind of device cannot be measured.
@@ -194,7 +192,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cuda":
         return CudaMemory(device)
     if device.type == "cpu" and sys.platform == "linux":
-        return CpuMemory(device)
+        return CpuMemory(device, neighbours)
     problem = f"the memory of {device} cannot be measured on {sys.platform} with torch {torch.__version__}"
     if device.type == "cpu":
         raise NotImplementedError(problem)

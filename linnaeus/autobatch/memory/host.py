@@ -43,28 +43,24 @@ class CpuMemory(DeviceMemory):
     process grow beyond `_OVERHEAD` times the growth that the cap allows, or beyond what is available.
 
     Code that `torch.compile` has generated allocates unseen: with it, the peak is that of the resident set.
+
+    Args:
+        neighbours: process ids of all ranks on this machine, among whom its memory is divided.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, neighbours: Sequence[int] = ()) -> None:
         self.device = device
+        self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun; others do not set it
         self._rank_pids: Sequence[int] = ()
-        self._set_ranks(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if len(neighbours) >= max(self._num_ranks, 2):
+            self._num_ranks, self._rank_pids = len(neighbours), neighbours
+        self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
         self._tracer = StorageTracer(self._allocated, self._freed)
         self._count_lock = threading.RLock()  # garbage collection frees tensors in any thread
         self._live_bytes = self._peak_bytes = 0  # of the tensors that the tracer has seen
         self._cap_bytes = math.inf
         self._live_at_reset = self._resident_at_reset = 0
         self.settle()
-
-    def share(self, pids: Sequence[int]) -> None:
-        """See `DeviceMemory.share`. torchrun says how many there are; other launchers do not."""
-        if len(pids) > 1 and len(pids) >= self._num_ranks:
-            self._rank_pids = tuple(pids)
-            self._set_ranks(len(pids))
-
-    def _set_ranks(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self.total_bytes = min(pool.total_bytes for pool in _pools()) // num_ranks
 
     def settle(self, excluded_bytes: int = 0) -> None:
         """See `DeviceMemory.settle`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -47,20 +47,12 @@ class DeviceMemory(FailedAllocations, ABC):
     """Memory of one device as the search sees it.
 
     Attributes:
-        total_bytes: memory of the device.
         placement_bytes: fragmentation allowance: what a step may reserve beyond the peak of an equal step,
             whose blocks lie otherwise between those that training keeps.
     """
 
     total_bytes: int
     placement_bytes: int = 0
-
-    def share(self, pids: Sequence[int]) -> None:
-        """Divide the memory by the processes of this machine that train together, where they share it.
-
-        Args:
-            pids: their ids, this process's too.
-        """
 
     @abstractmethod
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
@@ -98,9 +90,9 @@ class DeviceMemory(FailedAllocations, ABC):
         """How often the allocator had to flush its cache to serve a request; 0 where it does not count."""
         return 0
 
-    @abstractmethod
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
-        """Inside the context, an allocation that would take the process above `bytes_` fails."""
+        """Inside the context, an allocation that would take the process above `bytes_` fails, if it can."""
+        return contextlib.nullcontext()
 
     def isolate(self, function: Callable[[], T]) -> T:
         """Call the function so that running out of memory in it does not affect later calls."""
@@ -120,7 +112,5 @@ def empty_cache(device: torch.device) -> None:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its queued work; the CPU queues none."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -101,9 +101,6 @@ class ControlPlane:
         limit_name: what messages call this limit.
         name_of: the number that messages give to a rank, such as that among all ranks of the job.
         clock: has the functions `monotonic` and `sleep`.
-
-    Attributes:
-        keys: what the ranks have told.
     """
 
     def __init__(
@@ -229,7 +226,6 @@ class ControlPlane:
         """The values of all ranks, in rank order, on every rank. They must be picklable.
 
         Args:
-            value: this rank's.
             limit_s: how long to wait for each of the others; None waits as long as they live.
             on_wait: called about every second with the name of the rank that this one waits for, and with
                 what that one does.

@@ -93,7 +93,7 @@ def of_main(control: ControlPlane | None, value: Any) -> Any:
 def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
     """A new control plane for a group, once all its ranks have come."""
     rank = group.rank()
-    store = _store_of(group)
+    store = torch_dist.distributed_c10d._get_process_group_store(group)
     number = store.add(f"linnaeus/searches/{rank}", 1)  # each rank counts its own calls
     store = torch_dist.PrefixStore(f"linnaeus/{number}", store)
     name_of = partial(torch_dist.get_global_rank, group)
@@ -139,8 +139,8 @@ def _telling(control: ControlPlane) -> Iterator[None]:
         raise
 
 
-def check_equal(control: ControlPlane, facts: Mapping[str, Any], may_differ: str) -> None:
-    """Wait for all ranks, and compare facts that must be the same on all; by name, those that may differ.
+def check_equal(control: ControlPlane, facts: Mapping[str, Any]) -> None:
+    """Wait for all ranks, and compare arguments that must be the same on all, by name.
 
     Raises:
         LinnaeusError: a rank has not called in time, or a fact differs; on every rank.
@@ -151,13 +151,6 @@ def check_equal(control: ControlPlane, facts: Mapping[str, Any], may_differ: str
         listed = "; ".join(f"{name} is {main!r} and {other!r}" for name, (main, other) in different.items())
         raise AutoBatchError(
             f"AutoBatch: ranks {control.name_of(0)} and {control.name_of(rank)} call auto_find_batch_size "
-            f"with different arguments: {listed}. Give all ranks the same; only {may_differ} may differ"
+            f"with different arguments: {listed}. Give all ranks the same; only step, make_batch, state, "
+            "device, observer, memory_limit_gb and bounds may differ"
         )
-
-
-def _store_of(group: torch_dist.ProcessGroup) -> torch_dist.Store:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    store = torch_dist.distributed_c10d._world.pg_map[group][1]
-    assert store is not None
-    return store

@@ -14,11 +14,10 @@ from typing import Any
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S, BatchSizeFinder
-from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.observer import gib
 from linnaeus.autobatch.ranks.control import ControlPlane, OverdueError
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings
 
 GRACE_S = CONFIRMATION_GRACE_S + 30.0
 """Time that the others wait beyond the deadline of a search: it finishes its last trial first."""
@@ -55,9 +54,7 @@ class RankStatus:
         """The picklable results of all ranks, in rank order; without a collective. All must call this.
 
         Args:
-            result: of this rank.
             timeout_minutes: deadline of the others' work; they are waited for `GRACE_S` longer.
-            names: what messages call the settings.
 
         Raises:
             LinnaeusError: another rank has failed, has died, hangs or has not finished in time.
@@ -96,12 +93,10 @@ def search_on_ranks(
         finder_for: makes the finder of this rank, whose trials use no collective, and which updates the
             status.
         settings: of the search, the same on every rank.
-        control: the control plane of the ranks; None if there are no others.
+        control, show: see `RankStatus`.
         found: what an earlier call has returned: all run `size`, once, and look below it where it does not
             fit. Memory does not always grow with the size: a smaller size may not fit either.
         size: chosen earlier. It is tried first, and no larger one is.
-        show: see `RankStatus`.
-        names: what messages call the settings.
 
     Returns:
         The result with the trials of rank 0. If the last size run fits on every rank, it is among those that
