@@ -39,12 +39,15 @@ from search_replay import CURVES, Points, read_curves
 from torch.nn import functional
 
 from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
+from linnaeus.autobatch.predict.gpus import GPUS
 from linnaeus.autobatch.predict.prediction import BATCH_SIZES, Prediction
 from linnaeus.autobatch.predict.trace import Trace, UntraceableError, trace
 
 BASE_BYTES = 1725 * MIB
 """What the measuring machine held beside the allocator: the smallest runs of the file need 1,800
 MiB. Fitted like the next constant: 1,700 has the smallest error of all runs, in steps of 50."""
+
+CARD_BYTES = GPUS["a100-40gb"]  # GPUMemNet's paper names it
 
 LOADED_BATCHES = 4.5
 """Input batches of float32 on the device: timm's loader makes the next one, in 8 bits and in float32, on a
@@ -120,8 +123,10 @@ def traces_of(name: str) -> tuple[int, tuple[Trace, Trace]]:
 
 
 def predicted_mib(prediction: Prediction, batch_size: int, sample_elements: int) -> float:
-    """Use of the device, with what the loader holds."""
-    return (prediction.peak_bytes(batch_size) + LOADED_BATCHES * 4 * batch_size * sample_elements) / MIB
+    """Use of the device, with what the loader holds; on the card, or without its limit if it is refused."""
+    loaded_bytes = LOADED_BATCHES * 4 * batch_size * sample_elements
+    peak_bytes = prediction.peak_within(batch_size, CARD_BYTES - loaded_bytes)
+    return ((peak_bytes or prediction.peak_bytes(batch_size)) + loaded_bytes) / MIB
 
 
 def outcome_of(model: str, points: Points) -> Outcome:
