@@ -98,6 +98,10 @@ def test_the_file_holds_the_prediction_but_not_of_other_strategies_or_a_start_of
 # --- a prediction costs nothing ---
 
 
+def decide(loss: Tensor) -> bool:
+    return loss.item() > 0
+
+
 def fail(loss: Tensor) -> None:
     if loss.is_meta:
         raise KeyError("on_meta")
@@ -105,7 +109,7 @@ def fail(loss: Tensor) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(("look", "reason"), [(Tensor.item, "item()"), (fail, "on_meta")])
+@pytest.mark.parametrize(("look", "reason"), [(decide, "item()"), (fail, "on_meta")])
 def test_a_step_that_cannot_be_traced_is_searched_as_without(
     look: Callable[[Tensor], object], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,7 +150,7 @@ def test_predict_memory_touches_nothing_and_refuses_what_it_cannot_trace() -> No
     assert size is not None
     assert (prediction.peak_within(size, 8 << 30) or math.inf) <= 8 << 30
     assert prediction.peak_within(size + 1, 8 << 30) is None
-    stubborn = Loop(look=lambda loss: loss.item() > 0)
+    stubborn = Loop(look=decide)
     with pytest.raises(UntraceableError, match="item"):
         predict_memory(stubborn.step, stubborn.make_batch, state=stubborn.state)
 
