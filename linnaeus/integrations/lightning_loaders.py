@@ -27,17 +27,11 @@ PROBE = 3
 Mode = Literal["train", "val"]
 
 
-class Library:
-    """Modules of the package that a trainer comes from: `lightning.pytorch` or `pytorch_lightning`."""
-
-    def __init__(self, trainer: Any) -> None:
-        suffix = ".trainer.trainer"
-        homes = (base.__module__ for base in type(trainer).__mro__)
-        self._root = next(home.removesuffix(suffix) for home in homes if home.endswith(suffix))
-
-    def __call__(self, name: str) -> Any:
-        """The module of this name, such as `utilities.data`."""
-        return importlib.import_module(f"{self._root}.{name}")
+def library(trainer: Any, name: str) -> Any:
+    """A module, such as `utilities.data`, of the trainer's `lightning.pytorch` or `pytorch_lightning`."""
+    roots = ("lightning.pytorch", "pytorch_lightning")
+    homes = " ".join(base.__module__ for base in type(trainer).__mro__)
+    return importlib.import_module(f"{next(root for root in roots if f'{root}.trainer' in homes)}.{name}")
 
 
 class SizedLoader:
@@ -106,7 +100,6 @@ class Loaders:
     """All loaders of a mode, in the structure in which Lightning takes their batches.
 
     Args:
-        library: the trainer's package.
         trainer: the trainer.
         mode: `train` or `val`.
         name: the attribute that the loaders' sizes follow, unless they were handed to `fit`.
@@ -115,8 +108,7 @@ class Loaders:
         AutoBatchError: a loader whose batch size cannot be set; the message names it.
     """
 
-    def __init__(self, library: Library, trainer: Any, mode: Mode, name: str) -> None:
-        self._library = library
+    def __init__(self, trainer: Any, mode: Mode, name: str) -> None:
         self._trainer = trainer
         self._mode = mode
         self._name = name
@@ -184,7 +176,7 @@ class Loaders:
 
     def batch(self, size: int) -> Any:
         """What the loaders of a training step give together: one batch, or the user's structure of them."""
-        unflatten = self._library("utilities.combined_loader").tree_unflatten
+        unflatten = library(self._trainer, "utilities.combined_loader").tree_unflatten
         return unflatten([sized.batch(size) for sized in self.sized], self.combined._spec)
 
     def numbered_batches(self, size: int) -> Iterator[tuple[Any, int]]:
@@ -242,7 +234,7 @@ class Loaders:
         self.set_size(size)
         if not self._is_given:
             return
-        data = self._library("utilities.data")
+        data = library(self._trainer, "utilities.data")
         loaders = []
         for sized in self.sized:
             args, kwargs = data._get_dataloader_init_args_and_kwargs(sized.loader, sized.loader.sampler)
@@ -266,8 +258,8 @@ class Loaders:
         return -(-len(sampler) // (1 if is_whole else int(self._trainer.world_size)))
 
     def _request(self) -> Any:
-        given = self._library("trainer.connectors.data_connector")._request_dataloader(self.source)
-        kind = self._library("utilities.combined_loader").CombinedLoader
+        given = library(self._trainer, "trainer.connectors.data_connector")._request_dataloader(self.source)
+        kind = library(self._trainer, "utilities.combined_loader").CombinedLoader
         usual = "max_size_cycle" if self._mode == "train" else "sequential"
         return given if isinstance(given, kind) else kind(given, usual)
 
