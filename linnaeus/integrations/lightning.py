@@ -26,7 +26,6 @@ from linnaeus.integrations.common import (
     SET_BY_TRAINER,
     checked_options,
     find_size,
-    min_samples,
     split_effective_batch,
     warn_of_many_steps,
 )
@@ -185,8 +184,12 @@ class _Search:
         self._has_own_val = has_own_loaders or bool(holders(trainer, val_name))
         self._val_name = val_name if self._has_own_val else name
         _check_step(trainer, module)
-        if callback._effective_batch_size is not None:
-            _check_accumulation(callback._effective_batch_size, trainer, module)
+        effective = callback._effective_batch_size
+        if effective is not None and not module.automatic_optimization:
+            raise AutoBatchError(
+                f"AutoBatch: effective_batch_size is {effective}, but {type(module).__name__} optimizes "
+                "manually, and so accumulates gradients by itself; leave effective_batch_size out"
+            )
         if trainer.fit_loop._data_source.is_module() and not holders(trainer, name):
             raise AutoBatchError(
                 f"AutoBatch: neither {type(module).__name__} nor its data module nor their hparams have "
@@ -200,11 +203,16 @@ class _Search:
         train, val = self._look_at_loaders()
         for mode, loaders in self.loaders.items():
             if callback._make_batch[mode] is None:
-                loaders.look()
-        bounds, effective = self._bounds(), callback._effective_batch_size
-        options = self._options["train"]
+                for sized in loaders.sized:  # now, because the memory that this takes is no part of a trial
+                    sized.order  # noqa: B018
+        bounds, effective = (
+            {} if train.most is None else {"dataset": train.most},
+            callback._effective_batch_size,
+        )
+        if val is not None and not self._has_own_val and val.num_batches > 1 and val.most is not None:
+            bounds["limit_val_batches"] = val.most
         if effective is not None:
-            split = self._split(effective, options["max_batch_size"], bounds.get("dataset"))
+            split = self._split(effective, self._options["train"]["max_batch_size"], bounds.get("dataset"))
             bounds["effective_batch"] = split.samples_per_rank  # an error comes before the search
         is_accumulating = trainer.accumulate_grad_batches > 1 or effective is not None
         num_batches = 2 if is_accumulating and self._module.automatic_optimization else 1
@@ -212,7 +220,7 @@ class _Search:
         make = callback._make_batch["train"] or train.batch
         size = self._find(
             "train", partial(train_step, trainer, num_batches),
-            lambda size: (make(size) for _ in range(num_batches)), bounds, self._earlier.get("train"),
+            lambda size: (make(size) for _ in range(num_batches)), bounds,
         )  # fmt: skip
         if val is not None:
             step = partial(validation_step, trainer, val)
@@ -220,24 +228,17 @@ class _Search:
             make_val = val.numbered_batches if given is None else lambda size: iter([(given(size), 0)])
             if self._has_own_val:
                 val_bounds = {} if val.most is None else {"dataset": val.most}
-                earlier = self._earlier.get("val")
-                self.sizes["val"] = self._find("val", step, make_val, val_bounds, earlier)
+                self.sizes["val"] = self._find("val", step, make_val, val_bounds)
             else:
-                source = f"training, which shares {self._val_name}: val_batch_arg_name can name another"
-                size = self._find("val", step, make_val, {}, size, source)
+                size = self._find("val", step, make_val, {})
         if effective is not None:
-            split = self._split(effective, size, bounds.get("dataset"))
+            split = self._split(effective, size)
             warn_of_many_steps(split, trainer.world_size, size)
             size, self.accumulation_steps = split.micro_batch_size, split.accumulation_steps
         self.sizes["train"] = size
         train.check(size, may_be_smaller=False)
         if val is not None:  # which may take less of a size that it shares, such as all samples
             val.check(self.sizes.get("val", size), may_be_smaller=not self._has_own_val)
-        if train.leaves_one(size) and min_samples(self._module) > 1:
-            raise AutoBatchError(
-                f"AutoBatch: batch size {size} leaves a single sample for the last batch of an epoch, and "
-                "BatchNorm needs two; give the loader drop_last=True, or lower max_batch_size"
-            )
 
     def _look_at_loaders(self) -> tuple[Loaders, Loaders | None]:
         name = self._callback._names["train"]
@@ -258,31 +259,22 @@ class _Search:
             self._options["train"]["max_batch_size"] = min(sizes)
         return train, val
 
-    def _bounds(self) -> dict[str, int]:
-        """Bounds of training beside memory, on this rank; the search takes the lowest of all ranks."""
-        most = {"dataset": self.loaders["train"].most}
-        val = self.loaders.get("val")
-        if val is not None and not self._has_own_val and val.num_batches > 1:
-            most["limit_val_batches"] = val.most
-        return {name: bound for name, bound in most.items() if bound is not None}
-
-    def _split(self, effective: int, largest: int, epoch: int | None) -> Split:
-        """The largest micro-batch up to this size that divides the effective batch and suits BatchNorm."""
-        options = self._options["train"]
-        smallest = max(min(options["min_batch_size"], largest), min_samples(self._module))
-        return split_effective_batch(
-            effective, self._trainer.world_size, largest, smallest, options["multiple_of"], epoch
-        )
+    def _split(self, effective: int, largest: int, epoch: int | None = None) -> Split:
+        world_size, options = self._trainer.world_size, self._options["train"]
+        return split_effective_batch(effective, world_size, largest, self._module, options, epoch)
 
     def _find(
         self,
         mode: Mode,
         step: Callable[[Any], None],
         make_batch: Callable[[int], Any],
-        bounds: Mapping[str, int],
-        known: int | None,
-        source: str = "the run that is resumed",
+        bounds: dict[str, int],
     ) -> int:
+        known, source = self._earlier.get(mode), "the run that is resumed"
+        if mode == "val" and not self._has_own_val:
+            known = self.results["train"].batch_size
+            source = f"training, which shares {self._val_name}: val_batch_arg_name can name another"
+
         def make(size: int) -> Any:
             self.loaders[mode].set_size(size)  # the module may use it in its steps
             return make_batch(size)
@@ -315,19 +307,3 @@ def _check_step(trainer: Any, module: Any) -> None:
                 f"AutoBatch: {name} of {type(module).__name__} takes dataloader_iter, and so reads its "
                 "batches by itself; let it take batch"
             )
-
-
-def _check_accumulation(effective: int, trainer: Any, module: Any) -> None:
-    if not module.automatic_optimization:
-        raise AutoBatchError(
-            f"AutoBatch: effective_batch_size is {effective}, but {type(module).__name__} optimizes "
-            "manually, and so accumulates gradients by itself; leave effective_batch_size out"
-        )
-    scheduler = next(
-        (each for each in trainer.callbacks if type(each).__name__ == "GradientAccumulationScheduler"), None
-    )
-    if scheduler is not None:
-        raise AutoBatchError(
-            f"AutoBatch: effective_batch_size is {effective}, but a GradientAccumulationScheduler sets "
-            "accumulate_grad_batches as well; leave one of them out"
-        )

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.snapshot import Contents, Snapshot
-from linnaeus.integrations.lightning_loaders import Loaders, library, restore_of_data
+from linnaeus.integrations.lightning_loaders import Loaders, library, restores_of_data
 
 
 def train_step(trainer: Any, num_batches: int, batches: Iterator[Any]) -> None:
@@ -113,7 +113,8 @@ def rehearsal(trainer: Any) -> Iterator[None]:
         optimizers = [value for value in vars(module).values() if isinstance(value, Optimizer)]
         stack.callback(Snapshot(optimizers, strategy.root_device).restore)
         roots = [module, trainer.datamodule, *(loop._data_source.instance for loop in loops)]
-        stack.callback(restore_of_data(roots))
+        for restore in restores_of_data(roots):
+            stack.callback(restore)
         stack.callback(Contents(_bookkeeping(trainer)).restore)
         # Callbacks, loggers and the profiler see nothing.
         trainer.callbacks, trainer.profiler = [], library(trainer, "profilers").PassThroughProfiler()
