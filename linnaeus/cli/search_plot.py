@@ -33,8 +33,7 @@ def save_search_plot(sweep: Comparison, axes: Sequence[Axis], path: Path, *, sma
         for n, row in enumerate(sweep.rows, start=1)
         if (value := row.value(sweep.metric)) is not None
     ]
-    with drawing(path, title, sweep, columns, num_columns=len(axes) + 1) as picture:
-        [panels] = picture.panels
+    with drawing(path, title, sweep, columns, num_columns=len(axes) + 1) as [panels]:
         decorate(panels[0], f"validation {sweep.metric}", "run", sweep.metric)
         ended = [(n, value) for n, row, value in points if row.status == "finished"]
         best = accumulate((value for _, value in ended), min if smaller_is_better else max)

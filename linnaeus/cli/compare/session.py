@@ -205,8 +205,7 @@ def save_plot(runs: Comparison, path: Path) -> None:
     measured = [metric, f"best {metric}"] if metric in runs.metrics else []
     columns = [*(["run"] if runs.rows[0].name else []), *runs.keys, *measured, "training_s", "status"]
     title = f"{len(runs.with_status('finished'))} of {counted(len(runs.rows), 'run')} finished"
-    with drawing(path, title, runs, columns, num_columns=3, panel_height=5.6) as picture:
-        [[left, middle, right]] = picture.panels
+    with drawing(path, title, runs, columns, num_columns=3, panel_height=5.6) as [[left, middle, right]]:
         _curves(left, [row for row in runs.rows if row.history.finite(metric)], metric)
         rows = [row for row in runs.rows if row.value(metric) is not None]
         for panel, name, panel_title, unit in (
