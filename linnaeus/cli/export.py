@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from linnaeus.cli.parser import CommandParser, add_run_options, read_choice
+from linnaeus.cli.parser import CommandParser, read_choice
 from linnaeus.errors import ConfigError
 from linnaeus.inference.export import FORMATS, OUTPUTS
 from linnaeus.inference.paths import STDIN, problem_of
@@ -117,4 +117,4 @@ PARSER.option(
     "--images", "FILE ...", list, "files, folders and patterns for the check, up to the next option",
     takes=lambda _: True,
 )  # fmt: skip
-add_run_options(PARSER)
+PARSER.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")

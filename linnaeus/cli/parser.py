@@ -23,11 +23,6 @@ from linnaeus.sweep.slurm import FLAGS, LaunchOptions, problems_with
 AUTOBATCH = "DATA.AUTOBATCH"
 COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
 """What a shell's start-up file needs for completion with TAB."""
-CHECKPOINT_OPTION = (
-    "--checkpoint", "best|last|FILE", str,
-    "checkpoint of the run: best (the default), last, or a file; not where RUN is a checkpoint itself",
-)  # fmt: skip
-"""Arguments of `CommandParser.option`; the attribute that it fills is None by default."""
 _NUMBER = re.compile(r"-[.\d]")
 
 
@@ -67,7 +62,8 @@ class CommandParser(argparse.ArgumentParser):
     Args:
         details: the end of the help: what else to know, examples, exit codes.
         print_config: help of `--print-config`.
-        takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`.
+        takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`;
+            the attribute `checkpoint` is None by default.
         takes_overrides: whether keys of the configuration may be set.
         words: what stands beside the options, for the usage; None derives it from the above.
     """
@@ -105,6 +101,9 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument("--config-name", "-cn", metavar="NAME", help="a file of it, as with --cfg")
             text = "may come before the keys; changes nothing"
             self.add_argument("--opts", action="store_true", help=text)
+        if takes_run:
+            text = "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself"
+            self.option("--checkpoint", "best|last|FILE", str, text)
         self.option(
             "--launcher", "local|slurm", partial(read_choice, ("local", "slurm")),
             "where to run: this machine (default), or a job of SLURM", launches=True,
@@ -257,12 +256,6 @@ def _is_sbatch(word: str) -> bool:
 def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
     parts = [word.partition("=") for word in words]
     return {name: value or None for name, _, value in parts}
-
-
-def add_run_options(parser: CommandParser) -> None:
-    """Add the options that say which weights to use, and where."""
-    parser.option(*CHECKPOINT_OPTION)
-    parser.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")
 
 
 Filled = TypeVar("Filled")

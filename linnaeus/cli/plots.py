@@ -15,14 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from linnaeus.cli.tables import Figures
 from linnaeus.files import not_written, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 INK = "#7d7d7d"
 BLUE, GREEN, VERMILION, PURPLE = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
@@ -56,22 +55,15 @@ _STYLE = {
 }
 
 
-class Picture(NamedTuple):
-    """A figure, and its panels in rows."""
-
-    figure: Figure
-    panels: list[list[Axes]]
-
-
 @contextmanager
 def drawing(
     path: Path, title: str, figures: Figures, columns: Sequence[str], *, num_rows: int = 1,
     num_columns: int = 2, panel_height: float = 4.8,
-) -> Iterator[Picture]:  # fmt: skip
-    """Draw a picture inside the context; it is written at its end, atomically, in the format of the ending.
+) -> Iterator[list[list[Axes]]]:  # fmt: skip
+    """Draw in the panels, rows of them; the picture is written at the end of the context, atomically.
 
-    `figures` are the rows of an HTML page's table, `columns` its columns. A panel is 6.4 inches wide and
-    `panel_height` inches high.
+    The path's ending is the format. `figures` are the rows of an HTML page's table, `columns` its columns. A
+    panel is 6.4 inches wide and `panel_height` inches high.
 
     Raises:
         LinnaeusError: the file cannot be written.
@@ -87,8 +79,7 @@ def drawing(
         figure = Figure((6.4 * num_columns, panel_height * num_rows), layout="constrained")
         lines = textwrap.fill(title, CHARACTERS_PER_PANEL * num_columns, break_on_hyphens=False)
         figure.suptitle(lines, fontsize=11)
-        picture = Picture(figure, figure.subplots(num_rows, num_columns, squeeze=False).tolist())
-        yield picture
+        yield figure.subplots(num_rows, num_columns, squeeze=False).tolist()
         buffer, ending = io.BytesIO(), path.suffix.lower()
         kind = "png" if ending == ".png" else "svg"
         metadata = {"Date": None} if kind == "svg" else None

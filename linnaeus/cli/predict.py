@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from linnaeus.cli.parser import CommandParser, add_run_options, check_files, read_count, read_table
+from linnaeus.cli.parser import CommandParser, check_files, read_count, read_table
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
@@ -288,7 +288,7 @@ PARSER.option("--top", "K", read_count, "classes for each taxonomic rank; defaul
 PARSER.switch(
     "--path", "add the most probable path through the taxonomy, on which each class is the parent of the next"
 )
-add_run_options(PARSER)
+PARSER.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")
 PARSER.option(
     "--batch-size", "N", read_count,
     "images in a batch; default: the largest that fits, at most 512 (64 on the CPU)",

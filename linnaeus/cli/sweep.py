@@ -258,7 +258,7 @@ def _show(table: Comparison, console: Console) -> None:
 
 def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:
     """Show the figures, and write them to the files."""
-    from linnaeus.cli.compare.session import save_plot
+    from linnaeus.cli.compare.session import save_plot, save_search_plot
 
     table = _comparison(sweep, study, options)
     _show(table, console)
@@ -272,10 +272,7 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
         if study is None:
             save_plot(table, plot)
         else:
-            from linnaeus.cli.search_plot import save_search_plot
-            from linnaeus.sweep.search import is_smaller_better
-
-            save_search_plot(table, study.space.axes, plot, smaller_is_better=is_smaller_better(table.metric))
+            save_search_plot(table, study.space.axes, plot)
         logger.info("picture: %s", plot.resolve())
     except (OSError, LinnaeusError) as error:  # a full disk
         logger.warning("the figures cannot be written: %s", error)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.api import auto_find_batch_size
-from linnaeus.autobatch.arguments import UNBOUNDED, check_count
+from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.observer import check_observer
 from linnaeus.autobatch.result import AutoBatchResult
@@ -90,40 +90,37 @@ def find_size(
     return result
 
 
-def min_samples(module: nn.Module) -> int:
-    """Fewest samples of a micro-batch in training: BatchNorm needs two."""
-    return 2 if any(isinstance(part, _BatchNorm) for part in module.modules()) else 1
-
-
 def split_effective_batch(
     effective_batch_size: int,
     world_size: int,
     largest: int,
-    smallest: int = 1,
-    multiple_of: int = 1,
+    model: nn.Module,
+    options: Mapping[str, Any],
     epoch: int | None = None,
 ) -> Split:
     """Split an effective batch with the largest micro-batch that fits and divides the part of each process.
 
-    >>> split_effective_batch(96, 2, 40), split_effective_batch(96, 2, 40, multiple_of=16)
-    (Split(micro_batch_size=24, accumulation_steps=2), Split(micro_batch_size=16, accumulation_steps=3))
+    >>> options = {"min_batch_size": 1, "multiple_of": 16}
+    >>> split_effective_batch(96, 2, 40, nn.Linear(1, 1), options)
+    Split(micro_batch_size=16, accumulation_steps=3)
 
     Args:
         effective_batch_size: samples per optimizer step of all processes.
         world_size: number of processes.
-        largest, smallest: most and fewest samples of a micro-batch, inclusive.
-        multiple_of: the micro-batch is a multiple of it, unless `largest` is below it.
+        largest: most samples of a micro-batch.
+        model: needs micro-batches of at least two samples in training where it has BatchNorm.
+        options: with `min_batch_size` and `multiple_of`, which hold unless `largest` is below them.
         epoch: samples of an epoch on each process; None is no limit.
 
     Raises:
-        TypeError, ValueError: the effective batch is no integer, or is below 1.
         AutoBatchError: it is above an epoch, or no micro-batch within the bounds divides it.
     """
-    check_count("effective_batch_size", effective_batch_size)
+    has_batchnorm = any(isinstance(part, _BatchNorm) for part in model.modules())
+    smallest = max(min(options["min_batch_size"], largest), 1 + has_batchnorm)
     text = f"AutoBatch: effective_batch_size is {effective_batch_size}"
     if epoch is not None and effective_batch_size > epoch * world_size:
         raise AutoBatchError(f"{text}, above what an epoch holds, {epoch * world_size} samples; lower it")
-    multiple_of = multiple_of if largest >= multiple_of else 1
+    multiple_of = options["multiple_of"] if largest >= options["multiple_of"] else 1
 
     def split_of(samples: int) -> Split | None:
         multiples, rest = divmod(samples, world_size * multiple_of)

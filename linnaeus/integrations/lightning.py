@@ -26,18 +26,11 @@ from linnaeus.integrations.common import (
     SET_BY_TRAINER,
     checked_options,
     find_size,
-    min_samples,
     split_effective_batch,
     warn_of_many_steps,
 )
-from linnaeus.integrations.lightning_loaders import Library, Loaders, Mode, holders
-from linnaeus.integrations.lightning_steps import (
-    averages,
-    rehearsal,
-    train_step,
-    trial_state,
-    validation_step,
-)
+from linnaeus.integrations.lightning_loaders import Loaders, Mode, holders, library
+from linnaeus.integrations.lightning_steps import rehearsal, train_step, trial_state, validation_step
 
 try:
     from lightning.pytorch import Callback
@@ -45,9 +38,6 @@ except ImportError:
     from pytorch_lightning import Callback
 
 _REFUSED = SET_BY_TRAINER | {"predict"}
-
-_NOT_ALONE = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
-"""Strategies, by name, that are kinds of the searchable ones and still cannot be searched."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -123,9 +113,8 @@ class AutoBatch(Callback):  # type: ignore[misc]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let the search run as soon as the strategy has put the module on its device."""
-        library = Library(trainer)
         if stage != "fit":
-            library("utilities.rank_zero").rank_zero_info(
+            library(trainer, "utilities.rank_zero").rank_zero_info(
                 f"AutoBatch: {getattr(stage, 'value', stage)} keeps its batch size; only fit searches"
             )
             return
@@ -133,13 +122,13 @@ class AutoBatch(Callback):  # type: ignore[misc]
         if trainer.fast_dev_run or trainer.limit_train_batches == 0:
             logger.info("AutoBatch: no search, because fast_dev_run is on or limit_train_batches is 0")
             return
-        _check_strategy(library, trainer)
+        _check_strategy(trainer)
         strategy = trainer.strategy
         set_up_model = strategy._setup_model
 
         def search_first(model: Any) -> Any:
             del strategy._setup_model
-            self._find_sizes(library, trainer, pl_module)
+            self._find_sizes(trainer, pl_module)
             return set_up_model(model)
 
         strategy._setup_model = search_first
@@ -153,11 +142,11 @@ class AutoBatch(Callback):  # type: ignore[misc]
         """Take the sizes of the run that is resumed; they are used again unless they no longer fit."""
         self._earlier = dict(state_dict["sizes"])
 
-    def _find_sizes(self, library: Library, trainer: Any, module: Any) -> None:
+    def _find_sizes(self, trainer: Any, module: Any) -> None:
         started = time.monotonic()
         with together() as control:  # what one rank raises ends all of them
-            search = _Search(self, of_main(control, self._earlier), library, trainer, module)
-            with rehearsal(library, trainer):
+            search = _Search(self, of_main(control, self._earlier), trainer, module)
+            with rehearsal(trainer):
                 search.run()
             self.results, self._earlier = search.results, {}
             self.batch_size, self.val_batch_size = search.sizes["train"], search.sizes.get("val")
@@ -169,7 +158,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
             text += f", accumulate_grad_batches {search.accumulation_steps}"
         if self.val_batch_size is not None:
             text += f", validation {self.val_batch_size}"
-        library("utilities.rank_zero").rank_zero_info(f"{text} ({time.monotonic() - started:.1f} s)")
+        library(trainer, "utilities.rank_zero").rank_zero_info(f"{text} ({time.monotonic() - started:.1f} s)")
 
 
 class _Search:
@@ -182,24 +171,25 @@ class _Search:
         accumulation_steps: what `accumulate_grad_batches` becomes; None leaves it alone.
     """
 
-    def __init__(
-        self, callback: AutoBatch, earlier: Mapping[str, int], library: Library, trainer: Any, module: Any
-    ) -> None:
+    def __init__(self, callback: AutoBatch, earlier: Mapping[str, int], trainer: Any, module: Any) -> None:
         self.loaders: dict[Mode, Loaders] = {}
         self.results: dict[str, AutoBatchResult] = {}
         self.sizes: dict[str, int] = {}
         self.accumulation_steps: int | None = None
         self._callback, self._earlier = callback, earlier
-        self._library, self._trainer, self._module = library, trainer, module
-        self._averages = averages(trainer)
+        self._trainer, self._module = trainer, module
         self._options = {mode: dict(options) for mode, options in callback._options.items()}
         name, val_name = callback._names["train"], callback._names["val"]
         has_own_loaders = not trainer.fit_loop.epoch_loop.val_loop._data_source.is_module()
         self._has_own_val = has_own_loaders or bool(holders(trainer, val_name))
         self._val_name = val_name if self._has_own_val else name
-        _check_step(library, module)
-        if callback._effective_batch_size is not None:
-            _check_accumulation(callback._effective_batch_size, trainer, module)
+        _check_step(trainer, module)
+        effective = callback._effective_batch_size
+        if effective is not None and not module.automatic_optimization:
+            raise AutoBatchError(
+                f"AutoBatch: effective_batch_size is {effective}, but {type(module).__name__} optimizes "
+                "manually, and so accumulates gradients by itself; leave effective_batch_size out"
+            )
         if trainer.fit_loop._data_source.is_module() and not holders(trainer, name):
             raise AutoBatchError(
                 f"AutoBatch: neither {type(module).__name__} nor its data module nor their hparams have "
@@ -209,52 +199,50 @@ class _Search:
 
     def run(self) -> None:
         """Find the sizes; inside of `rehearsal`."""
-        callback, trainer, library = self._callback, self._trainer, self._library
+        callback, trainer = self._callback, self._trainer
         train, val = self._look_at_loaders()
         for mode, loaders in self.loaders.items():
             if callback._make_batch[mode] is None:
-                loaders.look()
-        bounds, effective = self._bounds(), callback._effective_batch_size
-        options = self._options["train"]
+                for sized in loaders.sized:  # now, because the memory that this takes is no part of a trial
+                    sized.order  # noqa: B018
+        bounds, effective = (
+            {} if train.most is None else {"dataset": train.most},
+            callback._effective_batch_size,
+        )
+        if val is not None and not self._has_own_val and val.num_batches > 1 and val.most is not None:
+            bounds["limit_val_batches"] = val.most
         if effective is not None:
-            split = self._split(effective, options["max_batch_size"], bounds.get("dataset"))
+            split = self._split(effective, self._options["train"]["max_batch_size"], bounds.get("dataset"))
             bounds["effective_batch"] = split.samples_per_rank  # an error comes before the search
         is_accumulating = trainer.accumulate_grad_batches > 1 or effective is not None
         num_batches = 2 if is_accumulating and self._module.automatic_optimization else 1
         trainer.accumulate_grad_batches = num_batches
         make = callback._make_batch["train"] or train.batch
         size = self._find(
-            "train", partial(train_step, library, trainer, num_batches, self._averages),
-            lambda size: (make(size) for _ in range(num_batches)), bounds, self._earlier.get("train"),
+            "train", partial(train_step, trainer, num_batches),
+            lambda size: (make(size) for _ in range(num_batches)), bounds,
         )  # fmt: skip
         if val is not None:
-            step = partial(validation_step, library, trainer, val)
+            step = partial(validation_step, trainer, val)
             given = callback._make_batch["val"]
             make_val = val.numbered_batches if given is None else lambda size: iter([(given(size), 0)])
             if self._has_own_val:
                 val_bounds = {} if val.most is None else {"dataset": val.most}
-                earlier = self._earlier.get("val")
-                self.sizes["val"] = self._find("val", step, make_val, val_bounds, earlier)
+                self.sizes["val"] = self._find("val", step, make_val, val_bounds)
             else:
-                source = f"training, which shares {self._val_name}: val_batch_arg_name can name another"
-                size = self._find("val", step, make_val, {}, size, source)
+                size = self._find("val", step, make_val, {})
         if effective is not None:
-            split = self._split(effective, size, bounds.get("dataset"))
+            split = self._split(effective, size)
             warn_of_many_steps(split, trainer.world_size, size)
             size, self.accumulation_steps = split.micro_batch_size, split.accumulation_steps
         self.sizes["train"] = size
         train.check(size, may_be_smaller=False)
         if val is not None:  # which may take less of a size that it shares, such as all samples
             val.check(self.sizes.get("val", size), may_be_smaller=not self._has_own_val)
-        if train.leaves_one(size) and min_samples(self._module) > 1:
-            raise AutoBatchError(
-                f"AutoBatch: batch size {size} leaves a single sample for the last batch of an epoch, and "
-                "BatchNorm needs two; give the loader drop_last=True, or lower max_batch_size"
-            )
 
     def _look_at_loaders(self) -> tuple[Loaders, Loaders | None]:
         name = self._callback._names["train"]
-        train = self.loaders["train"] = Loaders(self._library, self._trainer, "train", name)
+        train = self.loaders["train"] = Loaders(self._trainer, "train", name)
         if not train.follow:
             raise AutoBatchError(
                 f"AutoBatch: train_dataloader gives the same batch size whatever {name} is; let it take the "
@@ -262,7 +250,7 @@ class _Search:
             )
         if not self._callback._val or not self._trainer.enable_validation:
             return train, None
-        val = Loaders(self._library, self._trainer, "val", self._val_name)
+        val = Loaders(self._trainer, "val", self._val_name)
         if not val.follow:
             return train, None
         self.loaders["val"] = val
@@ -271,56 +259,47 @@ class _Search:
             self._options["train"]["max_batch_size"] = min(sizes)
         return train, val
 
-    def _bounds(self) -> dict[str, int]:
-        """Bounds of training beside memory, on this rank; the search takes the lowest of all ranks."""
-        most = {"dataset": self.loaders["train"].most}
-        val = self.loaders.get("val")
-        if val is not None and not self._has_own_val and val.num_batches > 1:
-            most["limit_val_batches"] = val.most
-        return {name: bound for name, bound in most.items() if bound is not None}
-
-    def _split(self, effective: int, largest: int, epoch: int | None) -> Split:
-        """The largest micro-batch up to this size that divides the effective batch and suits BatchNorm."""
-        options = self._options["train"]
-        smallest = max(min(options["min_batch_size"], largest), min_samples(self._module))
-        return split_effective_batch(
-            effective, self._trainer.world_size, largest, smallest, options["multiple_of"], epoch
-        )
+    def _split(self, effective: int, largest: int, epoch: int | None = None) -> Split:
+        world_size, options = self._trainer.world_size, self._options["train"]
+        return split_effective_batch(effective, world_size, largest, self._module, options, epoch)
 
     def _find(
         self,
         mode: Mode,
         step: Callable[[Any], None],
         make_batch: Callable[[int], Any],
-        bounds: Mapping[str, int],
-        known: int | None,
-        source: str = "the run that is resumed",
+        bounds: dict[str, int],
     ) -> int:
+        known, source = self._earlier.get(mode), "the run that is resumed"
+        if mode == "val" and not self._has_own_val:
+            known = self.results["train"].batch_size
+            source = f"training, which shares {self._val_name}: val_batch_arg_name can name another"
+
         def make(size: int) -> Any:
             self.loaders[mode].set_size(size)  # the module may use it in its steps
             return make_batch(size)
 
         self.results[mode] = find_size(
-            step, make, self._options[mode], known, source, state=trial_state(self._trainer, self._averages),
+            step, make, self._options[mode], known, source, state=trial_state(self._trainer),
             mode=mode, device=self._trainer.strategy.root_device, bounds=bounds, predict=False,
         )  # fmt: skip
         return self.results[mode].batch_size
 
 
-def _check_strategy(library: Library, trainer: Any) -> None:
-    strategies = library("strategies")
-    strategy = trainer.strategy
-    kind = type(strategy)
+def _check_strategy(trainer: Any) -> None:
+    strategies, strategy = library(trainer, "strategies"), trainer.strategy
     is_known = isinstance(strategy, strategies.SingleDeviceStrategy | strategies.DDPStrategy)
-    if not is_known or any(base.__name__ in _NOT_ALONE for base in kind.__mro__):
+    # DeepSpeed's and XLA's are kinds of DDP's, with a name of their own.
+    if not is_known or getattr(strategy, "strategy_name", "single_device") != "single_device":
         raise AutoBatchError(
-            f"AutoBatch: the strategy {kind.__name__} cannot be searched: ranks that hold parts of the model "
-            "cannot run a step alone. Use one device or strategy='ddp', or set the batch size by hand"
+            f"AutoBatch: the strategy {type(strategy).__name__} cannot be searched: ranks that hold parts "
+            "of the model cannot run a step alone. Use one device or strategy='ddp', or set the batch size "
+            "by hand"
         )
 
 
-def _check_step(library: Library, module: Any) -> None:
-    is_param = library("utilities.signature_utils").is_param_in_hook_signature
+def _check_step(trainer: Any, module: Any) -> None:
+    is_param = library(trainer, "utilities.signature_utils").is_param_in_hook_signature
     for name in ("training_step", "validation_step"):
         step = getattr(module, name)
         if callable(step) and is_param(step, "dataloader_iter", explicit=True):
@@ -328,19 +307,3 @@ def _check_step(library: Library, module: Any) -> None:
                 f"AutoBatch: {name} of {type(module).__name__} takes dataloader_iter, and so reads its "
                 "batches by itself; let it take batch"
             )
-
-
-def _check_accumulation(effective: int, trainer: Any, module: Any) -> None:
-    if not module.automatic_optimization:
-        raise AutoBatchError(
-            f"AutoBatch: effective_batch_size is {effective}, but {type(module).__name__} optimizes "
-            "manually, and so accumulates gradients by itself; leave effective_batch_size out"
-        )
-    scheduler = next(
-        (each for each in trainer.callbacks if type(each).__name__ == "GradientAccumulationScheduler"), None
-    )
-    if scheduler is not None:
-        raise AutoBatchError(
-            f"AutoBatch: effective_batch_size is {effective}, but a GradientAccumulationScheduler sets "
-            "accumulate_grad_batches as well; leave one of them out"
-        )

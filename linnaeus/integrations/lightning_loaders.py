@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any, Literal
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -27,17 +26,11 @@ PROBE = 3
 Mode = Literal["train", "val"]
 
 
-class Library:
-    """Modules of the package that a trainer comes from: `lightning.pytorch` or `pytorch_lightning`."""
-
-    def __init__(self, trainer: Any) -> None:
-        suffix = ".trainer.trainer"
-        homes = (base.__module__ for base in type(trainer).__mro__)
-        self._root = next(home.removesuffix(suffix) for home in homes if home.endswith(suffix))
-
-    def __call__(self, name: str) -> Any:
-        """The module of this name, such as `utilities.data`."""
-        return importlib.import_module(f"{self._root}.{name}")
+def library(trainer: Any, name: str) -> Any:
+    """A module, such as `utilities.data`, of the trainer's `lightning.pytorch` or `pytorch_lightning`."""
+    roots = ("lightning.pytorch", "pytorch_lightning")
+    homes = " ".join(base.__module__ for base in type(trainer).__mro__)
+    return importlib.import_module(f"{next(root for root in roots if f'{root}.trainer' in homes)}.{name}")
 
 
 class SizedLoader:
@@ -106,7 +99,6 @@ class Loaders:
     """All loaders of a mode, in the structure in which Lightning takes their batches.
 
     Args:
-        library: the trainer's package.
         trainer: the trainer.
         mode: `train` or `val`.
         name: the attribute that the loaders' sizes follow, unless they were handed to `fit`.
@@ -115,14 +107,12 @@ class Loaders:
         AutoBatchError: a loader whose batch size cannot be set; the message names it.
     """
 
-    def __init__(self, library: Library, trainer: Any, mode: Mode, name: str) -> None:
-        self._library = library
+    def __init__(self, trainer: Any, mode: Mode, name: str) -> None:
         self._trainer = trainer
         self._mode = mode
         self._name = name
-        self.source = (
-            trainer.fit_loop if mode == "train" else trainer.fit_loop.epoch_loop.val_loop
-        )._data_source
+        loop = trainer.fit_loop if mode == "train" else trainer.fit_loop.epoch_loop.val_loop
+        self.source = loop._data_source
         self._is_given = not self.source.is_module()
         self._where = f"{self.source.name}() of {type(self.source.instance).__name__}"
         if self._is_given:
@@ -156,8 +146,8 @@ class Loaders:
             needed = trainer.val_check_interval if isinstance(trainer.val_check_interval, int) else 1
         if not isinstance(limit, float):
             return needed
-        fewest = math.floor(needed / limit)  # Lightning rounds this share of the batches down
-        return next(number for number in range(fewest, fewest + 3) if int(number * limit) >= needed)
+        # Lightning rounds this share of the batches down.
+        return next(number for number in count(needed) if int(number * limit) >= needed)
 
     @property
     def most(self) -> int | None:
@@ -172,19 +162,9 @@ class Loaders:
                 limits.append(max(most, 1))
         return min(limits, default=None)
 
-    def look(self) -> None:
-        """Look at the samples now, because the memory that this takes is no part of a trial."""
-        for sized in self.sized:
-            sized.order  # noqa: B018
-
-    def leaves_one(self, size: int) -> bool:
-        """Whether the last batch of an epoch has a single sample."""
-        rests = (self._num_samples(sized) for sized in self.sized if not sized.loader.drop_last)
-        return size > 1 and any(rest is not None and rest % size == 1 for rest in rests)
-
     def batch(self, size: int) -> Any:
         """What the loaders of a training step give together: one batch, or the user's structure of them."""
-        unflatten = self._library("utilities.combined_loader").tree_unflatten
+        unflatten = library(self._trainer, "utilities.combined_loader").tree_unflatten
         return unflatten([sized.batch(size) for sized in self.sized], self.combined._spec)
 
     def numbered_batches(self, size: int) -> Iterator[tuple[Any, int]]:
@@ -210,14 +190,13 @@ class Loaders:
         self.set_size(size)
         for sized, given in zip(self.sized, self._sizes(self._request()), strict=True):
             expected = size if sized.follows else sized.loader.batch_size or 0
-            if given == expected or (may_be_smaller and given < expected):
-                continue
-            raise AutoBatchError(
-                f"AutoBatch: {self._where} gives a loader of batch size {given} where {self._name} is "
-                f"{size}, and of {sized.loader.batch_size} where it is {PROBE}: that is neither the size "
-                "itself nor fixed. Take the size as it is, and limit the search instead, such as with "
-                "max_batch_size"
-            )
+            if given != expected and not (may_be_smaller and given < expected):
+                raise AutoBatchError(
+                    f"AutoBatch: {self._where} gives a loader of batch size {given} where {self._name} is "
+                    f"{size}, and of {sized.loader.batch_size} where it is {PROBE}: that is neither the size "
+                    "itself nor fixed. Take the size as it is, and limit the search instead, such as with "
+                    "max_batch_size"
+                )
 
     def set_size(self, size: int) -> None:
         """Set the attribute wherever it is; also in the hyperparameters that loggers write down.
@@ -242,7 +221,7 @@ class Loaders:
         self.set_size(size)
         if not self._is_given:
             return
-        data = self._library("utilities.data")
+        data = library(self._trainer, "utilities.data")
         loaders = []
         for sized in self.sized:
             args, kwargs = data._get_dataloader_init_args_and_kwargs(sized.loader, sized.loader.sampler)
@@ -266,8 +245,8 @@ class Loaders:
         return -(-len(sampler) // (1 if is_whole else int(self._trainer.world_size)))
 
     def _request(self) -> Any:
-        given = self._library("trainer.connectors.data_connector")._request_dataloader(self.source)
-        kind = self._library("utilities.combined_loader").CombinedLoader
+        given = library(self._trainer, "trainer.connectors.data_connector")._request_dataloader(self.source)
+        kind = library(self._trainer, "utilities.combined_loader").CombinedLoader
         usual = "max_size_cycle" if self._mode == "train" else "sequential"
         return given if isinstance(given, kind) else kind(given, usual)
 
@@ -298,34 +277,27 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _OTHERS = ("_modules", "_parameters", "_buffers", "_iterator", "_trainer", "trainer")
 
 
-def restore_of_data(roots: Iterable[Any]) -> Callable[[], None]:
-    """Puts back random number generators and plain values that datasets, samplers and loaders hold.
+def restores_of_data(roots: Iterable[Any]) -> Iterator[Callable[[], object]]:
+    """Put back random number generators and plain values that datasets, samplers and loaders hold.
 
     Tensors, arrays and containers of `_LONG` entries and more are data, and are not looked into.
 
     Args:
         roots: the objects to begin with; what their attributes and containers hold is looked into as well.
     """
-    restores: list[Callable[[], object]] = []
     seen, waiting = set[int](), list(roots)
     for value in waiting:
         if id(value) in seen or isinstance(value, _PLAIN):
             continue
         seen.add(id(value))
         if restore := restore_of_generator(value):
-            restores.append(restore)
+            yield restore
         elif isinstance(value, list | tuple | set):
             waiting += value if len(value) < _LONG else ()
         elif (content := _attributes_or_items(value)) is not None and len(content) < _LONG:
             plain = {name: held for name, held in content.items() if isinstance(held, _PLAIN)}
-            restores.append(partial(_put_back, content, set(content), plain))
+            yield partial(_put_back, content, set(content), plain)
             waiting += [held for name, held in content.items() if name not in _OTHERS]
-
-    def restore_all() -> None:
-        for restore in restores:
-            restore()
-
-    return restore_all
 
 
 def _attributes_or_items(value: Any) -> dict[Any, Any] | None:

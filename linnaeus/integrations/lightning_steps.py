@@ -9,38 +9,32 @@ that the other ranks can wait.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.snapshot import Contents, Snapshot
-from linnaeus.integrations.lightning_loaders import Library, Loaders, restore_of_data
+from linnaeus.integrations.lightning_loaders import Loaders, library, restores_of_data
 
 
-def train_step(
-    library: Library, trainer: Any, num_batches: int, averages: Sequence[Any], batches: Iterator[Any]
-) -> None:
+def train_step(trainer: Any, num_batches: int, batches: Iterator[Any]) -> None:
     """One optimizer step: `advance` on each of its micro-batches.
 
     Args:
-        library: the trainer's package.
         trainer: the trainer, with optimizers.
         num_batches: micro-batches of a step.
-        averages: averaged models, updated after each optimizer step.
         batches: are made when they are asked for.
     """
     loop = trainer.fit_loop.epoch_loop
     with _own_world(trainer):
         trainer.training = True
-        loop._results = library("trainer.connectors.logger_connector.result")._ResultCollection(True)
         loop.batch_progress.reset()
-        _call_hooks(library, trainer, "on_fit_start", "on_train_start", "on_train_epoch_start")
+        _begin(trainer, loop, "on_fit_start", "on_train_start", "on_train_epoch_start")
         fetcher = _Fetcher(batches)
         for _ in range(num_batches):
             try:
@@ -50,18 +44,13 @@ def train_step(
                     "AutoBatch: on_train_batch_start has returned -1, which ends the epoch, so no step can "
                     "be measured; return it only where trainer.global_step is above 0"
                 ) from None
-        for average in averages:
-            average.update_parameters(trainer.lightning_module)
 
 
 @torch.no_grad()
-def validation_step(
-    library: Library, trainer: Any, loaders: Loaders, batches: Iterator[tuple[Any, int]]
-) -> None:
+def validation_step(trainer: Any, loaders: Loaders, batches: Iterator[tuple[Any, int]]) -> None:
     """One batch of each validation loader, or one batch of all where they are combined.
 
     Args:
-        library: the trainer's package.
         trainer: the trainer.
         loaders: the loaders of validation.
         batches: are made when they are asked for, each with the number of its loader.
@@ -70,10 +59,9 @@ def validation_step(
     trainer.validating = True
     try:
         with _own_world(trainer):
-            loop._results = library("trainer.connectors.logger_connector.result")._ResultCollection(False)
             loop._combined_loader = loaders.combined
             loop._data_fetcher = _Fetcher(iter(()))
-            _call_hooks(library, trainer, "on_validation_start", "on_validation_epoch_start")
+            _begin(trainer, loop, "on_validation_start", "on_validation_epoch_start")
             for batch, number in batches:
                 loop._evaluation_step(batch, 0, number, None)
                 del batch
@@ -93,29 +81,25 @@ class _Fetcher:
         return next(self._batches), 0, 0
 
 
-def _call_hooks(library: Library, trainer: Any, *names: str) -> None:
-    """Call hooks of the module that come before its first batch: a step may need what they make."""
+def _begin(trainer: Any, loop: Any, *names: str) -> None:
+    """Log to new results, and call hooks that come before the first batch: a step may need what they make."""
+    results = library(trainer, "trainer.connectors.logger_connector.result")
+    loop._results = results._ResultCollection(trainer.training)
     for name in names:
-        library("trainer.call")._call_lightning_module_hook(trainer, name)
+        library(trainer, "trainer.call")._call_lightning_module_hook(trainer, name)
 
 
-def averages(trainer: Any) -> list[AveragedModel]:
-    """The averaged models of the trainer's weight-averaging callbacks."""
-    found = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
-    return [average for average in found if isinstance(average, AveragedModel)]
-
-
-def trial_state(trainer: Any, averages: Sequence[Any]) -> list[Any]:
+def trial_state(trainer: Any) -> list[Any]:
     """Everything that a step of the trainer changes and a search can put back; inside of `rehearsal`."""
     strategy = trainer.strategy
     schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-    state = [strategy.lightning_module, *strategy.optimizers, *schedulers, *averages]
+    state = [strategy.lightning_module, *strategy.optimizers, *schedulers]
     state.append(getattr(trainer.precision_plugin, "scaler", None))
     return [part for part in state if part is not None]
 
 
 @contextlib.contextmanager
-def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
+def rehearsal(trainer: Any) -> Iterator[None]:
     """Inside, the trainer has optimizers and can run steps; afterwards it is what it was.
 
     What trials do to the module, its optimizers and the global generators, the search itself puts back. This
@@ -129,12 +113,13 @@ def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
         optimizers = [value for value in vars(module).values() if isinstance(value, Optimizer)]
         stack.callback(Snapshot(optimizers, strategy.root_device).restore)
         roots = [module, trainer.datamodule, *(loop._data_source.instance for loop in loops)]
-        stack.callback(restore_of_data(roots))
-        stack.callback(Contents(_bookkeeping(library, trainer)).restore)
+        for restore in restores_of_data(roots):
+            stack.callback(restore)
+        stack.callback(Contents(_bookkeeping(trainer)).restore)
         # Callbacks, loggers and the profiler see nothing.
-        trainer.callbacks, trainer.profiler = [], library("profilers").PassThroughProfiler()
-        trainer.loggers = [library("loggers.logger").DummyLogger()] if trainer.loggers else []
-        with _nothing_fetched(library):
+        trainer.callbacks, trainer.profiler = [], library(trainer, "profilers").PassThroughProfiler()
+        trainer.loggers = [library(trainer, "loggers.logger").DummyLogger()] if trainer.loggers else []
+        with _nothing_fetched(trainer):
             strategy.setup_optimizers(trainer)
         for loop in loops:  # forget the loaders that this has made, and end their workers
             if loop._combined_loader is not None:
@@ -148,9 +133,9 @@ def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _nothing_fetched(library: Library) -> Iterator[None]:
+def _nothing_fetched(trainer: Any) -> Iterator[None]:
     """Inside, loaders that are set up are not read: `configure_optimizers` asks for their length only."""
-    fit_loop, fetchers = library("loops.fit_loop"), library("loops.fetchers")
+    fit_loop, fetchers = library(trainer, "loops.fit_loop"), library(trainer, "loops.fetchers")
     before = fit_loop._select_data_fetcher
     fit_loop._select_data_fetcher = lambda *_: fetchers._DataFetcher()
     try:
@@ -159,9 +144,9 @@ def _nothing_fetched(library: Library) -> Iterator[None]:
         fit_loop._select_data_fetcher = before
 
 
-def _bookkeeping(library: Library, trainer: Any) -> Iterator[dict[str, Any]]:
+def _bookkeeping(trainer: Any) -> Iterator[dict[str, Any]]:
     """The attributes of the trainer, its strategy, and what counts steps and holds logged values."""
-    progress = library("loops.progress")._BaseProgress
+    progress = library(trainer, "loops.progress")._BaseProgress
     fit = trainer.fit_loop
     epoch = fit.epoch_loop
     loops = [fit, epoch, epoch.automatic_optimization, epoch.manual_optimization, epoch.val_loop]

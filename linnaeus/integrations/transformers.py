@@ -7,12 +7,13 @@ autobatch(trainer, target_memory_fraction=0.85).train()
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from transformers import TrainerState
 
 from linnaeus.autobatch.arguments import check_count, kind_of
 from linnaeus.autobatch.errors import AutoBatchError
@@ -23,11 +24,10 @@ from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     checked_options,
     find_size,
-    min_samples,
     split_effective_batch,
     warn_of_many_steps,
 )
-from linnaeus.integrations.transformers_data import TrialData, evaluation_data, training_data
+from linnaeus.integrations.transformers_data import trial_data
 from linnaeus.integrations.transformers_trial import Rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
@@ -95,8 +95,8 @@ def autobatch(
     if effective_batch_size is not None:
         check_count("effective_batch_size", effective_batch_size)
     by_mode: dict[Mode, dict[str, Any]] = {"train": options, "val": eval_options}
-    search = _Search(trainer, by_mode, effective_batch_size, evaluation, samples, eval_samples)
-    setattr(trainer, _LOOP, search)
+    given: dict[Mode, Sequence[Any] | None] = {"train": samples, "val": eval_samples}
+    setattr(trainer, _LOOP, _Search(trainer, by_mode, effective_batch_size, evaluation, given))
     return trainer
 
 
@@ -148,8 +148,7 @@ class _Search:
     options: Mapping[Mode, dict[str, Any]]
     effective_batch_size: int | None
     evaluation: bool | None
-    samples: Sequence[Any] | None
-    eval_samples: Sequence[Any] | None
+    samples: Mapping[Mode, Sequence[Any] | None]
 
     def __call__(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Run the loop; `batch_size` is what the trainer was built with."""
@@ -162,24 +161,19 @@ class _Search:
 
     def _find(self, checkpoint: str | None, control: ControlPlane | None) -> None:
         trainer, args = self.trainer, self.trainer.args
-        results: dict[Mode, AutoBatchResult] = {}
         # Not every machine need see the checkpoint's folder.
         earlier = of_main(control, None if checkpoint is None else size_in_checkpoint(checkpoint))
-        with Rehearsal(trainer) as rehearsal:
-            data = training_data(trainer, self.samples)
-            results["train"] = self._search(rehearsal, "train", data, earlier)
+        results = {"train": self._search("train", earlier)}
         size = results["train"].batch_size
         if self.effective_batch_size is not None:
-            split = self._split(size, self._bounds("train", data))
+            split = self._split(self.effective_batch_size, size)
             warn_of_many_steps(split, trainer.accelerator.num_processes, size)
             size, args.gradient_accumulation_steps = split.micro_batch_size, split.accumulation_steps
         trainer._train_batch_size = args.per_device_train_batch_size = size
         source = "as in the run that is resumed" if size == earlier else "found"
         logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
         if self._evaluates:
-            with Rehearsal(trainer) as rehearsal:
-                data = evaluation_data(trainer, self.eval_samples)
-                results["val"] = self._search(rehearsal, "val", data)
+            results["val"] = self._search("val")
             args.per_device_eval_batch_size = results["val"].batch_size
             logger.info("AutoBatch: per_device_eval_batch_size is %d, found", results["val"].batch_size)
         trainer.autobatch_results = results
@@ -198,56 +192,39 @@ class _Search:
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
         return bool(self.evaluation or ((strategy != "no" or args.eval_on_start) and not generates))
 
-    def _search(
-        self, rehearsal: Rehearsal, mode: Mode, data: TrialData, earlier: int | None = None
-    ) -> AutoBatchResult:
+    def _search(self, mode: Mode, earlier: int | None = None) -> AutoBatchResult:
         """Search one mode; where an earlier run has used a size, run this, and search below if it must be."""
-        options, bounds = self.options[mode], self._bounds(mode, data)
-        step, num_batches = rehearsal.predict, lambda size: 1
-        if mode == "train":
-            step, num_batches = rehearsal.train, self._num_batches
-            if self.effective_batch_size is not None:
-                self._split(options["max_batch_size"], bounds)  # so that an error comes before the search
-                bounds["effective_batch"] = (
-                    self.effective_batch_size // self.trainer.accelerator.num_processes
-                )
-        samples = data.largest(max(min([options["max_batch_size"], *bounds.values()]), 1))
-        return find_size(
-            step, rehearsal.batch_maker(samples, data.collate, num_batches), options, earlier,
-            "the run that is resumed", state=rehearsal.state, mode=mode, device=self.trainer.args.device,
-            bounds=bounds,
-        )  # fmt: skip
+        trainer, options, bounds = self.trainer, self.options[mode], dict[str, int]()
+        with Rehearsal(trainer) as rehearsal:
+            data = trial_data(trainer, mode, self.samples[mode])
+            if data.num_samples is not None:  # a batch cannot have more
+                whole, rest = divmod(data.num_samples, trainer.accelerator.num_processes)
+                is_dropped = mode == "train" and trainer.args.dataloader_drop_last
+                bounds["dataset"] = whole if is_dropped else whole + bool(rest)
+            if mode == "train" and self.effective_batch_size is not None:  # an error comes before the search
+                largest = options["max_batch_size"]
+                split = self._split(self.effective_batch_size, largest, bounds.get("dataset"))
+                bounds["effective_batch"] = split.samples_per_rank
+            samples = data.largest(max(min([options["max_batch_size"], *bounds.values()]), 1))
 
-    def _bounds(self, mode: Mode, data: TrialData) -> dict[str, int]:
-        """What limits the size beside memory: a batch cannot have more samples than there are."""
-        if data.num_samples is None:
-            return {}
-        whole, rest = divmod(data.num_samples, self.trainer.accelerator.num_processes)
-        is_dropped = mode == "train" and self.trainer.args.dataloader_drop_last
-        return {"dataset": whole if is_dropped else whole + bool(rest)}
+            def num_batches(size: int) -> int:
+                if "effective_batch" in bounds:
+                    return -(-bounds["effective_batch"] // size)
+                return 1 if mode == "val" else int(trainer.args.gradient_accumulation_steps)
 
-    def _num_batches(self, size: int) -> int:
-        """Micro-batches of an optimizer step with this size."""
-        if self.effective_batch_size is None:
-            return int(self.trainer.args.gradient_accumulation_steps)
-        samples_per_process = self.effective_batch_size // int(self.trainer.accelerator.num_processes)
-        return -(-samples_per_process // size)
+            return find_size(
+                rehearsal.train if mode == "train" else rehearsal.predict,
+                rehearsal.batch_maker(samples, data.collate, num_batches), options, earlier,
+                "the run that is resumed", state=rehearsal.state, mode=mode, device=trainer.args.device,
+                bounds=bounds,
+            )  # fmt: skip
 
-    def _split(self, largest: int, bounds: Mapping[str, int]) -> Split:
-        """The largest size up to this one, and the accumulation steps, that make up the effective batch."""
-        options, world_size = self.options["train"], self.trainer.accelerator.num_processes
-        smallest = max(min(options["min_batch_size"], largest), min_samples(self.trainer.model))
-        assert self.effective_batch_size is not None
-        return split_effective_batch(
-            self.effective_batch_size, world_size, largest, smallest, options["multiple_of"],
-            bounds.get("dataset"),
-        )  # fmt: skip
+    def _split(self, effective: int, largest: int, epoch: int | None = None) -> Split:
+        num_processes, options = self.trainer.accelerator.num_processes, self.options["train"]
+        return split_effective_batch(effective, num_processes, largest, self.trainer.model, options, epoch)
 
 
 def size_in_checkpoint(folder: str) -> int | None:
     """The batch size per process of a trainer's checkpoint; None where it holds none."""
     path = Path(folder) / "trainer_state.json"
-    if not path.is_file():
-        return None
-    size = json.loads(path.read_text(encoding="utf-8")).get("train_batch_size")
-    return None if size is None else int(size)
+    return TrainerState.load_from_json(str(path)).train_batch_size if path.is_file() else None

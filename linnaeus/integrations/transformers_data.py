@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.lengths import largest_first, stored_lengths
+from linnaeus.autobatch.result import Mode
 
 
 @dataclass(frozen=True)
@@ -29,48 +30,39 @@ class TrialData:
     largest: Callable[[int], list[Any]]
 
 
-def training_data(trainer: Any, samples: Sequence[Any] | None) -> TrialData:
-    """Trial data from the training set, or of these samples.
+def trial_data(trainer: Any, mode: Mode, samples: Any) -> TrialData:
+    """Trial data from the training set or the evaluation set(s), or of these samples.
 
     Raises:
         AutoBatchError: the loader's batch size is not the trainer's, or the dataset is not read by index.
         ValueError: `samples` is no list of samples.
     """
-    pairs = [(trainer.train_dataset, _checked_loader(trainer))]
-    return _data(trainer, pairs, "samples", samples)
-
-
-def evaluation_data(trainer: Any, samples: Sequence[Any] | None) -> TrialData:
-    """Trial data from the evaluation set(s), or of these samples; raises as `training_data` does."""
-    datasets = trainer.eval_dataset
-    if isinstance(datasets, dict):
-        pairs = [(dataset, trainer.get_eval_dataloader(name)) for name, dataset in datasets.items()]
+    if mode == "train":
+        argument, datasets, loaders = "samples", [trainer.train_dataset], [_checked_loader(trainer)]
     else:
-        pairs = [(datasets, trainer.get_eval_dataloader())]
-    return _data(trainer, pairs, "eval_samples", samples)
-
-
-def _data(trainer: Any, pairs: list[tuple[Any, Any]], argument: str, samples: Any) -> TrialData:
-    """Trial data from datasets, each with its loader, or of these samples."""
-    collate = pairs[0][1].collate_fn
-    read = [loader.dataset for _, loader in pairs]  # without the columns that the model does not take
+        several = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
+        argument, datasets = "eval_samples", [*several.values()] or [trainer.eval_dataset]
+        loaders = [trainer.get_eval_dataloader(name) for name in several or [None]]
+    collate = loaders[0].collate_fn
+    read = [loader.dataset for loader in loaders]  # without the columns that the model does not take
     is_known = all(hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") for dataset in read)
     num_samples = max(map(len, read)) if is_known else None
     if samples is not None:
         if isinstance(samples, str | Mapping) or not hasattr(samples, "__len__") or not len(samples):
             raise ValueError(f"{argument} is {samples!r:.40}; it must be a list of at least one sample")
         columns = getattr(read[0], "column_names", None)
-        own = [_with_columns(sample, columns) for sample in samples]
-        return TrialData(collate, num_samples, lambda n: list(islice(cycle(own), n)))
+        if columns is not None:
+            samples = [{name: row[name] for name in row if name in columns} for row in samples]
+        return TrialData(collate, num_samples, lambda n: list(islice(cycle(samples), n)))
     if num_samples is None:
         raise AutoBatchError(
-            f"AutoBatch: the dataset is {kind_of(pairs[0][0])}, which is not read by index, so that its "
+            f"AutoBatch: the dataset is {kind_of(datasets[0])}, which is not read by index, so that its "
             "longest samples cannot be known before it has been read to the end. Give some of the longest "
             f"that may come: autobatch(trainer, {argument}=[...])."
         )
     column = getattr(trainer.args, "length_column_name", None)
     lengths: list[Any] = []
-    for dataset, _ in pairs:
+    for dataset in datasets:
         has_column = column in (getattr(dataset, "column_names", None) or ())
         stored = stored_lengths(dataset, column if has_column else None)
         lengths += () if stored is None else stored
@@ -78,12 +70,6 @@ def _data(trainer: Any, pairs: list[tuple[Any, Any]], argument: str, samples: An
     order = largest_first(whole, collate, lengths if len(lengths) == len(whole) else None)
     indices = range(len(whole)) if order is None else order
     return TrialData(collate, num_samples, lambda n: [whole[int(index)] for index in indices[:n]])
-
-
-def _with_columns(sample: Any, columns: Sequence[str] | None) -> Any:
-    if columns is None or not isinstance(sample, Mapping):
-        return sample
-    return {name: value for name, value in sample.items() if name in columns}
 
 
 def _checked_loader(trainer: Any) -> Any:

@@ -42,7 +42,7 @@ class Rehearsal:
         self._stack = contextlib.ExitStack()
         self._group: torch_dist.ProcessGroup | None = None
         self._prepared = self._wrapped = nn.Module()
-        self._between: Contents | None = None
+        self._between = Contents([])
         self._modes: list[tuple[nn.Module, bool]] = []
         self.state: tuple[Any, ...] = ()
 
@@ -83,8 +83,7 @@ class Rehearsal:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo what a trial has changed in the trainer, and let the next one make its own wrapper."""
-        if self._between is not None:
-            self._between.restore()
+        self._between.restore()
         self._forget()
 
     def _forget(self) -> None:
@@ -108,18 +107,15 @@ class Rehearsal:
             accelerator.gradient_state._set_sync_gradients(is_last)
             is_alone = is_last or not isinstance(model, DistributedDataParallel)
             with contextlib.nullcontext() if is_alone else model.no_sync():  # type: ignore[operator]
-                self._training_step(model, inputs[number], num_items)
+                try:
+                    trainer.training_step(model, inputs[number], num_items)
+                except UnlistedOptimizerError as error:
+                    remedy = "Keep it in the trainer's attributes, before train() or in create_optimizer()"
+                    raise UnlistedOptimizerError(error.optimizer, remedy) from None
         if trainer.args.max_grad_norm:
             accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
         model.zero_grad()
-
-    def _training_step(self, model: nn.Module, inputs: Any, num_items: Any) -> None:
-        try:
-            self._trainer.training_step(model, inputs, num_items)
-        except UnlistedOptimizerError as error:
-            remedy = "Keep it in an attribute of the trainer, from before train() or from create_optimizer()"
-            raise UnlistedOptimizerError(error.optimizer, remedy) from None
 
     def _set_modes(self) -> None:
         """Give the modules beside the model their own modes: a search has put all in that of the model."""

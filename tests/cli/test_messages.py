@@ -150,7 +150,7 @@ def of_sweeps() -> dict[str, str]:
     shutil.rmtree("runs/killed/.claims")
     [row] = read_runs([Path("runs/killed")])
     said["a killed run"] = (
-        str(row.reason).replace(str(os.getpid()), "PID").replace(socket.gethostname(), "HOST")
+        str(row.state.reason).replace(str(os.getpid()), "PID").replace(socket.gethostname(), "HOST")
     )
     for code in (-9, -11, 3):
         said[f"ended with {code}"] = _reason(Path("runs/killed"), code, 0)

@@ -15,7 +15,6 @@ pytest.importorskip("transformers")
 import torch
 from accelerate import Accelerator
 from lightning.pytorch import strategies
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 from transformers import Trainer
@@ -32,6 +31,11 @@ from tests.integrations.lightning_runs import Bare, Manual, Net, data, fit, load
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+def split(effective: int, world_size: int, largest: int, *, multiple: int = 1, **more: Any) -> str:
+    model, options = torch.nn.BatchNorm1d(1), {"min_batch_size": 1, "multiple_of": multiple}
+    return raised(split_effective_batch, effective, world_size, largest, model, options, **more)
+
+
 def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     warn_of_many_steps(Split(128, 32), 1, 128)
     assert not caplog.records, "no other size takes fewer steps"
@@ -40,11 +44,10 @@ def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
         "many steps": caplog.records[-1].message,
         "an unknown option": raised(checked_options, "val_options", {"size": 1}),
         "tolerance 2": raised(checked_options, "autobatch()", {"tolerance": 2}),
-        "97 on 2 processes": raised(split_effective_batch, 97, 2, 512),
-        "effective 0": raised(split_effective_batch, 0, 2, 512),
-        "a prime and BatchNorm": raised(split_effective_batch, 257, 1, 40, smallest=2),
-        "a multiple that does not divide": raised(split_effective_batch, 96, 2, 40, multiple_of=32),
-        "above an epoch": raised(split_effective_batch, 97, 1, 40, epoch=96),
+        "97 on 2 processes": split(97, 2, 512),
+        "a prime and BatchNorm": split(257, 1, 40),
+        "a multiple that does not divide": split(96, 2, 40, multiple=32),
+        "above an epoch": split(97, 1, 40, epoch=96),
     }
 
 
@@ -90,7 +93,6 @@ FITS: dict[str, Fit] = {
     "an iterator": (Iterating, (), {}),
     "a stream of samples that differ": (NoSchedule, (DataLoader(Lines(), 4, collate_fn=pad_sequence),), {}),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
-    "a last batch of one": (Bare, (DataLoader(data(41), 4),), {}),
     "an effective batch below the smallest": (Net, (), {"effective_batch_size": 33, "min_batch_size": 12}),
 }
 ARGUMENTS: tuple[dict[str, Any], ...] = (
@@ -100,9 +102,9 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def searched(module: Any, *given: Any, others: Any = (), **options: Any) -> None:
+def searched(module: Any, *given: Any, **options: Any) -> None:
     try:
-        fit(module, *given, callbacks=[*others, AutoBatch(**{"max_batch_size": 20, **options})])
+        fit(module, *given, callbacks=[AutoBatch(**{"max_batch_size": 20, **options})])
     finally:
         assert getattr(module, "batch_size", 4) == 4, "what is refused changes nothing"
 
@@ -114,13 +116,10 @@ def not_alone(name: str) -> str:
 
 
 def lightning() -> dict[str, str]:
-    schedule = [GradientAccumulationScheduler({0: 2})]
-    scheduled = raised(searched, Net(), effective_batch_size=8, others=schedule)
     return {
         **{f"Lightning: {arguments}": raised(AutoBatch, **arguments) for arguments in ARGUMENTS},
         **{f"Lightning: {name}": raised(searched, module(), *given, **options)
            for name, (module, given, options) in FITS.items()},
-        "Lightning: a schedule of accumulation": scheduled,
         "Lightning: FSDP": not_alone("FSDPStrategy"),
     }  # fmt: skip
 

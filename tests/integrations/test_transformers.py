@@ -192,7 +192,7 @@ def test_training_takes_no_more_memory_than_a_trial_of_its_size() -> None:
                 made.train()
             else:
                 with transformers_trial.Rehearsal(made) as rehearsal:
-                    data = transformers_data.training_data(made, None)
+                    data = transformers_data.trial_data(made, "train", None)
                     make = rehearsal.batch_maker(data.largest(16), data.collate, lambda _: 4)
                     for _ in range(2):
                         rehearsal.train(make(16))
@@ -261,7 +261,7 @@ def test_stored_lengths_are_used_where_they_tell_the_size() -> None:
     for lengths in (range(20), map(len, rows)):
         table = datasets.Dataset.from_dict({"input_ids": rows, "length": list(lengths)})
         made.train_dataset = table
-        assert transformers_data.training_data(made, None).largest(1) == [{"input_ids": own}]
+        assert transformers_data.trial_data(made, "train", None).largest(1) == [{"input_ids": own}]
 
 
 def test_no_size_is_above_the_samples() -> None:

@@ -211,14 +211,13 @@ def save_plot(analysis: Analysis, path: Path) -> None:
     environment = analysis.environment
     gib = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
     title = f"{settings_sentence(environment)}; {environment['device']} with {gib:.3g} GiB"
-    with drawing(path, title, analysis, columns, num_columns=len(panels)) as picture:
-        [places] = picture.panels
+    with drawing(path, title, analysis, columns, num_columns=len(panels)) as [places]:
         for axes, draw in zip(places, panels, strict=True):
             draw(axes)
         # One legend below all panels, where it covers no point and no budget line.
         entries = [axes.get_legend_handles_labels() for axes in places]
         looks = {label: handle for each in entries for handle, label in zip(*each, strict=True)}
-        picture.figure.legend(
+        places[0].figure.legend(
             looks.values(), looks.keys(), loc="outside lower center", ncols=1 + 2 * len(panels),
             frameon=False, fontsize=9,
         )  # fmt: skip

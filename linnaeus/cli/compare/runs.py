@@ -175,19 +175,9 @@ class Row:
         return self.name or " ".join(f"{key}={value}" for key, value in self.values.items())
 
     @property
-    def status(self) -> RunStatus:
-        """How far the run has come."""
-        return self.state.status
-
-    @property
-    def reason(self) -> str | None:
-        """Why the run has not ended well; None for one that does not say."""
-        return self.state.reason
-
-    @property
     def history(self) -> History:
         """The validations so far, the same object until there are more; none of a run that has not begun."""
-        if self.status == "not run":
+        if self.state.status == "not run":
             return History()
         with suppress(OSError):  # not validated yet
             found = (self.folder / METRICS).stat()
@@ -226,7 +216,7 @@ class Row:
         return {
             **({"run": self.name} if self.name else {}),
             **self.values,
-            "status": self.status,
+            "status": self.state.status,
             "exit_code": self.state.exit_code,
             **{name: self.planned(name) for name in _PLANNED.values()},
             "epoch": self.history.epoch or None,
@@ -237,7 +227,7 @@ class Row:
             "images_per_s": self.result.get("images_per_s"),
             "seconds": self.state.seconds,
             "folder": str(self.folder),
-            "reason": self.reason,
+            "reason": self.state.reason,
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -291,7 +281,7 @@ class Comparison(Figures):
 
     def with_status(self, *wanted: RunStatus) -> list[Row]:
         """The rows with one of these statuses."""
-        return [row for row in self.rows if row.status in wanted]
+        return [row for row in self.rows if row.state.status in wanted]
 
     def scalars(self) -> list[dict[str, Any]]:
         """Rows of the table."""
@@ -348,7 +338,7 @@ def read_runs(folders: Sequence[Path]) -> list[Row]:
     rows = [Row({}, folder, read_state(folder)) for folder in folders]
     for row in rows:
         _read_config(row)
-        if row.status == "finished":
+        if row.state.status == "finished":
             row.result = read_json(row.folder / RESULT) or {}
     return rows
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from linnaeus.cli.compare.options import Options, run_names
-from linnaeus.cli.compare.runs import (
-    SEED,
-    Comparison,
-    Row,
-    compared,
-    read_runs,
-    short_names,
-)
-from linnaeus.cli.plots import INK, SERIES, decorate, drawing, size_axis
+from linnaeus.cli.compare.runs import SEED, Comparison, Row, compared, read_runs, short_names
+from linnaeus.cli.plots import BLUE, INK, SERIES, VERMILION, decorate, drawing, size_axis
 from linnaeus.cli.tables import cell
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError
@@ -34,6 +28,8 @@ from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from linnaeus.sweep.space import Axis
 
 EXPENDABLE = ("warm-up", "images/s", "training s", "rate", "size", "batch")
 """Columns that a narrow terminal does without, in this order, and then those of keys that differ least."""
@@ -109,7 +105,7 @@ def print_runs(runs: Comparison, console: Console) -> None:
     """Show the table, what limits the comparison, who runs what, and why runs have not ended well."""
     console.print(runs_table(runs, console))
     sentences = [f"note: {note}" for note in runs.notes]
-    sentences += [f"{row.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))]
+    sentences += [f"{row.state.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))]
     for sentence in sentences:
         console.print(sentence, markup=False, soft_wrap=True)
 
@@ -132,15 +128,16 @@ def runs_table(runs: Comparison, console: Console) -> Table:
 def _said_of(row: Row) -> str:
     """Who runs a run, and its last line of output with its age, or why it has not ended well."""
     output = row.folder / OUTPUT
-    if row.status == "running":
+    if row.state.status == "running":
         age_s = None
         with suppress(OSError):
             age_s = time.time() - output.stat().st_mtime
         last = f"{last_line(row.folder)} ({age_s:.0f} s ago)" if age_s is not None else ""
         return ": ".join(filter(None, (str(row.state.holder), last)))
-    if row.reason is None or row.status == "pruned":
+    reason = row.state.reason
+    if reason is None or row.state.status == "pruned":
         return ""
-    return f"{row.reason} ({output})" if output.exists() else row.reason
+    return f"{reason} ({output})" if output.exists() else reason
 
 
 def _table(runs: Comparison, left_out: Collection[str]) -> Table:
@@ -165,7 +162,11 @@ def _table(runs: Comparison, left_out: Collection[str]) -> Table:
     for heading in (*figures, "status"):
         table.add_column(heading, justify="left" if heading == "status" else "right", no_wrap=True)
     for row in runs.rows:
-        values = *(row.values[key] for key in keys), *(text(row) for text in figures.values()), row.status
+        values = (
+            *(row.values[key] for key in keys),
+            *(text(row) for text in figures.values()),
+            row.state.status,
+        )
         table.add_row(*([row.title] if has_names else []), *values)
     if hidden:
         table.caption = f"more keys that differ: {', '.join(hidden)}"
@@ -205,8 +206,7 @@ def save_plot(runs: Comparison, path: Path) -> None:
     measured = [metric, f"best {metric}"] if metric in runs.metrics else []
     columns = [*(["run"] if runs.rows[0].name else []), *runs.keys, *measured, "training_s", "status"]
     title = f"{len(runs.with_status('finished'))} of {counted(len(runs.rows), 'run')} finished"
-    with drawing(path, title, runs, columns, num_columns=3, panel_height=5.6) as picture:
-        [[left, middle, right]] = picture.panels
+    with drawing(path, title, runs, columns, num_columns=3, panel_height=5.6) as [[left, middle, right]]:
         _curves(left, [row for row in runs.rows if row.history.finite(metric)], metric)
         rows = [row for row in runs.rows if row.value(metric) is not None]
         for panel, name, panel_title, unit in (
@@ -218,6 +218,37 @@ def save_plot(runs: Comparison, path: Path) -> None:
         _legend(middle)
         if any(row.value("training_s") is not None for row in rows):
             right.set_ylim(bottom=0)
+
+
+def save_search_plot(runs: Comparison, axes: Sequence[Axis], path: Path) -> None:
+    """Draw the metric in the order of the runs, with the best so far, and against each key that was searched.
+
+    Hollow points have not finished.
+    """
+    metric, num_runs = runs.metric, counted(len(runs.rows), "run")
+    columns = [name for name in runs.columns if name not in ("folder", "reason")]
+    finished, pruned = (len(runs.with_status(status)) for status in ("finished", "pruned"))
+    title = f"{num_runs} of a search, {finished} finished, {pruned} pruned"
+    points = [(n, row, row.value(metric)) for n, row in enumerate(runs.rows, start=1)]
+    with drawing(path, title, runs, columns, num_columns=len(axes) + 1) as [panels]:
+        decorate(panels[0], f"validation {metric}", "run", metric)
+        ended = {n: value for n, row, value in points if row.state.status == "finished" and value is not None}
+        best = accumulate(ended.values(), min if is_smaller_better(metric) else max)
+        panels[0].plot([*ended], [*best], color=VERMILION, drawstyle="steps-post", label="best so far")
+        panels[0].legend(frameon=False, fontsize=9)
+        for panel, axis in zip(panels[1:], axes, strict=True):
+            decorate(panel, axis.key, "", metric)
+            if axis.choices:
+                panel.set_xticks(range(len(axis.choices)), axis.choices)
+            elif axis.is_log:
+                panel.set_xscale("log")
+        for n, row, value in points:
+            texts = [(axis, row.values[axis.key]) for axis in axes]
+            xs = (axis.choices.index(text) if axis.choices else float(text) for axis, text in texts)
+            if value is not None:
+                face = BLUE if row.state.status == "finished" else "none"
+                for panel, x in zip(panels, [n, *xs], strict=True):
+                    panel.plot([x], [value], "o", color=BLUE, markerfacecolor=face)
 
 
 def _curves(axes: Axes, rows: Sequence[Row], metric: str) -> None:
@@ -279,7 +310,7 @@ def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
         if is_numeric:
             at_places = _at_places(zip(xs, ys, strict=True))
             axes.plot([*at_places], [*map(fmean, at_places.values())], color=colour, alpha=0.7, linewidth=1.6)
-        faces = [colour if row.status == "finished" else "none" for row, _ in points]
+        faces = [colour if row.state.status == "finished" else "none" for row, _ in points]
         axes.scatter(
             xs, ys, facecolors=faces, edgecolors=colour, label=label if number < len(SERIES) else None
         )

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from linnaeus.cli.parser import CHECKPOINT_OPTION, CommandParser, check_files, read_choice, read_plot
+from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_plot
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
@@ -153,7 +153,6 @@ PARSER = CommandParser(
     "evaluate", description=DESCRIPTION, details=DETAILS, takes_run=True,
     print_config="print the configuration of the evaluation, and exit",
 )  # fmt: skip
-PARSER.option(*CHECKPOINT_OPTION)
 PARSER.option(
     "--output", "DIR/PREFIX", _read_output,
     "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",

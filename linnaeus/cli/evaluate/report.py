@@ -198,10 +198,9 @@ def save_plot(evaluation: Evaluation, path: Path) -> None:
     """Draw calibration and classes of each level, and write the picture in the format of its ending."""
     levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
     title = f"{evaluation.about['checkpoint']['name']} on {evaluation.data_title}"
-    with drawing(
-        path, title, evaluation, evaluation.columns, num_rows=len(levels), panel_height=5.4
-    ) as picture:
-        for level, (left, right) in zip(levels, picture.panels, strict=True):
+    columns, num_rows = evaluation.columns, len(levels)
+    with drawing(path, title, evaluation, columns, num_rows=num_rows, panel_height=5.4) as panels:
+        for level, (left, right) in zip(levels, panels, strict=True):
             _reliability(left, level)
             _matrix(right, level) if len(level.level.classes) <= MAX_MATRIX_CLASSES else _recall(right, level)
 

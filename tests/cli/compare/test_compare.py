@@ -115,7 +115,7 @@ def test_a_narrow_terminal_does_without_columns_but_not_without_the_metric(tmp_p
 
 
 def status_of(folder: Path) -> str:
-    return read_runs([folder])[0].status
+    return read_runs([folder])[0].state.status
 
 
 def test_how_far_a_run_has_come(tmp_path: Path) -> None:
