@@ -107,7 +107,7 @@ def meters(outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
 
 def formatted(outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
     right = (outputs.argmax(1) == targets).sum().item()
-    print(f"{loss:.3f} {float(loss):>7f} {100.0 * right / len(targets):.1f} %", file=sys.stderr)
+    print(f"{loss:.3f} {100.0 * right / len(targets):.1f} %", file=sys.stderr)
 
 
 def kept_on_host(outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
@@ -179,7 +179,8 @@ def _() -> Job:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     model = timm.create_model("convnext_atto", num_classes=CLASSES)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    with torch.device("cpu"):  # its counter needs a value
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     state, inner, batches = classifying(model, torch.optim.AdamW)
 
     def step(batch: Any) -> None:

@@ -193,7 +193,7 @@ def predict_memory(
     check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))
     state = listed(state)
-    snapshot = Snapshot(state, torch.device("cpu"), with_tensors=False)  # a trace touches none of them
+    snapshot = Snapshot(state, torch.device("cpu"))  # of what the step holds by itself too
     try:
         with unlisted_optimizers_refused(state, snapshot):
             buckets = Buckets.of(state)

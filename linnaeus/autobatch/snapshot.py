@@ -32,7 +32,6 @@ class Snapshot:
             the optimizers and parameters inside of them (see `Contents`). Random number generators that are
             objects may be among them.
         device: its global random number generator is saved, beside those of the CPU.
-        with_tensors: whether the tensors of modules, optimizers and scalers are copied.
 
     Attributes:
         optimizers: those in `state`, and those in attributes of these or of modules.
@@ -42,7 +41,7 @@ class Snapshot:
         TypeError: something in `state` is neither a generator nor has `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, state: Iterable[Any], device: torch.device, *, with_tensors: bool = True) -> None:
+    def __init__(self, state: Iterable[Any], device: torch.device) -> None:
         self.optimizers: list[Any] = []
         always: list[Any] = []
         kept: list[Any] = []  # what training keeps allocated: a validation is measured beside it
@@ -75,8 +74,8 @@ class Snapshot:
         self._kinds = [(module, type(module)) for module in modules if not _mirrors_native_state(module)]
         always += (part for module in modules for part in (module._parameters, module._buffers))
         kept += (vars(module) for module, _ in self._kinds)
-        self._always = Contents(always, with_tensors=with_tensors)
-        self._kept = Contents(kept, self._always.seen, self._inside, with_tensors=with_tensors)
+        self._always = Contents(always)
+        self._kept = Contents(kept, self._always.seen, self._inside)
         self._device = device
         self._rng = rng_state(device)
         self._environment = dict(os.environ)
@@ -207,7 +206,6 @@ class Contents:
         roots: the containers, or what else is saved.
         held: ids of what is put back by others.
         inside: the containers that belong to an object of another kind.
-        with_tensors: whether tensors are copied; on `meta` they have nothing to copy.
 
     Attributes:
         tensors: the copies of tensors.
@@ -219,8 +217,6 @@ class Contents:
         roots: Iterable[Any],
         held: Collection[int] = (),
         inside: Callable[[Any], Iterable[Any]] = lambda value: (),
-        *,
-        with_tensors: bool = True,
     ) -> None:
         self.tensors: list[_TensorCopy] = []
         self.seen = set(held)
@@ -239,7 +235,7 @@ class Contents:
             elif isinstance(value, tuple):
                 waiting.extend(value)
             elif isinstance(value, Tensor):
-                if with_tensors and not value.is_meta:
+                if not value.is_meta:
                     learns = isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad)
                     self.tensors.append(_ParameterCopy(value) if learns else _TensorCopy(value))
             elif nest.is_array(value) and value.flags.writeable:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from linnaeus.autobatch.arguments import check_choice, check_count
+from linnaeus.autobatch.arguments import check_choice, check_count, kind_of
 from linnaeus.autobatch.predict.prediction import BATCH_SIZES, Prediction
 from linnaeus.autobatch.predict.trace import Trace, trace
 
@@ -59,7 +59,7 @@ class LanguagePrediction:
         ends = {event.storage: index for index, event in enumerate(first[:end]) if event.kind == "release"}
         changes, tensors = [0] * (end + 1), []
         for begin, (one, other) in enumerate(zip(first[:end], second[:end], strict=True)):
-            if one.kind == "allocate":
+            if one.kind == "allocate" and one.label != "cublas":  # a part of the rest
                 growth, until = other.num_bytes - one.num_bytes, ends.get(one.storage, end)
                 size = one.num_bytes + growth * (n - low) // (high - low)
                 changes[begin] += size
@@ -123,6 +123,11 @@ def predict_language_model(
     check_choice("dtype", dtype, get_args(Dtype))
     transformers = _library("transformers")
     config = _configuration(transformers, config)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and sequence > most:
+        raise ValueError(f"sequence is {sequence}; the model has {most} positions (max_position_embeddings)")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("quantised weights are not predicted: take quantization_config out")
     kind, task = ("Seq2SeqLM", "SEQ_2_SEQ_LM") if config.is_encoder_decoder else ("CausalLM", "CAUSAL_LM")
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # peft uses what is deprecated
         try:
@@ -130,7 +135,9 @@ def predict_language_model(
                 config, dtype=getattr(torch, dtype)
             )
         except ValueError as error:
-            raise ValueError(f"transformers has no {kind} of type {config.model_type!r}") from error
+            reason = str(error).partition("\n")[0]
+            text = f"transformers cannot build a {kind} of type {config.model_type!r}: {reason}"
+            raise ValueError(text) from error
         if method == "lora":
             peft = _library("peft")
             known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -167,8 +174,10 @@ def predict_language_model(
 
 def _configuration(transformers: Any, config: Any) -> Any:
     """The configuration that `config` is or names; nothing is downloaded."""
-    if not isinstance(config, str | Path):
+    if isinstance(config, transformers.PretrainedConfig):
         return config
+    if not isinstance(config, str | Path):
+        raise TypeError(f"config is {kind_of(config)}; it must be a configuration of transformers or a path")
     if config in transformers.CONFIG_MAPPING and not Path(config).exists():
         return transformers.AutoConfig.for_model(config)
     try:

@@ -114,6 +114,7 @@ def of_predictions(said: Callable[[], str]) -> dict[str, str]:
 
     looks: dict[str, Callable[[Tensor, Tensor], object]] = {
         "a decision": lambda loss, batch: loss.item() > 0,
+        "a number": lambda loss, batch: float(loss),
         "unknown places": lambda loss, batch: batch[batch * loss > 0],
         "an array": lambda loss, batch: loss.detach().numpy(),
         "a tensor outside state": lambda loss, batch: batch * torch.ones(8),

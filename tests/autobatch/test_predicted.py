@@ -150,6 +150,13 @@ def test_predict_memory_touches_nothing_and_refuses_what_it_cannot_trace() -> No
     assert size is not None
     assert (prediction.peak_within(size, 8 << 30) or math.inf) <= 8 << 30
     assert prediction.peak_within(size + 1, 8 << 30) is None
+    logged: list[float] = []
+    closing = Loop(look=lambda loss: logged.append(loss.item()) or parameters[0].data.mul_(2))
+    parameters = [parameter.requires_grad_() for parameter in closing.model.parameters()]
+    before = closing.content()
+    predict_memory(closing.step, closing.make_batch, state=closing.state)
+    assert closing.content() == before, "what the step holds by itself is put back"
+    assert min(logged) == 1, "after a trace its numbers are like any other"
     stubborn = Loop(look=decide)
     with pytest.raises(UntraceableError, match="item"):
         predict_memory(stubborn.step, stubborn.make_batch, state=stubborn.state)

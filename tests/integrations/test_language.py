@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SEQUENCE, VOCABULARY, BASE = 64, 1024, 600 << 20
 LLAMA: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 8192,
 }  # fmt: skip
 CONFIGS = {
     "llama": LlamaConfig(**LLAMA),
@@ -106,6 +106,13 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         predict_language_model(llama, method="qlora")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'no/such'.*config\.json"):
         predict_language_model("no/such")
+    with pytest.raises(ValueError, match=r"8193.*8192 positions"):
+        predict_language_model(llama, sequence=8193)
+    quantised = {"bnb_4bit_compute_dtype": "bfloat16", "load_in_4bit": True, "quant_method": "bitsandbytes"}
+    with pytest.raises(ValueError, match="quantization_config"):
+        predict_language_model(LlamaConfig(**LLAMA, quantization_config=quantised))
+    with pytest.raises(TypeError, match="config is a dict"):
+        predict_language_model(LLAMA)
     with pytest.raises(ValueError, match="'vit'"):
         predict_language_model(ViTConfig())
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -66,6 +66,21 @@ def test_a_replay_at_any_size_is_that_of_a_trace_at_this_size(prediction: Predic
     assert prediction.peak_bytes(n) == 500 * MIB + direct.peak_reserved_bytes
 
 
+@pytest.mark.parametrize("num_skipped", [0, 1])
+def test_scores_of_all_pairs_grow_with_the_square(num_skipped: int) -> None:
+    def step(x: Tensor) -> None:
+        y = x * 2
+        (y @ y[num_skipped:].t()).softmax(1).sum()
+
+    def rows(n: int) -> Tensor:
+        return torch.empty(n, 64, device="meta")
+
+    direct = replay(trace(step, rows, 9000).events, PLAIN).peak_reserved_bytes
+    assert predict(step, rows, settings=PLAIN, base_bytes=0).reserved_bytes(9000) == pytest.approx(
+        direct, rel=0.01
+    )
+
+
 def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
     """The control of the test above: sizes are rounded up, blocks are cut and left over."""
     first, second = (prediction.reserved_bytes(n) for n in (8, 16))

@@ -313,9 +313,7 @@ def _item(func: Any, tensor: Tensor) -> Any:
     try:
         return func(tensor)
     except UntraceableError:
-        if func is not Tensor.item and func is not Tensor.__float__:
-            raise
-        return StandIn(1) if func is Tensor.item else 1.0
+        return StandIn(1)
 
 
 def _tolist(func: Any, tensor: Tensor) -> Any:
@@ -343,7 +341,6 @@ ROUTES: dict[str, Callable[..., Any]] = {
     "cross_entropy_loss": _cross_entropy,
     "dropout": _dropout,
     "item": _item,
-    "__float__": _item,
     "gru": _rnn,
     "lstm": _rnn,
     "numpy": _numpy,
@@ -368,6 +365,7 @@ def cuda_paths() -> Iterator[CudaPaths]:
     """
     paths = CudaPaths()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(StandIn, "is_traced", True))
         for target, name, value in (*_SEE_THROUGH, *_DEVICES, *_autocast_methods(paths)):
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(paths)

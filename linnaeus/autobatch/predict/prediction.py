@@ -12,9 +12,10 @@
 >>> prediction.peak_bytes(512) >> 20, prediction.largest(8 << 30)
 (19676, 308)
 
-Two steps are traced on `meta` at two batch sizes, by `trace`. Each event's size is a line through the two; at
-any other batch size, the events with the sizes on their lines are replayed through a model of the caching
-allocator. That includes fragmentation, which a line through the two peaks does not.
+Two steps are traced on `meta` at two batch sizes, by `trace`. Each event's size is a line through the two, or
+a parabola through them and 0 where it grows much faster. At any other batch size, the events with these sizes
+are replayed through a model of the caching allocator. That includes fragmentation, which a line through the
+two peaks does not.
 
 A step is traced as it would run now: `torch.backends.cudnn.benchmark` counts, since with it the first step
 empties the allocator's cache again and again, and later steps find no leftovers of the first.
@@ -168,9 +169,15 @@ class Prediction:
     def _events(self, n: int) -> Iterator[Event]:
         """The events of a step with n samples."""
         first, second = self._traces
-        factor, span = n - first.batch_size, second.batch_size - first.batch_size
+        low, high = first.batch_size, second.batch_size
+        factor, span = n - low, high - low
 
         def between(size: int, other: int) -> int:
+            if (
+                size and other * low >= 1.5 * size * high
+            ):  # a n + b n², such as the scores of all pairs of samples
+                linear, square = size * high * span, other * low - size * high
+                return max(0, n * (linear + square * factor) // (low * high * span))
             return max(0, size + (other - size) * factor // span)
 
         for one, other in zip(first.events, second.events, strict=True):

@@ -30,7 +30,8 @@ _BORROWS_WORKSPACE = "2.15"
 """From this torch on, the workspace of cuBLAS is borrowed for each product; older torch keeps it."""
 
 _NEEDS_VALUES = {
-    "_local_scalar_dense": "`.item()`, `float(tensor)` or `if tensor`",
+    "_local_scalar_dense": "`float(tensor)` or `if tensor`",
+    "bincount": "`bincount`",
     "nonzero": "boolean indexing or `nonzero`",
     "masked_select": "boolean indexing",
     "_unique2": "`unique`",
@@ -89,26 +90,26 @@ class Recorder(WatchingMode):
         self._has_blas = [False, False]
         self._timed: set[Any] = set()
         self.values = Values()
-        self._optimizer: str | None = None
+        self._optimizes = False
         references_of_a_gradient()
 
     def keep_state(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Record pairs of a tensor and its substitute on `meta`, in the order in which a device gets them.
 
-        Masks, indices and counters keep their values; a counter on `meta` starts at 0.
+        Masks, indices and counters keep their values, if they have any.
         """
         for tensor, substitute in held:
             self.track(substitute, "state")
-            if not tensor.is_floating_point() and (not tensor.is_meta or tensor.dim() == 0):
-                self.values.know(substitute, torch.tensor(0) if tensor.is_meta else tensor)
+            if not tensor.is_floating_point() and not tensor.is_meta:
+                self.values.know(substitute, tensor)
 
     def enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note that an optimizer steps: its scalars are rates and bounds, on which no memory depends."""
-        self._optimizer = type(optimizer).__name__
+        self._optimizes = not isinstance(optimizer, torch.optim.LBFGS)
 
     def leave_optimizer(self, *_: Any) -> None:
         """Note that it has stepped."""
-        self._optimizer = None
+        self._optimizes = False
 
     def forget_what_was_released(self) -> None:
         """Keep of the events so far only the allocation of what is still held."""
@@ -226,15 +227,15 @@ class Recorder(WatchingMode):
     def _on_values(self, call: Call, is_known: bool) -> Any:
         """Run an operation whose result needs the values of its arguments."""
         if is_known:
-            return self._brought_back(self.values.compute(*call[1:]), call.name)
-        if call.name == "_local_scalar_dense" and self._optimizer not in (None, "LBFGS"):
+            return self._to_meta(self.values.compute(*call[1:]), call.name)
+        if call.name == "_local_scalar_dense" and self._optimizes and not torch.is_grad_enabled():
             return 1
         raise UntraceableError(f"{call.name} ({_NEEDS_VALUES[call.name]}) needs the values of a tensor")
 
-    def _brought_back(self, results: Any, operation: str) -> Any:
+    def _to_meta(self, results: Any, operation: str) -> Any:
         """Results on `meta` that were computed from values."""
         if isinstance(results, list | tuple):
-            return type(results)(self._brought_back(each, operation) for each in results)
+            return type(results)(self._to_meta(each, operation) for each in results)
         if not isinstance(results, Tensor):
             return results
         tensor = torch.empty_like(results, device="meta")

@@ -12,19 +12,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from linnaeus.autobatch.predict.meta_state import UntraceableError
 
-MOST_ELEMENTS = 1 << 20
+MOST_ELEMENTS, MOST_FLOATS = 1 << 22, 1 << 12
 """Of a tensor whose values are kept."""
 
 
+def _is_kept(tensor: Tensor) -> bool:
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.numel() <= (MOST_ELEMENTS if is_whole else MOST_FLOATS)
+
+
 class Values:
-    """The values of those tensors on `meta` that are small and do not depend on images, text or weights."""
+    """The values of small tensors on `meta` that do not depend on weights, by their storages."""
 
     def __init__(self) -> None:
         self._of_storage: dict[int, UntypedStorage] = {}
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
-        """Keep a copy of the values of a tensor that has none yet, if it is small."""
-        if tensor.numel() <= MOST_ELEMENTS and tensor.layout == torch.strided:
+        """Keep a copy of the values of a tensor, if it is small."""
+        if _is_kept(tensor) and tensor.layout == torch.strided:
             copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(value)
             self._of_storage[tensor.untyped_storage()._cdata] = copy.untyped_storage()
 
@@ -42,7 +47,9 @@ class Values:
 
     def are_known(self, tensors: Iterable[Tensor]) -> bool:
         """Whether those of all tensors are."""
-        return all(tensor.untyped_storage()._cdata in self._of_storage for tensor in tensors)
+        return all(
+            not tensor.is_meta or tensor.untyped_storage()._cdata in self._of_storage for tensor in tensors
+        )
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation returns for the values of its arguments, which are known."""
@@ -55,9 +62,9 @@ class Values:
         is_mutable, fresh = func._schema.is_mutable, [each for each in found if not self.are_known([each])]
         if not (is_mutable and inputs) and not fresh:
             return  # views of what is known
-        is_small = all(each.numel() <= MOST_ELEMENTS for each in found)
-        if is_small and self.are_known(inputs):
-            with contextlib.suppress(RuntimeError, IndexError):  # values that nobody has set
+        is_set = not func.__name__.startswith(("empty", "new_empty"))
+        if is_set and all(map(_is_kept, found)) and self.are_known(inputs):
+            with contextlib.suppress(RuntimeError, IndexError):  # uninitialised: an index may be out of range
                 results = self.compute(func, args, kwargs)
                 for tensor, value in zip(_tensors(outputs), _tensors(results), strict=True):
                     if tensor.is_meta and not self.are_known([tensor]):
@@ -79,7 +86,12 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
 
 
 class StandIn(float):
-    """The result of `.item()` where the value is unknown: 1, as long as nothing but logging depends on it."""
+    """The result of `.item()` where the value is unknown: 1, as long as nothing but logging depends on it.
+
+    After the trace, it is a number like any other.
+    """
+
+    is_traced = False
 
 
 def _stays_unknown(name: str) -> Callable[..., Any]:
@@ -93,14 +105,17 @@ def _stays_unknown(name: str) -> Callable[..., Any]:
 
 
 def _is_refused(name: str) -> Callable[..., Any]:
-    def refuse(*numbers: float) -> Any:
-        raise UntraceableError("a decision on the result of `.item()` needs the value of a tensor")
+    def decide(*numbers: float) -> Any:
+        if StandIn.is_traced:
+            raise UntraceableError("a decision on the result of `.item()` needs the value of a tensor")
+        return getattr(float, name)(*numbers)
 
-    return refuse
+    return decide
 
 
-for _name in ("add", "sub", "mul", "truediv", "neg", "abs", "radd", "rsub", "rmul", "rtruediv"):
+_ARITHMETIC = "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rpow neg abs round"
+for _name in _ARITHMETIC.split():
     setattr(StandIn, f"__{_name}__", _stays_unknown(f"__{_name}__"))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "index"):
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int"):
     setattr(StandIn, f"__{_name}__", _is_refused(f"__{_name}__"))
 StandIn.__hash__ = float.__hash__  # type: ignore[method-assign]

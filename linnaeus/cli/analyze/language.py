@@ -58,7 +58,7 @@ def _predicted(options: Options) -> tuple[LanguagePrediction, PredictedStep]:
             str(options.hf), method=options.method, sequence=options.sequence, dtype=options.dtype,
             checkpointing=options.checkpointing, base_bytes=0,
         )  # fmt: skip
-    except (ImportError, ValueError, RuntimeError) as error:
+    except (ImportError, ValueError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"--hf: {error}") from error
     candidates = Candidates(1, LARGEST, 1)
     return found, PredictedStep("train", found.prediction, StateBytes(), candidates, "", has_buckets=False)
