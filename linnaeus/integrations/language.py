@@ -20,8 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from linnaeus.autobatch.arguments import check_choice, check_count, kind_of
-from linnaeus.autobatch.predict.prediction import BATCH_SIZES, Prediction
-from linnaeus.autobatch.predict.trace import Trace, trace
+from linnaeus.autobatch.predict.prediction import BATCH_SIZES, Prediction, predict
 
 Method = Literal["full", "lora"]
 Dtype = Literal["float32", "bfloat16"]
@@ -41,19 +40,16 @@ class LanguagePrediction:
     num_parameters: int
     num_trained: int
     dtype: Dtype
-    _traces: tuple[Trace, Trace] = dataclasses.field(repr=False)
     _num_logits: int = dataclasses.field(repr=False)
 
     def parts(self, n: int, peak_bytes: int | None = None) -> dict[str, int]:
         """Bytes of each part when tensors take most memory in a step with n samples; they sum to the peak.
 
-        The peak is by default that of the prediction; on a full device it may be less.
-
         `logits` are those and what the loss makes of them, `weight_copies` all else that does not grow with
         the batch: weights and gradients in bf16 under autocast. `rest` is the base and what the allocator
         reserves beyond the tensors. Gradients are 0 where the peak comes before there are any.
         """
-        first, second = (each.events for each in self._traces)
+        first, second = (each.events for each in self.prediction.traces)
         low, high = BATCH_SIZES
         first_end, end = (index for index, event in enumerate(first) if event.kind == "mark")
         ends = {event.storage: index for index, event in enumerate(first[:end]) if event.kind == "release"}
@@ -118,7 +114,6 @@ def predict_language_model(
     """
     check_choice("method", method, get_args(Method))
     check_count("sequence", sequence)
-    check_count("lora_rank", lora_rank)
     dtype = dtype or ("bfloat16" if method == "lora" else "float32")
     check_choice("dtype", dtype, get_args(Dtype))
     transformers = _library("transformers")
@@ -131,13 +126,11 @@ def predict_language_model(
     kind, task = ("Seq2SeqLM", "SEQ_2_SEQ_LM") if config.is_encoder_decoder else ("CausalLM", "CAUSAL_LM")
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # peft uses what is deprecated
         try:
-            model = getattr(transformers, f"AutoModelFor{kind}").from_config(
-                config, dtype=getattr(torch, dtype)
-            )
+            auto = getattr(transformers, f"AutoModelFor{kind}")
+            model = auto.from_config(config, dtype=getattr(torch, dtype))
         except ValueError as error:
-            reason = str(error).partition("\n")[0]
-            text = f"transformers cannot build a {kind} of type {config.model_type!r}: {reason}"
-            raise ValueError(text) from error
+            reason = f"of type {config.model_type!r}: {error}".partition("\n")[0]
+            raise ValueError(f"transformers cannot build a {kind} {reason}") from error
         if method == "lora":
             peft = _library("peft")
             known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -161,13 +154,11 @@ def predict_language_model(
         optimizer.step()
         optimizer.zero_grad()
 
-    first, second = (trace(step, make_batch, n, state=(model, optimizer)) for n in BATCH_SIZES)
     return LanguagePrediction(
-        Prediction.of(first, second, base_bytes=base_bytes),
+        predict(step, make_batch, state=(model, optimizer), base_bytes=base_bytes),
         sum(parameter.numel() for parameter in model.parameters()),
         sum(parameter.numel() for parameter in trained),
         dtype,
-        (first, second),
         sequence * config.get_text_config().vocab_size,
     )
 
@@ -183,13 +174,8 @@ def _configuration(transformers: Any, config: Any) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(config, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the hub's checks of values have errors of their own
-        found = (
-            "no such folder or file, and no such model in the local cache; nothing is downloaded: give the "
-            "path of the model's config.json"
-        )
-        if Path(config).exists():
-            found = " ".join(str(error).split())
-        raise ValueError(f"{str(config)!r}: {found}") from error
+        reason = str(error) if Path(config).exists() else "not downloaded: give the path of config.json"
+        raise ValueError(f"{str(config)!r}: {' '.join(reason.split())}") from error
 
 
 def _library(name: str) -> Any:

@@ -55,12 +55,13 @@ class Prediction:
     Attributes:
         base_bytes: in use on the device beside the allocator: context, libraries, other processes.
         settings: of the allocator.
+        traces: of the step at two batch sizes.
         margin: factor of `safe_bytes`.
     """
 
     base_bytes: int
     settings: AllocatorSettings
-    _traces: tuple[Trace, Trace] = field(repr=False)
+    traces: tuple[Trace, Trace] = field(repr=False)
     margin: float = MARGIN
     _peaks: dict[int, int] = field(default_factory=dict, repr=False)
 
@@ -134,7 +135,7 @@ class Prediction:
     @property
     def is_constant(self) -> bool:
         """Whether no event of the step depends on the batch size: `make_batch` may ignore it."""
-        first, second = self._traces
+        first, second = self.traces
         return first.events == second.events
 
     def largest(
@@ -168,7 +169,7 @@ class Prediction:
 
     def _events(self, n: int) -> Iterator[Event]:
         """The events of a step with n samples."""
-        first, second = self._traces
+        first, second = self.traces
         low, high = first.batch_size, second.batch_size
         factor, span = n - low, high - low
 
