@@ -10,7 +10,7 @@
 ...     return torch.empty(n, 3, 224, 224)
 >>> prediction = predict(step, make_batch, state=(model, optimizer), base_bytes=600 << 20)
 >>> prediction.peak_bytes(512) >> 20, prediction.largest(8 << 30)
-(19676, 308)
+(13220, 308)
 
 Two steps are traced on `meta` at two batch sizes, by `trace`. Each event's size is a line through the two, or
 a parabola through them and 0 where it grows much faster. At any other batch size, the events with these sizes
