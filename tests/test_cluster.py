@@ -15,12 +15,10 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.config.schema import DistConfig
 from linnaeus.dist import World, join
-from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.errors import ConfigError
 from linnaeus.signals import StopRequest
 from linnaeus.training import stop
 from tests.helpers import forks
@@ -28,7 +26,6 @@ from tests.helpers.forks import ROOT
 from tests.helpers.odd_ranks import KINDS, PLACES
 from tests.helpers.runs import SMALL, assert_same_bits, free_ports, wait_until, weights
 from tests.helpers.small_runs import lines_of
-from tests.helpers.threads import together
 
 JOB = (
     *(option for option in SMALL if not option.startswith(("MODEL.", "DATA.DATASET."))),
@@ -109,26 +106,6 @@ def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> 
         assert [trial["batch_size"] for trial in found[mode]["trials"]] == [size] * 2
         assert found[mode]["ran_on_every_rank"] == [size]
     assert len(lines_of(tmp_path / "runs/small", "val")) == 2
-
-
-@pytest.mark.parametrize("facts", [({"a": 1, "LR": 2.5}, {"a": 1, "LR": 3.5}), ({"a": 1, "LR": 2}, {"a": 1})])
-def test_ranks_that_differ_are_refused_with_both_values(facts: tuple[dict[str, float], ...]) -> None:
-    store = HashStore()
-
-    def check(rank: int, own: dict[str, float]) -> str:
-        with ControlPlane(store, rank, 3) as control:
-            world = World(torch.device("cpu"), rank, 3, 3, control)
-            world.check_equal({"the": "same"})
-            with pytest.raises(LinnaeusError) as caught:
-                world.check_equal(own)
-        return str(caught.value)
-
-    ranks = (facts[0], facts[0], facts[1])
-    texts = together(*(lambda rank=rank: check(rank, ranks[rank]) for rank in range(3)))
-    assert len(set(texts)) == 1
-    assert f"LR: {facts[0]['LR']} and {facts[1].get('LR')}" in texts[0]
-    assert "0 and 2" in texts[0]
-    assert "a:" not in texts[0]
 
 
 @e2e

@@ -34,12 +34,6 @@ def problems(command: str, *argv: str) -> list[str]:
     return [each for each in caught.value.problems if each.startswith("-") and "missing" not in each]
 
 
-def test_a_value_stands_behind_its_option_or_an_equals_sign() -> None:
-    [problem] = problems("analyze", "--steps", "0")
-    assert problem.startswith("--steps: ")
-    assert problems("analyze", "--steps=0") == [problem]
-
-
 @pytest.mark.parametrize("command", [*MEASURING, *OTHERS])
 def test_an_option_without_a_value_or_unknown_is_a_problem(command: str) -> None:
     option = "--output" if command in ("predict", "export") else "--plot"

@@ -23,7 +23,7 @@ from linnaeus.cli.train import read as train
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.keys import PRESETS as FOLDER
 from linnaeus.config.keys import available
-from linnaeus.config.load import load_config, save_config, to_yaml, with_batch_sizes
+from linnaeus.config.load import save_config, to_yaml, with_batch_sizes
 from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
 from linnaeus.errors import ConfigError
 from linnaeus.sweep.grid import read_grid
@@ -52,11 +52,6 @@ def test_defaults_are_typed_and_resolved_and_shared_by_nobody() -> None:
     config.DATA.DATASET.NUM_CLASSES.append(99)
     config.MODEL.KWARGS["x"] = 1
     assert load() == expected != config
-
-
-def test_flags() -> None:
-    loaded = load_config(["--print-config", "TRAIN.EPOCHS", "3"])
-    assert (loaded.print_config, loaded.config.TRAIN.EPOCHS) == (True, 3)
 
 
 def test_each_source_wins_over_the_one_below() -> None:

@@ -55,23 +55,17 @@ def test_interpolated_and_several_names() -> None:
 def test_overrides_are_choices_that_can_be_left_out() -> None:
     write({
         "my": "defaults: [model: resnet50]", "early": "defaults: [model: resnet18, exp: a]",
-        "late": "defaults: [exp: a, model: resnet18]",
         "exp/a": f"{GLOBAL}defaults: [override /model: vit_tiny]",
-        "alone": "defaults: [override /model: vit_tiny]",
     })  # fmt: skip
     assert load("--cfg=my.yaml").MODEL.NAME == "resnet50"
-    assert problems("--cfg=alone.yaml")[0].startswith("defaults: ")  # as in Hydra
     for token in ("~model", "~model=resnet50", "model=null"):
         assert load("--cfg=my.yaml", token) == load()
-    assert problems("--cfg=my.yaml", "~model=vit_tiny")[0].startswith("defaults: ")
     assert load("--cfg=early.yaml").MODEL.NAME == VIT
-    assert problems("--cfg=late.yaml")[0].startswith("defaults: ")
 
 
 def test_a_choice_that_a_list_leaves_to_the_command_line() -> None:
     write({"my": "defaults:\n- model: ???\nTRAIN: {EPOCHS: 3}"})
     assert figures("--cfg=my.yaml", "model=vit_tiny")[:2] == (VIT, 3)
-    assert problems("--cfg=my.yaml", "optimizer=sgd")[0].startswith("defaults: ")
 
 
 def test_later_files_win() -> None:
@@ -134,7 +128,6 @@ def test_groups_of_ones_own() -> None:
     for argv in (["data=birds", "data/augment=weak"], ["data/augment=weak", "data=birds"]):
         data = load("--config-dir=conf", *argv).DATA
         assert (data.AUGMENT.HFLIP, data.DATASET.ROOT) == (0.75, "/birds")
-    assert problems("model=mine")[0].startswith("model: ")
     assert load("~model", "~optimizer=sgd") == load()
     assert load("optimizer=sgd", "~optimizer=sgd") == load()
 
@@ -148,9 +141,6 @@ def test_experiments() -> None:
     assert load("--config-dir=conf", "experiment=birds") == expected
     assert load("--config-dir=conf", "experiment=named").EXPERIMENT.NAME == "named"
     assert figures("--config-dir=conf", "+experiment=[birds,often]") == ("resnet34", 5, 7)
-    assert problems("--config-dir=conf", "+experiment=birds", "+experiment=often")[0].startswith(
-        "+experiment"
-    )
 
 
 def test_the_order_of_files_groups_and_experiments() -> None:

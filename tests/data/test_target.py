@@ -31,10 +31,6 @@ def ranked(split: str) -> Samples:
     return Samples(split, taxonomy=TAXONOMY, targets=TARGET)
 
 
-def any_keywords(**kwargs: Any) -> Samples:
-    return Samples(**{"num_classes": 2} | kwargs)
-
-
 def split_at_random(train: bool) -> Subset[Any]:
     assert random.random() + np.random.rand() > 0
     parts = random_split(Samples("all", length=20, num_classes=2), [0.75, 0.25])
@@ -189,13 +185,6 @@ def test_targets_of_all_samples(targets: Any, taxonomy: Any, expected: Any) -> N
     part = UserDataset(Subset(dataset, [4, 0]), "Own", levels, raw=False)
     assert part.targets is not None
     assert part.targets.tolist() == [expected[4], expected[0]]
-
-
-@pytest.mark.parametrize("targets", [torch.zeros(2, 6, dtype=torch.int64), [[0] * 6] * 2])
-def test_targets_with_a_row_for_each_rank_are_refused(targets: Any) -> None:
-    dataset: Any = Labelled("train", targets=targets)
-    with pytest.raises(DataError, match="targets"):
-        _ = UserDataset(dataset, "Own", TAXONOMY, raw=False).targets
 
 
 def test_a_target_transform_is_applied() -> None:
