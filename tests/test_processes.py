@@ -11,7 +11,8 @@ import pytest
 
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Outcome
-from tests.helpers.runs import SMALL, Run, assert_same_bits, checkpoint_of
+from tests.helpers.runs import SMALL, Run
+from tests.helpers.small_runs import assert_same_states
 
 RESUMABLE = (
     *(option for option in SMALL if not option.startswith(("MODEL.", "DATA.DATASET."))),
@@ -45,9 +46,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    states = [checkpoint_of(folder)["state"] for folder in (run, other)]
-    assert_same_bits(states[0]["model"], states[1]["model"])
-    assert_same_bits(states[0]["ema"]["module"], states[1]["ema"]["module"])
+    assert_same_states(run, other)
     assert metrics_of(run) == metrics_of(other)
 
 

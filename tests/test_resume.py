@@ -13,8 +13,8 @@ from torch import Tensor
 
 from linnaeus.errors import DataError
 from linnaeus.training.schedule import lr_factor
-from tests.helpers.runs import Run, assert_same_bits, weights
-from tests.helpers.small_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
+from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
+from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of
 
 e2e = pytest.mark.e2e
 
@@ -77,7 +77,7 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
 ) -> None:
     assert run(*RESUMABLE, interrupted(after)).code == 130
     folder = tmp_path / "runs/plain"
-    progress = checkpoint(folder)["progress"]
+    progress = checkpoint_of(folder)["progress"]
     assert (progress["epoch"], progress["samples"]) == (epoch, 40)
     outcome = run(*RESUMABLE, now)
     assert outcome.code == 0, outcome.err
@@ -85,7 +85,7 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
     steps, rates, _ = curve(folder)
     assert steps == list(range(1, len(steps) + 1))
     assert json.loads((folder / "result.json").read_text())["total_steps"] == steps[-1]
-    saved, first = checkpoint(folder), progress["step"]
+    saved, first = checkpoint_of(folder), progress["step"]
     per_epoch, total = saved["plan"]["STEPS_PER_EPOCH"], saved["plan"]["TOTAL_STEPS"]
     samples = [min(40 + n * effective, per_epoch * effective) for n in range(60 // effective)]
     positions = [epoch * per_epoch + done / effective for done in samples]
@@ -100,11 +100,11 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
 def test_other_processes_go_on_at_the_same_place(run: Run, torchrun: Run, tmp_path: Path) -> None:
     options = (*RESUMABLE, f"{DATASET}.length=97", "OPTIMIZER.NAME=lamb")
     assert run(*options, interrupted(132)).code == 130
-    before = checkpoint(tmp_path / "runs/plain")
+    before = checkpoint_of(tmp_path / "runs/plain")
     outcome = torchrun(3, *options)
     assert outcome.code == 0, outcome.err
     folder = tmp_path / "runs/plain"
-    after, (steps, rates, _) = checkpoint(folder), curve(folder)
+    after, (steps, rates, _) = checkpoint_of(folder), curve(folder)
     done, first = before["progress"]["samples"], before["progress"]["step"]
     assert steps == list(range(1, first + (97 - done) // 24 + 4 + 1))  # the last epoch has 4 steps
     position = before["progress"]["epoch"] * 4 + done / 24
@@ -136,32 +136,6 @@ def test_another_configuration_is_refused_before_anything_is_touched_or_said(
         assert key in outcome.out
 
 
-class CountingLoss(torch.nn.CrossEntropyLoss):
-    """A loss with a state of its own: it weighs its samples by how often it was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            self.calls += 1
-        labels = targets if targets.ndim == 1 else targets[:, 0]
-        outputs = outputs if isinstance(outputs, Tensor) else outputs[0]
-        return super().forward(outputs, labels) * (1 + self.calls / 10)
-
-
-@e2e
-def test_the_state_of_a_loss_is_resumed(run: Run, tmp_path: Path) -> None:
-    own = f"LOSS._target_={__name__}.CountingLoss"
-    assert run(*RESUMABLE, own, f"{NAME}whole").code == 0
-    assert run(*RESUMABLE, own, interrupted(132)).code == 130
-    outcome = run(*RESUMABLE, own)
-    assert outcome.code == 0, outcome.err
-    assert_same_bits(weights(tmp_path / "runs/plain"), weights(tmp_path / "runs/whole"))
-    assert checkpoint(tmp_path / "runs/plain")["state"]["criterion"]["calls"] > 30
-
-
 @e2e
 def test_a_new_rate_is_taken_where_it_is_asked_for(run: Run, tmp_path: Path) -> None:
     assert run(*RESUMABLE, interrupted(132)).code == 130
@@ -175,9 +149,9 @@ def test_a_new_rate_is_taken_where_it_is_asked_for(run: Run, tmp_path: Path) -> 
     assert outcome.code == 0, outcome.err
     folder = tmp_path / "runs/plain"
     assert set(curve(folder)[1][20:]) == {0.05}
-    groups = checkpoint(folder)["state"]["optimizer"]["param_groups"]
+    groups = checkpoint_of(folder)["state"]["optimizer"]["param_groups"]
     assert sorted(group["weight_decay"] for group in groups) == [0, 0.2]
-    assert checkpoint(folder)["config"]["OPTIMIZER"]["LR"] == 0.05
+    assert checkpoint_of(folder)["config"]["OPTIMIZER"]["LR"] == 0.05
     assert run(*RESUMABLE, *new[:3], "TRAIN.EPOCHS=4").code == 0  # it is the checkpoint's rate now
 
 
@@ -253,7 +227,7 @@ def test_a_run_that_died_within_an_epoch_ends_as_if_it_had_not(
     assert run(*options, f"{NAME}whole").code == 0
     assert run(*options, *crash).code == 1
     folder = tmp_path / "runs/plain"
-    progress = checkpoint(folder)["progress"]
+    progress = checkpoint_of(folder)["progress"]
     assert (progress["step"], progress["samples"]) == (at_step, samples)
     assert progress["seconds"] > 0
     outcome = run(*options)
@@ -276,7 +250,7 @@ def test_a_loss_that_is_not_finite_is_found_before_the_next_checkpoint(run: Run,
     outcome = run(*options)
     assert outcome.code == 1
     assert (
-        checkpoint(tmp_path / "runs/plain")["progress"]["step"] < 11
+        checkpoint_of(tmp_path / "runs/plain")["progress"]["step"] < 11
     )  # long before the first line is logged
 
 
@@ -286,7 +260,7 @@ def test_rank_0_decides_for_all_by_its_clock(torchrun: Run, tmp_path: Path) -> N
     options = ("TRAIN.CHECKPOINT_EVERY_MINUTES=1e-9", "DATA.BATCH_SIZE=1", *crashed("train", 40))
     outcome = torchrun(2, *RESUMABLE, *options)
     assert outcome.code != 0
-    content = checkpoint(tmp_path / "runs/plain")
+    content = checkpoint_of(tmp_path / "runs/plain")
     assert 0 < content["progress"]["step"] < 40, outcome.err
     assert len(content["rng"]) == 2
     assert not torch.equal(content["rng"][0]["torch"], content["rng"][1]["torch"])

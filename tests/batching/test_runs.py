@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from tests.helpers.runs import Run, assert_same_bits, weights
-from tests.helpers.small_runs import NAME, PLAIN, checkpoint, curve, lines_of, plan_of
+from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
+from tests.helpers.small_runs import NAME, PLAIN, curve, lines_of, plan_of
 
 
 @pytest.mark.e2e
@@ -55,9 +55,9 @@ def test_everything_counts_optimizer_steps(run: Run, tmp_path: Path, monkeypatch
     steps, rates, _ = curve(folder)
     assert steps == list(range(1, total + 1))
     assert rates[:2] == pytest.approx([0.005, 0.01])
-    state = checkpoint(folder)["state"]
+    state = checkpoint_of(folder)["state"]
     assert state["ema"]["num_updates"] == total
-    assert checkpoint(folder)["progress"]["step"] == total
+    assert checkpoint_of(folder)["progress"]["step"] == total
     assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0, abs=1e-12)  # the decay is over
     assert {int(entry["step"]) for entry in state["optimizer"]["state"].values()} == {total}
     assert len(clipped) == total
@@ -105,13 +105,13 @@ def test_resuming_within_a_schedule_changes_no_bit(
     assert run(*options, f"{NAME}whole").code == 0
     interrupted = run(*options, f"{NAME}parts", f"DATA.DATASET.interrupt_after={after}")
     assert interrupted.code == 130, interrupted.err
-    progress = checkpoint(tmp_path / "runs/parts")["progress"]
+    progress = checkpoint_of(tmp_path / "runs/parts")["progress"]
     if num_workers == 0:  # with workers nobody knows how far training was
         assert progress["epoch"] == after // 100
         assert 50 < progress["samples"] < 90
     assert run(*options, f"{NAME}parts").code == 0
     assert_same_bits(weights(tmp_path / "runs/parts"), weights(tmp_path / "runs/whole"))
-    whole, parts = (checkpoint(tmp_path / "runs" / name)["state"] for name in ("whole", "parts"))
+    whole, parts = (checkpoint_of(tmp_path / "runs" / name)["state"] for name in ("whole", "parts"))
     assert "schedule" not in whole  # the place in it follows from epoch and samples
     assert_same_bits(whole["ema"]["module"], parts["ema"]["module"])
     assert whole["optimizer"]["param_groups"] == parts["optimizer"]["param_groups"]

@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.helpers.runs import assert_same_bits
+from tests.helpers.runs import assert_same_bits, checkpoint_of
 
 
 class Clusters(Dataset[tuple[Tensor, int]]):
@@ -74,11 +74,6 @@ def curve(folder: Path) -> tuple[list[int], list[float], list[float]]:
     return steps, rates, losses
 
 
-def checkpoint(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = torch.load(folder / "checkpoints/last.pt", weights_only=True)
-    return content
-
-
 def plan_of(folder: Path) -> dict[str, Any]:
     """The batch plan in `config.yaml`, without the run's id."""
     plan: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())["PLAN"]
@@ -88,7 +83,7 @@ def plan_of(folder: Path) -> dict[str, Any]:
 
 def assert_same_states(a: Path, b: Path) -> None:
     """Model, optimizer and average of two runs are equal bit for bit."""
-    states = [checkpoint(folder)["state"] for folder in (a, b)]
+    states = [checkpoint_of(folder)["state"] for folder in (a, b)]
     assert_same_bits(states[0]["model"], states[1]["model"])
     assert_same_bits(states[0]["ema"]["module"], states[1]["ema"]["module"])
     assert_same_bits(states[0]["optimizer"]["state"], states[1]["optimizer"]["state"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import signal
 import sys
 import threading
@@ -33,7 +32,9 @@ from linnaeus.training.trainer import TrainingProgress
 from tests.helpers import forks
 from tests.helpers.bits import bits
 from tests.helpers.contents import whole
+from tests.helpers.run_files import names
 from tests.helpers.runs import wait_until
+from tests.test_files import full_disk
 
 CPU = torch.device("cpu")
 
@@ -42,7 +43,7 @@ def make_state() -> TrainingState:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    return TrainingState(model, nn.MSELoss(), optimizer, scaler, Ema(model, 0.9))
+    return TrainingState(model, nn.BCELoss(weight=torch.rand(3)), optimizer, scaler, Ema(model, 0.9))
 
 
 def train(state: TrainingState, num_steps: int) -> None:
@@ -63,10 +64,6 @@ def content(epoch: int, **more: Any) -> dict[str, Any]:
 
 def epoch_of(checkpoint: dict[str, Any] | None) -> int | None:
     return None if checkpoint is None else checkpoint["progress"]["epoch"]
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 def truncate(path: Path) -> None:
@@ -104,7 +101,7 @@ def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder) -> None:
     train(resumed, 4)
 
     assert bits(resumed.state_dict()) == bits(state.state_dict())
-    assert state.state_dict().keys() >= {"model", "optimizer", "scaler", "ema"}
+    assert state.state_dict().keys() >= {"model", "criterion", "optimizer", "scaler", "ema"}
 
 
 class Malicious:
@@ -124,28 +121,13 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
-def with_progress(**values: Any) -> dict[str, Any]:
-    return whole(progress=whole()["progress"] | values)
-
-
-UNUSABLE = {
-    "progress": whole(progress={"epoch": 1, "samples": 0}),
-    "loss_scale": with_progress(loss_scale=1.0),
-    "autobatch": {name: value for name, value in whole().items() if name != "autobatch"},
-}
-"""What is wrong with a checkpoint, and the checkpoint."""
-
-
-@pytest.mark.parametrize("problem", UNUSABLE)
-def test_a_checkpoint_that_cannot_be_used_names_the_entry(
-    checkpoints: CheckpointFolder, problem: str
-) -> None:
+def test_of_a_checkpoint_that_cannot_be_used_the_one_before_it_is(checkpoints: CheckpointFolder) -> None:
     checkpoints.folder.mkdir()
-    torch.save(UNUSABLE[problem], checkpoints.last)
-    with pytest.raises(CheckpointError, match=rf"last.pt .*: .*{problem}\b"):
+    torch.save({"progress": whole()["progress"]}, checkpoints.last)
+    with pytest.raises(CheckpointError):
         checkpoints.load_latest(World(CPU))
     torch.save(whole(epoch=3), checkpoints.previous)
-    assert epoch_of(checkpoints.read_latest()) == 3  # the one before it is used
+    assert epoch_of(checkpoints.read_latest()) == 3
 
 
 def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_used(tmp_path: Path) -> None:
@@ -209,13 +191,8 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_read(
 def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints: CheckpointFolder) -> None:
     for epoch in (1, 2):
         checkpoints.save(content(epoch), is_best=True)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
-    try:
-        with pytest.raises(CheckpointError, match=r"last.pt"):
-            checkpoints.save(content(3, more=torch.zeros(10_000)), is_best=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with full_disk(8192), pytest.raises(CheckpointError, match=r"last.pt"):
+        checkpoints.save(content(3, more=torch.zeros(10_000)), is_best=True)
     found = [load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")]
     assert [epoch_of(checkpoint) for checkpoint in found] == [1, 2, 2]
     assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}

@@ -16,8 +16,8 @@ from linnaeus.training.checkpoint import load_checkpoint
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Outcome
 from tests.helpers.greedy import SPLIT, greedy
-from tests.helpers.runs import TORCHRUN, Run, weights
-from tests.helpers.small_runs import PLAIN, assert_same_states, checkpoint, curve
+from tests.helpers.runs import TORCHRUN, Run, checkpoint_of, weights
+from tests.helpers.small_runs import PLAIN, assert_same_states, curve
 
 MIB = 1 << 20
 
@@ -73,7 +73,7 @@ def test_a_resumed_run_keeps_to_the_smaller_micro_batches(
     monkeypatch.setenv("INTERRUPT_AT", str(16 * 8))
     assert run(*RUN, SPLIT, *fault).code == 130
     monkeypatch.delenv("INTERRUPT_AT")
-    saved = checkpoint(tmp_path / "runs/plain")
+    saved = checkpoint_of(tmp_path / "runs/plain")
     assert (saved["progress"]["step"], saved["micro_batch_limit"]) == (8, 8)
     assert (saved["plan"]["MICRO_BATCH"], saved["plan"]["ACCUMULATION_STEPS"]) == (8, 2)
     assert SAYS_SPLIT not in split_run(run, "plain", *fault).out
@@ -90,13 +90,13 @@ def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path)
     )  # fmt: skip
     fault = greedy(8, from_step=200)  # after what the trials count
     outcome = split_run(run, "plain", *searched, *fault, "TRAIN.EPOCHS=40")
-    saved = checkpoint(tmp_path / "runs/plain")
+    saved = checkpoint_of(tmp_path / "runs/plain")
     assert AutoBatchResult.from_dict("train", saved["autobatch"]["train"]).batch_size == 16
     assert outcome.out.count(SAYS_SPLIT) == 1
     assert (saved["micro_batch_limit"], saved["plan"]["EFFECTIVE_BATCH"]) == (8, 16)
     again = split_run(run, "plain", *searched, *fault, "TRAIN.EPOCHS=41")
     assert SAYS_SPLIT not in again.out
-    plan = checkpoint(tmp_path / "runs/plain")["plan"]
+    plan = checkpoint_of(tmp_path / "runs/plain")["plan"]
     assert (plan["MICRO_BATCH"], plan["EFFECTIVE_BATCH"]) == (8, 16)
 
 
@@ -109,7 +109,7 @@ def test_a_real_shortage_is_survived_or_ends_the_run(run_in_child: Run, tmp_path
     outcome = run_in_child(*CONVOLUTIONS, SPLIT, "MODEL.mebibytes=200")
     assert outcome.code == 0, outcome.err
     assert SAYS_SPLIT in outcome.out + outcome.err
-    limit = checkpoint(tmp_path / "runs/plain")["micro_batch_limit"]
+    limit = checkpoint_of(tmp_path / "runs/plain")["micro_batch_limit"]
     whole = run_in_child(*CONVOLUTIONS, "EXPERIMENT.NAME=smaller", sized(limit))
     assert whole.code == 0, whole.err
     assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
@@ -181,7 +181,7 @@ def test_without_split_the_ranks_end_without_a_checkpoint(tmp_path: Path) -> Non
 def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path: Path) -> None:
     outcome = two_ranks(tmp_path, *greedy(4, from_step=2), "MODEL.rank=1", SPLIT, max_restarts=2)
     assert outcome.code == 0, outcome.err
-    assert checkpoint(tmp_path / "runs/plain")["micro_batch_limit"] == 4
+    assert checkpoint_of(tmp_path / "runs/plain")["micro_batch_limit"] == 4
     assert curve(tmp_path / "runs/plain")[0] == list(range(1, 10))
 
 
@@ -194,7 +194,7 @@ def test_validation_of_one_rank_that_runs_out_of_memory_ends_all_and_keeps_the_c
     assert ended.code != 0
     assert "rank 1: out" in ended.err
     folder = tmp_path / "runs/plain"
-    assert checkpoint(folder)["progress"]["epoch"] == 1
+    assert checkpoint_of(folder)["progress"]["epoch"] == 1
     again = two_ranks(tmp_path, *model, SPLIT, "DATA.BATCH_SIZE_VAL=8")
     assert again.code == 0, again.err
     assert curve(folder)[0] == list(range(1, 10))
