@@ -164,7 +164,7 @@ OWN: dict[str, Callable[[], object]] = {
     "targets of text": lambda: targets_of(["a"] * 6),
     "mixing without classes": lambda: target("Samples", MIXED),
     "mixing vectors": lambda: target("Samples", MIXED, num_classes=2, shape=[8]),
-    "mixing mappings": lambda: target("in_mappings", MIXED),
+    "mixing mappings": lambda: target("InMappings", MIXED),
     "mixing other targets": lambda: Mixing([2, 3], 1.0, 0.0)(Batch(torch.rand(5, 3, 8, 8), torch.rand(5, 2))),
     "no epoch to mix": lambda: mixed_epochs(AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3), 3),
     "statistics": lambda: synthetic(2, augment=AugmentConfig(MEAN=[0.5] * 2)),

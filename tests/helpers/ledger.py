@@ -66,11 +66,6 @@ class Ledger:
         """Let the peak start at the present sum."""
         self.peak_bytes = self.live_bytes
 
-    def forget(self) -> None:
-        """Count from here: what lives now no longer counts."""
-        self.live.clear()
-        self.peak_bytes = 0
-
     def _allocate(self, number: int, num_bytes: int) -> None:
         assert number not in self.live
         self.live[number] = num_bytes

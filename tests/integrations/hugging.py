@@ -152,13 +152,6 @@ for _name in vars(TrainerCallback):
         setattr(Calls, _name, _watch(_name))
 
 
-def without_times(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in entry.items() if not any(part in key for part in TIMED)}
-        for entry in log
-    ]
-
-
 def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
     """All that a run leaves: weights, optimizer, schedule, logs, counts, random numbers and calls."""
     optimizer = trained.optimizer.state_dict()
@@ -167,7 +160,10 @@ def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
         "moments": [value for entry in optimizer["state"].values() for value in entry.values()],
         "groups": json.loads(json.dumps(optimizer["param_groups"], default=str)),
         "schedule": {key: value for key, value in trained.lr_scheduler.state_dict().items() if key[0] != "_"},
-        "log": without_times(trained.state.log_history),
+        "log": [
+            {key: value for key, value in entry.items() if not any(part in key for part in TIMED)}
+            for entry in trained.state.log_history
+        ],
         "state": [trained.state.global_step, trained.state.max_steps, trained.state.train_batch_size,
                   trained.state.epoch, trained.state.total_flos],
         "random": [random.random(), float(np.random.rand()), torch.rand(3)],

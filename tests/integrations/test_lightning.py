@@ -22,7 +22,6 @@ from tests.helpers.ledger import Ledger, room
 from tests.integrations.lightning_runs import (
     CASES,
     Bare,
-    Case,
     Data,
     InHyperparameters,
     Large,
@@ -43,28 +42,20 @@ def small(**options: Any) -> AutoBatch:
     return AutoBatch(**{"max_batch_size": LARGE, "steps_per_trial": 2, **options})
 
 
-def searched_and_by_hand(case: Case, callback: AutoBatch) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The outcome with the search, and that with the size that it found."""
-    module, given, options = case
-    options = dict(options)
-    others = options.pop("callbacks", list)
-    searched = fit(module(4), *as_tuple(given(4)), callbacks=[*others(), callback], **options)
-    assert callback.batch_size is not None
-    sizes = callback.batch_size, callback.val_batch_size or callback.batch_size
-    by_hand = given(sizes[0]) if given is not Data else Data(*sizes)
-    plain = fit(module(sizes[0]), *as_tuple(by_hand), callbacks=others(), **options)
-    return searched, plain
-
-
 def as_tuple(given: Any) -> tuple[Any, ...]:
     return given if isinstance(given, tuple) else (given,)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_a_run_with_the_size_by_hand(name: str) -> None:
-    callback = small()
-    searched, by_hand = searched_and_by_hand(CASES[name], callback)
+    callback, (module, given, options) = small(), CASES[name]
+    options = dict(options)
+    others = options.pop("callbacks", list)
+    searched = fit(module(4), *as_tuple(given(4)), callbacks=[*others(), callback], **options)
     assert callback.batch_size == LARGE
+    sizes = LARGE, callback.val_batch_size or LARGE
+    loaders = given(LARGE) if given is not Data else Data(*sizes)
+    by_hand = fit(module(LARGE), *as_tuple(loaders), callbacks=others(), **options)
     assert searched["progress"]["epoch_progress"]["total"]["completed"] >= 1
     assert differences(searched, by_hand) == []
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from getpass import getuser
 from pathlib import Path
@@ -119,14 +119,6 @@ class Cluster:
             text=True, timeout=120, check=False,
         )  # fmt: skip
         return Outcome(done.returncode, done.stdout, done.stderr)
-
-    def submit(self, script: Path, *options: str) -> str:
-        """Submit a job that runs in the script's folder; `options` take the place of its #SBATCH lines.
-
-        Returns:
-            The job's number.
-        """
-        return self.call("sbatch", "--parsable", *options, script, cwd=script.parent)
 
     def show(self, job: str) -> dict[str, str]:
         """What the controller knows of a job, by the names that `scontrol show job` prints."""
@@ -253,21 +245,14 @@ ON_SLURM = ("--launcher", "slurm", "--jobs", "2", "--slurm", "cpus-per-task=1", 
 class Shell:
     """A command in a process of its own, as typed on a login node."""
 
-    def __init__(
-        self,
-        slurm: Cluster,
-        folder: Path,
-        *argv: str,
-        stdin: int = subprocess.DEVNULL,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, slurm: Cluster, folder: Path, *argv: str) -> None:
         self.log = folder / "shell.txt"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*LINNAEUS, *argv],
                 cwd=folder,
-                env={**slurm.env, **(env or {})},
-                stdin=stdin,
+                env=slurm.env,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )

@@ -17,6 +17,7 @@ from linnaeus.errors import ConfigError
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.losses import TaxonomicLoss
+from tests.helpers.datasets import Samples
 
 TAXONOMY = Taxonomy((Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf", "1"))))
 TARGETS = torch.tensor([[0, 0], [0, 0], [0, 1], [1, 2], [1, -1], [-1, -1]])
@@ -70,21 +71,8 @@ def test_a_run_weights_by_its_own_training_samples() -> None:
         torch.testing.assert_close(criterion.class_weights(level), expected)
 
 
-class Unlabelled(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    classes = ("a", "b")
-
-    def __init__(self, split: str) -> None:
-        self.split = split
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.zeros(3, 32, 32), index % 2
-
-
 def test_labels_that_are_not_to_be_had_without_reading_images_are_an_error() -> None:
-    own = f"DATA.DATASET._target_={__name__}.Unlabelled"
+    own = [f"DATA.DATASET.{key}" for key in (f"_target_={Samples.__module__}.Samples", "classes=[a,b]")]
     for key in ("LOSS.CLASS_WEIGHTS", "DATA.SAMPLER"):
         with pytest.raises(ConfigError, match=rf"{key}"):
-            assembled(own, f"{key}=balanced")
+            assembled(*own, f"{key}=balanced")

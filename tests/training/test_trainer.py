@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from linnaeus.config.load import load_config
-from linnaeus.data.datasets import build_data
-from linnaeus.dist import World
-from linnaeus.training.build import assemble
-from linnaeus.training.checkpoint import CheckpointFolder
-from linnaeus.training.trainer import Trainer
-from tests.helpers.trainers import building
+from tests.helpers.greedy import trainer_of
 
-
-@contextmanager
-def trainer_of(folder: Path, size: int, *argv: str) -> Iterator[Trainer]:
-    config = load_config([
-        "EXPERIMENT.DEVICE=cpu", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=32", "DATA.NUM_WORKERS=0",
-        "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=8", "DATA.DATASET.NUM_SAMPLES_VAL=8", *argv,
-    ]).config  # fmt: skip
-    data, world = build_data(config.DATA, seed=0), World(torch.device("cpu"))
-    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
-    checkpoints = CheckpointFolder(folder)
-    with building(Trainer, config, data, assembly, world, {"train": size}, checkpoints) as trainer:
-        yield trainer
+SMALL = (
+    "~MODEL", "MODEL.NAME=test_resnet", "MODEL.FREEZE=backbone", "TRAIN.UNFREEZE_EPOCH=2",
+    "DATA.IMG_SIZE=32", "DATA.DATASET.NUM_SAMPLES=8", "DATA.DATASET.NUM_SAMPLES_VAL=8",
+)  # fmt: skip
 
 
 class Wrapper(nn.Module):
@@ -55,8 +38,7 @@ def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path: 
         made.append(weakref.ref(wrapper))
         return wrapper
 
-    freezing = ("MODEL.FREEZE=backbone", "TRAIN.UNFREEZE_EPOCH=2")
-    with trainer_of(tmp_path, 4, *freezing) as bare:
+    with trainer_of(tmp_path, *SMALL, size=4) as bare:
         step = bare.train_step  # held on to by the caller
         trainer = replace(bare, wrap=wrap)
         trained = []

@@ -31,13 +31,6 @@ from tests.helpers.predictions import (
 from tests.helpers.runs import Run
 
 
-def analysis_of(*argv: str) -> Analysis:
-    options, config = parsed(*argv)
-    analysis = Analysis()
-    predict_sizes(gpus_of(options, config), setup_of(options, config), options, analysis)
-    return analysis
-
-
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever joins takes the machine's device."""
@@ -153,7 +146,10 @@ def test_without_options_it_is_this_machines_gpu() -> None:
 
 def test_remedies() -> None:
     argv = ("--fractions", "0.9", "--modes", "train", "--max-bs", "64", "--remedies")
-    (row,) = analysis_of(*IMAGES, *argv, "OPTIMIZER.KWARGS.eps=1e-6").rows
+    options, config = parsed(*IMAGES, *argv, "OPTIMIZER.KWARGS.eps=1e-6")
+    analysis = Analysis()
+    predict_sizes(gpus_of(options, config), setup_of(options, config), options, analysis)
+    (row,) = analysis.rows
     names = ["bf16", "gradient_checkpointing", "accumulation", "optimizer", "image_size"]
     remedies = dict(zip(names, row.remedies, strict=True))
     for remedy in remedies.values():
