@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from linnaeus.log import close_logging
 from linnaeus.main import cli
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Outcome
@@ -106,11 +107,13 @@ def _ctrl_c_interrupts() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _plain_log() -> None:
+def _plain_log() -> Iterator[None]:
     """The log of Linnaeus is as no run has set it up."""
     logger = logging.getLogger("linnaeus")
     logger.propagate, logger.handlers[:] = True, []
     logger.setLevel(logging.NOTSET)
+    yield
+    close_logging()
 
 
 @pytest.fixture(autouse=True)

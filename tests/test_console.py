@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,6 @@ from linnaeus.console import ProgressBar, StatusLine, is_interactive, make_conso
 from linnaeus.log import close_logging, set_up_logging
 from tests.helpers.consoles import plain_console, terminal
 from tests.helpers.runs import wait_until
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    close_logging()
 
 
 def show_an_epoch(console: Console | None) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,6 @@ from tests.helpers.consoles import plain_console
 from tests.helpers.run_files import names
 
 ALONE = World(torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    close_logging()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
