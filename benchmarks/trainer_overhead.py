@@ -92,7 +92,10 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
     facts = Facts(config.DATA.BATCH_SIZE, 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
     schedule = Schedule(
-        config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps
+        config.SCHEDULE,
+        assembly.optimizer,
+        steps_per_epoch=plan.steps_per_epoch,
+        warmup_steps=plan.warmup_steps,
     )
     trainer = Trainer(
         config=config.TRAIN,

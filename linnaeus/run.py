@@ -27,7 +27,7 @@ from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import find_planned_sizes, size_search
 from linnaeus.sizing.report import device_environment, save_searches, summary
 from linnaeus.training.build import assemble, built_facts, check_before_data, configuration_facts
-from linnaeus.training.checkpoint import CheckpointFolder
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import wrap
 from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.noise_scale import build_probe
@@ -37,7 +37,7 @@ from linnaeus.training.resume import find_checkpoint, is_finished, resumed_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import start_tracking
-from linnaeus.training.trainer import FitResult, Trainer, TrainingProgress
+from linnaeus.training.trainer import FitResult, Trainer
 
 _RESUMED_WEIGHTS = "weights: those of this run's checkpoint, which replace any that MODEL names"
 
@@ -86,7 +86,7 @@ def run(config: Config) -> FitResult:
         world.check_equal(built_facts(data, assembly))
         if checkpoint is not None:
             checkpoint.restore(assembly, world)
-            if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
+            if is_finished(progress, train, path / RESULT, world):
                 return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         if world.is_main:
             weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
@@ -140,8 +140,9 @@ def run(config: Config) -> FitResult:
             loaders=loaders,
             train_step=dataclasses.replace(assembly.train_step, probe=probe),
             schedule=Schedule(
-                config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
+                config.SCHEDULE, assembly.optimizer, steps_per_epoch=plan.steps_per_epoch,
                 warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
+                metric=train.EARLY_STOPPING.METRIC or assembly.headline,
             ),
             checkpoints=checkpoints,
             progress_bar=ProgressBar(folder.console if world.is_main else None),

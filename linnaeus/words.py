@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 _NUM_NAMED = 5
 """Largest number of files or classes that a message names; it only counts the others."""
+_SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
+"""Ends of the names of metrics of which a lower value is a better one."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -17,6 +19,15 @@ def counted(number: int, noun: str) -> str:
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def is_smaller_better(metric: str) -> bool:
+    """Whether a lower value of a metric is a better one.
+
+    >>> is_smaller_better("loss"), is_smaller_better("top1/digit"), is_smaller_better("calibration_error")
+    (True, False, True)
+    """
+    return any(part.endswith(_SMALLER_IS_BETTER) for part in metric.split("/"))
 
 
 def several(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from linnaeus.config.schema import ScheduleConfig
 from linnaeus.errors import DataError
 from linnaeus.training.schedule import lr_factor
 from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
@@ -62,7 +63,7 @@ def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def rates_at(positions: list[float], total_steps: int) -> list[float]:
-    factor = lr_factor("cosine", total_steps=total_steps, warmup_steps=4, min_fraction=0.1)
+    factor = lr_factor(ScheduleConfig(MIN_LR_FRACTION=0.1), steps_per_epoch=[total_steps], warmup_steps=4)
     return [0.01 * factor(position) for position in positions]
 
 

@@ -31,6 +31,9 @@ unless the learning rate rises slowly (Goyal et al. 2017, section 2.2)."""
 WARMUP_MAX_EPOCHS = 5
 """Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
 
+ONE_CYCLE_RISE = 0.3
+"""The warm-up of `onecycle` where none is set, as a fraction of all steps: `pct_start` of torch."""
+
 OptimizerNode = OptimizerConfig | Mapping[str, Any]
 """The OPTIMIZER node. Learning rate and weight decay of a `_target_` node (a mapping) are never scaled."""
 
@@ -276,7 +279,7 @@ def plan_batches(
 def configured_warmup(config: ScheduleConfig, steps_per_epoch: Sequence[int]) -> int:
     """Optimizer steps of the configured warm-up, at most those of the run.
 
-    WARMUP_STEPS wins over WARMUP_FRACTION, and that over WARMUP_EPOCHS.
+    WARMUP_STEPS wins over WARMUP_FRACTION, and that over WARMUP_EPOCHS. `onecycle` always has one.
 
     >>> configured_warmup(ScheduleConfig(WARMUP_EPOCHS=1.5), [10, 20, 20])
     20
@@ -286,12 +289,14 @@ def configured_warmup(config: ScheduleConfig, steps_per_epoch: Sequence[int]) ->
         steps = config.WARMUP_STEPS
     elif config.WARMUP_FRACTION is not None:
         steps = round(config.WARMUP_FRACTION * total_steps)
+    elif config.NAME == "onecycle" and config.WARMUP_EPOCHS is None:
+        steps = round(ONE_CYCLE_RISE * total_steps)
     else:
-        steps = _steps_in(config.WARMUP_EPOCHS or 0.0, steps_per_epoch)
+        steps = steps_in(config.WARMUP_EPOCHS or 0.0, steps_per_epoch)
     return min(steps, total_steps)
 
 
-def _steps_in(epochs: float, steps_per_epoch: Sequence[int]) -> int:
+def steps_in(epochs: float, steps_per_epoch: Sequence[int]) -> int:
     """Optimizer steps in a number of first epochs, which may end in the middle of one."""
     whole = int(epochs)
     part = (epochs - whole) * steps_per_epoch[whole] if whole < len(steps_per_epoch) else 0
@@ -306,7 +311,7 @@ def _warmup(
     if steps or first_lr_scale < WARMUP_ADDED_FROM:
         return steps, []
     wanted = round(WARMUP_FRACTION * sum(steps_per_epoch))
-    steps = max(1, min(wanted, _steps_in(WARMUP_MAX_EPOCHS, steps_per_epoch)))
+    steps = max(1, min(wanted, steps_in(WARMUP_MAX_EPOCHS, steps_per_epoch)))
     return steps, [
         f"OPTIMIZER.LR_SCALING multiplies the rate by {first_lr_scale:.4g} and no warm-up is set, so one of "
         f"{counted(steps, 'step')} is added "

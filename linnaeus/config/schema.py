@@ -336,20 +336,55 @@ class OptimizerConfig:
     KWARGS: dict[str, Any] = key(dict, "further arguments of the optimizer")
 
 
+SCHEDULES = {
+    "cosine": ("MIN_LR_FRACTION",),
+    "linear": ("MIN_LR_FRACTION",),
+    "constant": (),
+    "step": ("STEP_EPOCHS", "GAMMA"),
+    "multistep": ("MILESTONES", "GAMMA"),
+    "plateau": ("PATIENCE", "GAMMA", "MIN_LR_FRACTION"),
+    "wsd": ("DECAY_EPOCHS", "MIN_LR_FRACTION"),
+    "onecycle": ("START_LR_FRACTION", "MIN_LR_FRACTION"),
+}
+"""The schedules, and the keys of SCHEDULE that each reads besides NAME and the warm-up."""
+
+
 @dataclass
 class ScheduleConfig:
     """Learning rate over optimizer steps: warm-up, then a decay."""
 
-    NAME: str = key("cosine", "decay after the warm-up", choices=("cosine", "linear", "constant"))
+    NAME: str = key("cosine", "decay after the warm-up", choices=tuple(SCHEDULES))
     WARMUP_EPOCHS: float | None = key(
-        None, "length of the linear warm-up; null is none, unless OPTIMIZER.LR_SCALING needs one",
-        unit="epochs", ge=0,
+        None, "length of the linear warm-up; null is none, unless OPTIMIZER.LR_SCALING needs one. "
+        "`onecycle` rises along a cosine, and null is 30 % of all optimizer steps", unit="epochs", ge=0,
     )  # fmt: skip
     WARMUP_FRACTION: float | None = key(
         None, "the warm-up as a fraction of all optimizer steps; overrides WARMUP_EPOCHS", ge=0, le=1
     )
     WARMUP_STEPS: int | None = key(None, "warm-up in optimizer steps; overrides the two above", ge=0)
-    MIN_LR_FRACTION: float = key(0.01, "final learning rate, as a fraction of the peak", ge=0, le=1)
+    MIN_LR_FRACTION: float = key(
+        0.01, "final learning rate, as a fraction of the peak; with `plateau` the lowest one", ge=0, le=1
+    )
+    STEP_EPOCHS: int | None = key(
+        None, "`step`: epochs between two drops; null is a third of TRAIN.EPOCHS, rounded up", unit="epochs",
+        ge=1,
+    )  # fmt: skip
+    MILESTONES: list[int] | None = key(
+        None, "`multistep`: finished epochs at which the rate drops; null is half and three quarters of "
+        "TRAIN.EPOCHS, rounded up", unit="epochs", ge=1, check=_not_empty,
+    )  # fmt: skip
+    GAMMA: float = key(0.1, "`step`, `multistep`, `plateau`: factor of each drop", gt=0, lt=1)
+    PATIENCE: int = key(
+        10, "`plateau`: validations without an improvement of TRAIN.EARLY_STOPPING.METRIC before the one at "
+        "which the rate drops", unit="validations", ge=0,
+    )  # fmt: skip
+    DECAY_EPOCHS: float | None = key(
+        None, "`wsd`: length of the decay at the end; null is a fifth of what follows the warm-up",
+        unit="epochs", gt=0,
+    )  # fmt: skip
+    START_LR_FRACTION: float = key(
+        0.04, "`onecycle`: learning rate of the first step, as a fraction of the peak", gt=0, le=1
+    )
 
 
 @dataclass
@@ -392,10 +427,26 @@ class NoiseScaleConfig:
 
 
 @dataclass
+class EarlyStoppingConfig:
+    """The end of a run whose validation no longer improves."""
+
+    PATIENCE: int | None = key(
+        None, "validations without an improvement after which the run ends; null trains all epochs",
+        unit="validations", ge=1,
+    )  # fmt: skip
+    METRIC: str | None = key(
+        None, "metric of the validation that has to improve, such as `loss`; `plateau` watches it too; null "
+        "is the one that decides which checkpoint is best",
+    )  # fmt: skip
+    MIN_DELTA: float = key(0.0, "an improvement is larger than this", ge=0)
+
+
+@dataclass
 class TrainConfig:
     """The training loop and the training step."""
 
     EPOCHS: int = key(12, "passes over the training data", ge=1)
+    EARLY_STOPPING: EarlyStoppingConfig = key(EarlyStoppingConfig, "end before the last epoch")
     UNFREEZE_EPOCH: int | None = key(
         None, "the first epoch, counted from 1, in which what MODEL.FREEZE has frozen trains too; null "
         "keeps it frozen", ge=1,

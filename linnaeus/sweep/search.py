@@ -24,6 +24,7 @@ from linnaeus.signals import StopRequest
 from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
 from linnaeus.training.tracking import Tracker
+from linnaeus.words import is_smaller_better
 
 if TYPE_CHECKING:
     from linnaeus.training.trainer import Trainer
@@ -32,18 +33,8 @@ WARMUP_FRACTION = 0.25
 """No run is pruned in this fraction of the epochs."""
 MIN_EPOCHS_LEFT = 2
 """A run with fewer epochs left is not pruned: its result is worth more than the time."""
-_SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
 
 logger = logging.getLogger("linnaeus.sweep")
-
-
-def is_smaller_better(metric: str) -> bool:
-    """Whether a lower value of a metric is a better one.
-
-    >>> is_smaller_better("loss"), is_smaller_better("top1/digit"), is_smaller_better("calibration_error")
-    (True, False, True)
-    """
-    return any(part.endswith(_SMALLER_IS_BETTER) for part in metric.split("/"))
 
 
 class Study:
@@ -242,9 +233,7 @@ class PruningTracker(Tracker):
         }
         if not found:
             return
-        from linnaeus.training.accuracy import headline  # here: others read a study without torch
-
-        name, _ = headline(found, self._trainer.assembly.criterion)
+        name = self._trainer.assembly.headline
         epoch, num_epochs = self._trainer.progress.epoch, self._trainer.plan.num_epochs
         if self._study.report(self._number, found, name, epoch, num_epochs):
             self._folder.pruned = f"after epoch {epoch}, worse than the median of the others"

@@ -14,6 +14,7 @@ from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
 from linnaeus.training.losses import logits_per_level
+from linnaeus.words import is_smaller_better
 
 
 class ClassificationMetrics(nn.Module):
@@ -26,6 +27,9 @@ class ClassificationMetrics(nn.Module):
 
     Args:
         taxonomy: levels and parents; None computes the loss only.
+
+    Attributes:
+        names: of the metrics.
     """
 
     def __init__(self, taxonomy: Taxonomy | None) -> None:
@@ -35,16 +39,16 @@ class ClassificationMetrics(nn.Module):
         self.level_names = list(counts)
         self.total_loss: Tensor
         self.counts: Tensor
-        self._names = ["loss"]
+        self.names = ["loss"]
         for name, count in counts.items():
-            self._names += [f"top1/{name}", f"top5/{name}"] if count > 5 else [f"top1/{name}"]
+            self.names += [f"top1/{name}", f"top5/{name}"] if count > 5 else [f"top1/{name}"]
         if parents and all(max(row) != UNKNOWN for row in parents):
-            self._names.append("consistent")
+            self.names.append("consistent")
         for level, row in enumerate(parents, start=1):
             self.register_buffer(f"parents_{level}", torch.tensor(row), persistent=False)
         self.num_samples = 0
         self.register_buffer("total_loss", torch.zeros(()), persistent=False)
-        self.register_buffer("counts", torch.zeros(len(self._names) - 1, 2).long(), persistent=False)
+        self.register_buffer("counts", torch.zeros(len(self.names) - 1, 2).long(), persistent=False)
 
     @torch.no_grad()
     def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
@@ -67,10 +71,10 @@ class ClassificationMetrics(nn.Module):
             labels = targets[:, level]
             num_known = (labels != UNKNOWN).sum()
             counts += [(predictions[level] == labels).sum(), num_known]
-            if f"top5/{name}" in self._names:
+            if f"top5/{name}" in self.names:
                 top5 = logits[level].float().topk(5, dim=1).indices
                 counts += [(top5 == labels[:, None]).sum(), num_known]
-        if "consistent" in self._names:
+        if "consistent" in self.names:
             consistent = known = torch.ones_like(predictions[0], dtype=torch.bool)
             for level in range(1, len(predictions)):
                 parents = self.get_buffer(f"parents_{level}")[predictions[level]]
@@ -94,7 +98,7 @@ class ClassificationMetrics(nn.Module):
         if num_aborted:
             return None
         values = {}
-        for name, total, count in zip(self._names, sums[::2], sums[1::2], strict=True):
+        for name, total, count in zip(self.names, sums[::2], sums[1::2], strict=True):
             empty = 0.0 if name.startswith("top") else math.nan
             values[name] = total / count if count else empty
         return values
@@ -106,22 +110,24 @@ class ClassificationMetrics(nn.Module):
         self.counts.zero_()
 
 
-def headline(metrics: dict[str, float], criterion: nn.Module) -> tuple[str, float]:
-    """Name and value of the metric that decides which checkpoint is best; larger is better.
+def headline(names: Sequence[str], criterion: nn.Module) -> str:
+    """The metric that decides which checkpoint is best.
 
-    It is top-1 of the finest level that the loss counts (LOSS.RANK_WEIGHTS), or the negated loss where there
-    are no classes.
+    It is top-1 of the finest level that the loss counts (LOSS.RANK_WEIGHTS), or the loss where there are no
+    classes.
 
     Args:
-        metrics: what `ClassificationMetrics.compute` gave.
+        names: of the metrics of a validation.
         criterion: the run's loss; one without `level_weights` counts every level.
     """
-    top1 = [name for name in metrics if name.startswith("top1/")]
-    if not top1:
-        return "-loss", -metrics["loss"]
+    top1 = [name for name in names if name.startswith("top1/")]
     weights = getattr(criterion, "level_weights", (1.0,) * len(top1))
-    name = [name for name, weight in zip(top1, weights, strict=True) if weight > 0][-1]
-    return name, metrics[name]
+    return ["loss", *(name for name, weight in zip(top1, weights, strict=True) if weight > 0)][-1]
+
+
+def score(metric: str, value: float) -> float:
+    """The value of a metric, negated where a lower one is better, so that larger is better."""
+    return -value if is_smaller_better(metric) else value
 
 
 class LossMeter:

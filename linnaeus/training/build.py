@@ -24,7 +24,7 @@ from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.timm_source import find_source
-from linnaeus.training.accuracy import ClassificationMetrics
+from linnaeus.training.accuracy import ClassificationMetrics, headline
 from linnaeus.training.checkpoint import TrainingState
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
@@ -78,6 +78,11 @@ class Assembly(TrainingState):
     freezing: Freezing
     weights: str
 
+    @property
+    def headline(self) -> str:
+        """The metric that decides which checkpoint is best."""
+        return headline(self.metrics.names, self.criterion)
+
 
 def assemble(
     model_node: Any,
@@ -120,6 +125,11 @@ def assemble(
         optimizer = build_optimizer(optimizer_node, model)
     ema = Ema(model, config.EMA.DECAY) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)
+    if (wanted := config.EARLY_STOPPING.METRIC) not in (None, *metrics.names):
+        raise ConfigError(
+            f"TRAIN.EARLY_STOPPING.METRIC: the validation of this run has no {wanted!r}; it has "
+            f"{', '.join(metrics.names)}"
+        )
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
     if config.SYNC_BATCHNORM and world.is_distributed:
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.

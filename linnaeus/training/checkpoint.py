@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import re
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_detail, first_line
 from linnaeus.files import why_not_written, write_atomically
 from linnaeus.training.ema import Ema
+from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.checkpoint")
 
@@ -34,14 +36,69 @@ REMEDY = "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
 
 _NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
 
-_PROGRESS = {"epoch", "samples", "step", "best", "metrics", "seconds"}
-"""Entries that the progress of a run may have; the first three it must have."""
-
 _ENTRIES = ("model", "criterion", "optimizer", "scaler", "ema")
 
 _OWN_VALUES = ("lr", "weight_decay")
 """Values of an optimizer's groups that come from the configuration and not from a checkpoint. The others are
 equal in both, or belong to the optimizer's state, such as a count of steps."""
+
+
+@dataclass
+class TrainingProgress:
+    """How far training has come; part of every checkpoint.
+
+    Attributes:
+        epoch: number of finished epochs.
+        samples: samples of the current epoch that have been trained on, over all ranks.
+        step: number of optimizer steps done.
+        best: best headline metric so far, where larger is better; None before the first validation.
+        metrics: metrics of the last validation.
+        seconds: time spent in training steps, loading included, validation not.
+        best_epoch: the epoch of `best`; None where it is not known.
+        watched: name of the metric that early stopping watches; empty before the first validation.
+        watched_best, watched_epoch: its best value, where larger is better, and the epoch of that.
+        num_stale: validations since then.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+    step: int = 0
+    best: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    best_epoch: int | None = None
+    watched: str = ""
+    watched_best: float | None = None
+    watched_epoch: int | None = None
+    num_stale: int = 0
+
+    def watch(self, metric: str, value: float, min_delta: float) -> None:
+        """Count a validation for early stopping.
+
+        Args:
+            metric: its name; another one than before starts the count anew.
+            value: larger is better.
+            min_delta: an improvement is larger than this.
+        """
+        if metric != self.watched:
+            self.watched, self.watched_best, self.watched_epoch, self.num_stale = metric, None, None, 0
+        if value > (-math.inf if self.watched_best is None else self.watched_best + min_delta):
+            self.watched_best, self.watched_epoch, self.num_stale = value, self.epoch, 0
+        else:
+            self.num_stale += 1
+
+    def stalled(self, patience: int | None) -> str:
+        """Why training ends before its last epoch, as a sentence; empty where it goes on.
+
+        Args:
+            patience: TRAIN.EARLY_STOPPING.PATIENCE.
+        """
+        if patience is None or self.num_stale < patience or self.samples:
+            return ""
+        return (
+            f"stopped early after epoch {self.epoch}: {self.watched} has not improved for "
+            f"{counted(self.num_stale, 'validation')}; best in epoch {self.watched_epoch}"
+        )
 
 
 @dataclass(frozen=True)
@@ -351,7 +408,8 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
             f"{path} is no checkpoint of a run of Linnaeus: it has no {missing[0]} (for a file of weights "
             "alone there is MODEL.WEIGHTS)"
         )
-    if not {"epoch", "samples", "step"} <= content["progress"].keys() <= _PROGRESS:
+    known = {entry.name for entry in fields(TrainingProgress)}
+    if not {"epoch", "samples", "step"} <= content["progress"].keys() <= known:
         raise CheckpointError(
             f"{path} is of another version of Linnaeus: its progress is {content['progress']!r:.200}"
         )

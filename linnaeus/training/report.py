@@ -12,7 +12,7 @@ from pathlib import Path
 from linnaeus.batching.plan import BatchPlan, OptimizerNode
 from linnaeus.batching.summary import summary_lines
 from linnaeus.config.instantiate import is_target
-from linnaeus.config.schema import Config, LossConfig, TrainConfig
+from linnaeus.config.schema import SCHEDULES, Config, LossConfig, ScheduleConfig, TrainConfig
 from linnaeus.data.mixing import is_mixing
 from linnaeus.files import write_text_atomically
 from linnaeus.training.tracking import Tracker
@@ -53,6 +53,14 @@ def _switched_on(config: Config) -> Iterator[str]:
 def settings_without_effect(config: Config) -> Iterator[str]:
     """A sentence for each key that is set and changes nothing, because of the value of another key."""
     loss, augment, epoch = config.LOSS, config.DATA.AUGMENT, config.TRAIN.UNFREEZE_EPOCH
+    schedule, stopping = config.SCHEDULE, config.TRAIN.EARLY_STOPPING
+    unused = {key for keys in SCHEDULES.values() for key in keys} - {*SCHEDULES[schedule.NAME]}
+    changed = [name for name in unused if getattr(schedule, name) != getattr(ScheduleConfig(), name)]
+    if changed:
+        names = ", ".join(f"SCHEDULE.{name}" for name in sorted(changed))
+        yield f"{names}: no effect with SCHEDULE.NAME {schedule.NAME}"
+    if stopping.PATIENCE is None and (stopping.MIN_DELTA or (stopping.METRIC and schedule.NAME != "plateau")):
+        yield "TRAIN.EARLY_STOPPING: no effect without its key PATIENCE"
     if not is_target(loss) and loss.NAME != "focal" and loss.FOCAL_GAMMA != LossConfig().FOCAL_GAMMA:
         yield f"LOSS.FOCAL_GAMMA: {loss.FOCAL_GAMMA:g} has no effect with LOSS.NAME {loss.NAME}"
     if augment.MIX_OFF_EPOCHS and not is_mixing(augment):
@@ -104,9 +112,13 @@ def report_result(
         name = signal.Signals(result.stop_signal).name
         logger.info("stopped by %s; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", name, folder)
         return
+    if result.stopped_early:
+        logger.info("%s", result.stopped_early)
     logger.info("batch sizes: training %d, validation %d", plan.micro_batch_size, batch_size_val)
     for name, value in result.metrics.items():
         logger.info("%-16s %.4f", name, value)
+    if result.best_epoch is not None:
+        logger.info("best epoch: %d, by %s (checkpoints/best.pt)", result.best_epoch, result.headline)
     if result.images_per_s:
         logger.info("training speed: %.0f images/s", result.images_per_s)
     if result.noise_scale is not None:
@@ -127,6 +139,8 @@ def save_result(result: FitResult, plan: BatchPlan, path: Path, run_id: str) -> 
         "run": run_id,
         "metrics": metrics,
         "headline": result.headline,
+        "best_epoch": result.best_epoch,
+        "stopped_early": bool(result.stopped_early),
         "training_s": round(result.training_s, 3),
         "images_per_s": round(result.images_per_s, 3) or None,  # 0 where no step was left to train
         "batch_size": plan.micro_batch_size,

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from linnaeus.autobatch.rng import set_rng_state
-from linnaeus.config.schema import Config
+from linnaeus.config.schema import Config, TrainConfig
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.rng import derive_seed, seed_all
-from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder
+from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder, TrainingProgress
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -146,21 +146,26 @@ def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)
 
 
-def is_finished(content: Mapping[str, Any], num_epochs: int, result: Path, world: World) -> bool:
+def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, world: World) -> bool:
     """Whether a run has nothing left to do; says so. Every rank must call this.
 
     Args:
-        content: of the run's checkpoint.
-        num_epochs: TRAIN.EPOCHS.
+        progress: of the run's checkpoint.
+        train: the TRAIN node.
         result: the file with the run's result. Where a killed run has not written it, there is still work.
         world: the processes.
     """
-    epochs_done = content["progress"]["epoch"]
-    if epochs_done < num_epochs or not world.on_main(result.is_file):
+    patience = train.EARLY_STOPPING.PATIENCE
+    stalled = progress.stalled(patience)
+    if (progress.epoch < train.EPOCHS and not stalled) or not world.on_main(result.is_file):
         return False
+    reason, key = f"{progress.epoch} epochs are done (TRAIN.EPOCHS {train.EPOCHS})", "TRAIN.EPOCHS"
+    if progress.epoch < train.EPOCHS:
+        key = "TRAIN.EARLY_STOPPING.PATIENCE"
+        reason = f"{stalled} ({key} {patience})"
     logger.info(
-        "this run is finished: %d epochs are done (TRAIN.EPOCHS %d), so nothing is trained; raise "
-        "TRAIN.EPOCHS to train on. Files: %s", epochs_done, num_epochs, result.parent.resolve(),
+        "this run is finished: %s, so nothing is trained; raise %s to train on. Files: %s",
+        reason, key, result.parent.resolve(),
     )  # fmt: skip
     return True
 

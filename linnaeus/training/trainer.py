@@ -26,9 +26,9 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError, first_line
-from linnaeus.training.accuracy import LossMeter, headline
+from linnaeus.training.accuracy import LossMeter, score
 from linnaeus.training.build import Assembly
-from linnaeus.training.checkpoint import CheckpointFolder
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart, end_with_checkpoint
@@ -45,27 +45,6 @@ _TOO_FEW_FOR_BATCHNORM = "Expected more than 1 value per channel when training"
 
 
 @dataclass
-class TrainingProgress:
-    """How far training has come; part of every checkpoint.
-
-    Attributes:
-        epoch: number of finished epochs.
-        samples: samples of the current epoch that have been trained on, over all ranks.
-        step: number of optimizer steps done.
-        best: best headline metric so far; None before the first validation.
-        metrics: metrics of the last validation.
-        seconds: time spent in training steps, loading included, validation not.
-    """
-
-    epoch: int = 0
-    samples: int = 0
-    step: int = 0
-    best: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-
-
-@dataclass
 class FitResult:
     """The result of a training run.
 
@@ -77,6 +56,8 @@ class FitResult:
         stop_signal: the signal that has stopped the run, with a checkpoint; 0 where it is complete.
         headline: name of the metric that decides which checkpoint is best.
         num_steps: optimizer steps of the run so far.
+        best_epoch: the epoch of the best checkpoint; None where it is not known.
+        stopped_early: a sentence that says why the run ended before its last epoch; empty where it did not.
     """
 
     metrics: dict[str, float]
@@ -86,6 +67,8 @@ class FitResult:
     stop_signal: int = 0
     headline: str = "loss"
     num_steps: int = 0
+    best_epoch: int | None = None
+    stopped_early: str = ""
 
 
 @dataclass
@@ -153,6 +136,7 @@ class Trainer:
             self.train_step.probe.scale.load_state_dict(content["noise_scale"])
         restore_generators(content, self.world, seed)
         self._meter.load_states(content.get("train_loss", ()))
+        self.schedule.load_state_dict(content.get("schedule"))
         self._set_lr()
         epoch = self.progress.epoch + 1
         is_over = epoch > self.plan.num_epochs
@@ -170,7 +154,7 @@ class Trainer:
         self.schedule.apply(self.plan.position(self.progress.epoch, self.progress.samples))
 
     def fit(self) -> FitResult:
-        """Train until the last epoch or until the user asks to stop.
+        """Train until the last epoch, until the validation no longer improves, or until asked to stop.
 
         Raises:
             CheckpointError: a checkpoint cannot be written.
@@ -192,7 +176,7 @@ class Trainer:
         if self._splits and self.world.is_distributed:
             self.begin()  # the first step may end with a checkpoint
         with self.stop.deferred(), self.progress_bar:
-            while self.progress.epoch < self.plan.num_epochs:
+            while not self._is_over:
                 self.train_epoch()
                 if not self.stop.stop_signal:
                     self._end_epoch()
@@ -211,15 +195,19 @@ class Trainer:
             self.progress.seconds,
             noise_scale=self._noise_scale,
             stop_signal=self.stop.stop_signal,
-            headline=self._headline,
+            headline=self.assembly.headline,
             num_steps=self.progress.step,
+            best_epoch=self.progress.best_epoch,
+            stopped_early=self._stalled if self.progress.epoch < self.plan.num_epochs else "",
         )
 
     @property
-    def _headline(self) -> str:
-        if not self.progress.metrics:  # stopped before the first validation
-            return "loss"
-        return headline(self.progress.metrics, self.assembly.criterion)[0].removeprefix("-")
+    def _stalled(self) -> str:
+        return self.progress.stalled(self.config.EARLY_STOPPING.PATIENCE)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.progress.epoch >= self.plan.num_epochs or bool(self._stalled)
 
     @property
     def _noise_scale(self) -> float | None:
@@ -399,11 +387,10 @@ class Trainer:
         self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
         self._set_lr()
         epoch = self.progress.epoch
-        is_last = epoch == self.plan.num_epochs
         is_best = self._validates_after(epoch) and self._validate()
         if self.stop.stop_signal:
             self.progress.epoch, self.progress.samples = epoch - 1, samples
-        elif is_last or is_best or epoch % config.CHECKPOINT_EVERY == 0:
+        elif self._is_over or is_best or epoch % config.CHECKPOINT_EVERY == 0:
             self._save(is_best=is_best)
 
     def _validates_after(self, epoch: int) -> bool:
@@ -432,13 +419,27 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.progress.metrics = values
         self._write("val", self.progress.epoch, values)
+        is_best = self._rank(values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        epoch, last = self.progress.epoch, self.plan.num_epochs
-        logger.info("epoch %d/%d  validation  %s  (%.1f s)", epoch, last, shown, seconds)
-        _, value = headline(values, self.assembly.criterion)
-        if math.isnan(value) or (self.progress.best is not None and value <= self.progress.best):
+        epoch, last, note = self.progress.epoch, self.plan.num_epochs, ", best so far" if is_best else ""
+        logger.info("validation after epoch %d/%d:  %s  (%.1f s%s)", epoch, last, shown, seconds, note)
+        return is_best
+
+    def _rank(self, values: Mapping[str, float]) -> bool:
+        """Compare a validation with those before it, for checkpoint, early stopping and learning rate.
+
+        Returns:
+            Whether it is the best so far.
+        """
+        progress, headline = self.progress, self.assembly.headline
+        metric = self.config.EARLY_STOPPING.METRIC or headline
+        progress.watch(metric, score(metric, values[metric]), self.config.EARLY_STOPPING.MIN_DELTA)
+        self.schedule.validated(values[metric])
+        self._set_lr()
+        value = score(headline, values[headline])
+        if math.isnan(value) or (progress.best is not None and value <= progress.best):
             return False
-        self.progress.best = value
+        progress.best, progress.best_epoch = value, progress.epoch
         return True
 
     def _validation_metrics(self) -> dict[str, float] | None:
@@ -488,6 +489,7 @@ class Trainer:
             "rng": list(generators),
             "train_loss": list(losses),
             "noise_scale": None if probe is None else probe.scale.state_dict(),
+            "schedule": self.schedule.state_dict(),
             **self.checkpoint_extras,
             **limited,
         }

@@ -54,7 +54,7 @@ def building(
             loaders=loaders,
             train_step=dataclasses.replace(assembly.train_step, probe=probe),
             schedule=Schedule(
-                config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
+                config.SCHEDULE, assembly.optimizer, steps_per_epoch=plan.steps_per_epoch,
                 warmup_steps=plan.warmup_steps,
             ),
             checkpoints=checkpoints,

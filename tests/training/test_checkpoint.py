@@ -24,11 +24,11 @@ from linnaeus.rng import seed_all
 from linnaeus.signals import Interrupted, StopRequest
 from linnaeus.training.checkpoint import (
     CheckpointFolder,
+    TrainingProgress,
     TrainingState,
     load_checkpoint,
 )
 from linnaeus.training.ema import Ema
-from linnaeus.training.trainer import TrainingProgress
 from tests.helpers import forks
 from tests.helpers.bits import bits
 from tests.helpers.contents import whole

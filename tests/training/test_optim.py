@@ -125,7 +125,9 @@ def test_layer_decay_trains_as_timm_does(name: str) -> None:
     for model, layer_decay in ((ours, 0.6), (equal_rates, None)):
         node = OptimizerConfig(NAME="sgd", LR=0.1, WEIGHT_DECAY=0.1, LAYER_DECAY=layer_decay)
         optimizer = build_optimizer(node, model)
-        schedule = Schedule(ScheduleConfig(MIN_LR_FRACTION=0.1), optimizer, total_steps=8, warmup_steps=0)
+        schedule = Schedule(
+            ScheduleConfig(MIN_LR_FRACTION=0.1), optimizer, steps_per_epoch=[8], warmup_steps=0
+        )
         train(model, optimizer, schedule.apply)
     expected = dict(theirs.named_parameters())
     num_different = 0
@@ -151,7 +153,7 @@ def test_heads_are_the_last_layer_and_can_have_a_rate_of_their_own() -> None:
     blocks = [found[f"backbone.blocks.{index}.mlp.fc1.weight"] for index in range(len(model.backbone.blocks))]  # type: ignore[arg-type]
     assert blocks == sorted(blocks)
     assert all(b == 2 * a for a, b in pairwise(blocks))
-    Schedule(ScheduleConfig(NAME="constant"), optimizer, total_steps=4, warmup_steps=0)
+    Schedule(ScheduleConfig(NAME="constant"), optimizer, steps_per_epoch=[4], warmup_steps=0)
     rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert all(rates[parameter] == 0.5 * value for parameter, value in scale.items())
     assert peak_values(build_optimizer(config, model))[0] == 0.5

@@ -10,11 +10,18 @@ import pytest
 import torch
 
 from linnaeus.autobatch.rng import rng_state
-from linnaeus.config.schema import Config, LossConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from linnaeus.config.schema import (
+    Config,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.rng import seed_all
-from linnaeus.training.checkpoint import CheckpointFolder
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.resume import (
     changes_of,
     check_changes,
@@ -133,8 +140,8 @@ def test_a_run_is_finished_when_its_epochs_and_its_result_are_there(
 ) -> None:
     if has_result:
         (tmp_path / "result.json").write_text("{}")
-    content = {"progress": {"epoch": epochs_done}}
-    assert is_finished(content, num_epochs, tmp_path / "result.json", ALONE) is finished
+    progress, train = TrainingProgress(epochs_done), TrainConfig(EPOCHS=num_epochs)
+    assert is_finished(progress, train, tmp_path / "result.json", ALONE) is finished
 
 
 def test_generators_are_restored_on_as_many_ranks_and_seeded_on_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,21 +12,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.batching.plan import configured_warmup
-from linnaeus.config.schema import ScheduleConfig
+from linnaeus.config.schema import SCHEDULES, ScheduleConfig
 from linnaeus.training.schedule import Schedule, lr_factor
 
-NAMES = ("cosine", "linear", "constant")
+NAMES = tuple(SCHEDULES)
 
 runs = st.fixed_dictionaries(
     {"total_steps": st.integers(1, 300), "warmup_steps": st.integers(0, 300), "min_fraction": st.floats(0, 1)}
 ).map(lambda run: run | {"warmup_steps": min(run["warmup_steps"], run["total_steps"])})
 
 
+def factor_of(
+    name: str, *, total_steps: int, warmup_steps: int, min_fraction: float
+) -> Callable[[float], float]:
+    """The factor in a run of three epochs, or of one."""
+    third = total_steps // 3
+    per_epoch = [third, third, total_steps - 2 * third] if third else [total_steps]
+    config = ScheduleConfig(name, MIN_LR_FRACTION=min_fraction)
+    return lr_factor(config, steps_per_epoch=per_epoch, warmup_steps=warmup_steps)
+
+
 def rates(config: ScheduleConfig, *, steps_per_epoch: int, num_epochs: int, lr: float = 2.0) -> list[float]:
     """The rate that each optimizer step of a run really uses."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     warmup = configured_warmup(config, [steps_per_epoch] * num_epochs)
-    schedule = Schedule(config, optimizer, total_steps=steps_per_epoch * num_epochs, warmup_steps=warmup)
+    schedule = Schedule(
+        config, optimizer, steps_per_epoch=[steps_per_epoch] * num_epochs, warmup_steps=warmup
+    )
     used = []
     for step in range(steps_per_epoch * num_epochs):
         used.append(optimizer.param_groups[0]["lr"])
@@ -40,24 +53,30 @@ def rates(config: ScheduleConfig, *, steps_per_epoch: int, num_epochs: int, lr: 
         ("cosine", [0.5, 1, 1, 0.868198, 0.55, 0.231802, 0.1, 0.1]),
         ("linear", [0.5, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1]),
         ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1]),
+        ("step", [0.5, 1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01]),  # a third of three epochs is one
+        ("multistep", [0.5, 1, 1, 1, 0.1, 0.1, 0.1, 0.1]),
+        ("plateau", [0.5, 1, 1, 1, 1, 1, 1, 1]),
+        ("wsd", [0.5, 1, 1, 1, 1, 1, 0.1, 0.1]),
+        ("onecycle", [0.04, 1, 0.868198, 0.55, 0.231802, 0.1, 0.1, 0.1]),
     ],
 )
 def test_golden_values(name: str, expected: list[float]) -> None:
-    factor = lr_factor(name, total_steps=6, warmup_steps=2, min_fraction=0.1)
+    factor = factor_of(name, total_steps=6, warmup_steps=2, min_fraction=0.1)
     assert [factor(step) for step in range(8)] == pytest.approx(expected, abs=1e-6)
 
 
 @given(name=st.sampled_from(NAMES), run=runs, step=st.integers(0, 600))
 def test_never_zero_or_above_the_peak_before_the_end(name: str, run: dict[str, float], step: int) -> None:
-    share = lr_factor(name, **run)(step)  # type: ignore[arg-type]
+    share = factor_of(name, **run)(step)  # type: ignore[arg-type]
     assert share <= 1 + 1e-12
-    assert share >= min(run["min_fraction"], 1 / max(run["warmup_steps"], 1)) - 1e-12
-    assert share > 0 or step >= run["total_steps"]
+    lowest = {"step": 0.01, "multistep": 0.1, "onecycle": min(run["min_fraction"], 0.04)}
+    assert share >= min(lowest.get(name, run["min_fraction"]), 1 / max(run["warmup_steps"], 1)) - 1e-12
+    assert share > 0 or step >= run["total_steps"] - (name == "onecycle")
 
 
 @given(name=st.sampled_from(NAMES), run=runs)
 def test_rises_to_the_peak_then_never_rises(name: str, run: dict[str, float]) -> None:
-    factor, warmup = lr_factor(name, **run), int(run["warmup_steps"])  # type: ignore[arg-type]
+    factor, warmup = factor_of(name, **run), int(run["warmup_steps"])  # type: ignore[arg-type]
     values = [factor(step) for step in range(int(run["total_steps"]) + 1)]
     assert all(a < b for a, b in pairwise(values[:warmup]))
     assert values[max(warmup - 1, 0)] == pytest.approx(1)
@@ -75,6 +94,8 @@ def test_rises_to_the_peak_then_never_rises(name: str, run: dict[str, float]) ->
         (ScheduleConfig(WARMUP_FRACTION=0.1), 3),
         (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_EPOCHS=2), 3),
         (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_STEPS=7), 7),
+        (ScheduleConfig("onecycle"), 9),
+        (ScheduleConfig("onecycle", WARMUP_EPOCHS=0), 0),
     ],
 )
 def test_length_of_the_warm_up(config: ScheduleConfig, expected: int) -> None:
@@ -95,7 +116,7 @@ def test_the_optimizer_really_uses_it_from_the_first_step(
 def test_groups_keep_their_own_peaks() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 4.0)]
     optimizer = torch.optim.SGD(groups)
-    Schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, total_steps=5, warmup_steps=2)
+    Schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, steps_per_epoch=[5], warmup_steps=2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
 
 
@@ -111,10 +132,10 @@ def make(config: ScheduleConfig, *, lr: float = 0.3, **plan: Any) -> tuple[torch
 def test_whole_positions_give_the_rates_of_torchs_own_schedule_bit_for_bit(name: str) -> None:
     growth = lambda step: 1.0 if step >= 11 else 0.7  # noqa: E731
     optimizer, schedule = make(
-        ScheduleConfig(NAME=name), total_steps=37, warmup_steps=5, batch_size_lr_factor=growth
+        ScheduleConfig(name), steps_per_epoch=[12, 12, 13], warmup_steps=5, batch_size_lr_factor=growth
     )
     reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
-    factor = lr_factor(name, total_steps=37, warmup_steps=5, min_fraction=0.01)
+    factor = factor_of(name, total_steps=37, warmup_steps=5, min_fraction=0.01)
     torchs = torch.optim.lr_scheduler.LambdaLR(reference, lambda step: factor(step) * growth(step))
     for step in range(38):
         schedule.apply(float(step))

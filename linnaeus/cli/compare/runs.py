@@ -19,7 +19,7 @@ from linnaeus.config.tree import PLAN
 from linnaeus.files import CONFIG, METRICS, RESULT, read_json
 from linnaeus.run_folder import RunStatus, State, read_state
 from linnaeus.sweep.folder import ASKED, flattened
-from linnaeus.sweep.search import is_smaller_better
+from linnaeus.words import is_smaller_better
 
 Flat = Mapping[str, Any]
 """A configuration as values by dotted key."""

@@ -23,8 +23,7 @@ from linnaeus.cli.tables import cell
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError
 from linnaeus.run_folder import OUTPUT, last_line
-from linnaeus.sweep.search import is_smaller_better
-from linnaeus.words import counted
+from linnaeus.words import counted, is_smaller_better
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
