@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from linnaeus.config.schema import ScheduleConfig
+from linnaeus.config.schema import SCHEDULES, ScheduleConfig
 from linnaeus.errors import DataError
+from linnaeus.run_folder import read_state
 from linnaeus.training.schedule import lr_factor
 from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
-from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of
+from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, validations_of
 
 e2e = pytest.mark.e2e
 
@@ -240,6 +241,63 @@ def test_a_run_that_died_within_an_epoch_ends_as_if_it_had_not(
             (line["step"], line["loss"]) for line in lines[1]
         ]
     assert (folder / "result.json").exists()
+
+
+STOPPING = (
+    "TRAIN.EARLY_STOPPING.METRIC=loss", "TRAIN.EARLY_STOPPING.PATIENCE=2", "TRAIN.EARLY_STOPPING.MIN_DELTA=9",
+    "TRAIN.EPOCHS=6", "SCHEDULE.PATIENCE=0", "SCHEDULE.GAMMA=0.5", "OPTIMIZER.LR=1.0",
+    "TRAIN.EMA.ENABLED=False",
+)  # fmt: skip
+"""No validation improves on the first by more than 9: the run ends after three epochs."""
+
+
+@pytest.mark.parametrize(
+    "name", ["plateau", *(pytest.param(n, marks=e2e) for n in SCHEDULES if n != "plateau")]
+)
+def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
+    run: Run, tmp_path: Path, name: str
+) -> None:
+    options, runs = (*RESUMABLE, *STOPPING, f"SCHEDULE.NAME={name}"), tmp_path / "runs"
+    whole, plain, other = runs / "whole", runs / "plain", runs / "other"
+    assert run(*options, f"{NAME}whole").code == 0
+    assert run(*options, interrupted(228)).code == 130
+    saved = checkpoint_of(plain)
+    assert (saved["progress"]["num_stale"], saved["progress"]["samples"]) == (1, 40)
+    shutil.copytree(plain, other)
+    assert run(*options).code == 0
+    assert_same_bits(weights(plain), weights(whole))
+    assert curve(plain) == curve(whole)
+    results = [json.loads((folder / "result.json").read_text()) for folder in (plain, whole)]
+    for name_of_value in ("metrics", "best_epoch", "stopped_early", "total_steps"):
+        assert results[0][name_of_value] == results[1][name_of_value]
+    assert results[0]["stopped_early"]
+    assert validations_of(plain) == [12, 24, 36]
+
+    assert run(*options, f"{NAME}other", "DATA.BATCH_SIZE=20").code == 0
+    config = ScheduleConfig(name, PATIENCE=0, GAMMA=0.5, MIN_LR_FRACTION=0.1)
+    factor = lr_factor(config, steps_per_epoch=[5] * 6, warmup_steps=4)(12)  # two steps into epoch 3
+    fraction = saved["schedule"]["_last_lr"][0] if name == "plateau" else 1.0
+    assert curve(other)[1][saved["progress"]["step"]] == pytest.approx(factor * fraction)
+    if name == "plateau":
+        assert fraction < 1, "the rate has not dropped before the interruption"
+        before = files_of(runs)
+        assert run(*options).code == 0
+        assert files_of(runs) == before, "it was finished"
+        assert run(*options, "TRAIN.EARLY_STOPPING.PATIENCE=3").code == 0
+        assert validations_of(plain) == [12, 24, 36, 48]
+
+
+@e2e
+@pytest.mark.distributed
+def test_ranks_stop_early_together(torchrun: Run, tmp_path: Path) -> None:
+    options = (*RESUMABLE, *STOPPING, "SCHEDULE.NAME=plateau", "TRAIN.VALIDATE_EVERY=2", "TRAIN.EPOCHS=9")
+    outcome = torchrun(2, *options)
+    assert outcome.code == 0, outcome.err
+    folder = tmp_path / "runs/plain"
+    assert [line["epoch"] for line in lines_of(folder, "val")] == [2, 4, 6]
+    result = json.loads((folder / "result.json").read_text())
+    assert result["stopped_early"]
+    assert read_state(folder).status == "finished"
 
 
 @e2e

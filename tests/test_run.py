@@ -109,6 +109,7 @@ BAD = [
     (IMAGES + "nowhere MODEL.NAME resnet5O", 2, "resnet50"),  # names are checked before the data
     ("LOSS._target_=torch.nn.CrossEntropyLoss", 2, "LOSS"),  # there are two ranks
     (IMAGES + "images", 1, "images/b/000.png"),
+    ("TRAIN.EARLY_STOPPING.METRIC=acc DATA.AUTOBATCH.ENABLED=True", 2, "loss, top1/rank1, top1/rank2"),
     ("OPTIMIZER.LR=1e9 OPTIMIZER.NAME=sgd TRAIN.CLIP_GRAD_NORM=None", 1, "OPTIMIZER.LR"),
     ("DATA.AUTOBATCH.ENABLED=True DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05", 3, "DATA.AUTOBATCH.MEMORY_LIMIT_GB"),
 ]

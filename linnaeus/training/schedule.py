@@ -126,12 +126,11 @@ class Schedule:
         self._optimizer = optimizer
         self._factor = lr_factor(config, steps_per_epoch=steps_per_epoch, warmup_steps=warmup_steps)
         self._batch_size_lr_factor = batch_size_lr_factor
-        self._fraction = torch.optim.SGD([torch.zeros(())], lr=1.0)  # its rate is what `plateau` leaves
         self._plateau: ReduceLROnPlateau | None = None
-        if config.NAME == "plateau":
+        if config.NAME == "plateau":  # the optimizer that it sees has the fraction of the peak as its rate
             self._plateau = ReduceLROnPlateau(
-                self._fraction, "min" if is_smaller_better(metric) else "max", factor=config.GAMMA,
-                patience=config.PATIENCE, min_lr=config.MIN_LR_FRACTION,
+                torch.optim.SGD([torch.zeros(())], lr=1.0), "min" if is_smaller_better(metric) else "max",
+                factor=config.GAMMA, patience=config.PATIENCE, min_lr=config.MIN_LR_FRACTION,
             )  # fmt: skip
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])
@@ -144,7 +143,8 @@ class Schedule:
             position: optimizer steps of the plan before it, as `BatchPlan.position` gives them.
         """
         factor = self._factor(position) * self._batch_size_lr_factor(position)
-        factor *= self._fraction.param_groups[0]["lr"]
+        if self._plateau is not None:
+            factor *= self._plateau.optimizer.param_groups[0]["lr"]
         self.lr = self._optimizer.param_groups[0]["initial_lr"] * factor
         for group in self._optimizer.param_groups:
             lr = group["initial_lr"] * factor * group.get("lr_scale", 1.0)
@@ -169,4 +169,4 @@ class Schedule:
         """Go on from what `state_dict` gave; another schedule's None starts anew."""
         if self._plateau is not None and state is not None:
             self._plateau.load_state_dict(dict(state))
-            self._fraction.param_groups[0]["lr"] = state["_last_lr"][0]
+            self._plateau.optimizer.param_groups[0]["lr"] = state["_last_lr"][0]

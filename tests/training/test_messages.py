@@ -143,6 +143,8 @@ OPTIMIZERS: dict[str, Any] = {
 NOTES = {
     "focal": (["LOSS.FOCAL_GAMMA=3"], "LOSS.NAME=focal"),
     "mixing": (["DATA.AUGMENT.MIX_OFF_EPOCHS=2"], "DATA.AUGMENT.MIXUP=0.5"),
+    "schedule": (["SCHEDULE.STEP_EPOCHS=3", "SCHEDULE.GAMMA=0.2"], "SCHEDULE.NAME=step"),
+    "early stopping": (["TRAIN.EARLY_STOPPING.METRIC=loss"], "TRAIN.EARLY_STOPPING.PATIENCE=3"),
     "unfreezing": (["TRAIN.UNFREEZE_EPOCH=2"], FROZEN),
     "unfreezing at once": (["TRAIN.UNFREEZE_EPOCH=1", FROZEN], "TRAIN.UNFREEZE_EPOCH=2"),
     "unfreezing late": (["TRAIN.UNFREEZE_EPOCH=5", "TRAIN.EPOCHS=4", FROZEN], "TRAIN.EPOCHS=5"),

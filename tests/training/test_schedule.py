@@ -142,3 +142,72 @@ def test_whole_positions_give_the_rates_of_torchs_own_schedule_bit_for_bit(name:
         assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
         reference.step()
         torchs.step()
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2 * 7, gamma=0.3)
+
+
+def multistep(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1 * 7, 4 * 7], gamma=0.3)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.3, total_steps=42, pct_start=10 / 42, div_factor=20, final_div_factor=0.05 / 0.02,
+        cycle_momentum=False,
+    )  # fmt: skip
+
+
+def wsd(optimizer: torch.optim.Optimizer) -> Any:
+    module = pytest.importorskip("timm.scheduler.wsd_lr")
+    return module.WSDLRScheduler(
+        optimizer, t_initial=32, decay_t=14, lr_min=0.3 * 0.02, warmup_t=10, t_in_epochs=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "keys"),
+    [
+        ("step", step_lr, {"STEP_EPOCHS": 2, "GAMMA": 0.3}),
+        ("multistep", multistep, {"MILESTONES": [1, 4, 9], "GAMMA": 0.3}),
+        ("onecycle", one_cycle, {"START_LR_FRACTION": 0.05, "MIN_LR_FRACTION": 0.02}),
+        ("wsd", wsd, {"DECAY_EPOCHS": 2, "MIN_LR_FRACTION": 0.02}),
+    ],
+)
+def test_every_step_has_the_rate_that_torch_or_timm_gives_it(
+    name: str, library: Callable[[Any], Any], keys: dict[str, Any]
+) -> None:
+    warmup = 10 if name in ("onecycle", "wsd") else 0
+    optimizer, schedule = make(ScheduleConfig(name, **keys), steps_per_epoch=[7] * 6, warmup_steps=warmup)
+    reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    theirs = library(reference)
+    for step in range(42):
+        schedule.apply(step)
+        if name != "wsd" or step >= warmup:  # timm's warm-up begins at 0
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"], rel=1e-9)
+        reference.step()
+        theirs.step_update(step + 1) if name == "wsd" else theirs.step()
+
+
+@pytest.mark.parametrize("metric", ["loss", "top1/species"])
+def test_plateau_is_torchs_own_and_goes_on_from_its_state(metric: str) -> None:
+    config = ScheduleConfig("plateau", PATIENCE=1, GAMMA=0.5, MIN_LR_FRACTION=0.3)
+    plan: dict[str, Any] = {"steps_per_epoch": [1] * 9, "warmup_steps": 2, "metric": metric}
+    optimizer, schedule = make(config, **plan)
+    reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        reference, "min" if metric == "loss" else "max", patience=1, factor=0.5, min_lr=0.3 * 0.3
+    )
+    used = []
+    for epoch, value in enumerate((1.0, 1.2, 0.9, 0.9, 1.3, 1.2, 1.2, 1.2, 1.2)):
+        state = schedule.state_dict()
+        optimizer, schedule = make(config, **plan)  # each validation in a run that is resumed
+        schedule.load_state_dict(state)
+        schedule.validated(value)
+        schedule.apply(epoch + 1)
+        theirs.step(value)
+        used.append(optimizer.param_groups[0]["lr"])
+        assert used[-1] == pytest.approx(reference.param_groups[0]["lr"])
+    assert used == sorted(used, reverse=True)
+    assert len({*used}) == 3  # the third is the lowest
