@@ -251,28 +251,23 @@ STOPPING = (
 """No validation improves on the first by more than 9: the run ends after three epochs."""
 
 
-@pytest.mark.parametrize(
-    "name", ["plateau", *(pytest.param(n, marks=e2e) for n in SCHEDULES if n != "plateau")]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[e2e][: n != "plateau"]) for n in SCHEDULES])
 def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
     run: Run, tmp_path: Path, name: str
 ) -> None:
     options, runs = (*RESUMABLE, *STOPPING, f"SCHEDULE.NAME={name}"), tmp_path / "runs"
     whole, plain, other = runs / "whole", runs / "plain", runs / "other"
-    assert run(*options, f"{NAME}whole").code == 0
-    assert run(*options, interrupted(228)).code == 130
+    assert (run(*options, f"{NAME}whole").code, run(*options, interrupted(228)).code) == (0, 130)
     saved = checkpoint_of(plain)
     assert (saved["progress"]["num_stale"], saved["progress"]["samples"]) == (1, 40)
     shutil.copytree(plain, other)
     assert run(*options).code == 0
     assert_same_bits(weights(plain), weights(whole))
     assert curve(plain) == curve(whole)
-    results = [json.loads((folder / "result.json").read_text()) for folder in (plain, whole)]
-    for name_of_value in ("metrics", "best_epoch", "stopped_early", "total_steps"):
-        assert results[0][name_of_value] == results[1][name_of_value]
-    assert results[0]["stopped_early"]
+    ours, theirs = (json.loads((each / "result.json").read_text()) for each in (plain, whole))
+    assert {key for key in ours if ours[key] != theirs[key]} == {"run", "training_s", "images_per_s"}
+    assert ours["stopped_early"]
     assert validations_of(plain) == [12, 24, 36]
-
     assert run(*options, f"{NAME}other", "DATA.BATCH_SIZE=20").code == 0
     config = ScheduleConfig(name, PATIENCE=0, GAMMA=0.5, MIN_LR_FRACTION=0.1)
     factor = lr_factor(config, steps_per_epoch=[5] * 6, warmup_steps=4)(12)  # two steps into epoch 3
@@ -281,8 +276,7 @@ def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
     if name == "plateau":
         assert fraction < 1, "the rate has not dropped before the interruption"
         before = files_of(runs)
-        assert run(*options).code == 0
-        assert files_of(runs) == before, "it was finished"
+        assert (run(*options).code, files_of(runs)) == (0, before), "it was finished"
         assert run(*options, "TRAIN.EARLY_STOPPING.PATIENCE=3").code == 0
         assert validations_of(plain) == [12, 24, 36, 48]
 
@@ -291,12 +285,10 @@ def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
 @pytest.mark.distributed
 def test_ranks_stop_early_together(torchrun: Run, tmp_path: Path) -> None:
     options = (*RESUMABLE, *STOPPING, "SCHEDULE.NAME=plateau", "TRAIN.VALIDATE_EVERY=2", "TRAIN.EPOCHS=9")
-    outcome = torchrun(2, *options)
-    assert outcome.code == 0, outcome.err
+    assert torchrun(2, *options).code == 0
     folder = tmp_path / "runs/plain"
     assert [line["epoch"] for line in lines_of(folder, "val")] == [2, 4, 6]
-    result = json.loads((folder / "result.json").read_text())
-    assert result["stopped_early"]
+    assert json.loads((folder / "result.json").read_text())["stopped_early"]
     assert read_state(folder).status == "finished"
 
 

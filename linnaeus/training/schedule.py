@@ -125,7 +125,7 @@ class Schedule:
     ) -> None:
         self._optimizer = optimizer
         self._factor = lr_factor(config, steps_per_epoch=steps_per_epoch, warmup_steps=warmup_steps)
-        self._batch_size_lr_factor = batch_size_lr_factor
+        self._batch_size_lr_factor, self._metric = batch_size_lr_factor, metric
         self._plateau: ReduceLROnPlateau | None = None
         if config.NAME == "plateau":  # the optimizer that it sees has the fraction of the peak as its rate
             self._plateau = ReduceLROnPlateau(
@@ -163,10 +163,12 @@ class Schedule:
         if self._plateau is None:
             return None
         state = self._plateau.state_dict()
-        return {name: state[name] for name in _PLATEAU_STATE}
+        return {"metric": self._metric, **{name: state[name] for name in _PLATEAU_STATE}}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what `state_dict` gave; another schedule's None starts anew."""
-        if self._plateau is not None and state is not None:
-            self._plateau.load_state_dict(dict(state))
-            self._plateau.optimizer.param_groups[0]["lr"] = state["_last_lr"][0]
+        """Go on from what `state_dict` gave: with another metric, or None, the count starts anew."""
+        if self._plateau is None or state is None:
+            return
+        names = _PLATEAU_STATE if state["metric"] == self._metric else ("_last_lr",)
+        self._plateau.load_state_dict({name: state[name] for name in names})
+        self._plateau.optimizer.param_groups[0]["lr"] = state["_last_lr"][0]

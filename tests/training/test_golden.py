@@ -65,9 +65,8 @@ def train(num_steps: int = NUM_STEPS) -> dict[str, Any]:
     assert parts.ema is not None
     for model in (parts.model, parts.ema.module):
         model.double()
-    schedule = Schedule(
-        ScheduleConfig(), parts.optimizer, steps_per_epoch=[NUM_STEPS], warmup_steps=NUM_STEPS // 2
-    )
+    steps: dict[str, Any] = {"steps_per_epoch": [NUM_STEPS], "warmup_steps": NUM_STEPS // 2}
+    schedule = Schedule(ScheduleConfig(), parts.optimizer, **steps)
     losses = []
     with build_loaders(
         data, DATA, World(device), sizes=lambda epoch, skip: repeat(32, NUM_STEPS * TRAIN.ACCUMULATION_STEPS),

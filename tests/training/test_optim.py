@@ -125,9 +125,8 @@ def test_layer_decay_trains_as_timm_does(name: str) -> None:
     for model, layer_decay in ((ours, 0.6), (equal_rates, None)):
         node = OptimizerConfig(NAME="sgd", LR=0.1, WEIGHT_DECAY=0.1, LAYER_DECAY=layer_decay)
         optimizer = build_optimizer(node, model)
-        schedule = Schedule(
-            ScheduleConfig(MIN_LR_FRACTION=0.1), optimizer, steps_per_epoch=[8], warmup_steps=0
-        )
+        config = ScheduleConfig(MIN_LR_FRACTION=0.1)
+        schedule = Schedule(config, optimizer, steps_per_epoch=[8], warmup_steps=0)
         train(model, optimizer, schedule.apply)
     expected = dict(theirs.named_parameters())
     num_different = 0

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from linnaeus.autobatch.rng import rng_state
-from linnaeus.config.schema import (
-    Config,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from linnaeus.config.schema import Config, LossConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.rng import seed_all
@@ -140,7 +133,7 @@ def test_a_run_is_finished_when_its_epochs_and_its_result_are_there(
 ) -> None:
     if has_result:
         (tmp_path / "result.json").write_text("{}")
-    progress, train = TrainingProgress(epochs_done), TrainConfig(EPOCHS=num_epochs)
+    progress, train = TrainingProgress(epochs_done), dataclasses.replace(Config().TRAIN, EPOCHS=num_epochs)
     assert is_finished(progress, train, tmp_path / "result.json", ALONE) is finished
 
 
