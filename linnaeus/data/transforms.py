@@ -46,6 +46,18 @@ class CoverAndCrop(nn.Module):
         return cropped
 
 
+class RandomResizedCrop(v2.RandomResizedCrop):
+    """torchvision's, bit for bit. It knows that its input is one image, which saves half the time."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        """[C, any, any] to [C, height, width]."""
+        box = self.make_params([image])
+        cropped: Tensor = functional.resized_crop_image(
+            image, **box, size=self.size, antialias=self.antialias
+        )
+        return cropped
+
+
 class Normalise(nn.Module):
     """`v2.ToDtype(torch.float32, scale=True)` and `v2.Normalize`, bit for bit, into memory that is there."""
 
@@ -163,7 +175,7 @@ def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
     """The steps on uint8 images, without those that are switched off, as each costs time."""
     low, high = augment.CROP_SCALE
     steps: list[Any] = [
-        CoverAndCrop(size) if low >= 1.0 else v2.RandomResizedCrop(size, (low, high), antialias=True)
+        CoverAndCrop(size) if low >= 1.0 else RandomResizedCrop(size, (low, high), antialias=True)
     ]
     if augment.HFLIP:
         steps.append(v2.RandomHorizontalFlip(augment.HFLIP))
