@@ -4,7 +4,6 @@ import gzip
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import ConfigError, DataError
+from tests.helpers.fashion import write_fashion_mnist, write_idx
 
 PLAIN = AugmentConfig(CROP_SCALE=[1.0, 1.0])
 
@@ -53,19 +53,9 @@ def test_digits() -> None:
     assert len(build(NAME="digits", VAL_FRACTION=0.5).val) == 898  # type: ignore[arg-type]
 
 
-def write_idx(path: Path, values: Any) -> None:
-    array = np.asarray(values, np.uint8)
-    header = bytes([0, 0, 8, array.ndim]) + np.asarray(array.shape, ">u4").tobytes()
-    path.write_bytes(gzip.compress(header + array.tobytes()))
-
-
 @pytest.fixture
 def fashion(tmp_path: Path) -> Path:
-    """The four files with 20 training and 10 test images; an image's pixels are its number."""
-    for split, count in (("train", 20), ("t10k", 10)):
-        images = np.arange(count)[:, None, None] + np.zeros((28, 28))
-        write_idx(tmp_path / f"{split}-images-idx3-ubyte.gz", images)
-        write_idx(tmp_path / f"{split}-labels-idx1-ubyte.gz", np.arange(count) % 10)
+    write_fashion_mnist(tmp_path, 20, 10)
     return tmp_path
 
 
