@@ -49,7 +49,7 @@ def scaled(folder: Path, size: int, rule: str) -> list[str]:
     """A run with another batch size. The micro-batch, which BatchNorm sees, is always 128."""
     changes = (
         f"TRAIN.EFFECTIVE_BATCH_SIZE={size}", f"OPTIMIZER.LR_SCALING={rule}",
-        "DATA.AUTOBATCH.MAX_BATCH_SIZE=128", "TRAIN.NOISE_SCALE.ENABLED=True",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=128", "TRAIN.NOISE_SCALE.ENABLED=True", "TRAIN.VALIDATE_EVERY=5",
     )  # fmt: skip
     return ours(folder, f"{rule}_{size}", 0, *changes)
 
@@ -70,7 +70,8 @@ def timms(script: Path, folder: Path, name: str, seed: int, epochs: int | None =
         "clip-grad": config.TRAIN.CLIP_GRAD_NORM,
         "min-lr": optimizer.LR * config.SCHEDULE.MIN_LR_FRACTION, "warmup-epochs": warmup,
         "epochs": (epochs or config.TRAIN.EPOCHS) - warmup * (epochs is None), "workers": data.NUM_WORKERS,
-        "seed": seed, "output": folder, "experiment": name, "log-interval": 10, "checkpoint-hist": 1, "device": "cpu",
+        "seed": seed, "device": "cpu", "output": folder, "experiment": name, "log-interval": 10,
+        "checkpoint-hist": 1,
     }  # fmt: skip
     command = [sys.executable, str(script), "--channels-last", "--sched-on-updates", "--warmup-prefix"]
     for key, value in options.items():

@@ -32,13 +32,12 @@ TAXONOMY = Taxonomy(
 )
 
 _GROUP_OF_ARTICLE = (0, 1, 0, 2, 0, 3, 0, 3, 4, 3)
-_ARTICLES = "T-shirt,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot"
+_ARTICLES = (
+    "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
 
 FASHION = Taxonomy(
-    (
-        Level("group", ("tops", "trousers", "dresses", "shoes", "bags")),
-        Level("article", tuple(_ARTICLES.split(","))),
-    ),
+    (Level("group", ("tops", "trousers", "dresses", "shoes", "bags")), Level("article", _ARTICLES)),
     (_GROUP_OF_ARTICLE,),
 )
 
