@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.fashion import write_fashion_mnist
 from tests.helpers.runs import Run
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = runpy.run_path(str(ROOT / "examples" / "write_digits.py"))
     script["main"]([str(folder / "digits")])
     script["main"]([str(folder / "digits_rare"), "--rare", *RARE])
+    write_fashion_mnist(folder, 200, 50)
     return folder
 
 
@@ -77,7 +79,8 @@ def test_an_experiment_trains(config: Path, run: Run, less_data: Path, tmp_path:
     for arguments in earlier_runs(config):
         earlier = run(*arguments, *SMALLER, "TRAIN.EPOCHS=1")
         assert earlier.code == 0, earlier.err
-    outcome = run("--cfg", str(config), *SMALLER)
+    own_data = [f"DATA.DATASET.ROOT={tmp_path}/data"] if "NAME: fashion_mnist" in config.read_text() else []
+    outcome = run("--cfg", str(config), *SMALLER, *own_data)
     assert outcome.code == 0, outcome.err
     assert (tmp_path / "runs" / config.stem / "result.json").is_file(), "EXPERIMENT.NAME is the file's name"
 
@@ -85,7 +88,7 @@ def test_an_experiment_trains(config: Path, run: Run, less_data: Path, tmp_path:
 def test_every_header_has_the_command_and_its_result() -> None:
     for config in CONFIGS:
         assert f"configs/{config.name}" in header_of(config)
-        assert re.search(r"top1/(digit|species) 0\.\d{4}", header_of(config)), config
+        assert re.search(r"top1/(digit|species|article) 0\.\d{4}", header_of(config)), config
 
 
 def test_an_experiment_that_needs_another_run_trains_that_first(run: Run, tmp_path: Path) -> None:

@@ -132,10 +132,14 @@ class ExperimentConfig:
 class DatasetConfig:
     """Where the samples and their labels come from."""
 
-    NAME: str = key("digits", "kind of dataset", choices=("digits", "synthetic", "imagefolder", "manifest"))
+    NAME: str = key(
+        "digits", "kind of dataset",
+        choices=("digits", "fashion_mnist", "synthetic", "imagefolder", "manifest"),
+    )  # fmt: skip
     ROOT: str | None = key(
-        None, "folder of the images (`imagefolder`), or folder that relative paths start from (`manifest`; "
-        "null is the manifest's own folder)",
+        None, "folder of the images (`imagefolder`), folder that relative paths start from (`manifest`; null "
+        "is the manifest's own folder), or folder of the four files of `fashion_mnist` (null is that of "
+        "Debian's package)",
     )  # fmt: skip
     TRAIN: str | None = key(
         None, "training folder or manifest file, relative to ROOT; null is `train.csv`, or the folder "
@@ -163,8 +167,8 @@ class DatasetConfig:
     NUM_SAMPLES_VAL: int = key(256, "validation samples of `synthetic`", gt=0)
     NOISE: float = key(64.0, "standard deviation of the noise of `synthetic`, on the 0-255 scale", ge=0)
     UNKNOWN_FRACTION: float = key(
-        0.0, "fraction of the training samples of `digits` and `synthetic` whose label is known down to a "
-        "random rank above the finest only", ge=0, lt=1,
+        0.0, "fraction of the training samples of `digits`, `fashion_mnist` and `synthetic` whose label is "
+        "known down to a random rank above the finest only", ge=0, lt=1,
     )  # fmt: skip
 
 

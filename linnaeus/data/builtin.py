@@ -1,11 +1,15 @@
-"""Datasets that need no file: scikit-learn's handwritten digits, and generated images of any size."""
+"""Datasets with a name: scikit-learn's handwritten digits, Fashion-MNIST, and generated images."""
 
 from __future__ import annotations
 
+import gzip
 import math
+import zlib
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -16,7 +20,7 @@ from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.image_files import stratified_split
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.data.transforms import Transform, build_transforms
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, DataError
 from linnaeus.rng import derive_seed
 
 _SHAPE_OF_DIGIT = (2, 0, 1, 1, 0, 1, 2, 0, 2, 2)
@@ -26,6 +30,19 @@ TAXONOMY = Taxonomy(
     (Level("shape", ("straight", "curved", "looped")), Level("digit", tuple("0123456789"))),
     (_SHAPE_OF_DIGIT,),
 )
+
+_GROUP_OF_ARTICLE = (0, 1, 0, 2, 0, 3, 0, 3, 4, 3)
+_ARTICLES = (
+    "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
+
+FASHION = Taxonomy(
+    (Level("group", ("tops", "trousers", "dresses", "shoes", "bags")), Level("article", _ARTICLES)),
+    (_GROUP_OF_ARTICLE,),
+)
+
+FASHION_FOLDER = "/usr/share/datasets/fashion-mnist"
+"""Folder of Debian's package dataset-fashion-mnist."""
 
 _GRID = 4
 """A class of the synthetic dataset is a pattern of _GRID x _GRID fields, interpolated to the image's size."""
@@ -71,6 +88,49 @@ def build_digits(config: DataConfig) -> DataBundle:
     val = ImageTensors(images[held_out], targets[held_out], preprocessing.transform())
     report = [f"digits: {len(train)} training and {len(val)} validation samples"]
     return DataBundle(train, val, TAXONOMY, 1, size, collate_pairs, report, preprocessing)
+
+
+def build_fashion_mnist(config: DataConfig) -> DataBundle:
+    """Fashion-MNIST (Xiao et al. 2017): 60,000 training images, grey, 28 x 28 pixels; 10,000 for validation.
+
+    Raises:
+        ConfigError: a file is missing.
+        DataError: a file is damaged, or not of this dataset.
+    """
+    dataset: DatasetConfig = config.DATASET
+    folder = Path(dataset.ROOT or FASHION_FOLDER).expanduser()
+    parts = ("images-idx3", "labels-idx1")
+    paths = [folder / f"{split}-{part}-ubyte.gz" for split in ("train", "t10k") for part in parts]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ConfigError(
+            f"DATA.DATASET.ROOT: {folder} has no {', '.join(missing)}; Debian's and Ubuntu's package "
+            "dataset-fashion-mnist brings the four files, elsewhere ROOT names their folder"
+        )
+    (images, targets), held_out = _read_split(*paths[:2]), _read_split(*paths[2:])
+    size = as_size(config.IMG_SIZE, (28, 28))
+    transform, preprocessing = build_transforms(config.AUGMENT, size, 1)
+    train = ImageTensors(images, _hide_labels(targets, dataset.UNKNOWN_FRACTION), transform)
+    val = ImageTensors(*held_out, preprocessing.transform())
+    report = [f"fashion_mnist: {len(train)} training and {len(val)} validation samples"]
+    return DataBundle(train, val, FASHION, 1, size, collate_pairs, report, preprocessing)
+
+
+def _read_split(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
+    """Images [N, 1, H, W], uint8, and targets [N, 2], int64."""
+    images, labels = _read_idx(images_path, 3), _read_idx(labels_path, 1).long()
+    if len(images) != len(labels) or not set(labels.tolist()) <= set(range(len(_GROUP_OF_ARTICLE))):
+        raise DataError(f"{labels_path}: labels of other images, or above 9; these are not Fashion-MNIST's")
+    return images.unsqueeze(1), torch.stack([torch.tensor(_GROUP_OF_ARTICLE)[labels], labels], dim=1)
+
+
+def _read_idx(path: Path, num_dims: int) -> Tensor:
+    """Read a compressed IDX file of bytes: 0, 0, type 8, the number of dimensions, their sizes, the data."""
+    try:
+        content = bytearray(gzip.decompress(path.read_bytes()))
+        sizes = np.frombuffer(content, ">u4", num_dims, offset=4).tolist()
+        return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(sizes))
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(f"{path}: is no whole IDX file of {num_dims} dimension(s) ({error})") from error
 
 
 class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):

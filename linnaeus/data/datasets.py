@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
-from linnaeus.data.builtin import build_digits, build_synthetic
+from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
 from linnaeus.data.image_files import (
     EvaluatedFiles,
@@ -32,7 +32,7 @@ from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_data
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted, several
 
-_BUILT_IN = {"digits": build_digits, "synthetic": build_synthetic}
+_BUILT_IN = {"digits": build_digits, "fashion_mnist": build_fashion_mnist, "synthetic": build_synthetic}
 _FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
 _VALIDATION = "validation split"
 

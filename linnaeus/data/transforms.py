@@ -41,8 +41,8 @@ class CoverAndCrop(nn.Module):
         height, width = image.shape[-2:]
         scale = max(self.size[0] / height, self.size[1] / width) / self.fraction
         resized = [max(self.size[0], round(height * scale)), max(self.size[1], round(width * scale))]
-        image = functional.resize(image, resized, antialias=True)
-        cropped: Tensor = functional.center_crop(image, list(self.size))
+        image = functional.resize_image(image, resized, antialias=True)
+        cropped: Tensor = functional.center_crop_image(image, list(self.size))
         return cropped
 
 

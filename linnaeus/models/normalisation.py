@@ -35,7 +35,8 @@ def with_normalisation(
     lengths = {len(value) for value in (*values.values(), *given.values()) if value is not None}
     # Those of red, green and blue serve grey images too, and where the channels are not known.
     is_users = isinstance(data.DATASET, Mapping)
-    channels = 3 if is_users else 1 if data.DATASET.NAME == "digits" else data.DATASET.CHANNELS
+    is_grey = not is_users and data.DATASET.NAME in ("digits", "fashion_mnist")
+    channels = 3 if is_users else 1 if is_grey else data.DATASET.CHANNELS
     if len(values) < len(_KEYS) or not (lengths == {channels} or (lengths == {3} and channels == 1)):
         return data, None
     filled: dict[str, Any] = {key: values[key] if given[key] is None else given[key] for key in _KEYS}
