@@ -41,7 +41,7 @@ def key(
         default: the value, a zero-argument callable that makes it, or an interpolation.
         doc: one sentence for the reference and for `--help`.
         unit: unit of the value, when it has one.
-        choices: the allowed strings.
+        choices: the allowed strings; in a list, of each element.
         check: returns what is wrong with a value, or None.
         bounds: `ge`, `gt`, `le` or `lt`; in a list, of each element. `None` is not checked.
     """
@@ -97,6 +97,11 @@ def _weights_source(value: str | None) -> str | None:
     return f"must be `balanced` or a file with the ending {', '.join(WEIGHT_FILES)}"
 
 
+def _callbacks(value: list[Any]) -> str | None:
+    is_node = all(isinstance(node, dict) and "_target_" in node for node in value)
+    return None if is_node else "must be a list of nodes such as {_target_: my_package.MyCallback}"
+
+
 def _milestones(value: list[list[int]]) -> str | None:
     starts = [pair[0] for pair in value if pair]
     if all(len(pair) == 2 and pair[0] >= 1 and pair[1] >= 1 for pair in value) and all(
@@ -110,8 +115,8 @@ def _milestones(value: list[list[int]]) -> str | None:
 class WandbConfig:
     """Weights & Biases."""
 
-    ENABLED: bool = key(False, "record the run with Weights & Biases")
-    PROJECT: str = key("linnaeus", "project in which the run is recorded")
+    ENABLED: bool = key(False, "record the run with Weights & Biases, as `wandb` in LOGGERS does")
+    PROJECT: str = key("linnaeus", "project, or experiment of MLflow, in which the run is recorded")
     ENTITY: str | None = key(None, "user or team that owns the project; null is the account's default")
     GROUP: str | None = key(None, "group of runs that this run belongs to; null is no group")
     TAGS: list[str] = key(list, "tags of the run")
@@ -125,6 +130,10 @@ class ExperimentConfig:
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
     SEED: int = key(0, "seed of initial weights, sample order and augmentation", ge=0, lt=2**63)
     DEVICE: str = key("auto", "torch device such as `cpu`, `cuda` or `cuda:1`; `auto` prefers an accelerator")
+    LOGGERS: list[str] = key(
+        list, "where the run's figures go, beside `metrics.jsonl`; none by default",
+        choices=("wandb", "tensorboard", "csv", "mlflow"),
+    )  # fmt: skip
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
 
 
@@ -437,6 +446,10 @@ class TrainConfig:
     )
     KEEP_CHECKPOINTS: int = key(0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0)
     AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
+    CALLBACKS: list[Any] = key(
+        list, "`_target_` nodes of objects with `on_step_end`, `on_validation_end` or `on_epoch_end`",
+        check=_callbacks,
+    )  # fmt: skip
     RESUME_WITH: str | None = key(
         None, "what a resumed run takes from this configuration although its checkpoint has another value: "
         "`lr` takes the learning rate, the weight decay, their scaling and SCHEDULE; null refuses a change",

@@ -226,9 +226,8 @@ class PruningTracker(Tracker):
     def __init__(self, inner: Tracker, folder: RunFolder, stop: StopRequest, trainer: Trainer) -> None:
         sweep, _, number = os.environ[TRIAL].rpartition(":")
         self._study, self._number = Study(Sweep.read(Path(sweep))), int(number)
-        self._inner, self._folder, self._stop = inner, folder, stop
-        self._trainer = trainer
-        self.table, self.summarise, self.finish = inner.table, inner.summarise, inner.finish  # type: ignore[method-assign]
+        super().__init__(inner=inner)
+        self._folder, self._stop, self._trainer = folder, stop, trainer
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Metrics at an optimizer step.
@@ -236,7 +235,7 @@ class PruningTracker(Tracker):
         Raises:
             ConfigError: see `Study.report`.
         """
-        self._inner.log(values, step=step)
+        super().log(values, step=step)
         found = {
             name.removeprefix("val/"): value for name, value in values.items() if name.startswith("val/")
         }
