@@ -128,9 +128,9 @@ def run(config: Config) -> FitResult:
                 )  # fmt: skip
                 trainer.tracker = stack.enter_context(tracker)
                 if TRIAL in os.environ:
-                    from linnaeus.sweep.search import PruningTracker
+                    from linnaeus.sweep.search import Pruning
 
-                    trainer.tracker = PruningTracker(tracker, folder, stop, trainer)
+                    trainer.callbacks[TRIAL] = Pruning(folder, stop, trainer)
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
                 save_config(config, path / CONFIG, {"RUN": run_id, **plan.as_dict()})

@@ -97,11 +97,6 @@ def _weights_source(value: str | None) -> str | None:
     return f"must be `balanced` or a file with the ending {', '.join(WEIGHT_FILES)}"
 
 
-def _callbacks(value: list[Any]) -> str | None:
-    is_node = all(isinstance(node, dict) and "_target_" in node for node in value)
-    return None if is_node else "must be a list of nodes such as {_target_: my_package.MyCallback}"
-
-
 def _milestones(value: list[list[int]]) -> str | None:
     starts = [pair[0] for pair in value if pair]
     if all(len(pair) == 2 and pair[0] >= 1 and pair[1] >= 1 for pair in value) and all(
@@ -131,9 +126,8 @@ class ExperimentConfig:
     SEED: int = key(0, "seed of initial weights, sample order and augmentation", ge=0, lt=2**63)
     DEVICE: str = key("auto", "torch device such as `cpu`, `cuda` or `cuda:1`; `auto` prefers an accelerator")
     LOGGERS: list[str] = key(
-        list, "where the run's figures go, beside `metrics.jsonl`; none by default",
-        choices=("wandb", "tensorboard", "csv", "mlflow"),
-    )  # fmt: skip
+        list, "where metrics go beside `metrics.jsonl`", choices=("wandb", "tensorboard", "csv", "mlflow")
+    )
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
 
 
@@ -446,10 +440,7 @@ class TrainConfig:
     )
     KEEP_CHECKPOINTS: int = key(0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0)
     AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
-    CALLBACKS: list[Any] = key(
-        list, "`_target_` nodes of objects with `on_step_end`, `on_validation_end` or `on_epoch_end`",
-        check=_callbacks,
-    )  # fmt: skip
+    CALLBACKS: list[Any] = key(list, "`_target_` nodes of objects whose methods the training loop calls")
     RESUME_WITH: str | None = key(
         None, "what a resumed run takes from this configuration although its checkpoint has another value: "
         "`lr` takes the learning rate, the weight decay, their scaling and SCHEDULE; null refuses a change",

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from linnaeus.config.instantiate import call_target
+from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.errors import ConfigError
 
 MOMENTS = ("on_step_end", "on_validation_end", "on_epoch_end")
@@ -19,40 +19,27 @@ MOMENTS = ("on_step_end", "on_validation_end", "on_epoch_end")
 
 @dataclass(frozen=True)
 class CallbackState:
-    """What a callback is told. Model and optimizer are the run's own.
+    """What a callback is told. Model and optimizer are the run's own, not copies."""
 
-    Attributes:
-        epoch: counted from 1.
-        step: optimizer steps done.
-        loss: in `on_step_end` this rank's mean loss, a detached scalar on the device; else None.
-        metrics: of the last validation; empty before the first.
-        model: without DistributedDataParallel.
-        is_main: whether this is rank 0, which alone should write files.
-        folder: of the run.
-    """
-
-    epoch: int
-    step: int
-    loss: Tensor | None
-    metrics: Mapping[str, float]
-    model: nn.Module
+    epoch: int  # counted from 1
+    step: int  # optimizer steps done
+    loss: Tensor | None  # in `on_step_end` this rank's mean loss, a detached scalar on the device
+    metrics: Mapping[str, float]  # of the last validation; empty before the first
+    model: nn.Module  # without DistributedDataParallel
     optimizer: Optimizer
-    is_main: bool
-    folder: Path
+    is_main: bool  # whether this is rank 0, which alone should write files
+    folder: Path  # of the run
 
 
 def build_callbacks(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The objects of TRAIN.CALLBACKS, by key.
-
-    Raises:
-        ConfigError: one cannot be built, or has none of `MOMENTS`.
-    """
+    """The objects of TRAIN.CALLBACKS, by key; `ConfigError` where one cannot be built, or has no method."""
     callbacks = {}
     for number, node in enumerate(nodes):
         key = f"TRAIN.CALLBACKS[{number}]"
-        callbacks[key] = call_target(node, key)
+        callbacks[key] = call_target(node, key) if is_target(node) else None
         if not any(hasattr(callbacks[key], name) for name in MOMENTS):
-            raise ConfigError(f"{key}: {node['_target_']} has no method {' or '.join(MOMENTS)}")
+            methods = " or ".join(MOMENTS)
+            raise ConfigError(f"{key}: {node!r} is no `_target_` node of an object with {methods}")
     return callbacks
 
 

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from linnaeus.config.schema import ExperimentConfig, WandbConfig
+from linnaeus.config.schema import ExperimentConfig
 from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.files import LOGS, METRICS, write_text_atomically
 from linnaeus.training.resume import flat
@@ -26,12 +25,10 @@ logger = logging.getLogger("linnaeus.training.tracking")
 
 
 class Tracker:
-    """Hands a run's figures on to loggers, beside the run's own files; one that fails is left out.
+    """Hands a run's figures on to loggers, by name, beside the run's own files; one that fails is left out.
 
-    The end of its context closes the run, after an exception with exit code 1.
-
-    Args:
-        loggers: by name. What a logger does not override does nothing.
+    The end of its context closes the run, after an exception with exit code 1. What a logger does not
+    override does nothing.
     """
 
     _loggers: Mapping[str, Tracker] = {}
@@ -75,11 +72,7 @@ class Tracker:
 
 
 class _WandbTracker(Tracker):
-    """One Weights & Biases run, as `wandb.init` returns it.
-
-    The client hands its records to a process of its own, which ends on SIGTERM. A batch system sends that to
-    all processes of a job; the training that was asked to stop must still be able to.
-    """
+    """One Weights & Biases run. Its client's own process ends on the SIGTERM that a whole job gets."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -117,7 +110,8 @@ class _TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=num_steps + 1)
-        self._writer.add_text("config", textwrap.indent(json.dumps(config, indent=1), "    "), num_steps)
+        text = json.dumps(config, indent=1).replace("\n", "\n    ")  # indented, Markdown takes it as code
+        self._writer.add_text("config", f"    {text}", num_steps)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         for name, value in values.items():
@@ -168,22 +162,21 @@ class _MlflowTracker(Tracker):
     MLflow takes no metric back. Where steps are repeated, it keeps the values of the first time.
     """
 
-    def __init__(self, experiment: str, name: str, run_id: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, node: ExperimentConfig, run_id: str, config: Mapping[str, Any]) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # training waits for each answer
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         import mlflow
 
-        folder, tag = mlflow.set_experiment(experiment).experiment_id, "linnaeus.run"
+        folder, tag = mlflow.set_experiment(node.WANDB.PROJECT).experiment_id, "linnaeus.run"
         found = mlflow.search_runs([folder], f"tags.`{tag}` = '{run_id}'", output_format="list")
         self._last: dict[str, int] = {}
         if not found:
-            mlflow.start_run(run_name=name, tags={tag: run_id})
+            mlflow.start_run(run_name=node.NAME, tags={tag: run_id})
             mlflow.log_params({key: value[:6000] for key, value in flat(config).items()})
             return
-        active, client = mlflow.start_run(run_id=found[0].info.run_id), mlflow.MlflowClient()
-        for metric in active.data.metrics:
-            history = client.get_metric_history(active.info.run_id, metric)
-            self._last[metric] = max(entry.step for entry in history)
+        active, read = mlflow.start_run(run_id=found[0].info.run_id), mlflow.MlflowClient().get_metric_history
+        for name in active.data.metrics:
+            self._last[name] = max(entry.step for entry in read(active.info.run_id, name))
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         import mlflow
@@ -208,7 +201,7 @@ def check_loggers(names: Iterable[str]) -> None:
 def start_tracking(
     node: ExperimentConfig, *, run_id: str, folder: Path, config: Mapping[str, Any], num_steps: int = 0
 ) -> Tracker:
-    """Open the run's loggers, on rank 0, after its `metrics.jsonl`.
+    """Open the run's loggers, on rank 0, after its `metrics.jsonl`; `ConfigError` if one cannot be opened.
 
     Args:
         node: the node EXPERIMENT.
@@ -216,19 +209,15 @@ def start_tracking(
         folder: of the run.
         config: the resolved configuration.
         num_steps: optimizer steps done so far.
-
-    Raises:
-        ConfigError: a logger cannot be opened.
     """
-    logs, project = folder / LOGS, node.WANDB.PROJECT
     openers: Mapping[str, Callable[[], Tracker]] = {
-        "wandb": lambda: _start_wandb(node.WANDB, node.NAME, run_id, logs, config),
-        "tensorboard": lambda: _TensorBoardTracker(logs / "tensorboard", config, num_steps),
+        "wandb": lambda: _start_wandb(node, run_id, folder / LOGS, config),
+        "tensorboard": lambda: _TensorBoardTracker(folder / LOGS / "tensorboard", config, num_steps),
         "csv": lambda: _CsvTracker(folder / METRICS),
-        "mlflow": lambda: _MlflowTracker(project, node.NAME, run_id, config),
+        "mlflow": lambda: _MlflowTracker(node, run_id, config),
     }
     loggers: dict[str, Tracker] = {}
-    for name in {*node.LOGGERS, *["wandb"] * node.WANDB.ENABLED}:
+    for name in dict.fromkeys([*node.LOGGERS, *["wandb"] * node.WANDB.ENABLED]):
         try:
             loggers[name] = openers[name]()
         except Exception as error:
@@ -236,17 +225,16 @@ def start_tracking(
     return Tracker(**loggers)
 
 
-def _start_wandb(
-    node: WandbConfig, name: str, run_id: str, folder: Path, config: Mapping[str, Any]
-) -> Tracker:
+def _start_wandb(node: ExperimentConfig, run_id: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
     import wandb
 
     os.environ.setdefault("WANDB_SILENT", "true")
     folder.mkdir(parents=True, exist_ok=True)
     settings = wandb.Settings(console="off", silent=True, init_timeout=30)
     init = partial(
-        wandb.init, project=node.PROJECT, entity=node.ENTITY, group=node.GROUP, tags=node.TAGS, name=name,
-        dir=str(folder), config=dict(config), id=run_id, resume="allow", settings=settings,
+        wandb.init, project=node.WANDB.PROJECT, entity=node.WANDB.ENTITY, group=node.WANDB.GROUP,
+        tags=node.WANDB.TAGS, name=node.NAME, dir=str(folder), config=dict(config), id=run_id,
+        resume="allow", settings=settings,
     )  # fmt: skip
     if os.environ.get("WANDB_MODE", "online") != "online":  # set by the user
         return _WandbTracker(init())

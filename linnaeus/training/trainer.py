@@ -128,7 +128,7 @@ class Trainer:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     begin: Callable[[], None] = lambda: None
-    callbacks: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._num_images = 0
@@ -416,11 +416,11 @@ class Trainer:
         epoch = self.progress.epoch
         is_last = epoch == self.plan.num_epochs
         is_best = self._validates_after(epoch) and self._validate()
+        if not self.stop.stop_signal:
+            self._call_back("on_epoch_end", epoch)
         if self.stop.stop_signal:
             self.progress.epoch, self.progress.samples = epoch - 1, samples
-            return
-        self._call_back("on_epoch_end", epoch)
-        if is_last or is_best or epoch % config.CHECKPOINT_EVERY == 0:
+        elif is_last or is_best or epoch % config.CHECKPOINT_EVERY == 0:
             self._save(is_best=is_best)
 
     def _validates_after(self, epoch: int) -> bool:
