@@ -17,7 +17,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import errors_told_first, join
-from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, LOGS, METRICS, RESULT, write_text_atomically
+from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
 from linnaeus.log import RunFolder
 from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
 from linnaeus.models.normalisation import with_normalisation
@@ -27,6 +27,7 @@ from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import find_planned_sizes, size_search
 from linnaeus.sizing.report import device_environment, save_searches, summary
 from linnaeus.training.build import assemble, built_facts, check_before_data, configuration_facts
+from linnaeus.training.callbacks import build_callbacks
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import wrap
 from linnaeus.training.metrics_file import MetricsFile
@@ -36,7 +37,7 @@ from linnaeus.training.report import report_plan, report_result, report_start, s
 from linnaeus.training.resume import find_checkpoint, is_finished, resumed_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
-from linnaeus.training.tracking import start_tracking
+from linnaeus.training.tracking import check_loggers, start_tracking
 from linnaeus.training.trainer import FitResult, Trainer
 
 _RESUMED_WEIGHTS = "weights: those of this run's checkpoint, which replace any that MODEL names"
@@ -61,6 +62,8 @@ def run(config: Config) -> FitResult:
     ):
         world.check_equal(configuration_facts(dataclasses.asdict(config)))
         check_before_data(config.MODEL, config.OPTIMIZER, train, world)
+        world.on_main(partial(check_loggers, experiment.LOGGERS))
+        callbacks = build_callbacks(train.CALLBACKS)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(RunFolder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(CheckpointFolder(
@@ -114,26 +117,26 @@ def run(config: Config) -> FitResult:
                 return
             run_id = trainer.checkpoint_extras["run"] = folder.begin()
             if world.is_main:
+                metrics_file = MetricsFile(
+                    path / METRICS, last_step=progress.step, within_epoch=progress.samples > 0,
+                    check=folder.check,
+                )  # fmt: skip
+                trainer.metrics_file = stack.enter_context(metrics_file)
                 tracker = start_tracking(
-                    experiment.WANDB, name=experiment.NAME, run_id=run_id, folder=path / LOGS,
+                    experiment, run_id=run_id, folder=path, num_steps=progress.step,
                     config={**dataclasses.asdict(config), "PLAN": plan.as_dict()},
                 )  # fmt: skip
                 trainer.tracker = stack.enter_context(tracker)
                 if TRIAL in os.environ:
-                    from linnaeus.sweep.search import PruningTracker
+                    from linnaeus.sweep.search import Pruning
 
-                    trainer.tracker = PruningTracker(tracker, folder, stop, trainer)
+                    trainer.callbacks[TRIAL] = Pruning(folder, stop, trainer)
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
                 save_config(config, path / CONFIG, {"RUN": run_id, **plan.as_dict()})
                 write_text_atomically(
                     path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n"
                 )
-                metrics_file = MetricsFile(
-                    path / METRICS, last_step=progress.step, within_epoch=progress.samples > 0,
-                    check=folder.check,
-                )  # fmt: skip
-                trainer.metrics_file = stack.enter_context(metrics_file)
 
         trainer = Trainer(
             train, plan, world, assembly,
@@ -154,6 +157,7 @@ def run(config: Config) -> FitResult:
             size_origins=sized.origins(config.DATA),
             wrap=partial(wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS),
             begin=begin,
+            callbacks=callbacks,
         )  # fmt: skip
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from linnaeus.config.schema import WandbConfig
+from linnaeus.config.schema import ExperimentConfig
 from linnaeus.training.tracking import Tracker, start_tracking
 from tests.helpers import forks
 from tests.helpers.forks import Outcome
@@ -21,13 +21,14 @@ from tests.helpers.runs import wait_until
 PROGRAM = """
 import logging
 from pathlib import Path
-from linnaeus.config.schema import WandbConfig
+from linnaeus.config.schema import ExperimentConfig, WandbConfig
 from linnaeus.training.tracking import start_tracking
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
+wandb = WandbConfig(ENABLED=True, PROJECT="insects", GROUP="first", TAGS=["small", "fast"])
 tracker = start_tracking(
-    WandbConfig(ENABLED=True, PROJECT="insects", GROUP="first", TAGS=["small", "fast"]),
-    name="beetles", run_id="abc123", folder=Path("logs"), config={"DATA": {"BATCH_SIZE": 64}},
+    ExperimentConfig(NAME="beetles", WANDB=wandb),
+    run_id="abc123", folder=Path(), config={"DATA": {"BATCH_SIZE": 64}},
 )
 for mode in ("train", "val"):
     tracker.table(f"autobatch/{mode}_trials", ["batch_size", "status", "peak_bytes"],
@@ -109,7 +110,7 @@ def of_kind(run: list[Record], kind: str) -> list[Any]:
 
 
 def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) -> None:
-    tracker = start_tracking(WandbConfig(), name="a", run_id="a", folder=tmp_path / "logs", config={})
+    tracker = start_tracking(ExperimentConfig(), run_id="a", folder=tmp_path / "a", config={})
     assert type(tracker) is Tracker
     tracker.log({"loss": 1.0}, step=1)
     tracker.table("trials", ["size"], [[1]])

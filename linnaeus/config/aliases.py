@@ -24,7 +24,7 @@ def alias(word: str, value: str | None = None) -> str | None:
     Args:
         word: an option (`--batch-size`, `-b`), a word (`lr=0.1`) or a key that does not exist (`TRAIN.LR`),
             with or without a value. Of a key only the last component counts, unless all of it is known.
-        value: the typed value; a number takes the place of the example's.
+        value: the typed value; a number or a choice of the key takes the place of the example's.
 
     Returns:
         The setting to write, or what there is in its place; None for an unknown word.
@@ -32,12 +32,14 @@ def alias(word: str, value: str | None = None) -> str | None:
     name = word.partition("=")[0].lstrip("-+~").lower().replace("-", "_")
     name = "hydra" if name.startswith(("hydra.", "hydra/")) else name
     meaning = aliases().get(name) or aliases().get(name.rpartition(".")[2] if name[-2:-1] != "." else "")
-    if meaning is None or not re.match(r"[\w.]+=", meaning):
+    if meaning is None or not re.fullmatch(r"[\w.]+=\S+", meaning):
         return meaning
     typed = value or word.partition("=")[2]
     key, _, example = meaning.partition("=")
     is_number = re.fullmatch(r"[\d.]+(e-?\d+)?", typed) and re.match(r"\d", example)
-    return f"write {key}={typed if is_number else example}"
+    known = KEYS.get(tuple(key.split(".")))  # none below a node that takes any key
+    is_choice = known is not None and typed in (known.choices or ())
+    return f"write {key}={typed if is_number or is_choice else example}"
 
 
 def unknown_key(path: Path, value: str) -> str:

@@ -138,11 +138,12 @@ class Resolver:
             if path[-1] == TARGET and path[:-1] in self._free and not is_dotted_path:
                 return f"{show(value)} is not the dotted path of a class or function ({origin})"
             return None
-        if key.choices and value is not None and value not in key.choices:
-            meaning = alias(str(value))
+        texts = [text for text in (value if isinstance(value, list) else [value]) if text is not None]
+        if key.choices and (other := next((text for text in texts if text not in key.choices), None)):
+            meaning = alias(str(other))
             is_here = meaning is not None and dotted(path) in meaning
-            hint = f"; {meaning}" if is_here else suggest(str(value), key.choices)
-            return f"{show(value)} is not one of {', '.join(key.choices)} ({origin}){hint}"
+            hint = f"; {meaning}" if is_here else suggest(str(other), key.choices)
+            return f"{show(other)} is not one of {', '.join(key.choices)} ({origin}){hint}"
         wrong = _out_of_bounds(key, value) or (key.check(value) if key.check else None)
         return f"{show(value)} is not allowed: {wrong} ({origin})" if wrong else None
 

@@ -41,7 +41,7 @@ def key(
         default: the value, a zero-argument callable that makes it, or an interpolation.
         doc: one sentence for the reference and for `--help`.
         unit: unit of the value, when it has one.
-        choices: the allowed strings.
+        choices: the allowed strings; in a list, of each element.
         check: returns what is wrong with a value, or None.
         bounds: `ge`, `gt`, `le` or `lt`; in a list, of each element. `None` is not checked.
     """
@@ -110,8 +110,8 @@ def _milestones(value: list[list[int]]) -> str | None:
 class WandbConfig:
     """Weights & Biases."""
 
-    ENABLED: bool = key(False, "record the run with Weights & Biases")
-    PROJECT: str = key("linnaeus", "project in which the run is recorded")
+    ENABLED: bool = key(False, "record the run with Weights & Biases, as `wandb` in LOGGERS does")
+    PROJECT: str = key("linnaeus", "project, or experiment of MLflow, in which the run is recorded")
     ENTITY: str | None = key(None, "user or team that owns the project; null is the account's default")
     GROUP: str | None = key(None, "group of runs that this run belongs to; null is no group")
     TAGS: list[str] = key(list, "tags of the run")
@@ -125,6 +125,9 @@ class ExperimentConfig:
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
     SEED: int = key(0, "seed of initial weights, sample order and augmentation", ge=0, lt=2**63)
     DEVICE: str = key("auto", "torch device such as `cpu`, `cuda` or `cuda:1`; `auto` prefers an accelerator")
+    LOGGERS: list[str] = key(
+        list, "where metrics go beside `metrics.jsonl`", choices=("wandb", "tensorboard", "csv", "mlflow")
+    )
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
 
 
@@ -492,6 +495,7 @@ class TrainConfig:
     )
     KEEP_CHECKPOINTS: int = key(0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0)
     AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
+    CALLBACKS: list[Any] = key(list, "`_target_` nodes of objects whose methods the training loop calls")
     RESUME_WITH: str | None = key(
         None, "what a resumed run takes from this configuration although its checkpoint has another value: "
         "`lr` takes the learning rate, the weight decay, their scaling and SCHEDULE; null refuses a change",

@@ -23,10 +23,10 @@ from linnaeus.run_folder import TRIAL, State, read_state
 from linnaeus.signals import StopRequest
 from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
-from linnaeus.training.tracking import Tracker
 from linnaeus.words import is_smaller_better
 
 if TYPE_CHECKING:
+    from linnaeus.training.callbacks import CallbackState
     from linnaeus.training.trainer import Trainer
 
 WARMUP_FRACTION = 0.25
@@ -204,38 +204,25 @@ class Study:
         return kinds.FloatDistribution(axis.low, axis.high, axis.is_log)
 
 
-class PruningTracker(Tracker):
-    """Reports the validations of a trial's run to the study, and stops the run where it is pruned.
+class Pruning:
+    """A callback that reports a trial's validations to the study, and stops the run where it is pruned.
 
     Args:
-        inner: gets everything too.
         folder: of the run.
         stop: the request that ends it.
         trainer: that of the run.
     """
 
-    def __init__(self, inner: Tracker, folder: RunFolder, stop: StopRequest, trainer: Trainer) -> None:
+    def __init__(self, folder: RunFolder, stop: StopRequest, trainer: Trainer) -> None:
         sweep, _, number = os.environ[TRIAL].rpartition(":")
         self._study, self._number = Study(Sweep.read(Path(sweep))), int(number)
-        self._inner, self._folder, self._stop = inner, folder, stop
-        self._trainer = trainer
-        self.table, self.summarise, self.finish = inner.table, inner.summarise, inner.finish  # type: ignore[method-assign]
+        self._folder, self._stop, self._trainer = folder, stop, trainer
 
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Metrics at an optimizer step.
-
-        Raises:
-            ConfigError: see `Study.report`.
-        """
-        self._inner.log(values, step=step)
-        found = {
-            name.removeprefix("val/"): value for name, value in values.items() if name.startswith("val/")
-        }
-        if not found:
-            return
+    def on_validation_end(self, state: CallbackState) -> None:
+        """Report; raises `ConfigError` as `Study.report` does."""
+        metrics, epoch = dict(state.metrics), state.epoch
         name = self._trainer.assembly.headline
-        epoch, num_epochs = self._trainer.progress.epoch, self._trainer.plan.num_epochs
-        if self._study.report(self._number, found, name, epoch, num_epochs):
+        if self._study.report(self._number, metrics, name, epoch, self._trainer.plan.num_epochs):
             self._folder.pruned = f"after epoch {epoch}, worse than the median of the others"
             self._stop.stop_signal = self._stop.stop_signal or signal.SIGTERM
             logger.info("pruned %s", self._folder.pruned)

@@ -1,38 +1,68 @@
-"""Tracking with Weights & Biases, or a tracker that does nothing."""
+"""Tracking with Weights & Biases, TensorBoard, MLflow and as a CSV file."""
 
 from __future__ import annotations
 
+import csv
 import inspect
+import io
+import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from linnaeus.config.schema import WandbConfig
+from linnaeus.config.schema import ExperimentConfig
+from linnaeus.errors import ConfigError, LinnaeusError, first_line
+from linnaeus.files import LOGS, METRICS, write_text_atomically
+from linnaeus.training.resume import flat
 
 logger = logging.getLogger("linnaeus.training.tracking")
 
 
 class Tracker:
-    """Takes a run's figures, beside the run's own files. This one does nothing with them.
+    """Hands a run's figures on to loggers, by name, beside the run's own files; one that fails is left out.
 
-    The end of its context closes the run, after an exception with exit code 1.
+    The end of its context closes the run, after an exception with exit code 1. What a logger does not
+    override does nothing.
     """
+
+    _loggers: Mapping[str, Tracker] = {}
+
+    def __init__(self, **loggers: Tracker) -> None:
+        self._loggers = loggers
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Metrics at an optimizer step."""
+        self._each(lambda logger: logger.log(values, step=step))
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A table of values."""
+        self._each(lambda logger: logger.table(name, columns, rows))
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """The run's final figures."""
+        self._each(lambda logger: logger.summarise(values))
 
     def finish(self, exit_code: int) -> None:
         """Close the run."""
+        self._each(lambda logger: logger.finish(exit_code))
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._loggers.items():
+            try:
+                call(tracker)
+            except LinnaeusError:  # such as a full disk
+                raise
+            except Exception as error:
+                self._loggers = {key: other for key, other in self._loggers.items() if other is not tracker}
+                logger.warning("warning: %s records no more of this run: %s", name, first_line(error))
+                with suppress(Exception):
+                    tracker.finish(1)
 
     def __enter__(self) -> Tracker:
         return self
@@ -42,82 +72,169 @@ class Tracker:
 
 
 class _WandbTracker(Tracker):
-    """One Weights & Biases run, as `wandb.init` returns it.
-
-    The client hands its records to a process of its own, which ends on SIGTERM. A batch system sends that to
-    all processes of a job; the training that was asked to stop must still be able to.
-    """
+    """One Weights & Biases run. Its client's own process ends on the SIGTERM that a whole job gets."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        self._is_lost = False
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        with self._unless_lost():
-            self._run.log(dict(values), step=step)
+        self._run.log(dict(values), step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         import wandb
 
         table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
         # It goes with the next metrics; by itself it would use up a step that metrics then cannot have.
-        with self._unless_lost():
-            self._run.log({name: table}, commit=False)
+        self._run.log({name: table}, commit=False)
 
     def summarise(self, values: Mapping[str, Any]) -> None:
-        with self._unless_lost():
-            self._run.summary.update(dict(values))
+        self._run.summary.update(dict(values))
 
     def finish(self, exit_code: int) -> None:
         """Close the run, and say how to upload one that was recorded offline."""
-        folder = Path(self._run.dir).parent
-        offline = self._run.settings.mode == "offline"
-        with self._unless_lost():
-            self._run.finish(exit_code=exit_code)
-        if self._is_lost:  # it would speak to its ended process at exit, and print a traceback
-            import wandb
+        import wandb
 
-            with self._unless_lost():
-                wandb.teardown(exit_code)
-        if offline:
-            logger.info("W&B recorded offline; upload with: wandb sync %s", folder)
-
-    @contextmanager
-    def _unless_lost(self) -> Iterator[None]:
-        """Go on, after one warning, where the client's own process has ended."""
+        if self._run.settings.mode == "offline":
+            logger.info("W&B recorded offline; upload with: wandb sync %s", Path(self._run.dir).parent)
         try:
-            yield
-        except Exception as error:
-            # The second class has no place that all versions of the client share.
-            if not isinstance(error, ConnectionError) and type(error).__name__ != "MailboxClosedError":
-                raise
-            if not self._is_lost:
-                logger.warning("warning: W&B's process has ended (%s); it records no more of this run", error)
-            self._is_lost = True
+            self._run.finish(exit_code=exit_code)
+        except Exception:  # its process has ended: at exit it would speak to that, and print a traceback
+            wandb.teardown(exit_code)
+            raise
+
+
+class _TensorBoardTracker(Tracker):
+    """Event files. TensorBoard drops what the earlier ones have of the steps that a run repeats."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], num_steps: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=num_steps + 1)
+        text = json.dumps(config, indent=1).replace("\n", "\n    ")  # indented, Markdown takes it as code
+        self._writer.add_text("config", f"    {text}", num_steps)
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a run that is killed has what its checkpoint has
+
+    def finish(self, exit_code: int) -> None:
+        self._writer.close()
+
+
+class _CsvTracker(Tracker):
+    """A row for each epoch, written anew from `metrics.jsonl` after each validation.
+
+    `train/loss` is the mean over the epoch's optimizer steps; other values are the last ones.
+    """
+
+    def __init__(self, metrics: Path) -> None:
+        self._metrics = metrics
+        self._write()
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        if any(name.startswith("val/") for name in values):
+            self._write()
+
+    def _write(self) -> None:
+        rows: dict[int, dict[str, Any]] = {}
+        begin = last = 0
+        for record in map(json.loads, self._metrics.read_text().splitlines()):
+            epoch, step, split = record.pop("epoch"), record.pop("step"), record.pop("split")
+            begin = begin if epoch in rows else last
+            row = rows.setdefault(epoch, {"epoch": epoch})
+            if split == "train":
+                mean = row.get("train/loss", 0.0)
+                record["loss"] = mean + (record["loss"] - mean) * (step - last) / (step - begin)
+                last = step
+            row |= {"step": step, **{f"{split}/{name}": record[name] for name in record if name != "time"}}
+        text = io.StringIO()
+        columns = dict.fromkeys(["epoch", "step", *(name for row in rows.values() for name in row)])
+        writer = csv.DictWriter(text, [*columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows.values())
+        write_text_atomically(self._metrics.with_suffix(".csv"), text.getvalue())
+
+
+class _MlflowTracker(Tracker):
+    """The active run of MLflow; that of an earlier process is found by its tag.
+
+    MLflow takes no metric back. Where steps are repeated, it keeps the values of the first time.
+    """
+
+    def __init__(self, node: ExperimentConfig, run_id: str, config: Mapping[str, Any]) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # training waits for each answer
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        import mlflow
+
+        folder, tag = mlflow.set_experiment(node.WANDB.PROJECT).experiment_id, "linnaeus.run"
+        found = mlflow.search_runs([folder], f"tags.`{tag}` = '{run_id}'", output_format="list")
+        self._last: dict[str, int] = {}
+        if not found:
+            mlflow.start_run(run_name=node.NAME, tags={tag: run_id})
+            mlflow.log_params({key: value[:6000] for key, value in flat(config).items()})
+            return
+        active, read = mlflow.start_run(run_id=found[0].info.run_id), mlflow.MlflowClient().get_metric_history
+        for name in active.data.metrics:
+            self._last[name] = max(entry.step for entry in read(active.info.run_id, name))
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        import mlflow
+
+        named = {re.sub(r"[^\w./ -]", "_", name): value for name, value in values.items()}
+        new = {name: value for name, value in named.items() if step > self._last.get(name, -1)}
+        mlflow.log_metrics(new, step=step)
+
+    def finish(self, exit_code: int) -> None:
+        import mlflow
+
+        mlflow.end_run("FAILED" if exit_code else "FINISHED")
+
+
+def check_loggers(names: Iterable[str]) -> None:
+    """Raise `ConfigError` for a logger whose package is not installed."""
+    for name in {"tensorboard", "mlflow"}.intersection(names):
+        if find_spec(name) is None:
+            raise ConfigError(f"EXPERIMENT.LOGGERS: {name} is not installed: pip install 'linnaeus[{name}]'")
 
 
 def start_tracking(
-    node: WandbConfig, *, name: str, run_id: str, folder: Path, config: Mapping[str, Any]
+    node: ExperimentConfig, *, run_id: str, folder: Path, config: Mapping[str, Any], num_steps: int = 0
 ) -> Tracker:
-    """Open the run's tracker, on rank 0.
+    """Open the run's loggers, on rank 0, after its `metrics.jsonl`; `ConfigError` if one cannot be opened.
 
     Args:
-        node: the node `EXPERIMENT.WANDB`.
-        name: name of the run.
-        run_id: of the run; that of an earlier process continues its W&B run.
-        folder: folder of W&B's own files.
+        node: the node EXPERIMENT.
+        run_id: of the run; that of an earlier process continues its W&B run or MLflow run.
+        folder: of the run.
         config: the resolved configuration.
+        num_steps: optimizer steps done so far.
     """
-    if not node.ENABLED:
-        return Tracker()
+    openers: Mapping[str, Callable[[], Tracker]] = {
+        "wandb": lambda: _start_wandb(node, run_id, folder / LOGS, config),
+        "tensorboard": lambda: _TensorBoardTracker(folder / LOGS / "tensorboard", config, num_steps),
+        "csv": lambda: _CsvTracker(folder / METRICS),
+        "mlflow": lambda: _MlflowTracker(node, run_id, config),
+    }
+    loggers: dict[str, Tracker] = {}
+    for name in dict.fromkeys([*node.LOGGERS, *["wandb"] * node.WANDB.ENABLED]):
+        try:
+            loggers[name] = openers[name]()
+        except Exception as error:
+            raise ConfigError(f"EXPERIMENT.LOGGERS: {name} cannot record: {first_line(error)}") from error
+    return Tracker(**loggers)
+
+
+def _start_wandb(node: ExperimentConfig, run_id: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
     import wandb
 
     os.environ.setdefault("WANDB_SILENT", "true")
     folder.mkdir(parents=True, exist_ok=True)
     settings = wandb.Settings(console="off", silent=True, init_timeout=30)
     init = partial(
-        wandb.init, project=node.PROJECT, entity=node.ENTITY, group=node.GROUP, tags=node.TAGS, name=name,
-        dir=str(folder), config=dict(config), id=run_id, resume="allow", settings=settings,
+        wandb.init, project=node.WANDB.PROJECT, entity=node.WANDB.ENTITY, group=node.WANDB.GROUP,
+        tags=node.WANDB.TAGS, name=node.NAME, dir=str(folder), config=dict(config), id=run_id,
+        resume="allow", settings=settings,
     )  # fmt: skip
     if os.environ.get("WANDB_MODE", "online") != "online":  # set by the user
         return _WandbTracker(init())

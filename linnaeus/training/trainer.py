@@ -28,6 +28,7 @@ from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.training.accuracy import LossMeter, score
 from linnaeus.training.build import Assembly
+from linnaeus.training.callbacks import CallbackState, call_back
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.metrics_file import MetricsFile
@@ -90,6 +91,7 @@ class Trainer:
         wrap: wraps the model for several ranks, at first and again when what is frozen begins to train.
         begin: opens the run's files, and may replace `metrics_file` and `tracker`. Every rank calls it, more
             than once: first after the first optimizer step, or where there is none to take.
+        callbacks: the user's own, by key; called on every rank.
     """
 
     config: TrainConfig
@@ -109,6 +111,7 @@ class Trainer:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     begin: Callable[[], None] = lambda: None
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._num_images = 0
@@ -137,6 +140,9 @@ class Trainer:
         restore_generators(content, self.world, seed)
         self._meter.load_states(content.get("train_loss", ()))
         self.schedule.load_state_dict(content.get("schedule"))
+        states = content.get("callbacks", [{}])
+        for key, state in states[self.world.rank % len(states)].items():
+            call_back({key: self.callbacks.get(key)}, "load_state_dict", state)
         self._set_lr()
         epoch = self.progress.epoch + 1
         is_over = epoch > self.plan.num_epochs
@@ -274,6 +280,7 @@ class Trainer:
             self.progress_bar.advance(1)
             if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
                 self._log_training(lr, stage)
+            self._call_back("on_step_end", self.progress.epoch + 1, loss)
             if self._agree_after_step():
                 self._meter.mean()  # weights after a loss that is not finite must replace no good checkpoint
                 self._count_seconds()
@@ -376,6 +383,14 @@ class Trainer:
         self.metrics_file.write(step=step, epoch=epoch, split=split, values=values)
         self.tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
 
+    def _call_back(self, moment: str, epoch: int, loss: torch.Tensor | None = None) -> None:
+        if self.callbacks:
+            state = CallbackState(
+                epoch, self.progress.step, loss, dict(self.progress.metrics), self.assembly.model,
+                self.assembly.optimizer, self.world.is_main, self.checkpoints.folder.parent,
+            )  # fmt: skip
+            call_back(self.callbacks, moment, state)
+
     def _end_epoch(self) -> None:
         """Validate and save if it is time to; always after the last epoch.
 
@@ -388,6 +403,8 @@ class Trainer:
         self._set_lr()
         epoch = self.progress.epoch
         is_best = self._validates_after(epoch) and self._validate()
+        if not self.stop.stop_signal:
+            self._call_back("on_epoch_end", epoch)
         if self.stop.stop_signal:
             self.progress.epoch, self.progress.samples = epoch - 1, samples
         elif self._is_over or is_best or epoch % config.CHECKPOINT_EVERY == 0:
@@ -423,6 +440,7 @@ class Trainer:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         epoch, last, note = self.progress.epoch, self.plan.num_epochs, ", best so far" if is_best else ""
         logger.info("validation after epoch %d/%d:  %s  (%.1f s%s)", epoch, last, shown, seconds, note)
+        self._call_back("on_validation_end", epoch)
         return is_best
 
     def _rank(self, values: Mapping[str, float]) -> bool:
@@ -474,13 +492,13 @@ class Trainer:
     def _save_for_next_attempt(self) -> None:
         self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))
 
-    def _rank_state(self) -> tuple[Any, Any]:
-        """What a checkpoint holds of each rank: generators, and the losses since the last `train` line."""
-        return rng_state(self.world.device), self._meter.state()
+    def _rank_state(self) -> tuple[Any, Any, Any]:
+        """What a checkpoint holds of each rank: generators, losses since the last `train` line, callbacks."""
+        return rng_state(self.world.device), self._meter.state(), call_back(self.callbacks, "state_dict")
 
-    def _content(self, rank_states: list[tuple[Any, Any]]) -> dict[str, Any]:
+    def _content(self, rank_states: list[tuple[Any, Any, Any]]) -> dict[str, Any]:
         """The entries of a checkpoint; `rank_states` has the `_rank_state` of each rank, or of this alone."""
-        generators, losses = zip(*rank_states, strict=True)
+        generators, losses, callbacks = zip(*rank_states, strict=True)
         probe, limit = self.train_step.probe, self._micro_batch_limit
         limited = {"plan": self.plan.as_dict(), "micro_batch_limit": limit} if limit else {}
         return {
@@ -488,6 +506,7 @@ class Trainer:
             "state": self.assembly.state_dict(),
             "rng": list(generators),
             "train_loss": list(losses),
+            "callbacks": list(callbacks),
             "noise_scale": None if probe is None else probe.scale.state_dict(),
             "schedule": self.schedule.state_dict(),
             **self.checkpoint_extras,

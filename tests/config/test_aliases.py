@@ -28,7 +28,10 @@ def test_a_name_that_a_key_has_too_means_that_key() -> None:
         ("--lr", "OPTIMIZER.LR="), ("lr=0.1", "OPTIMIZER.LR="), ("TRAIN.LR", "OPTIMIZER.LR="),
         ("-b", "DATA.BATCH_SIZE="), ("--batch-size=8", "DATA.BATCH_SIZE="),
         ("MODEL.DROP_PATH", "MODEL.DROP_PATH_RATE="), ("OPTIMIZER.MOMENTUM", "OPTIMIZER.KWARGS.momentum="),
-        ("+AUGMENT.RANDAUGMENT=1", "DATA.AUGMENT.POLICY=randaugment"),
+        ("+AUGMENT.RANDAUGMENT=1", "DATA.AUGMENT.POLICY=randaugment"), ("DATA.WORKERS", "DATA.NUM_WORKERS="),
+        ("EXPERIMENT.TENSORBOARD", "EXPERIMENT.LOGGERS=[tensorboard]"), ("--resume", "TRAIN.AUTO_RESUME="),
+        ("--report-to=csv", "EXPERIMENT.LOGGERS=csv"), ("--logger=x", "EXPERIMENT.LOGGERS=[tensorboard]"),
+        ("TRAINER.CALLBACKS", "TRAIN.CALLBACKS="),
     ],
 )  # fmt: skip
 def test_a_name_is_found_as_it_is_typed(word: str, setting: str) -> None:
@@ -42,6 +45,7 @@ def test_a_value_of_another_framework_leads_to_the_value_of_its_key() -> None:
     assert "TRAIN.AMP=off" not in problem
 
 
-def test_what_does_not_exist_is_said_and_an_unknown_word_has_no_hint() -> None:
-    assert "WANDB" in (alias("EXPERIMENT.TENSORBOARD") or "")
+def test_what_has_no_key_is_said_in_a_sentence_and_an_unknown_word_has_no_hint() -> None:
+    assert alias("MODEL.NUM_CLASSES") == aliases()["num_classes"]
+    assert alias("--min-lr=0.1") == aliases()["min_lr"]
     assert alias("--no-such-thing") is alias("MODEL.NAMES") is alias("") is None

@@ -1,0 +1,56 @@
+"""Callbacks: the user's own objects, called after optimizer steps, validations and epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from linnaeus.config.instantiate import call_target, is_target
+from linnaeus.errors import ConfigError
+
+MOMENTS = ("on_step_end", "on_validation_end", "on_epoch_end")
+"""The methods that a callback may have. An epoch ends after its validation and before its checkpoint."""
+
+
+@dataclass(frozen=True)
+class CallbackState:
+    """What a callback is told. Model and optimizer are the run's own, not copies."""
+
+    epoch: int  # counted from 1
+    step: int  # optimizer steps done
+    loss: Tensor | None  # in `on_step_end` this rank's mean loss, a detached scalar on the device
+    metrics: Mapping[str, float]  # of the last validation; empty before the first
+    model: nn.Module  # without DistributedDataParallel
+    optimizer: Optimizer
+    is_main: bool  # whether this is rank 0, which alone should write files
+    folder: Path  # of the run
+
+
+def build_callbacks(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The objects of TRAIN.CALLBACKS, by key; `ConfigError` where one cannot be built, or has no method."""
+    callbacks = {}
+    for number, node in enumerate(nodes):
+        key = f"TRAIN.CALLBACKS[{number}]"
+        callbacks[key] = call_target(node, key) if is_target(node) else None
+        if not any(hasattr(callbacks[key], name) for name in MOMENTS):
+            methods = " or ".join(MOMENTS)
+            raise ConfigError(f"{key}: {node!r} is no `_target_` node of an object with {methods}")
+    return callbacks
+
+
+def call_back(callbacks: Mapping[str, Any], method: str, *arguments: Any) -> dict[str, Any]:
+    """Call a method of all that have it; an exception gets a note that names the callback."""
+    results = {}
+    for key, callback in callbacks.items():
+        try:
+            if hasattr(callback, method):
+                results[key] = getattr(callback, method)(*arguments)
+        except Exception as error:
+            error.add_note(f"{key}: {type(callback).__name__}.{method}")
+            raise
+    return results

@@ -1,0 +1,123 @@
+"""A run that dies and goes on, as TensorBoard, MLflow and CSV show it; the user's own callbacks."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from linnaeus.training.callbacks import CallbackState
+from linnaeus.training.tracking import Tracker
+from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
+from tests.helpers.small_runs import NAME, PLAIN, lines_of
+
+
+class Recorder:
+    """Counts the calls of each method, and dies after a step."""
+
+    def __init__(self, dies_after: int = 0) -> None:
+        self.dies_after, self.counts = dies_after, [0, 0, 0]
+
+    def on_step_end(self, state: CallbackState) -> None:
+        self.counts[0] += state.loss is not None
+        if state.step == self.dies_after:
+            raise RuntimeError("died")
+
+    def on_validation_end(self, state: CallbackState) -> None:
+        self.counts[1] += "loss" in state.metrics and state.step % state.epoch == 0
+
+    def on_epoch_end(self, state: CallbackState) -> None:
+        self.counts[2] += not hasattr(state.model, "module")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": list(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = state["counts"]
+
+
+def callback(name: str = "Recorder", arguments: str = "") -> str:
+    return f"TRAIN.CALLBACKS=[{{_target_:{__name__}.{name}{arguments}}}]"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:mlflow")
+def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's default takes seconds to set up
+    plain = (*PLAIN, "DATA.BATCH_SIZE=25", "TRAIN.EPOCHS=2")
+    assert run(*plain).code == 0
+    command = (*plain, NAME + "dies", "EXPERIMENT.LOGGERS=tensorboard,csv,mlflow")
+    with pytest.raises(RuntimeError, match="died") as caught:
+        run(*command, callback(arguments=",dies_after:6"))
+    assert caught.value.__notes__ == ["TRAIN.CALLBACKS[0]: Recorder.on_step_end"]
+    assert run(*command, callback(), "TRAIN.AUTO_RESUME=True").code == 0
+    folder = tmp_path / "runs/dies"
+    assert_same_bits(weights(folder), weights(tmp_path / "runs/plain"))
+    assert checkpoint_of(folder)["callbacks"] == [{"TRAIN.CALLBACKS[0]": {"counts": [8, 2, 2]}}]
+
+    written: dict[str, list[tuple[int, float]]] = {}
+    for line in lines_of(folder) + lines_of(folder, "val"):
+        for name in line.keys() - {"step", "epoch", "split", "time"}:
+            written.setdefault(f"{line['split']}/{name}", []).append((line["step"], line[name]))
+    assert [step for step, _ in written["train/loss"]] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+    events = EventAccumulator(str(folder / "logs/tensorboard")).Reload()
+    for name in events.Tags()["scalars"]:
+        shown = [(event.step, event.value) for event in events.Scalars(name)]
+        assert shown == [(step, np.float32(value)) for step, value in written[name]]
+
+    client = MlflowClient()
+    [found] = client.search_runs([client.get_experiment_by_name("linnaeus").experiment_id])
+    assert (found.info.status, found.data.params["DATA.BATCH_SIZE"]) == ("FINISHED", "25")
+    for name in found.data.metrics:
+        history = client.get_metric_history(found.info.run_id, name)
+        assert [(entry.step, entry.value) for entry in history] == written[name]
+
+    rows = [*csv.DictReader((folder / "metrics.csv").read_text().splitlines())]
+    assert (
+        {*events.Tags()["scalars"]} == {*found.data.metrics} == {*rows[0]} - {"epoch", "step"} == {*written}
+    )
+    assert [(row["epoch"], row["step"]) for row in rows] == [("1", "4"), ("2", "8")]
+    mean = np.mean([value for _, value in written.pop("train/loss")[4:]])
+    assert float(rows[1]["train/loss"]) == pytest.approx(mean)
+    assert all(float(rows[1][name]) == values[-1][1] for name, values in written.items())
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("EXPERIMENT.LOGGERS=mlflow", "linnaeus[mlflow]"), (callback("Tracker"), "CALLBACKS[0]"),
+        (callback(arguments=",dies:1"), "'dies'"), ("TRAIN.CALLBACKS=stop", "CALLBACKS[0]"),
+    ],
+)  # fmt: skip
+def test_what_is_not_installed_or_no_callback_is_said_before_the_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, named: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # as where it is not installed
+    outcome = run(*PLAIN, option)
+    assert outcome.code == 2
+    assert named in outcome.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_logger_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Tracker(first=None, second=Tracker(third=None))
+    for step in (1, 2):
+        tracker.log({}, step=step)
+    assert [record.args[0] for record in caplog.records] == ["first", "third"]
+
+
+@pytest.mark.e2e
+def test_callbacks_are_called_on_every_rank(torchrun: Run, tmp_path: Path) -> None:
+    assert torchrun(2, *PLAIN, "DATA.BATCH_SIZE=16", callback()).code == 0
+    counts = {"TRAIN.CALLBACKS[0]": {"counts": [9, 3, 3]}}
+    assert checkpoint_of(tmp_path / "runs/plain")["callbacks"] == [counts, counts]
