@@ -436,14 +436,14 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.progress.metrics = values
         self._write("val", self.progress.epoch, values)
-        is_best = self._rank(values)
+        is_best = self._judge(values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         epoch, last, note = self.progress.epoch, self.plan.num_epochs, ", best so far" if is_best else ""
         logger.info("validation after epoch %d/%d:  %s  (%.1f s%s)", epoch, last, shown, seconds, note)
         self._call_back("on_validation_end", epoch)
         return is_best
 
-    def _rank(self, values: Mapping[str, float]) -> bool:
+    def _judge(self, values: Mapping[str, float]) -> bool:
         """Compare a validation with those before it, for checkpoint, early stopping and learning rate.
 
         Returns:
