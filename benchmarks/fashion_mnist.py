@@ -57,11 +57,11 @@ def scaled(folder: Path, size: int, rule: str) -> list[str]:
 def timms(script: Path, folder: Path, name: str, seed: int, epochs: int | None = None) -> list[str]:
     """The command of timm's script for the configuration of our runs."""
     config = load_config(["--cfg", str(CONFIG)]).config
-    data, optimizer, warmup = config.DATA, config.OPTIMIZER, int(config.SCHEDULE.WARMUP_EPOCHS)
+    data, optimizer, warmup = config.DATA, config.OPTIMIZER, int(config.SCHEDULE.WARMUP_EPOCHS or 0)
     side, augment = str(data.IMG_SIZE), data.AUGMENT
     options = {
         "data-dir": folder / "timm_data", "dataset": "torch/fashion_mnist", "model": config.MODEL.NAME,
-        "num-classes": 10, "input-size": ["1", side, side], "mean": augment.MEAN[0], "std": augment.STD[0],
+        "num-classes": 10, "input-size": ["1", side, side], "mean": augment.MEAN, "std": augment.STD,
         "model-kwargs": [f"{key}={value!r}".replace(" ", "") for key, value in config.MODEL.KWARGS.items()],
         "scale": ["1", "1"], "ratio": ["1", "1"], "hflip": augment.HFLIP, "color-jitter": 0, "smoothing": 0,
         "train-interpolation": "bilinear", "interpolation": "bilinear", "crop-pct": 1,
@@ -75,7 +75,7 @@ def timms(script: Path, folder: Path, name: str, seed: int, epochs: int | None =
     }  # fmt: skip
     command = [sys.executable, str(script), "--channels-last", "--sched-on-updates", "--warmup-prefix"]
     for key, value in options.items():
-        command += [f"--{key}", *(value if isinstance(value, list) else [str(value)])]
+        command += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return command
 
 
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--timm-script", type=Path)
     parser.add_argument("--processes", type=int, default=1, help="runs at a time; they share the cores")
+    parser.add_argument("--only", help="make these runs, in this order, such as seed_1,sqrt_2048")
     parser.add_argument("--time", type=int, help="pairs of epochs to time")
     arguments = parser.parse_args()
     folder, script = arguments.folder, arguments.timm_script
@@ -123,34 +124,31 @@ def main() -> None:
     for path in Path(FASHION_FOLDER).glob("*.gz"):
         (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
     if arguments.time:
-        one_epoch = (
-            "TRAIN.EPOCHS=1",
-            "DATA.AUTOBATCH.ENABLED=False",
-            "DATA.BATCH_SIZE=128",
-            "TRAIN.LOG_EVERY=10",
-        )
-        commands = (ours(folder, "timed", 0, *one_epoch), timms(script, folder, "timm_timed", 0, 1))
+        off = ("TRAIN.EPOCHS=1", "DATA.AUTOBATCH.ENABLED=False", "DATA.BATCH_SIZE=128", "TRAIN.LOG_EVERY=10")
+        commands = (ours(folder, "timed", 0, *off), timms(script, folder, "timm_timed", 0, 1))
         times = [[seconds_per_step(command) for command in commands] for _ in range(arguments.time)]
         mine, other = (statistics.median(column) for column in zip(*times, strict=True))
         print(f"seconds per step: {mine:.4f}, timm's script {other:.4f}; ratio {mine / other:.3f} (medians)")
         return
-    jobs = [(f"seed_{seed}", ours(folder, f"seed_{seed}", seed)) for seed in SEEDS]
-    others = [(f"timm_{seed}", timms(script, folder, f"timm_{seed}", seed)) for seed in SEEDS if script]
-    batches = [(f"{rule}_{size}", scaled(folder, size, rule)) for size, rule in SCALED]
-    later = [job for pair in zip_longest(jobs[1:], others[1:]) for job in pair if job]
-    order = [jobs[0], *others[:1], *batches, *later]
+    jobs = {f"seed_{seed}": ours(folder, f"seed_{seed}", seed) for seed in SEEDS}
+    others = {f"timm_{seed}": timms(script, folder, f"timm_{seed}", seed) for seed in SEEDS if script}
+    batches = {f"{rule}_{size}": scaled(folder, size, rule) for size, rule in SCALED}
+    pairs = [name for pair in zip_longest(jobs, others) for name in pair if name]
+    first = 2 if script else 1
+    threads = max(1, len(os.sched_getaffinity(0)) // arguments.processes)
     with ThreadPoolExecutor(arguments.processes) as pool:
-        threads = max(1, len(os.sched_getaffinity(0)) // arguments.processes)
-        list(pool.map(lambda job: train(folder, *job, threads), order))
-    for title, group in (
-        ("Linnaeus", jobs),
-        ("timm's script", others),
-        *((name, [(name, [])]) for name, _ in batches),
-    ):
-        found = [value for name, _ in group if (value := accuracy(folder, name)) is not None]
+        order = [*pairs[:first], *batches, *pairs[first:]]
+        order = arguments.only.split(",") if arguments.only else order
+        list(pool.map(lambda name: train(folder, name, {**jobs, **others, **batches}[name], threads), order))
+    for title, names in {
+        "Linnaeus": jobs,
+        "timm's script": others,
+        **{name: [name] for name in batches},
+    }.items():
+        found = [value for name in names if (value := accuracy(folder, name)) is not None]
         if found:
             spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
-            print(f"{title:14} {statistics.mean(found):.2f}{spread}  ({len(found)} of {len(group)} runs)")
+            print(f"{title:14} {statistics.mean(found):.2f}{spread}  ({len(found)} of {len(names)} runs)")
 
 
 if __name__ == "__main__":
