@@ -276,8 +276,8 @@ class LoraConfig:
     ALPHA: float | None = key(None, "adapters are scaled by ALPHA / RANK; null is RANK", gt=0)
     DROPOUT: float = key(0.0, "probability of dropout before an adapter", ge=0, lt=1)
     TARGETS: list[str] = key(
-        lambda: ["qkv", "proj"], "linear layers of the backbone with an adapter: ends of names, or patterns "
-        "such as `blocks.*.mlp.fc?`; the default is the attention of timm's ViTs", check=_not_empty,
+        lambda: ["qkv", "proj"], "linear layers of the backbone that get one: ends of their names, or "
+        "patterns such as `blocks.*.mlp.fc?`; the default is the attention of timm's ViTs", check=_not_empty,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.models.lora import adapted
+from linnaeus.models.lora import adapted, check_lora
 from linnaeus.models.timm_source import Source, check_weights_exist, find_source, unusable_weights_error
 from linnaeus.models.weights import (
     SavedWeights,
@@ -70,6 +70,7 @@ def build_model(
             "MODEL: a timm model needs images of one size; let the dataset give Pillow images, or tensors "
             f"[channels, height, width] that have one shape, {own_model}"
         )
+    check_lora(node, None)
     backbone, source, saved = _backbone(node, in_chans, img_size, load_weights)
     with adapted(backbone, node.LORA):
         num_features = _probe(node.NAME, backbone, in_chans, img_size)
@@ -79,8 +80,7 @@ def build_model(
     new = list(taxonomy.num_classes) if saved is None else load_heads(model, saved, taxonomy)
     num_new = min(len(new), 1) if node.HEAD == "marginal" else len(new)
     if saved is not None:
-        num_tensors = sum(".lora_" not in name for name in model.state_dict())
-        num_tensors -= 2 * num_new  # a head has weights and biases
+        num_tensors = sum(".lora_" not in name for name in model.state_dict()) - 2 * num_new  # of a head
         loaded = f"{num_tensors} tensors of {saved.path}" + (f" ({saved.note})" if saved.note else "")
     elif node.PRETRAINED and load_weights:
         loaded = source.origin

@@ -98,6 +98,7 @@ def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> F
     """
     check_lora(node, unfreeze_epoch)
     patterns = [] if is_target(node) or node.FREEZE in (None, "none") else node.FREEZE
+    patterns = patterns if is_target(node) or node.LORA.RANK is None else "backbone"
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if unfreeze_epoch is not None and is_target(node):
         raise ConfigError(
@@ -105,9 +106,8 @@ def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> F
             "of your own has no such key); set it to null"
         )
     names = [name for name, _ in model.named_parameters()]
-    frozen = frozenset(name for pattern in patterns for name in _matching(pattern, names))
-    if not is_target(node) and node.LORA.RANK is not None:
-        frozen = frozenset(name for name in names if name.startswith("backbone.") and ".lora_" not in name)
+    matching = (name for pattern in patterns for name in _matching(pattern, names))
+    frozen = frozenset(name for name in matching if ".lora_" not in name)
     if len(frozen) == len(names):
         raise ConfigError(f"MODEL.FREEZE: {node.FREEZE!r} freezes every parameter; leave at least the heads")
     return Freezing(model, frozen, unfreeze_epoch)

@@ -61,8 +61,8 @@ def adapted(backbone: nn.Module, node: LoraConfig) -> Iterator[None]:
         yield
     if unused := [name for name in sorted(chosen) if backbone.get_submodule(name) not in called]:
         raise ConfigError(
-            f"MODEL.LORA.TARGETS: the model takes the weights of {unused[0]} without calling the layer, "
-            f"so that an adapter has no effect there; choose among {ends}"
+            f"MODEL.LORA.TARGETS: {unused[0]} is not called, the model only reads its weights, so an adapter "
+            f"has no effect; choose other layers of {ends}"
         )
 
 

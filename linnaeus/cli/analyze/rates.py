@@ -20,7 +20,7 @@ from linnaeus.cli.plots import BLUE, GREEN, INK, decorate, drawing
 from linnaeus.cli.tables import Figures, table
 from linnaeus.config.schema import ScheduleConfig
 from linnaeus.data.loader import build_loaders
-from linnaeus.errors import LinnaeusError, OutOfMemoryError, first_line
+from linnaeus.errors import LinnaeusError, OutOfMemoryError
 from linnaeus.rng import seed_all
 from linnaeus.sizing.planning import size_search
 from linnaeus.sizing.report import device_environment
@@ -28,11 +28,8 @@ from linnaeus.training.optim import scale_values
 from linnaeus.training.schedule import Schedule
 
 KEY = "OPTIMIZER.LR"
-NUM_STEPS = 100
-SMOOTHING = 0.9
-"""Fraction of the running mean that each step keeps."""
-DIVERGED = 4
-"""The test ends where the smoothed loss is this many times its lowest value."""
+NUM_STEPS, SMOOTHING, DIVERGED = 100, 0.9, 4
+"""Most steps; what each keeps of the running mean; the smoothed loss, over its lowest, that ends the test."""
 
 
 @dataclass
@@ -69,8 +66,8 @@ def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
     search, plan_for = size_search(config, data, setup.search().assembly, world, setup.console)
     plan, step = plan_for(config.DATA.BATCH_SIZE), search.assembly.train_step
     stage, optimizer = plan.stages[0], step.optimizer
-    samples = {"effective_batch": stage.effective_batch_size}
-    test.environment = device_environment(world.device) | run_settings(config.MODEL, search) | samples
+    test.environment = device_environment(world.device) | run_settings(config.MODEL, search)
+    test.environment["effective_batch"] = stage.effective_batch_size
     scale_values(optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
     first, growth = options.lr_from / optimizer.param_groups[0]["lr"], options.lr_to / options.lr_from
     schedule = Schedule(
@@ -93,12 +90,12 @@ def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
             try:
                 loss = step(batches, stage.accumulation_steps, stage.samples_per_rank).item()
             except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise OutOfMemoryError(
-                    f"DATA.BATCH_SIZE: micro-batches of {stage.micro_batch_size} run out of memory "
-                    f"({first_line(error)}); lower it: linnaeus analyze without --lr finds what fits"
-                ) from error
+                if is_out_of_memory(error):
+                    text = f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory"
+                    raise OutOfMemoryError(
+                        f"{text}; linnaeus analyze without --lr finds what fits"
+                    ) from error
+                raise
             if not math.isfinite(loss):
                 break
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
