@@ -155,6 +155,8 @@ def smaller(tokens: list[str]) -> list[str]:
     own_model = any(token.startswith("MODEL._target_") for token in tokens)
     is_pretrained = "MODEL.PRETRAINED=True" in tokens
     model = () if own_model else PRETRAINED_MODEL if is_pretrained else SMALL_MODEL
+    if "MODEL.LORA.RANK=8" in tokens:
+        model = ("MODEL.NAME=test_vit", "MODEL.PRETRAINED=False")  # the other has no attention
     steps = () if "--cfg" in tokens else ("DATA.BATCH_SIZE=64",)  # the default data are all the digits
     return [*tokens, *SMALLER, *steps, *model]
 

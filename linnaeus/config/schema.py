@@ -276,6 +276,19 @@ class DataConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA) on a frozen backbone. Adapters and heads train."""
+
+    RANK: int | None = key(None, "rank of the adapters; null trains without them", ge=1)
+    ALPHA: float | None = key(None, "adapters are scaled by ALPHA / RANK; null is RANK", gt=0)
+    DROPOUT: float = key(0.0, "probability of dropout before an adapter", ge=0, lt=1)
+    TARGETS: list[str] = key(
+        lambda: ["qkv", "proj"], "linear layers of the backbone that get one: ends of their names, or "
+        "patterns such as `blocks.*.mlp.fc?`; the default is the attention of timm's ViTs", check=_not_empty,
+    )  # fmt: skip
+
+
+@dataclass
 class ModelConfig:
     """The network: a timm backbone with a head for all taxonomic ranks."""
 
@@ -297,6 +310,7 @@ class ModelConfig:
         "none", "what does not train: `none`, `backbone`, or patterns of parameter names such as "
         "`backbone.layer1.*` (one, or a list)", check=_freeze,
     )  # fmt: skip
+    LORA: LoraConfig = key(LoraConfig, "low-rank adapters on a frozen backbone")
     DROP_RATE: float = key(0.0, "probability of dropout before the heads", ge=0, lt=1)
     DROP_PATH_RATE: float = key(0.0, "probability of stochastic depth, for models that have it", ge=0, lt=1)
     KWARGS: dict[str, Any] = key(dict, "further arguments of `timm.create_model`")

@@ -14,6 +14,7 @@ from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.models.lora import adapted, check_lora
 from linnaeus.models.timm_source import Source, check_weights_exist, find_source, unusable_weights_error
 from linnaeus.models.weights import (
     SavedWeights,
@@ -69,15 +70,17 @@ def build_model(
             "MODEL: a timm model needs images of one size; let the dataset give Pillow images, or tensors "
             f"[channels, height, width] that have one shape, {own_model}"
         )
+    check_lora(node, None)
     backbone, source, saved = _backbone(node, in_chans, img_size, load_weights)
-    num_features = _probe(node.NAME, backbone, in_chans, img_size)
+    with adapted(backbone, node.LORA):
+        num_features = _probe(node.NAME, backbone, in_chans, img_size)
     num_classes = list(taxonomy.num_classes.values())
     parents = _known_parents(taxonomy) if node.HEAD == "marginal" else None
     model = HierarchicalClassifier(backbone, num_features, num_classes, node.DROP_RATE, parents)
     new = list(taxonomy.num_classes) if saved is None else load_heads(model, saved, taxonomy)
     num_new = min(len(new), 1) if node.HEAD == "marginal" else len(new)
     if saved is not None:
-        num_tensors = len(model.state_dict()) - 2 * num_new  # a head has weights and biases
+        num_tensors = sum(".lora_" not in name for name in model.state_dict()) - 2 * num_new  # of a head
         loaded = f"{num_tensors} tensors of {saved.path}" + (f" ({saved.note})" if saved.note else "")
     elif node.PRETRAINED and load_weights:
         loaded = source.origin

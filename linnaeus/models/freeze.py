@@ -13,6 +13,7 @@ from torch import nn
 from linnaeus.config.instantiate import is_target
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.models.lora import check_lora
 
 
 class Freezing:
@@ -89,13 +90,15 @@ class Freezing:
 
 
 def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> Freezing:
-    """What `MODEL.FREEZE` freezes, nothing with a `_target_` node; nothing is frozen yet.
+    """What `MODEL.FREEZE` or `MODEL.LORA` freezes, nothing with a `_target_` node; nothing is frozen yet.
 
     Raises:
         ConfigError: a pattern matches nothing, everything is frozen, or a model of one's own is to be
             unfrozen.
     """
+    check_lora(node, unfreeze_epoch)
     patterns = [] if is_target(node) or node.FREEZE in (None, "none") else node.FREEZE
+    patterns = patterns if is_target(node) or node.LORA.RANK is None else "backbone"
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if unfreeze_epoch is not None and is_target(node):
         raise ConfigError(
@@ -103,7 +106,8 @@ def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> F
             "of your own has no such key); set it to null"
         )
     names = [name for name, _ in model.named_parameters()]
-    frozen = frozenset(name for pattern in patterns for name in _matching(pattern, names))
+    matching = (name for pattern in patterns for name in _matching(pattern, names))
+    frozen = frozenset(name for name in matching if ".lora_" not in name)
     if len(frozen) == len(names):
         raise ConfigError(f"MODEL.FREEZE: {node.FREEZE!r} freezes every parameter; leave at least the heads")
     return Freezing(model, frozen, unfreeze_epoch)

@@ -11,7 +11,7 @@ from torch import nn
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.instantiate import is_target
-from linnaeus.config.schema import ModelConfig
+from linnaeus.config.schema import LoraConfig, ModelConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
@@ -97,7 +97,8 @@ class ModelSpec:
         node: Any = self.node
         if not is_target(node):
             known = {field.name for field in dataclasses.fields(ModelConfig)}
-            node = ModelConfig(**{name: value for name, value in node.items() if name in known})
+            values = {name: value for name, value in node.items() if name in known}
+            node = ModelConfig(**{**values, "LORA": LoraConfig(**values.get("LORA", {}))})
         with preserved_generators():
             model, _ = build_model(
                 node, taxonomy=self.taxonomy, in_chans=self.in_chans, img_size=self.img_size,

@@ -13,10 +13,12 @@ import timm.models
 import torch
 from torch import Tensor, nn
 
+from linnaeus.config.schema import LoraConfig
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.files import checkpoint_file
 from linnaeus.models.hierarchical import HierarchicalClassifier, MarginalHead
+from linnaeus.models.lora import merged_weights
 
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Where training scripts put a state dict inside of what they save; averages first, as timm does."""
@@ -58,7 +60,9 @@ def read_weights(value: str) -> SavedWeights:
         note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
         levels = content.get("model_spec", {}).get("taxonomy", {}).get("levels")
         classes = None if levels is None else {level["name"]: list(level["classes"]) for level in levels}
-        content = saved_weights(state)
+        content, lora = saved_weights(state), content.get("model_spec", {}).get("model", {}).get("LORA") or {}
+        if lora.get("RANK"):
+            content, note = merged_weights(content, LoraConfig(**lora)), f"{note}, with its LoRA adapters"
     elif isinstance(content, dict):
         content = next((content[name] for name in _NESTED if isinstance(content.get(name), dict)), content)
     items = content.items() if isinstance(content, dict) else ()

@@ -23,6 +23,7 @@ from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import Freezing, build_freezing
+from linnaeus.models.lora import check_lora
 from linnaeus.models.timm_source import find_source
 from linnaeus.training.accuracy import ClassificationMetrics, headline
 from linnaeus.training.checkpoint import TrainingState
@@ -41,11 +42,12 @@ def check_before_data(model: Any, optimizer: Any, config: TrainConfig, world: Wo
     """Check what needs no data: the nodes MODEL, OPTIMIZER and TRAIN on this device and number of ranks.
 
     Raises:
-        ConfigError: an unknown model or optimizer, SyncBatchNorm on the CPU, or a noise scale that cannot be
-            measured.
+        ConfigError: an unknown model or optimizer, LoRA beside FREEZE or without peft, SyncBatchNorm on the
+            CPU, or a noise scale that cannot be measured.
     """
     if not is_target(model):
         find_source(model.NAME)
+        check_lora(model, config.UNFREEZE_EPOCH)
     check_optimizer_name(optimizer)
     if config.SYNC_BATCHNORM and world.is_distributed and world.device.type == "cpu":
         raise ConfigError(

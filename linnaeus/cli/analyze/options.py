@@ -31,8 +31,8 @@ DESCRIPTION = """\
 Measures which batch size fits in which fraction of the device's memory, for training and validation, and what
 limits it. --throughput adds how fast training sizes are and what a run takes with each: per epoch, in all,
 and, with a noise scale, to the same loss. With --predict nothing is run: the memory of GPUs that need not be
-there is predicted. `linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured
-fraction.
+there is predicted. With --lr it trains for a hundred steps, and suggests a
+learning rate. `linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured fraction.
 """
 DETAILS = """\
 Only the training and validation steps are timed: loading and the exchange between processes come on top. The
@@ -48,6 +48,7 @@ examples:
   linnaeus analyze --cfg my_exp.yaml --noise-scale 2000 --world-size 8 OPTIMIZER.LR_SCALING=linear
   linnaeus analyze --cfg my_exp.yaml --modes train --remedies --output sizes.csv TRAIN.AMP bf16
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-40gb,rtx-4090,h100-80gb
+  linnaeus analyze --cfg my_exp.yaml --lr --plot rates.png
   linnaeus analyze model=vit_small --memory-limit-gb 16 DATA.IMG_SIZE=384 DATA.DATASET.NAME=synthetic
 
 exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (what was measured is written),
@@ -82,6 +83,9 @@ class Options:
     sequence: int = 2048
     dtype: Literal["float32", "bfloat16"] | None = None
     checkpointing: bool = False
+    lr: bool = False
+    lr_from: float = 1e-7
+    lr_to: float = 1.0
 
 
 IMPLY_THROUGHPUT = (
@@ -93,6 +97,11 @@ NOT_WITH_PREDICT = ("--throughput", *IMPLY_THROUGHPUT[:-1], "--steps", "--plot",
 OF_HF = ("--method", "--sequence", "--dtype", "--checkpointing")
 NOT_WITH_HF = (*NOT_WITH_PREDICT, "--modes", "--world-size", "--min-bs", "--max-bs", "--memory-limit-gb")
 """Options for a run of the configuration, which a language model does without."""
+NOT_WITH_LR = (
+    "--fractions", "--remedies", "--predict", "--gpu", "--device-memory-gb", "--hf", *OF_HF,
+    *(name for name in NOT_WITH_HF if name != "--plot"),
+)  # fmt: skip
+"""Options for batch sizes."""
 
 
 def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Options, Config]:
@@ -110,12 +119,19 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
     given = {token.partition("=")[0] for token in argv}
 
     def check(options: Options, words: list[str]) -> list[str]:
+        if options.lr:
+            options.output = options.output if "--output" in given else Path("learning_rates.json")
+            wrong = [name for name in NOT_WITH_LR if name in given]
+            problems = [f"{', '.join(wrong)}: not with --lr, which only trains; leave it out"] * bool(wrong)
+            ends = f"--lr-from: {options.lr_from:g} is not below --lr-to {options.lr_to:g}"
+            return problems + [ends] * (options.lr_from >= options.lr_to)
         options.predict |= options.hf is not None
         if options.hf is not None:
             wrong = [name for name in NOT_WITH_HF if name in given]
             wrong = wrong or [repr(" ".join(words))] * bool(words)
             return [f"{name}: not with --hf, which trains no configuration; leave it out" for name in wrong]
-        problems = [f"{name}: needs --hf" for name in OF_HF if name in given]
+        needs = {"--hf": OF_HF, "--lr": ("--lr-from", "--lr-to")}
+        problems = [f"{name}: needs {it}" for it, names in needs.items() for name in names if name in given]
         if not options.predict:
             options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
             wrong = [name for name in ("--gpu", "--device-memory-gb") if name in given]
@@ -243,4 +259,9 @@ PARSER.option(
     "--dtype", "float32|bfloat16", partial(read_choice, ("float32", "bfloat16")),
     "with --hf: of the weights; default float32, with lora bfloat16",
 )  # fmt: skip
+PARSER.switch("--lr", "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one")
+PARSER.option(
+    "--lr-from", "X", partial(read_number, "rate"), f"with --lr: first rate; default {Options.lr_from:g}"
+)
+PARSER.option("--lr-to", "X", partial(read_number, "rate"), f"with --lr: last; default {Options.lr_to:g}")
 PARSER.switch("--checkpointing", "with --hf: compute activations again in backward")

@@ -6,12 +6,14 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.cli.analyze.language import predict_language_sizes
 from linnaeus.cli.analyze.measure import Setup, measure_sizes
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.predict import META, gpus_of, predict_sizes
+from linnaeus.cli.analyze.rates import RateTest, measure_rates, save_rate_plot, show_rates
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import save_plot, show
 from linnaeus.config.schema import Config
@@ -37,14 +39,19 @@ def run(options: Options, config: Config) -> int:
         AutoBatchError: nothing fits at any fraction.
         LinnaeusError: something else that the user can mend; the message says how.
     """
-    analysis = Analysis(fraction=config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION)
+    analysis: Any = Analysis(fraction=config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION)
+    draw: Any = save_plot
+    display: Any = show
+    if options.lr:
+        analysis, draw, display = RateTest(), save_rate_plot, show_rates
     joining: AbstractContextManager[World]
     if options.predict:
         num = options.world_size or 1
         joining = nullcontext(World(META, world_size=num, local_world_size=num))
         find = partial(predict_sizes, gpus_of(options, config))
     else:
-        joining, find = join(config.EXPERIMENT.DEVICE, config.DIST), partial(measure_sizes)
+        joining = join(config.EXPERIMENT.DEVICE, config.DIST)
+        find = partial(measure_rates if options.lr else measure_sizes)
     console = make_console()
     set_up_logging(None, rank=0, console=console)
     try:
@@ -72,10 +79,10 @@ def run(options: Options, config: Config) -> int:
             analysis.save(options.output)
             logger.info("figures: %s", options.output.resolve())
             if options.plot is not None:
-                save_plot(analysis, options.plot)
+                draw(analysis, options.plot)
                 logger.info("picture: %s", options.plot.resolve())
-            show(analysis, console)
+            display(analysis, console)
         close_logging()
-    if not any(row.batch_size is not None for row in analysis.rows):
+    if not options.lr and not any(row.batch_size is not None for row in analysis.rows):
         raise AutoBatchError("\n".join(analysis.reasons))
     return 0

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
+from linnaeus.config.instantiate import is_target
+from linnaeus.config.schema import LoraConfig
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.errors import ConfigError, DataError, LinnaeusError, first_line
 from linnaeus.files import not_written
 from linnaeus.inference.export import FORMATS, OUTPUTS, formats
 from linnaeus.inference.export.check import Model, Samples, largest_difference, samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
+from linnaeus.models.lora import merged_weights
 from linnaeus.training.losses import gives_log_probabilities, log_probabilities, logits_per_level
 from linnaeus.version import __version__
 
@@ -97,6 +100,7 @@ def export_run(
             raise
         samples = None
     reference = _reference(run, kind)
+    run = _merged(run)
     with _appearing(path, is_folder=format == "timm") as temporary:
         model = _write(run, format, temporary, samples, kind, chosen)
         difference = None
@@ -171,6 +175,18 @@ class ExportModule(nn.Module):
         if self._kind == "logits":
             return logits
         return {name: log_probabilities(each, are_logs=self._are_logs).exp() for name, each in logits.items()}
+
+
+def _merged(run: TrainedRun) -> TrainedRun:
+    """The run with the adapters of MODEL.LORA in the weights that they adapt."""
+    node = run.spec.node
+    lora = LoraConfig() if is_target(node) else LoraConfig(**node.get("LORA", {}))
+    if lora.RANK is None:
+        return run
+    spec = replace(run.spec, node={**node, "LORA": asdict(LoraConfig())})
+    model = spec.build()
+    model.load_state_dict(merged_weights(run.model.state_dict(), lora))
+    return replace(run, spec=spec, model=model.to(run.device).eval())
 
 
 def _reference(run: TrainedRun, kind: str) -> Model:

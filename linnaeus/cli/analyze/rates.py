@@ -1,0 +1,134 @@
+"""A learning rate for the configured run, by a range test: `--lr`.
+
+The rate rises exponentially while the model trains on the run's own batches (Smith 2017, Cyclical Learning
+Rates for Training Neural Networks, section 3.3). The loss is smoothed by a running mean without bias.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from linnaeus.autobatch.memory.oom import is_out_of_memory
+from linnaeus.cli.analyze.measure import Setup, run_settings, settings_sentence
+from linnaeus.cli.analyze.options import Options
+from linnaeus.cli.plots import BLUE, GREEN, INK, decorate, drawing
+from linnaeus.cli.tables import Figures, table
+from linnaeus.config.schema import ScheduleConfig
+from linnaeus.data.loader import build_loaders
+from linnaeus.errors import LinnaeusError, OutOfMemoryError
+from linnaeus.rng import seed_all
+from linnaeus.sizing.planning import size_search
+from linnaeus.sizing.report import device_environment
+from linnaeus.training.optim import scale_values
+from linnaeus.training.schedule import Schedule
+
+KEY = "OPTIMIZER.LR"
+NUM_STEPS, SMOOTHING, DIVERGED = 100, 0.9, 4
+"""Most steps; what each keeps of the running mean; the smoothed loss, over its lowest, that ends the test."""
+
+
+@dataclass
+class RateTest(Figures):
+    """The steps, each with its rate, the key that gives the rate, the loss and the smoothed loss."""
+
+    environment: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, float]] = field(default_factory=list)
+    interrupted: bool = True
+
+    @property
+    def suggestion(self) -> float | None:
+        """A tenth of the rate with the lowest smoothed loss; None where the loss never fell."""
+        row = min(self.rows, key=lambda row: row["smoothed"])
+        return None if row is self.rows[0] else row[KEY] / 10
+
+    def scalars(self) -> list[dict[str, Any]]:
+        """One row for each step."""
+        return self.rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Content of the JSON file."""
+        figures = {"results": self.rows, "suggestion": self.suggestion, "interrupted": self.interrupted}
+        return {"environment": self.environment, **figures}
+
+
+def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
+    """Train with a rising rate, in batches of DATA.BATCH_SIZE. The weights end with the process.
+
+    Raises:
+        LinnaeusError: a step runs out of memory, or the first loss is not finite.
+    """
+    config, data, world, seed = setup.config, setup.data, setup.world, setup.config.EXPERIMENT.SEED
+    search, plan_for = size_search(config, data, setup.search().assembly, world, setup.console)
+    plan, step = plan_for(config.DATA.BATCH_SIZE), search.assembly.train_step
+    stage, optimizer = plan.stages[0], step.optimizer
+    test.environment = device_environment(world.device) | run_settings(config.MODEL, search)
+    test.environment["effective_batch"] = stage.effective_batch_size
+    scale_values(optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
+    first, growth = options.lr_from / optimizer.param_groups[0]["lr"], options.lr_to / options.lr_from
+    schedule = Schedule(
+        ScheduleConfig(NAME="constant"), optimizer, steps_per_epoch=[NUM_STEPS], warmup_steps=0,
+        batch_size_lr_factor=lambda number: first * growth ** (number / (NUM_STEPS - 1)),
+    )  # fmt: skip
+    sizes = stage.micro_batches * stage.num_steps
+    seed_all(seed)
+    step.model.train()
+    mean = 0.0
+    with build_loaders(
+        data, config.DATA, world, sizes=lambda *_: iter(sizes), batch_size_val=1, seed=seed
+    ) as loaders:
+        for number in range(NUM_STEPS):
+            setup.status.update(f"learning rates: step {number + 1} of {NUM_STEPS}")
+            if number % stage.num_steps == 0:
+                loaders.train.set_epoch(number // stage.num_steps)
+                batches = iter(loaders.train)
+            schedule.apply(number)
+            try:
+                loss = step(batches, stage.accumulation_steps, stage.samples_per_rank).item()
+            except Exception as error:
+                if is_out_of_memory(error):
+                    text = f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory"
+                    raise OutOfMemoryError(
+                        f"{text}; linnaeus analyze without --lr finds what fits"
+                    ) from error
+                raise
+            if not math.isfinite(loss):
+                break
+            mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+            smoothed, rate = mean / (1 - SMOOTHING ** (number + 1)), schedule.lr
+            test.rows.append({"rate": rate, KEY: rate / plan.lr_scale, "loss": loss, "smoothed": smoothed})
+            if smoothed > DIVERGED * min(row["smoothed"] for row in test.rows):
+                break
+    if not test.rows:
+        raise LinnaeusError(f"--lr: the loss of the first step is {loss}")
+
+
+def show_rates(test: RateTest, console: Console) -> None:
+    """Print every fifth step, and the suggestion."""
+    lines = [[f"{value:.3g}" for value in row.values()] for row in test.rows[::5]]
+    console.print(table("Loss while the learning rate rises", test.columns, lines))
+    text = "no suggestion: the loss never fell"
+    if (value := test.suggestion) is not None:
+        text = f"{KEY}={value:.2g} is a tenth of that with the lowest smoothed loss: a suggestion, not a "
+        text += "measurement of the best rate"
+    num_samples = test.environment["effective_batch"]
+    console.print(f"{len(test.rows)} of {NUM_STEPS} steps of {num_samples} samples; {text}", soft_wrap=True)
+
+
+def save_rate_plot(test: RateTest, path: Path) -> None:
+    """Draw the loss against the rate."""
+    rates, _, losses, smoothed = zip(*(row.values() for row in test.rows), strict=True)
+    with drawing(path, settings_sentence(test.environment), test, test.columns, num_columns=1) as [[axes]]:
+        decorate(axes, "learning rate range test", "learning rate at its peak", "training loss")
+        axes.plot(rates, losses, color=INK, alpha=0.4, label="each step")
+        axes.plot(rates, smoothed, color=BLUE, label="smoothed")
+        if test.suggestion is not None:
+            place = test.suggestion * rates[0] / test.rows[0][KEY]
+            axes.axvline(place, color=GREEN, linestyle=":", label="suggested")
+        axes.set_xscale("log")
+        axes.set_ylim(min(losses), 1.5 * max(losses[: len(losses) // 2 + 1]))
+        axes.legend(frameon=False)

@@ -1,0 +1,48 @@
+"""The range test of learning rates, `linnaeus analyze --lr`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.predictions import POINTS
+from tests.helpers.runs import SMALL, Run
+
+
+def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run: Run, tmp_path: Path) -> None:
+    options = (
+        *POINTS, "MODEL._target_=tests.cli.tiny.Perceptron", "MODEL.width=16", "DATA.BATCH_SIZE=16",
+        "OPTIMIZER.LR_SCALING=sqrt", "EXPERIMENT.DEVICE=cpu",
+    )  # fmt: skip
+    outcome = run("analyze", *options, "--lr", "--lr-from=1e-6", "--lr-to", "100", "--plot", "rates.svg")
+    assert outcome.code == 0, outcome.err
+    found = json.loads((tmp_path / "learning_rates.json").read_text())
+    rows = found["results"]
+    assert 30 < len(rows) < 100, "it ends where training diverges"
+    assert rows[0]["rate"] == pytest.approx(1e-6)
+    assert rows[-1]["smoothed"] > 4 * min(row["smoothed"] for row in rows)
+    lowest = min(rows, key=lambda row: row["smoothed"])
+    assert lowest["smoothed"] < 0.7 * rows[0]["smoothed"]
+    assert found["suggestion"] == pytest.approx(lowest["rate"] * 4 / 10)  # of 256 samples, for batches of 16
+    assert (tmp_path / "rates.svg").stat().st_size > 1000
+    assert not (tmp_path / "runs").exists()
+
+
+def test_steps_are_those_of_training(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linnaeus.cli.analyze.rates.NUM_STEPS", 2)
+    options = (
+        *SMALL, "DATA.BATCH_SIZE=24", "TRAIN.ACCUMULATION_STEPS=2", "SCHEDULE.NAME=constant",
+        "TRAIN.LOG_EVERY=1", "OPTIMIZER.LR=1e-3", "MODEL.DROP_RATE=0.3", "TRAIN.EPOCHS=1",
+        "OPTIMIZER.LAYER_DECAY=0.5", "DATA.DATASET.NUM_SAMPLES_VAL=8",
+    )  # fmt: skip
+    assert run(*options).code == 0
+    lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["split"] == "train"]
+    assert (
+        run("analyze", *options, "--lr", "--lr-from=1e-3", "--lr-to=1.000001e-3", "--output=a.csv").code == 0
+    )
+    rows = csv.DictReader((tmp_path / "a.csv").read_text().splitlines())
+    assert [float(row["loss"]) for row in rows] == pytest.approx(losses[:2], rel=1e-5)
