@@ -14,7 +14,7 @@ from linnaeus.config.load import save_config, with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import build_loaders
+from linnaeus.data.loader import build_loaders, with_measured_workers
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import errors_told_first, join
 from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
@@ -94,12 +94,15 @@ def run(config: Config) -> FitResult:
         if world.is_main:
             weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
             report_start(config, (*data.report, weights, assembly.freezing.sentence, note))
-        search, plan_for = size_search(config, data, assembly, world, folder.console)
+        loading = with_measured_workers(config.DATA, data, world, seed)
+        search, plan_for = size_search(
+            dataclasses.replace(config, DATA=loading), data, assembly, world, folder.console
+        )
         sized = find_planned_sizes(search, plan_for, None if checkpoint is None else checkpoint.content)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
         loaders = build_loaders(
-            data, config.DATA, world, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
+            data, loading, world, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
             seed=seed, mixed_epochs=mixed_epochs(config.DATA.AUGMENT, train.EPOCHS),
         )  # fmt: skip
         stack.enter_context(loaders)

@@ -117,11 +117,12 @@ def _plain_log() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No terminal tricks, no uploads, one thread in child processes."""
+def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No terminal tricks, no uploads, one thread in child processes, no files in the user's cache."""
     monkeypatch.setenv("CI", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture

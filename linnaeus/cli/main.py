@@ -32,6 +32,7 @@ from linnaeus.signals import Interrupted, end_with_torchrun
 
 COMMANDS = {
     "train": "train; the word may be left out, but `linnaeus` alone prints this text",
+    "check-data": "reads all images once, and names the damaged ones",
     "analyze": "memory, batch size and speed before a run",
     "plan": "another name of analyze: how long a run takes with the sizes that fit",
     "sweep": "a run for each combination of values, compared",
@@ -42,7 +43,7 @@ COMMANDS = {
     "export": "a trained run as safetensors, ONNX, torch.export or timm files",
 }
 """The commands, each with what it does."""
-NOT_WITH_TORCHRUN = ("analyze", "plan", "sweep", "work", "compare", "predict", "export")
+NOT_WITH_TORCHRUN = ("check-data", "analyze", "plan", "sweep", "work", "compare", "predict", "export")
 """Commands of one process; sweeps and workers start those of their runs."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
@@ -125,7 +126,7 @@ def part_of(command: str, name: str) -> Any:
     """`PARSER`, `read` or `run` of a command."""
     if command == "plan":  # other defaults of the same options
         command, name = "analyze", "read_plan" if name == "read" else name
-    module = import_module(f"linnaeus.cli.{command}")
+    module = import_module(f"linnaeus.cli.{command.replace('-', '_')}")
     if not hasattr(module, name):
         module = import_module(f"{module.__name__}.{'session' if name == 'run' else 'options'}")
     return getattr(module, name)

@@ -80,6 +80,12 @@ def _not_empty(value: list[Any] | None) -> str | None:
     return "must have at least one element" if value == [] else None
 
 
+def _roots(value: Any) -> str | None:
+    roots = value if isinstance(value, list) else [value]
+    is_path = roots and all(isinstance(root, str | int) for root in roots)
+    return None if value is None or is_path else "must be a folder, or a list of folders"
+
+
 def _freeze(value: Any) -> str | None:
     patterns = value if isinstance(value, list) else [value]
     if patterns and all(isinstance(pattern, str) and pattern.strip() for pattern in patterns):
@@ -139,10 +145,10 @@ class DatasetConfig:
         "digits", "kind of dataset",
         choices=("digits", "fashion_mnist", "synthetic", "imagefolder", "manifest"),
     )  # fmt: skip
-    ROOT: str | None = key(
+    ROOT: Any = key(
         None, "folder of the images (`imagefolder`), folder that relative paths start from (`manifest`; null "
         "is the manifest's own folder), or folder of the four files of `fashion_mnist` (null is that of "
-        "Debian's package)",
+        "Debian's package); a list joins the samples of several", check=_roots,
     )  # fmt: skip
     TRAIN: str | None = key(
         None, "training folder or manifest file, relative to ROOT; null is `train.csv`, or the folder "
@@ -152,13 +158,19 @@ class DatasetConfig:
         None, "validation folder or manifest file, relative to ROOT; null is `val` or `val.csv` where it "
         "exists, else samples are held out of the training data",
     )  # fmt: skip
+    ALLOW_COARSE: bool = key(
+        True, "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses"
+    )
     VAL_FRACTION: float = key(0.2, "fraction held out where the data has no validation split", gt=0, lt=1)
     FOLDER_NAMES: str = key(
         "auto", "how folder names give labels: with `nested`, each level of folders is a taxonomic rank; "
         "`inat2021` reads names such as `00000_Animalia_Chordata_...`; `auto` decides by the names",
         choices=("auto", "nested", "inat2021"),
     )  # fmt: skip
-    IMAGE_COLUMN: str = key("image", "manifest column that holds the image paths")
+    IMAGE_COLUMN: str | None = key(
+        None, "manifest column that holds the image paths, or their names without the ending; null is "
+        "`image`, or else the first one with a usual name such as `path`, `filename`, `image_id` or `id`",
+    )  # fmt: skip
     RANKS: list[str] | None = key(
         None, "names of the taxonomic ranks, coarse to fine; null takes them from the data", check=_not_empty
     )
@@ -258,8 +270,8 @@ class DataConfig:
         unit="pixels", check=_image_size,
     )  # fmt: skip
     NUM_WORKERS: int | None = key(
-        0, "loader processes per training process; 0 loads in the latter; null is as many as there are CPU "
-        "cores for each training process, at least 1 and at most 4", ge=0,
+        None, "loader processes per training process; 0 loads in the latter; null measures at the start how "
+        "many load image files fastest, and is 0 for other data", ge=0,
     )  # fmt: skip
     PREFETCH_FACTOR: int = key(2, "batches that each loader process prepares ahead", ge=1)
     PIN_MEMORY: bool = key(True, "put batches into page-locked host memory, for faster copies (CUDA only)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import call
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
 from linnaeus.data.image_files import (
-    EvaluatedFiles,
     ImageFiles,
     Listing,
     encode,
     hold_out,
     name_unknown,
+    refuse_damaged,
+    report_coarse,
+    roots_of,
     without_damaged,
 )
 from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
@@ -46,7 +49,7 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     Args:
         data_config: the `DATA` node.
         seed: seeds the random numbers that a user's dataset may draw when it is made.
-        on_main: used to decode every file, for `ON_BAD_IMAGE skip`, on one process only.
+        on_main: used to look for damaged files on one process only.
 
     Raises:
         ConfigError: a key that is missing, or that does not fit the data.
@@ -59,7 +62,13 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     elif dataset.NAME in _BUILT_IN:
         data = _BUILT_IN[dataset.NAME](data_config)
     else:
-        data = _FILES[dataset.NAME](data_config, on_main)
+        try:
+            data = _FILES[dataset.NAME](data_config, on_main)
+        except DataError as error:
+            tables = [Path(node.ROOT or "", "train.csv") for node in roots_of(dataset)]
+            if dataset.NAME == "imagefolder" and any(table.is_file() for table in tables):
+                raise DataError(f"{error}\n{tables[0]}: data=manifest reads labels from there") from error
+            raise
     # A user's collate function may give a batch that it keeps.
     is_fresh = not isinstance(data.collate, UserCollate)
     data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
@@ -152,20 +161,21 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
             "gave tensors or declared no classes: evaluate the run on a `_target_` dataset like its own"
         )
     if dataset.NAME == "imagefolder":
-        files = evaluated_folder(dataset, is_own=request.is_own)
+        files = evaluated_folder(dataset, len(index.lookup) if request.is_own else None)
     else:
         files = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
     report: list[str] = []
     part = _VALIDATION if files.is_val else "all samples, as there is no validation split"
+    listing = Listing.joined(files.listings)
     if files.index is not None:
         if files.index != index:
             raise DataError(
-                f"{files.listing.source}: its classes are not those of the run any more, so the samples that "
+                f"{listing.source}: its classes are not those of the run any more, so the samples that "
                 "it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
             )
-        _, held_out = hold_out(files.listing, dataset.VAL_FRACTION, report)
-        files, part = replace(files, listing=held_out), "samples held out of training"
-    listing, missing = _aligned(files, index, report)
+        held_out = [hold_out(each, dataset.VAL_FRACTION, report)[1] for each in files.listings]
+        listing, part = Listing.joined(held_out), "samples held out of training"
+    listing, missing = _aligned(listing, files.level_names, index, report)
     if config.ON_BAD_IMAGE == "skip":
         listing = without_damaged(listing, on_main, report)
     targets, unknown = encode(listing.lineages, index)
@@ -177,9 +187,12 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         listing, targets = listing.take(kept), targets[kept]
     if not listing.paths:
         raise DataError(f"{listing.source}: no sample to evaluate")
+    report_coarse(listing, report)
     _fill_missing(targets, missing, index.taxonomy)
     channels = preprocessing.channels
     images = ImageFiles(listing.root, listing.paths, targets, channels, preprocessing.transform())
+    if config.ON_BAD_IMAGE == "raise":
+        refuse_damaged(images.files, on_main)
     bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
     return _evaluated(bundle, request, listing.source, part, report, len(left_out))
 
@@ -222,10 +235,12 @@ def _columns(
     return columns, missing
 
 
-def _aligned(files: EvaluatedFiles, index: LabelIndex, report: list[str]) -> tuple[Listing, list[int]]:
+def _aligned(
+    listing: Listing, level_names: Sequence[str] | None, index: LabelIndex, report: list[str]
+) -> tuple[Listing, list[int]]:
     """The listing with lineages as the index reads them, and the positions of the levels that it lacks."""
-    source, lineages = files.listing.source, files.listing.lineages
-    columns, missing = _columns(source, files.level_names, len(lineages[0]), index)
+    source, lineages = listing.source, listing.lineages
+    columns, missing = _columns(source, level_names, len(lineages[0]), index)
     if missing:
         names = ", ".join(index.taxonomy.names[level] for level in missing)
         report.append(f"{source}: no {names} there; labels follow from the rank below, as in training")
@@ -233,7 +248,7 @@ def _aligned(files: EvaluatedFiles, index: LabelIndex, report: list[str]) -> tup
         lineage: tuple(None if column < 0 else lineage[column] for column in columns)
         for lineage in set(lineages)
     }
-    return replace(files.listing, lineages=[unique[lineage] for lineage in lineages]), missing
+    return replace(listing, lineages=[unique[lineage] for lineage in lineages]), missing
 
 
 def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -> None:

@@ -38,7 +38,7 @@ def load_image(path: str | Path, channels: int) -> Tensor:
     except Exception as error:  # on damaged data, Pillow raises many types
         raise DataError(
             f"cannot read image {path}: {why_unreadable(error)}; remove it, or leave such images out with "
-            "DATA.ON_BAD_IMAGE skip"
+            "DATA.ON_BAD_IMAGE skip. `linnaeus check-data` finds all of them"
         ) from error
 
 

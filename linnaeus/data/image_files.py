@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from linnaeus.config.schema import DataConfig
+from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
-from linnaeus.data.image import find_damage, load_image
+from linnaeus.data.checked import find_damaged
+from linnaeus.data.image import load_image
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted, several
-
-logger = logging.getLogger("linnaeus.data")
 
 
 @dataclass(frozen=True)
@@ -53,19 +50,31 @@ class Listing:
             lineages=[self.lineages[i] for i in positions],
         )
 
+    @classmethod
+    def joined(cls, listings: Sequence[Listing]) -> Listing:
+        """The samples of several roots, one after the other."""
+        if len(listings) == 1:
+            return listings[0]
+        return cls(
+            ", ".join(each.source for each in listings),
+            Path(),
+            [str(each.root / path) for each in listings for path in each.paths],
+            [lineage for each in listings for lineage in each.lineages],
+        )
+
 
 @dataclass(frozen=True)
 class EvaluatedFiles:
     """The files of a dataset that a trained model is to be evaluated on.
 
     Attributes:
-        listing: the files.
+        listings: the files of each root.
         level_names: what the elements of a lineage are, coarse to fine; None where the source does not say.
         is_val: whether they are a validation split; otherwise they are all samples of the dataset.
         index: the classes of the run's own training data, of which it held out samples; else None.
     """
 
-    listing: Listing
+    listings: list[Listing]
     level_names: tuple[str, ...] | None
     is_val: bool
     index: LabelIndex | None = None
@@ -98,6 +107,11 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def files(self) -> list[str]:
+        """The path of each image."""
+        return [os.path.join(self.root, os.fsdecode(path)) for path in self.paths]  # noqa: PTH118
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.transform(self._load(index)), self.targets[index]
 
@@ -122,12 +136,21 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return load_image(path, self.channels)
 
 
+def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
+    """The node of each root."""
+    roots = dataset.ROOT if isinstance(dataset.ROOT, list) else [dataset.ROOT]
+    return [replace(dataset, ROOT=None if root is None else str(root)) for root in roots]
+
+
 def build_files(
-    train: Listing, val: Listing | None, index: LabelIndex, config: DataConfig, on_main: OnMain
+    trains: Sequence[Listing], vals: Sequence[Listing], index: LabelIndex, config: DataConfig, on_main: OnMain
 ) -> DataBundle:
-    """Datasets from listings; without a validation listing, a stratified part of training is held out.
+    """Datasets from the listings of each root.
+
+    Without a validation listing, a stratified part of each root's training samples is held out.
 
     With `DATA.ON_BAD_IMAGE skip`, rank 0 decodes every file once, and all ranks leave out the damaged ones.
+    With `raise`, files that an earlier check found damaged are an error.
 
     Raises:
         ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
@@ -140,8 +163,10 @@ def build_files(
         )
     size = as_size(config.IMG_SIZE, (224, 224))
     report: list[str] = []
-    if val is None:
-        train, val = hold_out(train, config.DATASET.VAL_FRACTION, report)
+    if not vals:
+        pairs = [hold_out(each, config.DATASET.VAL_FRACTION, report) for each in trains]
+        trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
+    train, val = Listing.joined(trains), Listing.joined(vals)
     transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
     splits = []
     for listing, each in ((train, transform), (val, preprocessing.transform())):
@@ -149,6 +174,7 @@ def build_files(
             listing = without_damaged(listing, on_main, report)
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample")
+        report_coarse(listing, report)
         targets, unknown = encode(listing.lineages, index)
         if unknown:
             raise DataError(
@@ -157,6 +183,8 @@ def build_files(
             )
         splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
     data_train, data_val = splits
+    if config.ON_BAD_IMAGE == "raise":
+        refuse_damaged(data_train.files + data_val.files, on_main)
     report.insert(0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples")
     taxonomy = index.taxonomy
     return DataBundle(
@@ -207,6 +235,14 @@ def hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[List
     return listing.take(train), listing.take(val)
 
 
+def report_coarse(listing: Listing, report: list[str]) -> None:
+    """Report how many samples have an unknown finest label."""
+    coarse = [path for path, names in zip(listing.paths, listing.lineages, strict=True) if names[-1] is None]
+    if coarse:
+        counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
+        report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
+
+
 def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:
     """Targets [N, R] of samples, and the positions of the samples of each class that the index lacks.
 
@@ -232,6 +268,19 @@ def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list
     return [f"{name} (first in {listing.root / listing.paths[found[0]]})" for name, found in unknown.items()]
 
 
+def damaged_error(files: Sequence[str], damaged: Mapping[int, str]) -> DataError:
+    """Names all damaged files, by their positions, with the reasons."""
+    lines = [f"{counted(len(damaged), 'image')} cannot be read:"]
+    lines += [f"  {files[i]}: {reason}" for i, reason in damaged.items()]
+    return DataError("\n".join([*lines, "Remove or replace them, or set DATA.ON_BAD_IMAGE skip"]))
+
+
+def refuse_damaged(files: Sequence[str], on_main: OnMain) -> None:
+    """Refuse files that an earlier check found damaged, if they still are."""
+    if damaged := on_main(lambda: find_damaged(files, only_suspects=True)[0]):
+        raise damaged_error(files, damaged)
+
+
 def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:
     """Leave out the files that cannot be decoded, which rank 0 looks for, and report them.
 
@@ -239,15 +288,8 @@ def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Lis
         DataError: none can be.
     """
 
-    def find() -> dict[int, str]:
-        paths = [str(listing.root / path) for path in listing.paths]
-        logger.info("checking %d images of %s", len(paths), listing.source)
-        # Pillow releases Python's global lock while it decodes.
-        with ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
-            reasons = pool.map(find_damage, paths, chunksize=256)
-        return {i: reason for i, reason in enumerate(reasons) if reason is not None}
-
-    damaged: dict[int, str] = on_main(find)
+    files = [str(listing.root / path) for path in listing.paths]
+    damaged: dict[int, str] = on_main(lambda: find_damaged(files)[0])
     if not damaged:
         return listing
     num_files = len(listing.paths)

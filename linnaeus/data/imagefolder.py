@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files
+from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, roots_of
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.files import suggest_path
-from linnaeus.words import several
+from linnaeus.words import counted, several
 
 INAT_RANKS = ("kingdom", "phylum", "class", "order", "family", "genus", "species")
 
@@ -27,8 +28,9 @@ _SPLIT_NAMES = frozenset(("train", "test", *_VAL_NAMES))
 def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     """Image files whose folders are their classes.
 
-    Each level of nested folders is a level of the taxonomy; all images have the same depth. Files and folders
-    are read in sorted order. Hidden ones and files of other kinds are ignored; symbolic links are followed.
+    Each level of nested folders is a level of the taxonomy. With `ALLOW_COARSE`, images in a coarser folder
+    have unknown finer labels. Files and folders are read in sorted order. Hidden ones and files of other
+    kinds are ignored; symbolic links are followed.
 
     Raises:
         ConfigError: a folder that is missing, or `RANKS` that do not fit the folders.
@@ -36,35 +38,34 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
             validation class without a training sample.
     """
     dataset: DatasetConfig = config.DATASET
-    train_folder, val_folder = _split_folders(dataset)
-    train_folder = _training(train_folder, dataset)
-    train, inat = _read(train_folder, dataset.FOLDER_NAMES)
-    val = None
-    if val_folder is not None:
-        val, _ = _read(val_folder, "inat2021" if inat else "nested", need_all=False)
-        if len(val.lineages[0]) != len(train.lineages[0]):
-            raise DataError(
-                f"{val_folder}: {len(val.lineages[0])} levels of class folders, but {len(train.lineages[0])} "
-                f"in {train_folder}"
-            )
+    splits = [(node, *_split_folders(node)) for node in roots_of(dataset)]
+    trains, inat = _read([_training(train, node) for node, train, _ in splits], dataset)
+    train, depth = Listing.joined(trains), len(trains[0].lineages[0])
+    dataset = replace(dataset, FOLDER_NAMES="inat2021" if inat else "nested")
+    val_folders = dict.fromkeys(val for *_, val in splits if val is not None)
+    vals, _ = _read(val_folders, dataset, depth, need_all=False)
     index = _index(train, dataset.RANKS, inat)
     remedy = "add the folders of other classes"
     if len(index.taxonomy.levels) > 1:
         remedy = "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
-    require_classes(index.taxonomy, str(train_folder), remedy)
-    return build_files(train, val, index, config, on_main)
+    require_classes(index.taxonomy, train.source, remedy)
+    return build_files(trains, vals, index, config, on_main)
 
 
-def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> EvaluatedFiles:
+def evaluated_folder(dataset: DatasetConfig, own_depth: int | None) -> EvaluatedFiles:
     """The images that a trained model is to be evaluated on.
 
-    These are the validation folder where there is one, also a folder `test` where the dataset is not the
-    run's own; else all images. Errors are those of `build_imagefolder`.
+    These are the validation folders where there are any, also a folder `test` where the dataset is not the
+    run's own; else all images. `own_depth` is the number of levels of the run's folders where the node is
+    the run's. Errors are those of `build_imagefolder`.
     """
-    train, val = _split_folders(dataset, _VAL_NAMES if is_own else (*_VAL_NAMES, "test"))
-    listing, inat = _read(val or _training(train, dataset), dataset.FOLDER_NAMES, need_all=val is None)
-    index = _index(listing, dataset.RANKS, inat) if is_own and val is None else None
-    return EvaluatedFiles(listing, INAT_RANKS if inat else None, val is not None, index)
+    val_names = _VAL_NAMES if own_depth else (*_VAL_NAMES, "test")
+    splits = [(node, *_split_folders(node, val_names)) for node in roots_of(dataset)]
+    vals = [val for *_, val in splits if val is not None]
+    folders = vals or [_training(train, node) for node, train, _ in splits]
+    listings, inat = _read(folders, dataset, own_depth, need_all=not vals)
+    index = _index(Listing.joined(listings), dataset.RANKS, inat) if own_depth and not vals else None
+    return EvaluatedFiles(listings, INAT_RANKS if inat else None, bool(vals), index)
 
 
 def _split_folders(
@@ -116,19 +117,37 @@ def _are_splits(subfolders: set[str], val_names: Sequence[str]) -> bool:
     )
 
 
-def _read(folder: Path, folder_names: str, *, need_all: bool = True) -> tuple[Listing, bool]:
-    """All images of a folder, and whether its class folders are named as in iNaturalist 2021.
+def _read(
+    folders: Iterable[Path], dataset: DatasetConfig, depth: int | None = None, *, need_all: bool = True
+) -> tuple[list[Listing], bool]:
+    """All images of each folder, and whether class folders are named as in iNaturalist 2021.
 
-    With `need_all`, a class folder without an image is an error.
+    The folders have `depth` levels, or as many as the first of them. With `need_all`, a class folder without
+    an image is an error.
     """
-    images = _find_images(folder, need_all=need_all)
+    listings: list[Listing] = []
+    inat, pad_to = False, depth or 1
+    for folder in folders:
+        listing, inat = _read_one(folder, dataset, pad_to, need_all=need_all)
+        listings.append(listing)
+        levels, depth = len(listing.lineages[0]), depth or len(listing.lineages[0])
+        if levels != depth:
+            raise DataError(f"{folder}: {counted(levels, 'level')} of class folders, but {depth} elsewhere")
+        dataset = replace(dataset, FOLDER_NAMES="inat2021" if inat else "nested")
+    return listings, inat
+
+
+def _read_one(folder: Path, dataset: DatasetConfig, pad_to: int, *, need_all: bool) -> tuple[Listing, bool]:
+    images, kind = _find_images(folder, need_all=need_all), dataset.FOLDER_NAMES
     parts = [tuple(path.split("/")[:-1]) for path in images]
-    _check_depth(folder, images, parts)
-    names = sorted({"/".join(part) for part in parts})
-    matches = {name: _INAT_FOLDER.fullmatch(name) for name in names}
+    matches = {name: _INAT_FOLDER.fullmatch(name) for name in sorted({"/".join(part) for part in parts})}
     others = [name for name, match in matches.items() if match is None]
-    if folder_names == "nested" or (folder_names == "auto" and len(others) == len(names)):
-        return Listing(str(folder), folder, images, [*parts]), False
+    if kind == "nested" or (kind == "auto" and len(others) == len(matches)):
+        _check_depth(folder, images, parts, dataset.ALLOW_COARSE)
+        depth = max(pad_to if dataset.ALLOW_COARSE else 1, *map(len, parts))
+        padded = {part: part + (None,) * (depth - len(part)) for part in set(parts)}
+        return Listing(str(folder), folder, images, [padded[part] for part in parts]), False
+    _check_depth(folder, images, parts, allow_coarse=False)
     if others:
         raise DataError(
             f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
@@ -169,18 +188,19 @@ def _find_images(folder: Path, *, need_all: bool) -> list[str]:
     return found
 
 
-def _check_depth(folder: Path, images: list[str], parts: list[tuple[str, ...]]) -> None:
-    """Check that all images lie in the same number of nested class folders, at least one."""
+def _check_depth(folder: Path, images: list[str], parts: list[tuple[str, ...]], allow_coarse: bool) -> None:
+    """Check that all images lie in the same number of nested class folders, or in any; at least in one."""
     usual = Counter(map(len, parts)).most_common(1)[0][0]
     for image, names in zip(images, parts, strict=True):
         if not names:
             raise DataError(
                 f"{folder / image}: an image outside of any class folder; move it into that of its class"
             )
-        if len(names) != usual:
+        if len(names) != usual and not allow_coarse:
             raise DataError(
-                f"{folder.joinpath(*names)}: images {len(names)} folders deep, but {usual} deep elsewhere; "
-                "every level of folders is a taxonomic rank, so all images must stand at the same depth"
+                f"{folder / image}: in {counted(len(names), 'class folder')}, but other images in {usual}; "
+                "every level of folders is a taxonomic rank. Move it, or leave finer ranks unknown with "
+                "DATA.DATASET.ALLOW_COARSE True"
             )
 
 

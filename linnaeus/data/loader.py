@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
+import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from multiprocessing.synchronize import Event
@@ -34,15 +37,11 @@ from linnaeus.rng import derive_seed, seed_generators
 from linnaeus.signals import SIGNALS, blocked
 
 logger = logging.getLogger("linnaeus.data")
-MOST_WORKERS = 4
+MOST_WORKERS = 16
 """Bound on the loader processes that `DATA.NUM_WORKERS null` starts for each training process."""
+_MEASURED_S = 0.5
+"""How long the speed of each number of loader processes is measured."""
 _WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)", re.DOTALL)
-
-
-def num_workers(config: DataConfig, local_world_size: int) -> int:
-    """Loader processes of each of the `local_world_size` training processes on this machine."""
-    default = max(1, min(MOST_WORKERS, num_cores() // local_world_size))
-    return default if config.NUM_WORKERS is None else config.NUM_WORKERS
 
 
 def num_cores() -> int:
@@ -97,6 +96,64 @@ class SeededBatches(Dataset[Any]):
         return self.mixing(batch)
 
 
+def with_measured_workers(config: DataConfig, data: DataBundle, world: World, seed: int) -> DataConfig:
+    """The DATA node with a number for `NUM_WORKERS` null: the fewest processes that load at full speed.
+
+    Rank 0 measures with the training samples, and all ranks take its number; batches do not depend on it.
+    Only image files are measured. Data in memory and users' datasets, which may not stand a fork, get 0.
+
+    Raises:
+        DataError: an image cannot be read.
+    """
+    if config.NUM_WORKERS is not None:
+        return config
+    num_samples, cores = dataset_length(data.train), num_cores()
+    dataset = SeededBatches(data.train, data.collate, seed, data.mixing, sys.maxsize)
+
+    def measure() -> int:
+        most = max(1, min(MOST_WORKERS, cores // world.local_world_size))
+        with suppress(OSError):  # the batches of workers lie in shared memory
+            batch_bytes = 4 * config.BATCH_SIZE * data.in_chans * math.prod(data.img_size)  # type: ignore
+            room = shutil.disk_usage("/dev/shm").free / 2 / world.local_world_size
+            most = min(most, int(room / (batch_bytes * (config.PREFETCH_FACTOR + 2))))
+        rates = {0: samples_per_s(dataset, config, 0, batch_size=1)}
+        if num_samples / world.world_size < rates[0]:
+            logger.info("loader: in the training process, which loads an epoch within a second")
+            return 0
+        chosen = 0
+        for workers in sorted({n for n in (1, 2, 4, 8, most) if 0 < n <= most}):
+            batch_size = max(1, min(32, int(rates[0] / 50)))  # loads in some 20 ms
+            rates[workers] = samples_per_s(dataset, config, workers, batch_size)
+            # Even one that loads no faster does so while the model computes.
+            if chosen and rates[workers] < 1.2 * rates[chosen]:
+                break
+            chosen = workers
+        speeds = ", ".join(f"{rate:.0f} with {workers}" for workers, rate in rates.items())
+        logger.info("loader: DATA.NUM_WORKERS %d (samples per second: %s)", chosen, speeds)
+        return chosen
+
+    workers = world.on_main(measure) if cores > 1 and isinstance(data.train, ImageFiles) else 0
+    return replace(config, NUM_WORKERS=workers)
+
+
+def samples_per_s(dataset: SeededBatches, config: DataConfig, workers: int, batch_size: int) -> float:
+    """How fast a loader is once its workers have started."""
+    order = EpochSampler(dataset_length(dataset.dataset), seed=dataset.seed)
+    order.set_epoch(workers)  # begins with other files, which the system has not cached
+    batches = PlannedBatches(order, lambda epoch, skip: repeat(batch_size))
+    config = replace(config, NUM_WORKERS=workers)
+    started, num_read = time.monotonic(), 0
+    with closing(BatchLoader(dataset, batches, config, World(torch.device("cpu")), dataset.seed)) as loader:
+        for position, _ in enumerate(loader):
+            if position < workers:
+                started = time.monotonic()
+                continue
+            num_read += batch_size
+            if time.monotonic() - started > _MEASURED_S:
+                break
+    return num_read / (time.monotonic() - started)
+
+
 class BatchLoader:
     """Batches of one split for one process. Each iteration runs through one epoch.
 
@@ -106,7 +163,7 @@ class BatchLoader:
     def __init__(
         self, dataset: SeededBatches, batches: PlannedBatches, config: DataConfig, world: World, seed: int
     ) -> None:
-        workers = num_workers(config, world.local_world_size)
+        workers = config.NUM_WORKERS or 0
         self._batches = batches
         self._closing = multiprocessing.get_context().Event()
         """Tells the worker processes that they may be ended."""
@@ -222,7 +279,7 @@ def build_val_loader(
     bundle: DataBundle, config: DataConfig, world: World, *, batch_size: int, seed: int
 ) -> BatchLoader:
     """The validation batches of `build_loaders`; warns on rank 0 of more workers than cores."""
-    workers, processes = num_workers(config, world.local_world_size), world.local_world_size
+    workers, processes = config.NUM_WORKERS or 0, world.local_world_size
     if world.is_main and workers * processes > max(num_cores(), processes):
         logger.warning(
             "warning: DATA.NUM_WORKERS is %d, for %s on %d CPU cores; more workers than cores take memory "

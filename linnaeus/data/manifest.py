@@ -6,24 +6,39 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data import EXTENSIONS
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files
+from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, roots_of
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import several
 
+_IMAGE_COLUMNS = (
+    "image", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "image_name",
+    "image_id", "img", "id",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class _Table:
-    """A CSV file: its header, and its rows, each with the number of its last line."""
+    """A CSV file: its header, its rows, each with the number of its last line, and the node of its root."""
 
     path: Path
     header: list[str]
     rows: list[tuple[int, list[str]]]
+    dataset: DatasetConfig
+
+    @property
+    def image_column(self) -> str:
+        """The column of image paths: that of the configuration, else the first with a usual name."""
+        usual = [name for name in _IMAGE_COLUMNS if name in self.header]
+        name = self.dataset.IMAGE_COLUMN or (usual or _IMAGE_COLUMNS)[0]
+        self.require([name], "DATA.DATASET.IMAGE_COLUMN")
+        return name
 
     def require(self, names: Sequence[str], key: str) -> None:
         """Refuse a file without one of the columns; `key` names them, for the message."""
@@ -45,12 +60,11 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
         DataError: a manifest that is empty or malformed (the message names file and line); a level
             with one class; columns from fine to coarse; a validation class without a training sample.
     """
-    dataset: DatasetConfig = config.DATASET
-    train_path, val_path = _manifest_paths(dataset)
-    train, index, levels = _training(train_path, dataset)
-    _check_nesting(index, train)
-    val = None if val_path is None else _listing(_read(val_path), levels, dataset)
-    return build_files(train, val, index, config, on_main)
+    paths = [(node, *_manifest_paths(node)) for node in roots_of(config.DATASET)]
+    trains, index, levels = _training([_read(path, node) for node, path, _ in paths])
+    _check_nesting(index, trains[0].source)
+    vals = [_listing(table, levels) for table in _read_vals(paths)]
+    return build_files(trains, vals, index, config, on_main)
 
 
 def evaluated_manifest(
@@ -66,15 +80,21 @@ def evaluated_manifest(
         level_names: names of the run's levels, coarse to fine; None where one has no name.
         is_own: whether the node is that of the run.
     """
-    train_path, val_path = _manifest_paths(dataset)
-    if val_path is None and is_own:
-        train, index, levels = _training(train_path, dataset)
-        return EvaluatedFiles(train, tuple(levels), is_val=False, index=index)
-    table = _read(val_path or train_path)
-    table.require([dataset.IMAGE_COLUMN], "DATA.DATASET.IMAGE_COLUMN")
-    columns = _columns_of_levels(table, dataset, level_names)
-    listing = _listing(table, list(columns.values()), dataset)
-    return EvaluatedFiles(listing, tuple(columns), is_val=val_path is not None)
+    paths = [(node, *_manifest_paths(node)) for node in roots_of(dataset)]
+    vals = _read_vals(paths)
+    tables = vals or [_read(path, node) for node, path, _ in paths]
+    if not vals and is_own:
+        trains, index, levels = _training(tables)
+        return EvaluatedFiles(trains, tuple(levels), is_val=False, index=index)
+    columns = _columns_of_levels(tables[0], dataset, level_names)
+    listings = [_listing(table, list(columns.values())) for table in tables]
+    return EvaluatedFiles(listings, tuple(columns), is_val=bool(vals))
+
+
+def _read_vals(paths: Sequence[tuple[DatasetConfig, Path, Path | None]]) -> list[_Table]:
+    """The validation manifests, each once, although several roots may name the same."""
+    roots = {val: node for node, _, val in paths if val is not None}
+    return [_read(val, node) for val, node in roots.items()]
 
 
 def _columns_of_levels(
@@ -95,24 +115,25 @@ def _columns_of_levels(
     return columns
 
 
-def _training(path: Path, dataset: DatasetConfig) -> tuple[Listing, LabelIndex, list[str]]:
-    """The training samples, the classes that they define, and the columns of labels."""
-    table, image = _read(path), dataset.IMAGE_COLUMN
+def _training(tables: Sequence[_Table]) -> tuple[list[Listing], LabelIndex, list[str]]:
+    """The training samples of each root, the classes that they define, and the columns of labels."""
+    table, path, dataset = tables[0], tables[0].path, tables[0].dataset
+    image = table.image_column
     named = [name for name in table.header if name]
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice:
         raise DataError(f"{path}, line 1: column {several(twice)} occurs more than once")
     levels = dataset.RANKS if dataset.RANKS is not None else [name for name in named if name != image]
-    table.require([image], "DATA.DATASET.IMAGE_COLUMN")
     table.require(levels, "DATA.DATASET.RANKS")
     if not levels:
         raise DataError(f"{path}, line 1: no column with labels beside {image!r}")
     if image in levels:
         raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
-    train = _listing(table, levels, dataset)
+    trains = [_listing(table, levels) for table in tables]
+    train = Listing.joined(trains)
     index = index_labels(levels, train.lineages)
-    require_classes(index.taxonomy, str(path), "choose other columns with DATA.DATASET.RANKS")
-    return train, index, list(levels)
+    require_classes(index.taxonomy, train.source, "choose other columns with DATA.DATASET.RANKS")
+    return trains, index, list(levels)
 
 
 def _manifest_paths(dataset: DatasetConfig) -> tuple[Path, Path | None]:
@@ -125,7 +146,7 @@ def _manifest_paths(dataset: DatasetConfig) -> tuple[Path, Path | None]:
     return train, val if val.is_file() and val != train else None
 
 
-def _read(path: Path) -> _Table:
+def _read(path: Path, dataset: DatasetConfig) -> _Table:
     """Read a CSV file, with or without a byte-order mark.
 
     Raises:
@@ -157,38 +178,44 @@ def _read(path: Path) -> _Table:
     for line, cells in rows:
         if len(cells) != len(header):
             raise DataError(f"{path}, line {line}: {len(cells)} cells, but the header has {len(header)}")
-    return _Table(path, header, rows)
+    return _Table(path, header, rows, dataset)
 
 
-def _listing(table: _Table, levels: Sequence[str], dataset: DatasetConfig) -> Listing:
-    table.require([dataset.IMAGE_COLUMN, *levels], "as in the training manifest")
-    image_column = table.header.index(dataset.IMAGE_COLUMN)
+def _listing(table: _Table, levels: Sequence[str]) -> Listing:
+    table.require(levels, "as in the training manifest")
+    dataset, image_column = table.dataset, table.header.index(table.image_column)
     label_columns = [table.header.index(level) for level in levels]
     for line, cells in table.rows:
         if not cells[image_column]:
             raise DataError(f"{table.path}, line {line}: no image path")
     root = Path(dataset.ROOT).expanduser() if dataset.ROOT is not None else table.path.parent
-    listing = Listing(
+    names = [cells[image_column] for _, cells in table.rows]
+    stem = table.path.stem
+    places = product(("", stem, f"{stem}_images", "images"), ("", *sorted(EXTENSIONS)))
+    for folder, ending in places:
+        if any((root / folder / f"{name}{ending}").is_file() for name in names[:100]):
+            break
+    else:
+        raise DataError(
+            f"{table.path}, line {table.rows[0][0]}: no image {root / names[0]}, with any ending, nor in "
+            f"`images` or `{stem}` there; relative paths start from DATA.DATASET.ROOT, or from the "
+            "manifest's folder where that is null"
+        )
+    return Listing(
         str(table.path),
         root,
-        [cells[image_column] for _, cells in table.rows],
+        [str(Path(folder, f"{name}{ending}")) if folder else f"{name}{ending}" for name in names],
         [tuple(cells[column] or None for column in label_columns) for _, cells in table.rows],
     )
-    if not any((root / path).exists() for path in listing.paths[:100]):
-        raise DataError(
-            f"{table.path}, line {table.rows[0][0]}: no image {root / listing.paths[0]}; relative paths "
-            "start from DATA.DATASET.ROOT, or from the manifest's folder where that is null"
-        )
-    return listing
 
 
-def _check_nesting(index: LabelIndex, train: Listing) -> None:
+def _check_nesting(index: LabelIndex, source: str) -> None:
     """Refuse columns from fine to coarse: each class has one name in the next, and not vice versa."""
     for depth, (above, below) in enumerate(pairwise(index.taxonomy.names), start=1):
         parents = [parent for parent, _ in index.lookup[depth] if parent >= 0]
         names = [name for _, name in index.lookup[depth]]
         if len(set(names)) < len(names) and len(parents) == len(set(parents)):
             raise DataError(
-                f"{train.source}: {below!r} stands after {above!r}, but it groups the classes of {above!r}; "
+                f"{source}: {below!r} stands after {above!r}, but it groups the classes of {above!r}; "
                 "order the columns from coarse to fine with DATA.DATASET.RANKS"
             )

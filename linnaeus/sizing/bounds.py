@@ -11,7 +11,6 @@ from linnaeus.autobatch.memory.host import available_host_bytes
 from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
-from linnaeus.data.loader import num_workers
 from linnaeus.dist import World
 
 HOST_MEMORY_FRACTION = 0.5
@@ -39,7 +38,7 @@ def max_batch_sizes(
     length = dataset_length(data.train if mode == "train" else data.val)
     samples_per_rank = length // world.world_size if mode == "train" else -(-length // world.world_size)
     pinned = config.PIN_MEMORY and world.device.type == "cuda"
-    workers = num_workers(config, world.local_world_size)
+    workers = config.NUM_WORKERS or 0
     num_copies = data.mixing.num_copies if mode == "train" and data.mixing is not None else 0
     num_batches = num_host_batches(workers, config.PREFETCH_FACTOR, num_copies)
     bytes_per_rank = HOST_MEMORY_FRACTION * _available_bytes(workers) / world.local_world_size

@@ -29,7 +29,6 @@ from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.console import StatusLine
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle
-from linnaeus.data.loader import num_workers
 from linnaeus.dist import World
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.report import SearchProgress
@@ -185,8 +184,7 @@ class SizeSearch:
     def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
         """Makes each batch when it is asked for: as in training, only one exists at a time."""
         device, channels_last = self.world.device, self.train.CHANNELS_LAST
-        workers = num_workers(self.config, self.world.local_world_size)
-        if device.type == "cpu" and workers == 0:  # loading takes memory of the device
+        if device.type == "cpu" and not self.config.NUM_WORKERS:  # loading takes memory of the device
             return (spec.load(size) for _ in range(num_batches))
         return (spec.make(size, device, channels_last=channels_last) for _ in range(num_batches))
 

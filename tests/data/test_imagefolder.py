@@ -13,15 +13,16 @@ import torch
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.datasets import build_data
+from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
 from linnaeus.errors import DataError
 from tests.helpers.datasets import write_image
 
 
 def build(
-    root: Path | str | None, on_bad_image: str = "raise", on_main: OnMain = call, **dataset: Any
+    root: Path | str | list[Path] | None, on_bad_image: str = "raise", on_main: OnMain = call, **dataset: Any
 ) -> DataBundle:
-    node = DatasetConfig(NAME="imagefolder", ROOT=None if root is None else str(root), **dataset)
+    text = [*map(str, root)] if isinstance(root, list) else None if root is None else str(root)
+    node = DatasetConfig(NAME="imagefolder", ROOT=text, **dataset)
     config = DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=on_bad_image)
     return build_data(config, seed=0, on_main=on_main)
 
@@ -72,6 +73,49 @@ def test_split_folders_are_used(nested: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "data" / "check")
     bundle = build(tmp_path / "data")
     assert len(paths(bundle.train)) + len(paths(bundle.val)) == 20
+
+
+def labels(dataset: Any) -> dict[str, list[int]]:
+    return {path: dataset.targets[i].tolist() for i, path in enumerate(paths(dataset))}
+
+
+def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested: Path, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    shutil.copytree(nested, root / "train")
+    write_image(root / "train" / "Plantae" / "some.jpg")
+    write_image(root / "val" / "Plantae" / "other.jpg")  # there are no finer folders at all
+    bundle = build(root)
+    assert labels(bundle.train)["Plantae/some.jpg"] == [1, -1]
+    assert labels(bundle.val) == {"Plantae/other.jpg": [1, -1]}
+    assert [re.findall(r"\d+ of \d+ images?", line) for line in bundle.report[1:]] == [
+        ["1 of 21 images"], ["1 of 1 image"],
+    ]  # fmt: skip
+    node = DatasetConfig(NAME="imagefolder", ROOT=str(root))
+    request = EvaluationRequest(DataConfig(DATASET=node), bundle.index, bundle.preprocessing, 0, is_own=True)
+    assert labels(build_evaluation_data(request).bundle.val) == labels(bundle.val)
+    assert [line for line in build(nested).report if "unknown" in line] == []
+    with pytest.raises(DataError, match=r"Plantae/some\.jpg.*ALLOW_COARSE"):
+        build(root, ALLOW_COARSE=False)
+
+
+def test_roots_are_joined_and_each_holds_out_what_it_would_alone(nested: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    for i in range(10):
+        write_image(more / ("Animalia/dog", "Plantae/oak")[i % 2] / f"{i}.jpg", seed=i)
+    alone, both = [build(nested), build(more)], build([nested, more])
+    assert both.taxonomy is not None
+    assert both.taxonomy.num_classes == {"level1": 2, "level2": 5}
+    for split in ("train", "val"):
+        expected = [file for bundle in alone for file in getattr(bundle, split).files]
+        assert getattr(both, split).files == expected
+    assert both.val[0][0].shape == (3, 16, 16)
+    node = DatasetConfig(NAME="imagefolder", ROOT=[str(nested), str(more)])
+    request = EvaluationRequest(DataConfig(DATASET=node), both.index, both.preprocessing, 0, is_own=True)
+    assert labels(build_evaluation_data(request).bundle.val) == labels(both.val)
+    shutil.copytree(more, tmp_path / "split" / "train")
+    shutil.copytree(more, tmp_path / "split" / "val")
+    bundle = build([nested, tmp_path / "split"])
+    assert (len(paths(bundle.train)), len(paths(bundle.val))) == (30, 10)
 
 
 def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(nested: Path, tmp_path: Path) -> None:

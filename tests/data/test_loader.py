@@ -21,7 +21,7 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image_files import ImageFiles
-from linnaeus.data.loader import MOST_WORKERS, Loaders, build_loaders, num_workers
+from linnaeus.data.loader import Loaders, SeededBatches, build_loaders, samples_per_s, with_measured_workers
 from linnaeus.data.sampler import EpochSampler, Sizes
 from linnaeus.dist import World
 from linnaeus.errors import DataError
@@ -90,17 +90,36 @@ def loaders(
 
 
 @pytest.mark.parametrize(
-    ("asked", "cores", "processes", "expected"),
+    ("rates", "asked", "cores", "processes", "expected"),
     [
-        (None, 1, 1, 1), (None, 2, 1, 2), (None, 64, 1, MOST_WORKERS), (None, 8, 4, 2), (None, 2, 4, 1),
-        (0, 8, 1, 0), (16, 2, 1, 16),
+        ({0: 9, 1: 7, 2: 13, 4: 25, 6: 27}, None, 6, 1, 4),
+        ({0: 9, 1: 9, 2: 17, 3: 26}, None, 3, 1, 3),
+        ({0: 9, 1: 7}, None, 16, 16, 1),
+        ({0: 17}, None, 8, 1, 0),  # an epoch of 16 images within a second
+        ({}, None, 1, 1, 0), ({}, 0, 8, 1, 0), ({}, 16, 2, 1, 16),
     ],
 )  # fmt: skip
-def test_without_a_number_there_are_no_more_workers_than_cores(
-    monkeypatch: pytest.MonkeyPatch, asked: int | None, cores: int, processes: int, expected: int
-) -> None:
+def test_without_a_number_there_are_as_many_workers_as_make_loading_faster(
+    nested: Path, monkeypatch: pytest.MonkeyPatch,
+    rates: dict[int, float], asked: int | None, cores: int, processes: int, expected: int,
+) -> None:  # fmt: skip
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    assert num_workers(DataConfig(NUM_WORKERS=asked), processes) == expected
+    monkeypatch.setattr(
+        "linnaeus.data.loader.samples_per_s", lambda dataset, config, workers, batch_size: rates[workers]
+    )
+    node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
+    data = build_data(DataConfig(DATASET=node, IMG_SIZE=16), seed=0)
+    config = DataConfig(NUM_WORKERS=asked, PREFETCH_FACTOR=3)
+    measured = with_measured_workers(config, data, World(CPU, 0, 1, processes), seed=0)
+    assert measured == replace(config, NUM_WORKERS=expected)
+    other = replace(data, train=Draws(1 << 20))  # a dataset of the user's own
+    assert (asked or 0) == with_measured_workers(config, other, World(CPU), seed=0).NUM_WORKERS
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_the_speed_of_loading_is_measured_with_the_workers_asked_for(workers: int) -> None:
+    dataset = SeededBatches(Calls(8, describe_worker), collate_pairs, seed=0)
+    assert samples_per_s(dataset, DataConfig(NUM_WORKERS=None), workers, batch_size=1) > 0
 
 
 @pytest.mark.parametrize(("workers", "rank", "lines"), [(3, 0, 1), (3, 1, 0), (2, 0, 0)])

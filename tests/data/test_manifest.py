@@ -123,3 +123,31 @@ def test_missing_and_damaged_images_are_left_out_and_named(folder: Path) -> None
     bundle = build(folder, on_bad_image="skip")
     assert set(labels(bundle)) == {f"img/{i}.jpg" for i in (2, 3, 4, 5)}
     assert all(name in " ".join(bundle.report) for name in ("img/0.jpg", "img/1.jpg"))
+
+
+@pytest.mark.parametrize("place", ["train", "train_images", "images"])
+def test_a_table_of_ids_beside_a_folder_of_images(tmp_path: Path, place: str) -> None:
+    for i in range(6):
+        write_image(tmp_path / place / f"{i}.jpg", seed=i)
+    rows = "".join(f"\n{'ab'[i % 2]},{i}" for i in range(6))
+    (tmp_path / "train.csv").write_text(f"label,id{rows}")
+    bundle = build(tmp_path)
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.names == ("label",)
+    assert labels(bundle) == {f"{place}/{i}.jpg": [i % 2] for i in range(6)}
+
+
+def test_manifests_of_several_roots_are_joined(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    write_image(other / "new.jpg")
+    (other / "train.csv").write_text("species,image,kingdom\nash,new.jpg,Plantae\n")
+    (other / "val.csv").write_text("species,image,kingdom\noak,new.jpg,Plantae\n")
+    node = DatasetConfig(NAME="manifest", ROOT=[str(folder), str(other)])
+    bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=8), seed=0)
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.levels[1].classes == ("cat", "lynx, wild", "ash", "oak")
+    assert labels(bundle)[str(other / "new.jpg")] == [1, 2]
+    assert bundle.val[0][1].tolist() == [1, 3]
+    assert (len(bundle.train), len(bundle.val)) == (7, 1)  # type: ignore[arg-type]

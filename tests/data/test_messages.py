@@ -58,8 +58,11 @@ FOLDERS: dict[str, Callable[[], object]] = {
     "train is not there": lambda: folders(TRAIN="nowhere"),
     "val is misspelled": lambda: folders(TRAIN=".", VAL="plants"),
     "val without train": lambda: folders(VAL="Plants"),
-    "a class outside": lambda: folders("images/Fungi/0.jpg"),
-    "a class too deep": lambda: folders("images/A/cat/white/0.jpg"),
+    "a class outside": lambda: folders("images/Fungi/0.jpg", ALLOW_COARSE=False),
+    "a class too deep": lambda: folders("images/A/cat/white/0.jpg", ALLOW_COARSE=False),
+    "one class too deep": lambda: folders("images/A/cat/white/0.jpg"),
+    "roots of other depth": lambda: [folders(), folders(classes=("c/d",), ROOT=["images", "images/A"])],
+    "labels in a table": lambda: [touch("k/train.csv k/images/0.jpg"), build(NAME="imagefolder", ROOT="k")],
     "an image outside": lambda: folders("images/0.jpg"),
     "a class without image": lambda: folders("images/Plants/ash/notes.txt"),
     "one class at the top": lambda: folders(classes=CLASSES[:2]),
@@ -93,7 +96,7 @@ MANIFESTS: dict[str, Callable[[], object]] = {
     "empty": lambda: manifest("\n\n"),
     "no row": lambda: manifest("image,species\n"),
     "no labels": lambda: manifest("image\nimg/0.jpg\n"),
-    "no image column": lambda: manifest("file,a\nimg/0.jpg,x\n"),
+    "no image column": lambda: manifest("photo,a\nimg/0.jpg,x\n"),
     "semicolons": lambda: manifest("image;a\nimg/0.jpg;x\n"),
     "a column twice": lambda: manifest("image,a,a\nimg/0.jpg,x,y\n"),
     "too few cells": lambda: manifest("image,a\nimg/0.jpg,x\n\nimg/1.jpg\n"),
@@ -203,7 +206,7 @@ def users(index: LabelIndex | None, classes: list[str]) -> EvaluationData:
 EVALUATIONS: dict[str, Callable[[], object]] = {
     "no column with labels": lambda: evaluation(NESTED, "image,order dogs"),
     "no column of a rank": lambda: evaluation(NESTED, "image,b dogs", RANKS=["family", "b"]),
-    "no image column": lambda: evaluation(NESTED, "file,family dogs"),
+    "no image column": lambda: evaluation(NESTED, "photo,family dogs"),
     "unknown classes": lambda: evaluation(
         NESTED, "image,family,species dogs,wolf dogs,jackal bears,panda dogs,jackal"
     ),

@@ -19,6 +19,7 @@ from linnaeus.cli.analyze.show import save_plot, show
 from linnaeus.config.schema import Config
 from linnaeus.console import StatusLine, make_console
 from linnaeus.data.datasets import build_data
+from linnaeus.data.loader import with_measured_workers
 from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED, AutoBatchError
 from linnaeus.log import close_logging, set_up_logging
@@ -69,6 +70,9 @@ def run(options: Options, config: Config) -> int:
                 data_node, _ = with_normalisation(config.DATA, config.MODEL)
                 config = replace(config, DATA=data_node)
                 data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+                if not options.predict:
+                    loading = with_measured_workers(config.DATA, data, world, config.EXPERIMENT.SEED)
+                    config = replace(config, DATA=loading)
                 find(Setup(config, data, world, RankStatus(line.update), console), options, analysis)
         analysis.interrupted = False
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar, make_console
 from linnaeus.data.bundle import as_size, dataset_length
 from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_evaluation_data
-from linnaeus.data.loader import build_val_loader
+from linnaeus.data.loader import build_val_loader, with_measured_workers
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import RankEnded, World, errors_told_first, join
 from linnaeus.files import read_json
@@ -174,6 +174,8 @@ def _data(session: Session) -> EvaluationData:
 def _measure(session: Session, data: EvaluationData) -> tuple[Config, Outcome]:
     """Find the batch size where that is asked for, and run over the data."""
     config, world = session.config, session.world
+    loading = with_measured_workers(config.DATA, data.bundle, world, config.EXPERIMENT.SEED)
+    config = dataclasses.replace(config, DATA=loading)
     assembly, metrics = assemble_evaluation(session.trained, config.LOSS, config.TRAIN)
     found: AutoBatchResult | None = None
     if config.DATA.AUTOBATCH.ENABLED_VAL:
