@@ -152,6 +152,11 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
             "gave tensors or declared no classes: evaluate the run on a `_target_` dataset like its own"
         )
     if dataset.NAME == "imagefolder":
+        if index.taxonomy.is_multilabel:
+            raise ConfigError(
+                "DATA.DATASET.NAME: 'imagefolder' has one label for each image, but the run has "
+                "several; list the images in a 'manifest'"
+            )
         files = evaluated_folder(dataset, is_own=request.is_own)
     else:
         files = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
@@ -163,8 +168,11 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
                 f"{files.listing.source}: its classes are not those of the run any more, so the samples that "
                 "it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
             )
-        _, held_out = hold_out(files.listing, dataset.VAL_FRACTION, report)
+        _, held_out = hold_out(files.listing, dataset.VAL_FRACTION, report, index.taxonomy)
         files, part = replace(files, listing=held_out), "samples held out of training"
+    if index.taxonomy.is_multilabel and dataset.LABEL_SEPARATOR:
+        taxonomy = replace(index.taxonomy, separator=dataset.LABEL_SEPARATOR)
+        index = replace(index, taxonomy=taxonomy)
     listing, missing = _aligned(files, index, report)
     if config.ON_BAD_IMAGE == "skip":
         listing = without_damaged(listing, on_main, report)
@@ -271,6 +279,11 @@ def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         if isinstance(bundle.collate, UserCollate):
             bundle.collate.taxonomy = index.taxonomy
     elif index is not None and declared is not None and declared.levels != index.taxonomy.levels:
+        if declared.is_multilabel or index.taxonomy.is_multilabel:
+            raise DataError(
+                f"{name}: several labels for a sample are not matched by name; give the dataset the classes "
+                "of the run, in their order"
+            )
         num_left_out = _relabel(dataset, Relabel(declared, index, name), request, on_main, report)
     return _evaluated(bundle, request, name, "split val", report, num_left_out)
 

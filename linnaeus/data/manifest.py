@@ -1,4 +1,7 @@
-"""CSV manifests: a column of image paths, and one of class names per level; an empty cell is unknown."""
+"""CSV manifests: a column of image paths, and one of class names per level; an empty cell is unknown.
+
+With `DATA.DATASET.LABEL_SEPARATOR` a cell holds several names; the separator alone is a sample of no class.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,7 @@ def _training(path: Path, dataset: DatasetConfig) -> tuple[Listing, LabelIndex, 
     if image in levels:
         raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
     train = _listing(table, levels, dataset)
-    index = index_labels(levels, train.lineages)
+    index = index_labels(levels, train.lineages, dataset.LABEL_SEPARATOR)
     require_classes(index.taxonomy, str(path), "choose other columns with DATA.DATASET.RANKS")
     return train, index, list(levels)
 

@@ -53,6 +53,8 @@ class EvaluationMetrics:
         self.logged.update(outputs, targets, loss)
         if self._taxonomy is None:
             return
+        if self._taxonomy.is_multilabel:
+            return  # the logged metrics keep all that the figures need
         logits = logits_per_level(outputs, self._taxonomy.names)
         predicted = torch.stack([each.argmax(dim=1) for each in logits], dim=1)
         labels = torch.stack([targets, predicted], dim=2)
@@ -70,7 +72,7 @@ class EvaluationMetrics:
             self._on_host.append((labels.int(), log_p))
             self._on_device = []
 
-    def figures(self, world: World) -> list[LevelFigures] | None:
+    def figures(self, world: World) -> list[LevelFigures | SetFigures] | None:
         """The figures of all levels, coarse to fine, over the samples of all processes.
 
         A collective, which every process must call; None except on rank 0.
@@ -78,6 +80,9 @@ class EvaluationMetrics:
         Raises:
             LinnaeusError: outputs are not finite; on rank 0.
         """
+        if self._taxonomy is not None and self._taxonomy.is_multilabel:
+            sets = self.logged.gather_sets(world)
+            return None if sets is None else [SetFigures.of(self._taxonomy.levels[0], *sets)]
         self._move_to_host()
         gathered = world.gather_on_host(self._on_host)
         if gathered is None or self._taxonomy is None:
@@ -240,6 +245,62 @@ class LevelFigures:
         recall = self.classes.recall.nan_to_num(2.0)
         order = torch.argsort(recall, stable=True)[:limit].tolist()
         return [label for label in order if recall[label] < 1]
+
+
+@dataclass(frozen=True)
+class SetFigures:
+    """The figures of a level where samples have several labels; an unknown label is left out.
+
+    Attributes:
+        level: its name and classes.
+        num_samples: samples with a known label.
+        num_unlabelled: samples without one.
+        classes: figures of each class, with the labels whose probability is above 0.5 as predictions.
+        average_precision: [C], as torchmetrics computes it; NaN without a positive sample.
+        best_threshold: [C], the probability from which on a label counts so that the F1 of the class is best;
+            chosen on these samples, so that others show a lower F1. NaN without a positive sample.
+        best_f1: [C], the F1 with that threshold.
+    """
+
+    level: Level
+    num_samples: int
+    num_unlabelled: int
+    classes: ClassFigures
+    average_precision: Tensor
+    best_threshold: Tensor
+    best_f1: Tensor
+
+    @classmethod
+    def of(cls, level: Level, scores: Tensor, targets: Tensor) -> SetFigures:
+        """The figures from probabilities and targets, [N, C] each.
+
+        Raises:
+            LinnaeusError: a probability is not a number.
+        """
+        from torchmetrics.functional.classification import binary_precision_recall_curve  # seconds
+
+        if scores.isnan().any():
+            raise not_finite(level.name)
+        is_known, is_positive = targets != UNKNOWN, targets == 1
+        is_predicted = (scores > 0.5) & is_known
+        counts = (each.sum(dim=0) for each in (is_positive, is_predicted, is_positive & is_predicted))
+        found = torch.full((3, len(level.classes)), torch.nan)
+        for label in is_positive.any(dim=0).nonzero().flatten().tolist():
+            known = is_known[:, label]
+            precision, recall, thresholds = binary_precision_recall_curve(
+                scores[known, label], targets[known, label].long()
+            )
+            f1 = (2 * precision * recall / (precision + recall)).nan_to_num()[:-1]
+            best = int(f1.argmax())
+            average = -((recall[1:] - recall[:-1]) * precision[:-1]).sum()
+            found[:, label] = torch.stack([average, thresholds[best], f1[best]])
+        num_samples = int(is_known.any(dim=1).sum())
+        return cls(level, num_samples, len(targets) - num_samples, ClassFigures(*counts), *found)
+
+    def mean(self, values: Tensor) -> float | None:
+        """The mean over the classes with a positive sample, where a precision without a prediction is 0."""
+        has_samples = self.classes.num_samples > 0
+        return float(values[has_samples].nan_to_num(0.0).mean()) if has_samples.any() else None
 
 
 def not_finite(level_name: str, extent: str = "") -> LinnaeusError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,13 +25,19 @@ class ClassificationMetrics(nn.Module):
     each predicted class is a child of the class predicted one level above. Samples with a predicted class of
     unknown parent are not counted; if a level has no known parents, the metric is left out.
 
+    Where samples have several labels there are, in place of these, `map/<level>`, the average precision, and
+    `f1/<level>`, with probabilities above 0.5: means over the classes with a positive sample, computed by
+    torchmetrics from all samples, whose probabilities [N, C] wait on the host. An unknown label is left out.
+
     Args:
         taxonomy: levels and parents; None computes the loss only.
     """
 
     def __init__(self, taxonomy: Taxonomy | None) -> None:
         super().__init__()
-        counts = {} if taxonomy is None else taxonomy.num_classes
+        self._set_level = taxonomy.names[0] if taxonomy is not None and taxonomy.is_multilabel else None
+        self._sets: list[tuple[Tensor, Tensor]] = []
+        counts = {} if taxonomy is None or self._set_level else taxonomy.num_classes
         parents: Sequence[Sequence[int]] = () if taxonomy is None else taxonomy.parents
         self.level_names = list(counts)
         self.total_loss: Tensor
@@ -52,12 +59,15 @@ class ClassificationMetrics(nn.Module):
 
         Args:
             outputs: the model's outputs.
-            targets: labels [B, R], -1 where unknown.
+            targets: labels [B, R], -1 where unknown; [B, C] where samples have several.
             loss: mean loss of the batch.
         """
         size = batch_size(Batch(outputs, targets))
         self.num_samples += size
         self.total_loss += loss.float() * size
+        if self._set_level is not None and not loss.is_meta:
+            scores = logits_per_level(outputs, (self._set_level,))[0].float().sigmoid()
+            self._sets.append((scores.cpu(), targets.to(torch.int8).cpu()))
         if not self.level_names:
             return
         counts = []  # of each metric: samples that count for it, of how many
@@ -82,6 +92,8 @@ class ClassificationMetrics(nn.Module):
     def compute(self, world: World, *, aborted: bool = False) -> dict[str, float] | None:
         """The metrics over all batches of all processes, in one collective. Every process must call this.
 
+        Several labels per sample take two more.
+
         Args:
             world: the processes.
             aborted: whether this process has broken its validation off.
@@ -97,26 +109,53 @@ class ClassificationMetrics(nn.Module):
         for name, total, count in zip(self._names, sums[::2], sums[1::2], strict=True):
             empty = 0.0 if name.startswith("top") else math.nan
             values[name] = total / count if count else empty
+        if self._set_level is not None:
+            sets = self.gather_sets(world)
+            average_precision, f1 = world.on_main(lambda: _map_and_f1(*(sets or ())))
+            values |= {f"map/{self._set_level}": average_precision, f"f1/{self._set_level}": f1}
         return values
+
+    def gather_sets(self, world: World) -> tuple[Tensor, Tensor] | None:
+        """Probabilities and targets, [N, C] each, of all processes on rank 0; None on the others."""
+        gathered = world.gather_on_host(self._sets)
+        if gathered is None:
+            return None
+        scores, targets = zip(*chain.from_iterable(gathered), strict=True)
+        return torch.cat(scores), torch.cat(targets)
 
     def reset(self) -> None:
         """Forget all batches."""
         self.num_samples = 0
         self.total_loss.zero_()
         self.counts.zero_()
+        self._sets = []
+
+
+def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Means over the classes with a positive sample; NaN without any. Arguments as from `gather_sets`."""
+    # its import takes seconds
+    from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
+
+    counted = (targets == 1).any(dim=0)
+    if not counted.any() or scores.isnan().any():
+        return math.nan, math.nan
+    scores, targets, count = scores[:, counted], targets[:, counted].long(), int(counted.sum())
+    average_precision = multilabel_average_precision(scores, targets, count, ignore_index=UNKNOWN)
+    f1 = multilabel_f1_score(scores, targets, count, ignore_index=UNKNOWN)
+    return float(average_precision), float(f1)
 
 
 def headline(metrics: dict[str, float], criterion: nn.Module) -> tuple[str, float]:
     """Name and value of the metric that decides which checkpoint is best; larger is better.
 
-    It is top-1 of the finest level that the loss counts (LOSS.RANK_WEIGHTS), or the negated loss where there
-    are no classes.
+    It is top-1 of the finest level that the loss counts (LOSS.RANK_WEIGHTS), mean average precision where
+    samples have several labels, or the negated loss where there are no classes.
 
     Args:
         metrics: what `ClassificationMetrics.compute` gave.
         criterion: the run's loss; one without `level_weights` counts every level.
     """
-    top1 = [name for name in metrics if name.startswith("top1/")]
+    top1 = [name for name in metrics if name.startswith(("top1/", "map/"))]
     if not top1:
         return "-loss", -metrics["loss"]
     weights = getattr(criterion, "level_weights", (1.0,) * len(top1))

@@ -20,7 +20,7 @@ from linnaeus.files import not_written
 from linnaeus.inference.export import FORMATS, OUTPUTS, formats
 from linnaeus.inference.export.check import Model, Samples, largest_difference, samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
-from linnaeus.training.losses import gives_log_probabilities, log_probabilities, logits_per_level
+from linnaeus.training.losses import gives_log_probabilities, logits_per_level, probabilities
 from linnaeus.version import __version__
 
 NAMES = {
@@ -158,6 +158,7 @@ class ExportModule(nn.Module):
         self._names = tuple(run.classes)
         self._kind = kind
         self._are_logs = gives_log_probabilities(run.model)
+        self._is_multilabel = run.taxonomy is not None and run.taxonomy.is_multilabel
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """{name of the level: [B, classes]} of images [B, C, H, W]."""
@@ -170,7 +171,8 @@ class ExportModule(nn.Module):
         logits = dict(zip(self._names, logits_per_level(outputs, self._names), strict=True))
         if self._kind == "logits":
             return logits
-        return {name: log_probabilities(each, are_logs=self._are_logs).exp() for name, each in logits.items()}
+        kind = {"are_logs": self._are_logs, "is_multilabel": self._is_multilabel}
+        return {name: probabilities(each, **kind) for name, each in logits.items()}
 
 
 def _reference(run: TrainedRun, kind: str) -> Model:
@@ -211,6 +213,7 @@ def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
             "crop_fraction": preprocessing and preprocessing.crop_fraction,
         },
         "outputs": outputs,
+        "multilabel": taxonomy is not None and taxonomy.is_multilabel,
         **({"precision": run.precision_settings} if outputs is None else {}),
         "levels": [
             {
