@@ -54,6 +54,8 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     """
     dataset = data_config.DATASET
     is_users = isinstance(dataset, Mapping)
+    if not is_users and dataset.LABEL_SEPARATOR and dataset.NAME != "manifest":
+        raise ConfigError(f"DATA.DATASET.LABEL_SEPARATOR: is for NAME manifest, not {dataset.NAME}")
     if is_users:
         data = build_user_dataset(data_config, seed=seed)
     elif dataset.NAME in _BUILT_IN:
@@ -152,11 +154,6 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
             "gave tensors or declared no classes: evaluate the run on a `_target_` dataset like its own"
         )
     if dataset.NAME == "imagefolder":
-        if index.taxonomy.is_multilabel:
-            raise ConfigError(
-                "DATA.DATASET.NAME: 'imagefolder' has one label for each image, but the run has "
-                "several; list the images in a 'manifest'"
-            )
         files = evaluated_folder(dataset, is_own=request.is_own)
     else:
         files = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
@@ -170,9 +167,6 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
             )
         _, held_out = hold_out(files.listing, dataset.VAL_FRACTION, report, index.taxonomy)
         files, part = replace(files, listing=held_out), "samples held out of training"
-    if index.taxonomy.is_multilabel and dataset.LABEL_SEPARATOR:
-        taxonomy = replace(index.taxonomy, separator=dataset.LABEL_SEPARATOR)
-        index = replace(index, taxonomy=taxonomy)
     listing, missing = _aligned(files, index, report)
     if config.ON_BAD_IMAGE == "skip":
         listing = without_damaged(listing, on_main, report)
@@ -278,11 +272,17 @@ def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         dataset.taxonomy = index.taxonomy
         if isinstance(bundle.collate, UserCollate):
             bundle.collate.taxonomy = index.taxonomy
-    elif index is not None and declared is not None and declared.levels != index.taxonomy.levels:
+    elif (
+        index is not None
+        and declared is not None
+        and (
+            declared.levels != index.taxonomy.levels or declared.is_multilabel != index.taxonomy.is_multilabel
+        )
+    ):
         if declared.is_multilabel or index.taxonomy.is_multilabel:
             raise DataError(
                 f"{name}: several labels for a sample are not matched by name; give the dataset the classes "
-                "of the run, in their order"
+                "of the run, in their order, and its `multilabel`"
             )
         num_left_out = _relabel(dataset, Relabel(declared, index, name), request, on_main, report)
     return _evaluated(bundle, request, name, "split val", report, num_left_out)

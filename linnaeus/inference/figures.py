@@ -14,7 +14,7 @@ from torch import Tensor
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
-from linnaeus.training.accuracy import ClassificationMetrics
+from linnaeus.training.accuracy import ClassificationMetrics, class_curves
 from linnaeus.training.losses import log_probabilities, logits_per_level
 from linnaeus.words import counted
 
@@ -256,10 +256,8 @@ class SetFigures:
         num_samples: samples with a known label.
         num_unlabelled: samples without one.
         classes: figures of each class, with the labels whose probability is above 0.5 as predictions.
-        average_precision: [C], as torchmetrics computes it; NaN without a positive sample.
-        best_threshold: [C], the probability from which on a label counts so that the F1 of the class is best;
-            chosen on these samples, so that others show a lower F1. NaN without a positive sample.
-        best_f1: [C], the F1 with that threshold.
+        average_precision, best_f1, best_threshold: [C], see `class_curves`. The threshold is chosen on these
+            samples, so that others show a lower F1.
     """
 
     level: Level
@@ -267,8 +265,8 @@ class SetFigures:
     num_unlabelled: int
     classes: ClassFigures
     average_precision: Tensor
-    best_threshold: Tensor
     best_f1: Tensor
+    best_threshold: Tensor
 
     @classmethod
     def of(cls, level: Level, scores: Tensor, targets: Tensor) -> SetFigures:
@@ -277,25 +275,19 @@ class SetFigures:
         Raises:
             LinnaeusError: a probability is not a number.
         """
-        from torchmetrics.functional.classification import binary_precision_recall_curve  # seconds
-
         if scores.isnan().any():
             raise not_finite(level.name)
         is_known, is_positive = targets != UNKNOWN, targets == 1
         is_predicted = (scores > 0.5) & is_known
         counts = (each.sum(dim=0) for each in (is_positive, is_predicted, is_positive & is_predicted))
-        found = torch.full((3, len(level.classes)), torch.nan)
-        for label in is_positive.any(dim=0).nonzero().flatten().tolist():
-            known = is_known[:, label]
-            precision, recall, thresholds = binary_precision_recall_curve(
-                scores[known, label], targets[known, label].long()
-            )
-            f1 = (2 * precision * recall / (precision + recall)).nan_to_num()[:-1]
-            best = int(f1.argmax())
-            average = -((recall[1:] - recall[:-1]) * precision[:-1]).sum()
-            found[:, label] = torch.stack([average, thresholds[best], f1[best]])
         num_samples = int(is_known.any(dim=1).sum())
-        return cls(level, num_samples, len(targets) - num_samples, ClassFigures(*counts), *found)
+        return cls(
+            level,
+            num_samples,
+            len(targets) - num_samples,
+            ClassFigures(*counts),
+            *class_curves(scores, targets),
+        )
 
     def mean(self, values: Tensor) -> float | None:
         """The mean over the classes with a positive sample, where a precision without a prediction is 0."""

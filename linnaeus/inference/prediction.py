@@ -116,13 +116,12 @@ def predictions_of(
                 f"the model gives outputs {list(logits.shape)} for the {len(level.classes)} classes of rank "
                 f"{level.name!r}; [B, {len(level.classes)}] is needed"
             )
-        log = logits.float().sigmoid() if is_multilabel else log_probabilities(logits, are_logs=are_logs)
+        log = log_probabilities(logits, are_logs=are_logs, is_multilabel=is_multilabel)
         if bool(log.isnan().any()):
             raise not_finite(level.name)
         logs.append(log)
         found = log.topk(min(top or log.shape[1], log.shape[1]), dim=1)
-        values = found.values if is_multilabel else found.values.exp()
-        rows = zip(found.indices.tolist(), values.tolist(), strict=True)
+        rows = zip(found.indices.tolist(), found.values.exp().tolist(), strict=True)
         least = threshold if is_multilabel else 0.0
         best.append(
             [[(level.classes[label], p) for label, p in zip(*row, strict=True) if p >= least] for row in rows]

@@ -198,9 +198,9 @@ class TrainedRun:
             )
         is_multilabel = self.taxonomy.is_multilabel
         if is_multilabel and path:
-            raise ConfigError("path: the run has several labels for an image and no path; leave it out")
+            raise ConfigError("--path: the run has several labels for an image and no path; leave it out")
         if not is_multilabel and threshold is not None:
-            raise ConfigError("threshold: the run has one label for an image in each rank; use top")
+            raise ConfigError("--threshold: the run has one label for an image in each rank; use --top")
         return Predictor(
             self.model, self.transform, self.taxonomy, self.precision,
             top=5 if top is None and not is_multilabel else top, path=path,

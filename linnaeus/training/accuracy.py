@@ -26,8 +26,8 @@ class ClassificationMetrics(nn.Module):
     unknown parent are not counted; if a level has no known parents, the metric is left out.
 
     Where samples have several labels there are, in place of these, `map/<level>`, the average precision, and
-    `f1/<level>`, with probabilities above 0.5: means over the classes with a positive sample, computed by
-    torchmetrics from all samples, whose probabilities [N, C] wait on the host. An unknown label is left out.
+    `f1/<level>`, with probabilities above 0.5: means over the classes with a positive sample, from all
+    samples, whose probabilities [N, C] wait on the host. An unknown label is left out.
 
     Args:
         taxonomy: levels and parents; None computes the loss only.
@@ -133,16 +133,37 @@ class ClassificationMetrics(nn.Module):
 
 def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
     """Means over the classes with a positive sample; NaN without any. Arguments as from `gather_sets`."""
-    # its import takes seconds
-    from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
+    is_known, is_positive = targets != UNKNOWN, targets == 1
+    is_predicted = (scores > 0.5) & is_known
+    num_correct = (is_positive & is_predicted).sum(dim=0).double()
+    f1 = 2 * num_correct / (is_positive.sum(dim=0) + is_predicted.sum(dim=0))
+    average_precision = class_curves(scores, targets)[0]
+    return float(average_precision.nanmean()), float(f1[is_positive.any(dim=0)].mean())
 
-    counted = (targets == 1).any(dim=0)
-    if not counted.any() or scores.isnan().any():
-        return math.nan, math.nan
-    scores, targets, count = scores[:, counted], targets[:, counted].long(), int(counted.sum())
-    average_precision = multilabel_average_precision(scores, targets, count, ignore_index=UNKNOWN)
-    f1 = multilabel_f1_score(scores, targets, count, ignore_index=UNKNOWN)
-    return float(average_precision), float(f1)
+
+def class_curves(scores: Tensor, targets: Tensor) -> Tensor:
+    """What the precision-recall curve of each class gives, over the samples whose label is known.
+
+    Samples with equal probabilities count together. The values are those of scikit-learn and torchmetrics.
+
+    Args:
+        scores, targets: as from `gather_sets`; probabilities must be finite.
+
+    Returns:
+        [3, C], float64: average precision, the best F1, and the least probability that is predicted there;
+        NaN for a class without a positive sample.
+    """
+    found = torch.full((3, targets.shape[1]), math.nan, dtype=torch.float64)
+    for label in (targets == 1).any(dim=0).nonzero().flatten().tolist():
+        is_known = targets[:, label] != UNKNOWN
+        thresholds, order = scores[is_known, label].sort(descending=True)
+        lasts = torch.cat([thresholds.diff() != 0, torch.tensor([True])]).nonzero().flatten()  # of equal ones
+        hits = (targets[is_known, label] == 1)[order].cumsum(dim=0)[lasts].double()
+        precision, recall = hits / (lasts + 1), hits / hits[-1]
+        f1 = 2 * hits / (lasts + 1 + hits[-1])
+        average = (precision * recall.diff(prepend=torch.zeros(1))).sum()
+        found[:, label] = torch.stack([average, f1.max(), thresholds[lasts][f1.argmax()]])
+    return found
 
 
 def headline(metrics: dict[str, float], criterion: nn.Module) -> tuple[str, float]:

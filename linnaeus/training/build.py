@@ -60,7 +60,7 @@ def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
     if not is_target(loss_node) and loss_node.NAME in sigmoids and gives_log_probabilities(model):
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
-            "set LOSS.NAME cross_entropy or focal, or MODEL.HEAD independent"
+            "set MODEL.HEAD independent, or with one label in each rank LOSS.NAME cross_entropy or focal"
         )
 
 

@@ -58,17 +58,7 @@ def gives_log_probabilities(model: nn.Module) -> bool:
     return bool(getattr(model, "gives_log_probabilities", False))
 
 
-def probabilities(outputs: Tensor, *, are_logs: bool, is_multilabel: bool) -> Tensor:
-    """Probabilities [B, C] of one level, float32; several labels per sample have those of a sigmoid each.
-
-    For `are_logs` see `log_probabilities`.
-    """
-    if is_multilabel:
-        return outputs.float().sigmoid()
-    return log_probabilities(outputs, are_logs=are_logs).exp()
-
-
-def log_probabilities(outputs: Tensor, *, are_logs: bool) -> Tensor:
+def log_probabilities(outputs: Tensor, *, are_logs: bool, is_multilabel: bool = False) -> Tensor:
     """Logarithms of the probabilities [B, C] of one level, float32.
 
     >>> outputs = torch.tensor([[0.6, 0.3]]).log()
@@ -76,8 +66,11 @@ def log_probabilities(outputs: Tensor, *, are_logs: bool) -> Tensor:
     (tensor([[0.6000, 0.3000]]), tensor([[0.6667, 0.3333]]))
 
     With `are_logs`, the `gives_log_probabilities` of the model, its outputs [B, C] stay what they are: those
-    of a level may add up to less than 1, and a softmax would make them add up to 1.
+    of a level may add up to less than 1, and a softmax would make them add up to 1. Several labels per sample
+    have a sigmoid for each class.
     """
+    if is_multilabel:
+        return functional.logsigmoid(outputs.float())
     return outputs.float() if are_logs else outputs.float().log_softmax(dim=1)
 
 
@@ -230,12 +223,11 @@ class MultilabelBinaryCrossEntropy(TaxonomicLoss):
     """
 
     def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
-        is_known = target >= 0
+        is_unknown = target < 0
+        target = target + self.label_smoothing * (0.5 - target)
         # A logit this low, of a class that is absent, has neither loss nor gradient.
-        logits = _precise(logits).masked_fill(~is_known, -1e4)
-        target = target.clamp_min(0)
-        smooth = torch.where(is_known, target + self.label_smoothing * (0.5 - target), target)
-        return self._binary(logits, smooth) / logits.shape[1]
+        logits = _precise(logits).masked_fill(is_unknown, -1e4)
+        return self._binary(logits, target.masked_fill(is_unknown, 0)) / logits.shape[1]
 
     def _binary(self, logits: Tensor, target: Tensor) -> Tensor:
         """The sum of the binary losses for logits and targets in [0, 1], both [B, C]."""
@@ -357,20 +349,18 @@ def build_loss(
     counts = list(taxonomy.num_classes.values())
     if node.CLASS_WEIGHTS is not None and class_weights is None:
         class_weights = [torch.ones(count) for count in counts]
-    if taxonomy.is_multilabel != (node.NAME == "asymmetric") and not (
-        taxonomy.is_multilabel and node.NAME == "bce"
-    ):
-        has = "several labels" if taxonomy.is_multilabel else "one label in each rank"
-        choices = "bce or asymmetric" if taxonomy.is_multilabel else "cross_entropy, bce or focal"
-        raise ConfigError(f"LOSS.NAME: {node.NAME!r}, but samples have {has}; set LOSS.NAME {choices}")
-    if taxonomy.is_multilabel:
-        kind = MultilabelAsymmetric if node.NAME == "asymmetric" else MultilabelBinaryCrossEntropy
-        return kind(names, weights, node.LABEL_SMOOTHING, counts)
     kinds: dict[str, Callable[..., TaxonomicLoss]] = {
         "cross_entropy": TaxonomicCrossEntropy,
         "bce": TaxonomicBinaryCrossEntropy,
         "focal": partial(TaxonomicFocalLoss, gamma=node.FOCAL_GAMMA),
     }
+    if taxonomy.is_multilabel:
+        kinds = {"bce": MultilabelBinaryCrossEntropy, "asymmetric": MultilabelAsymmetric}
+    if node.NAME not in kinds:
+        number = "several labels" if taxonomy.is_multilabel else "one label in each rank"
+        raise ConfigError(
+            f"LOSS.NAME: {node.NAME!r} is not for samples with {number}; set {' or '.join(kinds)}"
+        )
     return kinds[node.NAME](names, weights, node.LABEL_SMOOTHING, counts, class_weights)
 
 

@@ -20,7 +20,7 @@ from linnaeus.files import not_written
 from linnaeus.inference.export import FORMATS, OUTPUTS, formats
 from linnaeus.inference.export.check import Model, Samples, largest_difference, samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
-from linnaeus.training.losses import gives_log_probabilities, logits_per_level, probabilities
+from linnaeus.training.losses import gives_log_probabilities, log_probabilities, logits_per_level
 from linnaeus.version import __version__
 
 NAMES = {
@@ -172,7 +172,7 @@ class ExportModule(nn.Module):
         if self._kind == "logits":
             return logits
         kind = {"are_logs": self._are_logs, "is_multilabel": self._is_multilabel}
-        return {name: probabilities(each, **kind) for name, each in logits.items()}
+        return {name: log_probabilities(each, **kind).exp() for name, each in logits.items()}
 
 
 def _reference(run: TrainedRun, kind: str) -> Model:
