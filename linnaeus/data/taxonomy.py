@@ -44,8 +44,7 @@ class Taxonomy:
         separator: stands between the names where a sample has several labels; None is one label each.
 
     Raises:
-        DataError: no level, two levels of one name, several levels with a separator, or parents that do not
-            fit the levels.
+        DataError: no level, two levels of one name, several with a separator, or parents that do not fit.
 
     >>> taxonomy = Taxonomy((Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf"))),
     ...                     parents=((0, 0, 1),))
@@ -61,8 +60,7 @@ class Taxonomy:
         names = [level.name for level in self.levels]
         if self.separator and len(names) > 1:
             raise DataError(
-                f"several labels for a sample need a single taxonomic rank, not {', '.join(names)}; name one "
-                "in DATA.DATASET.RANKS, or let the dataset declare one"
+                f"several labels for a sample need one taxonomic rank (DATA.DATASET.RANKS), not {names}"
             )
         if not names or len(set(names)) != len(names):
             raise DataError(f"a taxonomy needs at least one rank and different names for all, not {names}")
@@ -218,8 +216,7 @@ def index_labels(
     """Number the classes of the training samples, sorted by parent and name, and find the parent of each.
 
     Raises:
-        DataError: a name whose parent is unknown and which occurs under several known parents; several levels
-            with a separator.
+        DataError: a name whose parent is unknown and which occurs under several known parents.
 
     >>> index = index_labels(["genus", "species"], [("Felis", "catus"), ("Canis", "lupus"), (None, "lupus")])
     >>> index.encode((None, "lupus")), index.taxonomy.parents

@@ -14,7 +14,7 @@ from torch import Tensor
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
-from linnaeus.training.accuracy import ClassificationMetrics, class_curves
+from linnaeus.training.accuracy import ClassificationMetrics, figures_of_sets
 from linnaeus.training.losses import log_probabilities, logits_per_level
 from linnaeus.words import counted
 
@@ -256,8 +256,8 @@ class SetFigures:
         num_samples: samples with a known label.
         num_unlabelled: samples without one.
         classes: figures of each class, with the labels whose probability is above 0.5 as predictions.
-        average_precision, best_f1, best_threshold: [C], see `class_curves`. The threshold is chosen on these
-            samples, so that others show a lower F1.
+        average_precision, best_f1, best_threshold: [C], see `figures_of_sets`. The threshold is chosen on
+            these samples, so that others show a lower F1.
     """
 
     level: Level
@@ -277,17 +277,10 @@ class SetFigures:
         """
         if scores.isnan().any():
             raise not_finite(level.name)
-        is_known, is_positive = targets != UNKNOWN, targets == 1
-        is_predicted = (scores > 0.5) & is_known
-        counts = (each.sum(dim=0) for each in (is_positive, is_predicted, is_positive & is_predicted))
-        num_samples = int(is_known.any(dim=1).sum())
-        return cls(
-            level,
-            num_samples,
-            len(targets) - num_samples,
-            ClassFigures(*counts),
-            *class_curves(scores, targets),
-        )
+        num_samples = int((targets != UNKNOWN).any(dim=1).sum())
+        figures = figures_of_sets(scores, targets)
+        classes = ClassFigures(*figures[:3].long())
+        return cls(level, num_samples, len(targets) - num_samples, classes, *figures[3:])
 
     def mean(self, values: Tensor) -> float | None:
         """The mean over the classes with a positive sample, where a precision without a prediction is 0."""

@@ -123,9 +123,8 @@ def predictions_of(
         found = log.topk(min(top or log.shape[1], log.shape[1]), dim=1)
         rows = zip(found.indices.tolist(), found.values.exp().tolist(), strict=True)
         least = threshold if is_multilabel else 0.0
-        best.append(
-            [[(level.classes[label], p) for label, p in zip(*row, strict=True) if p >= least] for row in rows]
-        )
+        named = ([(level.classes[label], p) for label, p in zip(*row, strict=True)] for row in rows)
+        best.append([[(name, p) for name, p in row if p >= least] for row in named])
     labels, probabilities = _best_paths(logs, taxonomy, are_logs=are_logs) if path else ([], [])
     predictions = []
     for i, source in enumerate(sources):

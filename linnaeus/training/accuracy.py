@@ -132,38 +132,40 @@ class ClassificationMetrics(nn.Module):
 
 
 def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Means over the classes with a positive sample; NaN without any. Arguments as from `gather_sets`."""
-    is_known, is_positive = targets != UNKNOWN, targets == 1
-    is_predicted = (scores > 0.5) & is_known
-    num_correct = (is_positive & is_predicted).sum(dim=0).double()
-    f1 = 2 * num_correct / (is_positive.sum(dim=0) + is_predicted.sum(dim=0))
-    average_precision = class_curves(scores, targets)[0]
-    return float(average_precision.nanmean()), float(f1[is_positive.any(dim=0)].mean())
+    """Means over the classes with a positive sample; NaN without any. Arguments as for `figures_of_sets`."""
+    figures = figures_of_sets(scores, targets)
+    num_positive, num_predicted, num_correct, average_precision = figures[:4, figures[0] > 0]
+    return float(average_precision.mean()), float((2 * num_correct / (num_positive + num_predicted)).mean())
 
 
-def class_curves(scores: Tensor, targets: Tensor) -> Tensor:
-    """What the precision-recall curve of each class gives, over the samples whose label is known.
+def figures_of_sets(scores: Tensor, targets: Tensor) -> Tensor:
+    """The figures of each class where samples have several labels, over the samples whose label is known.
 
-    Samples with equal probabilities count together. The values are those of scikit-learn and torchmetrics.
+    Average precision is that of scikit-learn and torchmetrics: samples of equal probability count together.
 
     Args:
-        scores, targets: as from `gather_sets`; probabilities must be finite.
+        scores, targets: as from `gather_sets`; probabilities are finite.
 
     Returns:
-        [3, C], float64: average precision, the best F1, and the least probability that is predicted there;
-        NaN for a class without a positive sample.
+        [6, C], float64: positive samples, those predicted with a probability above 0.5, and those that are
+        both; average precision, the best F1, and the threshold for it, midway between two probabilities. The
+        last three are NaN for a class without a positive sample.
     """
-    found = torch.full((3, targets.shape[1]), math.nan, dtype=torch.float64)
-    for label in (targets == 1).any(dim=0).nonzero().flatten().tolist():
-        is_known = targets[:, label] != UNKNOWN
-        thresholds, order = scores[is_known, label].sort(descending=True)
-        lasts = torch.cat([thresholds.diff() != 0, torch.tensor([True])]).nonzero().flatten()  # of equal ones
-        hits = (targets[is_known, label] == 1)[order].cumsum(dim=0)[lasts].double()
-        precision, recall = hits / (lasts + 1), hits / hits[-1]
-        f1 = 2 * hits / (lasts + 1 + hits[-1])
-        average = (precision * recall.diff(prepend=torch.zeros(1))).sum()
-        found[:, label] = torch.stack([average, f1.max(), thresholds[lasts][f1.argmax()]])
-    return found
+    is_known, is_positive = targets != UNKNOWN, targets == 1
+    is_predicted = (scores > 0.5) & is_known
+    counts = [each.sum(dim=0) for each in (is_positive, is_predicted, is_positive & is_predicted)]
+    figures = torch.stack([*counts, *(torch.full_like(counts[0], math.nan, dtype=torch.float64),) * 3])
+    for label in counts[0].nonzero().flatten().tolist():
+        values, order = scores[is_known[:, label], label].double().sort(descending=True)
+        lasts = torch.cat([values.diff() != 0, torch.tensor([True])]).nonzero().flatten()  # of equal ones
+        num_predicted, num_positive = (lasts + 1).double(), float(counts[0][label])
+        num_correct = is_positive[is_known[:, label], label][order].cumsum(0)[lasts]
+        recall = num_correct.double() / num_positive
+        f1 = 2 * num_correct / (num_predicted + num_positive)
+        thresholds = (values[lasts] + torch.cat([values[lasts][1:], torch.zeros(1)])) / 2
+        average_precision = (num_correct / num_predicted * recall.diff(prepend=recall.new_zeros(1))).sum()
+        figures[3:, label] = torch.stack([average_precision, f1.max(), thresholds[f1.argmax()]])
+    return figures
 
 
 def headline(metrics: dict[str, float], criterion: nn.Module) -> tuple[str, float]:

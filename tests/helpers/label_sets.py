@@ -13,42 +13,42 @@ from torch import Tensor, nn
 from tests.helpers.small_runs import Clusters
 
 NAMES = ("bee", "cow", "elk", "fox", "owl")
-SIDE = 16
 
 
 class Pixels(nn.Sequential):
-    """A layer on the pixels."""
-
     def __init__(self, num_classes: int, in_chans: int, img_size: tuple[int, int]) -> None:
         super().__init__(nn.Flatten(), nn.Linear(in_chans * img_size[0] * img_size[1], num_classes))
 
 
 class Sets(Clusters):
-    """The clusters, of which each has the label of the one before it too; the last class is often unknown."""
+    """The clusters, with the label of the one before each too; the last class is often unknown."""
 
     multilabel = True
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         point, label = super().__getitem__(index)
-        target = torch.zeros(3).long()
-        target[[label, label - 1]] = 1
-        target[2] = -1 if index % 3 == 0 else target[2]
-        return point, target
+        target = torch.zeros(3).index_fill(0, torch.tensor([label, (label - 1) % 3]), 1)
+        return point, target if index % 3 else torch.cat([target[:2], torch.tensor([-1.0])])
 
 
-def write_label_sets(folder: Path, number: int = 160, number_val: int = 80) -> Path:
-    """Images with `train.csv` and `val.csv`, whose column `animal` has the labels; gives the folder."""
+def write_label_sets(folder: Path) -> None:
+    """160 and 80 images, with `train.csv` and `val.csv`, whose column `animal` has the labels."""
     folder.mkdir(parents=True)
-    for seed, (split, count) in enumerate((("train", number), ("val", number_val))):
-        rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 160), ("val", 80)):
         rows = [["image", "animal", "number"]]
         for position in range(count):
             labels = np.flatnonzero(rng.random(len(NAMES)) < (0.5, 0.4, 0.3, 0.3, 0.15))
-            pixels = rng.normal(90, 45, (SIDE, SIDE, 3))
+            pixels = rng.normal(90, 45, (16, 16, 3))
             for label in labels:
                 pixels[4:12, 3 * label : 3 * label + 3] += 40
-            rows.append([f"{split}{position:03}.png", ";".join(NAMES[i] for i in labels) or ";", len(labels)])
+            names = ";".join(NAMES[i] for i in labels) or ";"
+            rows.append([f"{split}{position:03}.png", names, str(len(labels))])
             Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / rows[-1][0])
-        with (folder / f"{split}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows(rows)
-    return folder
+        (folder / f"{split}.csv").write_text("\n".join(map(",".join, rows)))
+
+
+def cells_of(path: Path) -> list[list[str]]:
+    """The labels of each row."""
+    with path.open(newline="") as file:
+        return [row["animal"].split(";") for row in csv.DictReader(file)]
