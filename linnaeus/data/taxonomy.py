@@ -14,10 +14,8 @@ UNKNOWN = -1
 """An unknown label, or an unknown parent. The loss ignores it."""
 
 Lineage = tuple[str | None, ...]
-"""The class names of one sample, coarse to fine; None where the label is unknown.
-
-Where samples have several labels it is one text, with the names of a sample's classes between separators.
-"""
+"""The class names of one sample, coarse to fine; None where the label is unknown. Several labels of a sample
+are one text, with separators."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +196,8 @@ class LabelIndex:
         if cell is None:
             return (UNKNOWN,) * len(table)
         keys = {(UNKNOWN, name) for name in self.taxonomy.split(cell)}
-        if lacking := sorted(name for _, name in keys - table.keys()):
-            raise UnknownClassError(lacking[0])
+        if lacking := keys - table.keys():
+            raise UnknownClassError(min(lacking)[1])
         return tuple(int(key in keys) for key in table)
 
     def select(self, names: Sequence[str]) -> LabelIndex:

@@ -118,8 +118,7 @@ class TrainedRun:
         Args:
             images: one image, or several: paths, Pillow images, arrays [H, W] or [H, W, C] of uint8, tensors
                 [C, H, W] of uint8 or of fractions in [0, 1]; or an array or tensor of several.
-            top: number of classes of each level; a level with fewer gives all. None is 5, or all where
-                images have several labels.
+            top: number of classes of each level; None is 5, or all where images have several labels.
             path: also look for the most probable path through the taxonomy.
             threshold: the least probability of a label where images have several; None is 0.5.
             batch_size: images in a batch; None finds the largest that fits, where there are many images.
