@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from linnaeus.cli.parser import CommandParser, check_files, read_count, read_table
+from linnaeus.cli.parser import CommandParser, check_files, read_count, read_number, read_table
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
@@ -62,8 +63,9 @@ class Options:
     images: list[str] = field(default_factory=list)
     checkpoint: str | None = None
     output: Path | None = None
-    top: int = 5
+    top: int | None = None
     path: bool = False
+    threshold: float | None = None
     device: str = "auto"
     batch_size: int | None = None
     workers: int | None = None
@@ -125,8 +127,9 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     from linnaeus.console import ProgressBar
 
     predictor = trained.predictor(
-        top=options.top, path=options.path, batch_size=options.batch_size, num_workers=options.workers
-    )
+        top=options.top, path=options.path, threshold=options.threshold, batch_size=options.batch_size,
+        num_workers=options.workers,
+    )  # fmt: skip
     unreadable = list[Unreadable]()
     if STDIN in options.images:  # names of files may be no valid UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
@@ -203,8 +206,16 @@ class Writer:
 
 
 def _cells(prediction: Prediction) -> dict[str, str]:
-    """The row of a CSV file, by column; the best class of a level is number 1."""
+    """The row of a CSV file, by column; the best class of a level is number 1.
+
+    Several labels stand in one cell, as in a manifest, and their probabilities in another one.
+    """
     cells = {"path": str(prediction.source)}
+    if prediction.separator:
+        for level, classes in prediction.levels.items():
+            cells[level] = prediction.separator.join(name for name, _ in classes) or prediction.separator
+            cells[f"{level}_probability"] = prediction.separator.join(f"{p:.6g}" for _, p in classes)
+        return cells
     for level, classes in prediction.levels.items():
         for number, (name, probability) in enumerate(classes, start=1):
             cells |= {f"{level}_{number}": name, f"{level}_{number}_probability": f"{probability:.6g}"}
@@ -220,7 +231,7 @@ def _text(prediction: Prediction) -> str:
     from linnaeus.inference.prediction import percent
 
     rows = {
-        printable(name): "   ".join(f"{printable(label)} {percent(p)}" for label, p in classes)
+        printable(name): "   ".join(f"{printable(label)} {percent(p)}" for label, p in classes) or "none"
         for name, classes in prediction.levels.items()
     }
     if prediction.path is not None:
@@ -284,7 +295,13 @@ PARSER.option(
     "--output", "FILE", read_table,
     "write .csv, .json or .jsonl by its ending, instead of printing; the file appears when all is done",
 )  # fmt: skip
-PARSER.option("--top", "K", read_count, "classes for each taxonomic rank; default 5")
+PARSER.option(
+    "--top", "K", read_count, "classes for each taxonomic rank; default 5, or all from the threshold on"
+)  # fmt: skip
+PARSER.option(
+    "--threshold", "P", partial(read_number, "probability", most=1),
+    "least probability of a label, for runs with several labels per image; default 0.5",
+)  # fmt: skip
 PARSER.switch(
     "--path", "add the most probable path through the taxonomy, on which each class is the parent of the next"
 )

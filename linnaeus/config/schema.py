@@ -93,6 +93,10 @@ def _freeze(value: Any) -> str | None:
     return "must be none, backbone, or patterns of parameter names such as backbone.layer1.*"
 
 
+def _separator(value: str | None) -> str | None:
+    return "must have at least one character" if value == "" else None
+
+
 def _crop_scale(value: list[float]) -> str | None:
     return None if len(value) == 2 and value[0] <= value[1] else "must be [low, high] with low <= high"
 
@@ -174,6 +178,10 @@ class DatasetConfig:
     RANKS: list[str] | None = key(
         None, "names of the taxonomic ranks, coarse to fine; null takes them from the data", check=_not_empty
     )
+    LABEL_SEPARATOR: str | None = key(
+        None, "what stands between the names in a cell of a manifest where an image has several labels, "
+        "such as `;`; null is one label for each image and rank", check=_separator,
+    )  # fmt: skip
     CHANNELS: int = key(3, "channels of an image: any number for `synthetic`, 1 or 3 for files", gt=0)
     NUM_CLASSES: list[int] = key(
         lambda: [4, 16], "classes per taxonomic rank of `synthetic`, coarse to fine", ge=2, check=_not_empty
@@ -334,7 +342,8 @@ class LossConfig:
 
     NAME: str = key(
         "cross_entropy", "kind of loss: `cross_entropy`, `bce` (binary cross-entropy, a mean over the "
-        "classes) or `focal` (of the softmax's probabilities)", choices=("cross_entropy", "bce", "focal"),
+        "classes), `focal` (of the softmax's probabilities), or for several labels per image `asymmetric`",
+        choices=("cross_entropy", "bce", "focal", "asymmetric"),
     )  # fmt: skip
     LABEL_SMOOTHING: float = key(0.0, "label smoothing", ge=0, lt=1)
     FOCAL_GAMMA: float = key(2.0, "exponent of `focal`; 0 is cross-entropy", ge=0)

@@ -64,8 +64,10 @@ def training_targets(data: DataBundle, key: str) -> Tensor:
     """The labels [N, R] of all training samples, int64, -1 where unknown, without reading an image.
 
     Raises:
-        ConfigError: the dataset has no classes, or does not give the labels.
+        ConfigError: the dataset has no classes, does not give the labels, or has several for a sample.
     """
+    if data.taxonomy is not None and data.taxonomy.is_multilabel:
+        raise ConfigError(f"{key}: needs one label for each sample, but samples have several; leave it out")
     targets = getattr(data.train, "targets", None)
     if data.taxonomy is None or not isinstance(targets, Tensor):
         lacking = "class names or their number" if data.taxonomy is None else "`targets`"

@@ -57,6 +57,8 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     """
     dataset = data_config.DATASET
     is_users = isinstance(dataset, Mapping)
+    if not is_users and dataset.LABEL_SEPARATOR and dataset.NAME != "manifest":
+        raise ConfigError(f"DATA.DATASET.LABEL_SEPARATOR: is for NAME manifest, not {dataset.NAME}")
     if is_users:
         data = build_user_dataset(data_config, seed=seed)
     elif dataset.NAME in _BUILT_IN:
@@ -173,7 +175,9 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
                 f"{listing.source}: its classes are not those of the run any more, so the samples that "
                 "it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
             )
-        held_out = [hold_out(each, dataset.VAL_FRACTION, report)[1] for each in files.listings]
+        held_out = [
+            hold_out(each, dataset.VAL_FRACTION, report, index.taxonomy)[1] for each in files.listings
+        ]
         listing, part = Listing.joined(held_out), "samples held out of training"
     listing, missing = _aligned(listing, files.level_names, index, report)
     if config.ON_BAD_IMAGE == "skip":
@@ -285,7 +289,18 @@ def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         dataset.taxonomy = index.taxonomy
         if isinstance(bundle.collate, UserCollate):
             bundle.collate.taxonomy = index.taxonomy
-    elif index is not None and declared is not None and declared.levels != index.taxonomy.levels:
+    elif (
+        index is not None
+        and declared is not None
+        and (
+            declared.levels != index.taxonomy.levels or declared.is_multilabel != index.taxonomy.is_multilabel
+        )
+    ):
+        if declared.is_multilabel or index.taxonomy.is_multilabel:
+            raise DataError(
+                f"{name}: several labels for a sample are not matched by name; give the dataset the classes "
+                "of the run, in their order, and its `multilabel`"
+            )
         num_left_out = _relabel(dataset, Relabel(declared, index, name), request, on_main, report)
     return _evaluated(bundle, request, name, "split val", report, num_left_out)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import find_damaged
 from linnaeus.data.image import load_image
-from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, UnknownClassError
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted, several
@@ -88,7 +89,8 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         root, paths: the folder that relative paths start from, and the path of each image.
-        targets: [N, R], int64, one column per level; -1 is unknown.
+        targets: [N, R], int64, one column per level; -1 is unknown. Of several labels per sample [N, C],
+            int8, which items have as float32.
         channels: 1 (grey) or 3 (RGB); every image is converted.
     """
 
@@ -113,11 +115,11 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return [os.path.join(self.root, os.fsdecode(path)) for path in self.paths]  # noqa: PTH118
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.transform(self._load(index)), self.targets[index]
+        return self.transform(self._load(index)), self._target(index)
 
     def read_pixels(self, index: int) -> tuple[Tensor, Tensor]:
         """The pixels of a sample before normalisation, uint8 [C, height, width], and its labels [R]."""
-        return self.transform.pixels(self._load(index)), self.targets[index]  # type: ignore[attr-defined]
+        return self.transform.pixels(self._load(index)), self._target(index)  # type: ignore[attr-defined]
 
     def collate_pixels(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
         """The batch of samples that `read_pixels` gave."""
@@ -130,6 +132,10 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         for image, place in zip(images, inputs, strict=True):
             self.transform.normalise.write(image, place)  # type: ignore[attr-defined]
         return Batch(inputs, default_collate(list(targets)))
+
+    def _target(self, index: int) -> Tensor:
+        target = self.targets[index]
+        return target.float() if target.dtype == torch.int8 else target
 
     def _load(self, index: int) -> Tensor:
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
@@ -164,7 +170,8 @@ def build_files(
     size = as_size(config.IMG_SIZE, (224, 224))
     report: list[str] = []
     if not vals:
-        pairs = [hold_out(each, config.DATASET.VAL_FRACTION, report) for each in trains]
+        taxonomy, fraction = index.taxonomy, config.DATASET.VAL_FRACTION
+        pairs = [hold_out(each, fraction, report, taxonomy) for each in trains]
         trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
     train, val = Listing.joined(trains), Listing.joined(vals)
     transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
@@ -218,13 +225,22 @@ def stratified_split(
     return [i for i in range(len(keys)) if i not in held_out], sorted(val)
 
 
-def hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[Listing, Listing]:
+def hold_out(
+    listing: Listing, fraction: float, report: list[str], taxonomy: Taxonomy
+) -> tuple[Listing, Listing]:
     """Training and validation samples of a listing, stratified by class; notes it in the report.
+
+    A sample with several labels counts for the rarest of them.
 
     Raises:
         DataError: there are too few samples.
     """
-    train, val = stratified_split(listing.paths, listing.lineages, fraction)
+    strata: Sequence[Hashable] = listing.lineages
+    if taxonomy.is_multilabel:
+        labels = [taxonomy.split(cell or "") for (cell,) in listing.lineages]
+        counts = Counter(chain.from_iterable(labels))
+        strata = [min(names, key=lambda name: (counts[name], name), default="") for names in labels]
+    train, val = stratified_split(listing.paths, strata, fraction)
     if not val:
         raise DataError(
             f"{listing.source}: {len(listing.paths)} samples are too few to hold out {fraction:g} of them "
@@ -246,21 +262,26 @@ def report_coarse(listing: Listing, report: list[str]) -> None:
 def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:
     """Targets [N, R] of samples, and the positions of the samples of each class that the index lacks.
 
-    The targets of those samples are unknown at every level.
+    With several labels per sample, targets are [N, C], int8: 1, 0, or -1 where unknown. The targets of those
+    samples are unknown at every level.
     """
-    labels: dict[Lineage, tuple[int, ...]] = {}
+    is_multilabel = index.taxonomy.is_multilabel
+    num_columns = len(index.lookup[0] if is_multilabel else index.columns)
+    labels: dict[Lineage, Tensor] = {}
     lacking: dict[Lineage, str] = {}
     unknown: dict[str, list[int]] = {}
     for position, lineage in enumerate(lineages):
         if lineage not in labels:
             try:
-                labels[lineage] = index.encode(lineage)
+                row = index.encode(lineage)
             except UnknownClassError as error:
-                labels[lineage], lacking[lineage] = (UNKNOWN,) * len(index.columns), error.args[0]
+                row, lacking[lineage] = (UNKNOWN,) * num_columns, error.args[0]
+            labels[lineage] = torch.tensor(row, dtype=torch.int8 if is_multilabel else torch.int64)
         if lineage in lacking:
             unknown.setdefault(lacking[lineage], []).append(position)
-    targets = torch.tensor([labels[lineage] for lineage in lineages], dtype=torch.int64)
-    return targets, unknown
+    positions = {lineage: position for position, lineage in enumerate(labels)}
+    rows = torch.stack([*labels.values()])
+    return rows[[positions[lineage] for lineage in lineages]], unknown
 
 
 def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list[str]:

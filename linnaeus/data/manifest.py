@@ -1,4 +1,7 @@
-"""CSV manifests: a column of image paths, and one of class names per level; an empty cell is unknown."""
+"""CSV manifests: a column of image paths, and one of class names per level; an empty cell is unknown.
+
+With `DATA.DATASET.LABEL_SEPARATOR` a cell holds several names; the separator alone is a sample of no class.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +134,7 @@ def _training(tables: Sequence[_Table]) -> tuple[list[Listing], LabelIndex, list
         raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
     trains = [_listing(table, levels) for table in tables]
     train = Listing.joined(trains)
-    index = index_labels(levels, train.lineages)
+    index = index_labels(levels, train.lineages, dataset.LABEL_SEPARATOR)
     require_classes(index.taxonomy, train.source, "choose other columns with DATA.DATASET.RANKS")
     return trains, index, list(levels)
 

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 from linnaeus.config.schema import AugmentConfig
 from linnaeus.data.batch import Batch, describe, is_image_batch
-from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError, DataError
 
 _BOTH = "DATA.AUGMENT.MIXUP and DATA.AUGMENT.CUTMIX"
@@ -32,12 +32,15 @@ class Mixing:
         cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0 is off. With both, each batch takes
             one of them with equal probability.
         in_place: write the mixed images over the batch; otherwise over a copy.
+        is_multilabel: whether targets are those of several labels per sample, [B, C] with -1 where unknown.
     """
 
     def __init__(
-        self, num_classes: Sequence[int], mixup: float, cutmix: float, *, in_place: bool = True
-    ) -> None:
+        self, num_classes: Sequence[int], mixup: float, cutmix: float, *, in_place: bool = True,
+        is_multilabel: bool = False,
+    ) -> None:  # fmt: skip
         self.num_classes = tuple(num_classes)
+        self.is_multilabel = is_multilabel
         self.in_place = in_place
         kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
         self.transforms = [kind(alpha=alpha) for kind, alpha in kinds if alpha > 0]
@@ -54,6 +57,8 @@ class Mixing:
                 f"{_BOTH} mix batches of images, float [batch, channels, height, width], but the "
                 f"inputs are {describe(inputs)}; set both to 0"
             )
+        if self.is_multilabel:
+            return batch
         num_ranks = len(self.num_classes)
         is_labels = isinstance(targets, Tensor) and not targets.is_floating_point()
         if not is_labels or targets.shape != (len(inputs), num_ranks):
@@ -95,7 +100,9 @@ class Mixing:
         else:
             part = drawn["lam"]
             _write_over(images, lambda image, other: image.mul_(part).add_(other, alpha=1 - part))
-        return Batch(images, targets * part + targets.roll(1, 0) * (1 - part))
+        others = targets.roll(1, 0)
+        is_unknown = (targets < 0) | (others < 0)
+        return Batch(images, (targets * part + others * (1 - part)).masked_fill(is_unknown, UNKNOWN))
 
 
 def _write_over(images: Tensor, write: Callable[[Tensor, Tensor], object]) -> None:
@@ -143,7 +150,8 @@ def build_mixing(
             f"{_BOTH}: mixed labels need classes, which the dataset does not declare; give it "
             f"`taxonomy`, `classes` or `num_classes`, or set {_BOTH} to 0"
         )
-    return Mixing(list(taxonomy.num_classes.values()), augment.MIXUP, augment.CUTMIX, in_place=in_place)
+    counts, is_multilabel = list(taxonomy.num_classes.values()), taxonomy.is_multilabel
+    return Mixing(counts, augment.MIXUP, augment.CUTMIX, in_place=in_place, is_multilabel=is_multilabel)
 
 
 def is_mixing(augment: AugmentConfig) -> bool:

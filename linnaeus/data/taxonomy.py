@@ -14,7 +14,8 @@ UNKNOWN = -1
 """An unknown label, or an unknown parent. The loss ignores it."""
 
 Lineage = tuple[str | None, ...]
-"""The class names of one sample, coarse to fine; None where the label is unknown."""
+"""The class names of one sample, coarse to fine; None where the label is unknown. Several labels of a sample
+are one text, with separators."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Taxonomy:
         levels: the levels.
         parents: for each level after the first, the label of each class's parent in the level above, or
             `UNKNOWN` where no training sample shows it. Left out, every parent is unknown.
+        separator: stands between the names where a sample has several labels; None is one label each.
 
     Raises:
-        DataError: no level, two levels of one name, or parents that do not fit the levels.
+        DataError: no level, two levels of one name, several with a separator, or parents that do not fit.
 
     >>> taxonomy = Taxonomy((Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf"))),
     ...                     parents=((0, 0, 1),))
@@ -50,9 +52,14 @@ class Taxonomy:
 
     levels: tuple[Level, ...]
     parents: tuple[tuple[int, ...], ...] = ()
+    separator: str | None = None
 
     def __post_init__(self) -> None:
         names = [level.name for level in self.levels]
+        if self.separator and len(names) > 1:
+            raise DataError(
+                f"several labels for a sample need one taxonomic rank (DATA.DATASET.RANKS), not {names}"
+            )
         if not names or len(set(names)) != len(names):
             raise DataError(f"a taxonomy needs at least one rank and different names for all, not {names}")
         if not self.parents:
@@ -72,6 +79,19 @@ class Taxonomy:
     def names(self) -> tuple[str, ...]:
         """Names of the levels, coarse to fine."""
         return tuple(level.name for level in self.levels)
+
+    @property
+    def is_multilabel(self) -> bool:
+        """Whether a sample has several labels. Targets are then [N, C]: 1, 0, or `UNKNOWN` for each class."""
+        return bool(self.separator)
+
+    def split(self, cell: str) -> list[str]:
+        """The names in a cell with several labels, sorted.
+
+        >>> Taxonomy((Level("tag", ("cat", "dog")),), separator=";").split("dog; cat;;dog")
+        ['cat', 'dog']
+        """
+        return sorted({name.strip() for name in cell.split(self.separator)} - {""})
 
     @property
     def num_classes(self) -> dict[str, int]:
@@ -130,6 +150,8 @@ class LabelIndex:
         ]
         for level, row in zip(levels[1:], self.taxonomy.parents, strict=True):
             level["parents"] = list(row)
+        if self.taxonomy.separator:
+            levels[0]["separator"] = self.taxonomy.separator
         if self == LabelIndex.of(self.taxonomy):
             return {"levels": levels}
         lookup = [[list(key) for key in table] for table in self.lookup]
@@ -142,6 +164,7 @@ class LabelIndex:
         taxonomy = Taxonomy(
             tuple(Level(level["name"], tuple(level["classes"])) for level in levels),
             tuple(tuple(level["parents"]) for level in levels[1:]),
+            levels[0].get("separator"),
         )
         if "lookup" not in content:
             return cls.of(taxonomy)
@@ -152,11 +175,13 @@ class LabelIndex:
         return cls(taxonomy, lookup, tuple(content["columns"]))
 
     def encode(self, lineage: Lineage) -> tuple[int, ...]:
-        """Labels of a lineage, one per level of the taxonomy.
+        """Labels of a lineage, one per level; with several labels per sample, 1, 0 or -1 for each class.
 
         Raises:
             UnknownClassError: a name that no training sample has under that parent.
         """
+        if self.taxonomy.is_multilabel:
+            return self._encode_set(lineage[0])
         labels: list[int] = []
         for depth, name in enumerate(lineage):
             parent = labels[-1] if labels else UNKNOWN
@@ -166,6 +191,15 @@ class LabelIndex:
             labels.append(label)
         return tuple(labels[column] for column in self.columns)
 
+    def _encode_set(self, cell: str | None) -> tuple[int, ...]:
+        (table,) = self.lookup
+        if cell is None:
+            return (UNKNOWN,) * len(table)
+        keys = {(UNKNOWN, name) for name in self.taxonomy.split(cell)}
+        if lacking := keys - table.keys():
+            raise UnknownClassError(min(lacking)[1])
+        return tuple(int(key in keys) for key in table)
+
     def select(self, names: Sequence[str]) -> LabelIndex:
         """The same classes with some of the levels, in the order given."""
         columns = tuple(self.taxonomy.names.index(name) for name in names)
@@ -174,7 +208,9 @@ class LabelIndex:
         return LabelIndex(Taxonomy(levels, parents), self.lookup, columns)
 
 
-def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> LabelIndex:
+def index_labels(
+    level_names: Sequence[str], lineages: Iterable[Lineage], separator: str | None = None
+) -> LabelIndex:
     """Number the classes of the training samples, sorted by parent and name, and find the parent of each.
 
     Raises:
@@ -184,6 +220,9 @@ def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> Lab
     >>> index.encode((None, "lupus")), index.taxonomy.parents
     ((-1, 0), ((0, 1),))
     """
+    if separator:
+        sets = Taxonomy(tuple(Level(name, ()) for name in level_names), separator=separator)
+        lineages = {(name,) for (cell,) in lineages for name in sets.split(cell or "")}
     unique = sorted(set(lineages), key=lambda lineage: [name or "" for name in lineage])
     parents = [UNKNOWN] * len(unique)
     lookup: list[dict[tuple[int, str], int]] = []
@@ -196,6 +235,7 @@ def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> Lab
     taxonomy = Taxonomy(
         tuple(Level(name, _display_names(keys, depth)) for depth, name in enumerate(level_names)),
         tuple(tuple(parent for parent, _ in table) for table in lookup[1:]),
+        separator,
     )
     return LabelIndex(taxonomy, tuple(lookup), tuple(range(len(level_names))))
 

@@ -6,7 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -81,6 +81,8 @@ class UserDataset(Dataset[Any]):
                 inputs = self.transform(to_tensor(inputs, self.channels))
         if self.taxonomy is not None:
             where = f"{self.name}: target of sample {index}"
+            if self.taxonomy.is_multilabel:
+                return inputs, _label_set(target, self.taxonomy, where)
             target = _labels(_row(target, self.taxonomy, where), None, self.taxonomy, where)[0]
         return inputs, target if self.relabel is None else self.relabel(target[None])[0]
 
@@ -103,6 +105,8 @@ class UserCollate:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise DataError(f"{self.name}: collate_fn gave {describe(batch)}; it must give (inputs, targets)")
         inputs, targets = batch
+        if self.taxonomy is not None and self.taxonomy.is_multilabel:
+            return Batch(inputs, torch.as_tensor(targets).float())
         if self.taxonomy is not None and isinstance(targets, Mapping):
             targets = torch.stack([torch.as_tensor(targets[name]) for name in self.taxonomy.names], dim=1)
         if self.taxonomy is not None and isinstance(targets, Tensor) and targets.ndim == 1:
@@ -119,6 +123,7 @@ def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
 
     Classes come from the dataset's attribute `taxonomy` (a `Taxonomy`, or a mapping from names of levels to
     class names or their number), `classes` (names) or `num_classes`; for a `Subset`, from the dataset in it.
+    Its attribute `multilabel`, if true, says that a target is [C]: 1, 0, or -1 (unknown) for each class.
 
     Raises:
         ConfigError: there is no such class, or an argument of it cannot be made.
@@ -277,6 +282,8 @@ def _find_taxonomy(dataset: Any, name: str) -> Taxonomy | None:
         declared = Taxonomy(levels)
     if not isinstance(declared, Taxonomy):
         raise DataError(f"{name}: taxonomy is {describe(declared)}; it must be a Taxonomy or {{rank: names}}")
+    if _attribute_of(dataset, "multilabel") is True and not declared.is_multilabel:
+        declared = replace(declared, separator=";")
     require_classes(declared, name, "give each taxonomic rank two classes or more")
     return declared
 
@@ -323,6 +330,21 @@ def _row(target: Any, taxonomy: Taxonomy, where: str) -> Any:
         ranks = ", ".join(taxonomy.names)
         raise DataError(f"{where}: {', '.join(strange)} not among the taxonomic ranks {ranks}")
     return [target.get(name, UNKNOWN) for name in taxonomy.names]
+
+
+def _label_set(target: Any, taxonomy: Taxonomy, where: str) -> Tensor:
+    """The labels [C] of a sample that has several, float32: 1, 0, or -1 (unknown) for each class."""
+    ((rank, num_classes),) = taxonomy.num_classes.items()
+    try:
+        row = torch.as_tensor(target).float()
+    except (TypeError, ValueError, RuntimeError):
+        row = torch.empty(0)
+    if row.shape != (num_classes,) or not ((row == 0) | (row == 1) | (row == UNKNOWN)).all():
+        raise DataError(
+            f"{where}: {describe(target)}, but 1, 0, or -1 where unknown is needed for each of the "
+            f"{num_classes} classes of {rank}, since the dataset's `multilabel` is True"
+        )
+    return row
 
 
 def _labels(values: Any, num_samples: int | None, taxonomy: Taxonomy, where: str) -> Tensor:

@@ -18,7 +18,7 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError, first_detail, first_line
-from linnaeus.inference.figures import EvaluationMetrics, LevelFigures
+from linnaeus.inference.figures import EvaluationMetrics, LevelFigures, SetFigures
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.freeze import Freezing
 from linnaeus.training.build import Assembly
@@ -39,7 +39,7 @@ class Outcome:
     """
 
     metrics: dict[str, float]
-    levels: list[LevelFigures] | None
+    levels: list[LevelFigures | SetFigures] | None
     duration_s: float
 
 

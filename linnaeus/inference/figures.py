@@ -14,7 +14,7 @@ from torch import Tensor
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
-from linnaeus.training.accuracy import ClassificationMetrics
+from linnaeus.training.accuracy import ClassificationMetrics, figures_of_sets
 from linnaeus.training.losses import log_probabilities, logits_per_level
 from linnaeus.words import counted
 
@@ -53,6 +53,8 @@ class EvaluationMetrics:
         self.logged.update(outputs, targets, loss)
         if self._taxonomy is None:
             return
+        if self._taxonomy.is_multilabel:
+            return  # the logged metrics keep all that the figures need
         logits = logits_per_level(outputs, self._taxonomy.names)
         predicted = torch.stack([each.argmax(dim=1) for each in logits], dim=1)
         labels = torch.stack([targets, predicted], dim=2)
@@ -70,7 +72,7 @@ class EvaluationMetrics:
             self._on_host.append((labels.int(), log_p))
             self._on_device = []
 
-    def figures(self, world: World) -> list[LevelFigures] | None:
+    def figures(self, world: World) -> list[LevelFigures | SetFigures] | None:
         """The figures of all levels, coarse to fine, over the samples of all processes.
 
         A collective, which every process must call; None except on rank 0.
@@ -78,6 +80,9 @@ class EvaluationMetrics:
         Raises:
             LinnaeusError: outputs are not finite; on rank 0.
         """
+        if self._taxonomy is not None and self._taxonomy.is_multilabel:
+            sets = self.logged.gather_sets(world)
+            return None if sets is None else [SetFigures.of(self._taxonomy.levels[0], *sets)]
         self._move_to_host()
         gathered = world.gather_on_host(self._on_host)
         if gathered is None or self._taxonomy is None:
@@ -240,6 +245,47 @@ class LevelFigures:
         recall = self.classes.recall.nan_to_num(2.0)
         order = torch.argsort(recall, stable=True)[:limit].tolist()
         return [label for label in order if recall[label] < 1]
+
+
+@dataclass(frozen=True)
+class SetFigures:
+    """The figures of a level where samples have several labels; an unknown label is left out.
+
+    Attributes:
+        level: its name and classes.
+        num_samples: samples with a known label.
+        num_unlabelled: samples without one.
+        classes: figures of each class, with the labels whose probability is above 0.5 as predictions.
+        average_precision, best_f1, best_threshold: [C], see `figures_of_sets`. The threshold is chosen on
+            these samples, so that others show a lower F1.
+    """
+
+    level: Level
+    num_samples: int
+    num_unlabelled: int
+    classes: ClassFigures
+    average_precision: Tensor
+    best_f1: Tensor
+    best_threshold: Tensor
+
+    @classmethod
+    def of(cls, level: Level, scores: Tensor, targets: Tensor) -> SetFigures:
+        """The figures from probabilities and targets, [N, C] each.
+
+        Raises:
+            LinnaeusError: a probability is not a number.
+        """
+        if scores.isnan().any():
+            raise not_finite(level.name)
+        num_samples = int((targets != UNKNOWN).any(dim=1).sum())
+        figures = figures_of_sets(scores, targets)
+        classes = ClassFigures(*figures[:3].long())
+        return cls(level, num_samples, len(targets) - num_samples, classes, *figures[3:])
+
+    def mean(self, values: Tensor) -> float | None:
+        """The mean over the classes with a positive sample, where a precision without a prediction is 0."""
+        has_samples = self.classes.num_samples > 0
+        return float(values[has_samples].nan_to_num(0.0).mean()) if has_samples.any() else None
 
 
 def not_finite(level_name: str, extent: str = "") -> LinnaeusError:

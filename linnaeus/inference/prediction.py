@@ -42,18 +42,21 @@ class Prediction:
     Attributes:
         source: the path, or the position of an image that came without one.
         levels: for each level, coarse to fine, the most probable classes with their probabilities, the best
-            one first.
+            one first. Where images have several labels, those from the threshold on, perhaps none.
         path: the most probable consistent path; None where it was not asked for.
+        separator: of the names in a table where images have several labels; None is one label each.
     """
 
     source: str | int
     levels: dict[str, list[tuple[str, float]]]
     path: ConsistentPath | None = None
+    separator: str | None = None
 
     def __repr__(self) -> str:
+        shown = {name: classes if self.separator else classes[:1] for name, classes in self.levels.items()}
         best = ", ".join(
-            f"{name}: {label} {percent(probability)}"
-            for name, ((label, probability), *_) in self.levels.items()
+            f"{name}: {' '.join(f'{label} {percent(p)}' for label, p in classes) or 'none'}"
+            for name, classes in shown.items()
         )
         path = "" if self.path is None else f", path: {self.path}"
         return f"Prediction({self.source!r}, {best}{path})"
@@ -84,8 +87,9 @@ def predictions_of(
     sources: Sequence[str | int],
     taxonomy: Taxonomy,
     *,
-    top: int,
+    top: int | None,
     path: bool = False,
+    threshold: float = 0.5,
     are_logs: bool = False,
 ) -> list[Prediction]:
     """The predictions of a batch. Level by level and a path at a time, it takes memory for [B, classes].
@@ -94,8 +98,9 @@ def predictions_of(
         outputs: of the model, in any supported form.
         sources: where each image came from.
         taxonomy: levels, classes and parents.
-        top: number of classes of each level; a level with fewer gives all.
+        top: number of classes of each level; a level with fewer gives all, None all of several labels.
         path: whether to look for the most probable consistent path.
+        threshold: the least probability of a label where images have several.
         are_logs: see `linnaeus.training.losses.log_probabilities`.
 
     Raises:
@@ -103,6 +108,7 @@ def predictions_of(
         LinnaeusError: they are not finite, or not one for each class.
     """
     logs: list[Tensor] = []
+    is_multilabel = taxonomy.is_multilabel
     best: list[list[list[tuple[str, float]]]] = []  # by level and image
     for level, logits in zip(taxonomy.levels, logits_per_level(outputs, taxonomy.names), strict=True):
         if logits.ndim != 2 or logits.shape[1] != len(level.classes):
@@ -110,13 +116,15 @@ def predictions_of(
                 f"the model gives outputs {list(logits.shape)} for the {len(level.classes)} classes of rank "
                 f"{level.name!r}; [B, {len(level.classes)}] is needed"
             )
-        log = log_probabilities(logits, are_logs=are_logs)
+        log = log_probabilities(logits, are_logs=are_logs, is_multilabel=is_multilabel)
         if bool(log.isnan().any()):
             raise not_finite(level.name)
         logs.append(log)
-        found = log.topk(min(top, log.shape[1]), dim=1)
+        found = log.topk(min(top or log.shape[1], log.shape[1]), dim=1)
         rows = zip(found.indices.tolist(), found.values.exp().tolist(), strict=True)
-        best.append([[(level.classes[label], p) for label, p in zip(*row, strict=True)] for row in rows])
+        least = threshold if is_multilabel else 0.0
+        named = ([(level.classes[label], p) for label, p in zip(*row, strict=True)] for row in rows)
+        best.append([[(name, p) for name, p in row if p >= least] for row in named])
     labels, probabilities = _best_paths(logs, taxonomy, are_logs=are_logs) if path else ([], [])
     predictions = []
     for i, source in enumerate(sources):
@@ -127,7 +135,7 @@ def predictions_of(
             classes = {level.name: level.classes[label] for level, label in pairs}
             differs = any(levels[name][0][0] != label for name, label in classes.items())
             consistent = ConsistentPath(classes, probabilities[i], differs)
-        predictions.append(Prediction(source, levels, consistent))
+        predictions.append(Prediction(source, levels, consistent, taxonomy.separator))
     return predictions
 
 

@@ -45,7 +45,7 @@ class Predictor:
         reader: makes inputs from images.
         taxonomy: levels and classes.
         precision: number format and memory format of the forward pass.
-        top, path: see `predictions_of`.
+        top, path, threshold: see `predictions_of`.
         batch_size: images in a batch; None looks for the largest that fits. Afterwards, the size in use: it
             is halved where memory runs out.
         num_workers: threads that load images; 0 loads them between the batches.
@@ -56,8 +56,9 @@ class Predictor:
     reader: Reader
     taxonomy: Taxonomy
     precision: Precision
-    top: int = 5
+    top: int | None = 5
     path: bool = False
+    threshold: float = 0.5
     batch_size: int | None = None
     num_workers: int = 0
     has_searched: bool = field(default=False, init=False)
@@ -181,6 +182,6 @@ class Predictor:
         with self.precision.autocast():
             outputs = self.model(batch.inputs)
         return predictions_of(
-            outputs, sources, self.taxonomy, top=self.top, path=self.path,
+            outputs, sources, self.taxonomy, top=self.top, path=self.path, threshold=self.threshold,
             are_logs=gives_log_probabilities(self.model),
         )  # fmt: skip

@@ -108,8 +108,9 @@ class TrainedRun:
         self,
         images: ImageLike | Iterable[ImageLike],
         *,
-        top: int = 5,
+        top: int | None = None,
         path: bool = False,
+        threshold: float | None = None,
         batch_size: int | None = None,
     ) -> list[Prediction]:
         """The most probable classes of each image.
@@ -117,8 +118,9 @@ class TrainedRun:
         Args:
             images: one image, or several: paths, Pillow images, arrays [H, W] or [H, W, C] of uint8, tensors
                 [C, H, W] of uint8 or of fractions in [0, 1]; or an array or tensor of several.
-            top: number of classes of each level; a level with fewer gives all.
+            top: number of classes of each level; None is 5, or all where images have several labels.
             path: also look for the most probable path through the taxonomy.
+            threshold: the least probability of a label where images have several; None is 0.5.
             batch_size: images in a batch; None finds the largest that fits, where there are many images.
 
         Raises:
@@ -126,14 +128,15 @@ class TrainedRun:
             TypeError, ValueError: an argument that cannot be used.
             AutoBatchError, OutOfMemoryError: not even one image fits.
         """
-        return list(self.stream(images, top=top, path=path, batch_size=batch_size))
+        return list(self.stream(images, top=top, path=path, threshold=threshold, batch_size=batch_size))
 
     def stream(
         self,
         images: ImageLike | Iterable[ImageLike],
         *,
-        top: int = 5,
+        top: int | None = None,
         path: bool = False,
+        threshold: float | None = None,
         batch_size: int | None = None,
     ) -> Iterator[Prediction]:
         """What `predict` returns, one by one; of the images about two batches are held at a time."""
@@ -143,8 +146,9 @@ class TrainedRun:
         if not isinstance(images, Iterable):
             raise TypeError(f"images must be an image or an iterable of images, not {images!r:.100}")
         predictor = self.predictor(
-            top=top, path=path, batch_size=self._batch_size_found if batch_size is None else batch_size
-        )
+            top=top, path=path, threshold=threshold,
+            batch_size=self._batch_size_found if batch_size is None else batch_size,
+        )  # fmt: skip
         for found in predictor.run(images):
             if isinstance(found, Unreadable):
                 raise DataError(f"{found.source} cannot be predicted: {found.reason}")
@@ -169,8 +173,9 @@ class TrainedRun:
     def predictor(
         self,
         *,
-        top: int = 5,
+        top: int | None = None,
         path: bool = False,
+        threshold: float | None = None,
         batch_size: int | None = None,
         num_workers: int | None = None,
     ) -> Predictor:
@@ -179,7 +184,8 @@ class TrainedRun:
         Args:
             num_workers: threads that load images; None is one for each CPU core, at most 8.
         """
-        for name, value in (("top", top), ("batch_size", 1 if batch_size is None else batch_size)):
+        for name, value in (("top", top), ("batch_size", batch_size)):
+            value = 1 if value is None else value
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be a whole number, not {value!r}")
             if value < 1:
@@ -189,8 +195,15 @@ class TrainedRun:
                 f"{self.checkpoint}: the run's dataset declared no classes, so there is no class to predict; "
                 "run.model gives the model's outputs"
             )
+        is_multilabel = self.taxonomy.is_multilabel
+        if is_multilabel and path:
+            raise ConfigError("--path: the run has several labels for an image and no path; leave it out")
+        if not is_multilabel and threshold is not None:
+            raise ConfigError("--threshold: the run has one label for an image in each rank; use --top")
         return Predictor(
-            self.model, self.transform, self.taxonomy, self.precision, top=top, path=path,
+            self.model, self.transform, self.taxonomy, self.precision,
+            top=5 if top is None and not is_multilabel else top, path=path,
+            threshold=0.5 if threshold is None else threshold,
             batch_size=batch_size, num_workers=min(8, num_cores()) if num_workers is None else num_workers,
         )  # fmt: skip
 

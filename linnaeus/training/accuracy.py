@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ class ClassificationMetrics(nn.Module):
     each predicted class is a child of the class predicted one level above. Samples with a predicted class of
     unknown parent are not counted; if a level has no known parents, the metric is left out.
 
+    Where samples have several labels there are, in place of these, `map/<level>`, the average precision, and
+    `f1/<level>`, with probabilities above 0.5: means over the classes with a positive sample, from all
+    samples, whose probabilities [N, C] wait on the host. An unknown label is left out.
+
     Args:
         taxonomy: levels and parents; None computes the loss only.
 
@@ -34,7 +39,9 @@ class ClassificationMetrics(nn.Module):
 
     def __init__(self, taxonomy: Taxonomy | None) -> None:
         super().__init__()
-        counts = {} if taxonomy is None else taxonomy.num_classes
+        self._set_level = taxonomy.names[0] if taxonomy is not None and taxonomy.is_multilabel else None
+        self._sets: list[tuple[Tensor, Tensor]] = []
+        counts = {} if taxonomy is None or self._set_level else taxonomy.num_classes
         parents: Sequence[Sequence[int]] = () if taxonomy is None else taxonomy.parents
         self.level_names = list(counts)
         self.total_loss: Tensor
@@ -56,12 +63,15 @@ class ClassificationMetrics(nn.Module):
 
         Args:
             outputs: the model's outputs.
-            targets: labels [B, R], -1 where unknown.
+            targets: labels [B, R], -1 where unknown; [B, C] where samples have several.
             loss: mean loss of the batch.
         """
         size = batch_size(Batch(outputs, targets))
         self.num_samples += size
         self.total_loss += loss.float() * size
+        if self._set_level is not None and not loss.is_meta:
+            scores = logits_per_level(outputs, (self._set_level,))[0].float().sigmoid()
+            self._sets.append((scores.cpu(), targets.to(torch.int8).cpu()))
         if not self.level_names:
             return
         counts = []  # of each metric: samples that count for it, of how many
@@ -86,6 +96,8 @@ class ClassificationMetrics(nn.Module):
     def compute(self, world: World, *, aborted: bool = False) -> dict[str, float] | None:
         """The metrics over all batches of all processes, in one collective. Every process must call this.
 
+        Several labels per sample take two more.
+
         Args:
             world: the processes.
             aborted: whether this process has broken its validation off.
@@ -101,26 +113,76 @@ class ClassificationMetrics(nn.Module):
         for name, total, count in zip(self.names, sums[::2], sums[1::2], strict=True):
             empty = 0.0 if name.startswith("top") else math.nan
             values[name] = total / count if count else empty
+        if self._set_level is not None:
+            sets = self.gather_sets(world)
+            average_precision, f1 = world.on_main(lambda: _map_and_f1(*(sets or ())))
+            values |= {f"map/{self._set_level}": average_precision, f"f1/{self._set_level}": f1}
         return values
+
+    def gather_sets(self, world: World) -> tuple[Tensor, Tensor] | None:
+        """Probabilities and targets, [N, C] each, of all processes on rank 0; None on the others."""
+        gathered = world.gather_on_host(self._sets)
+        if gathered is None:
+            return None
+        scores, targets = zip(*chain.from_iterable(gathered), strict=True)
+        return torch.cat(scores), torch.cat(targets)
 
     def reset(self) -> None:
         """Forget all batches."""
         self.num_samples = 0
         self.total_loss.zero_()
         self.counts.zero_()
+        self._sets = []
+
+
+def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Means over the classes with a positive sample; NaN without any. Arguments as for `figures_of_sets`."""
+    figures = figures_of_sets(scores, targets)
+    num_positive, num_predicted, num_correct, average_precision = figures[:4, figures[0] > 0]
+    return float(average_precision.mean()), float((2 * num_correct / (num_positive + num_predicted)).mean())
+
+
+def figures_of_sets(scores: Tensor, targets: Tensor) -> Tensor:
+    """The figures of each class where samples have several labels, over the samples whose label is known.
+
+    Average precision is that of scikit-learn and torchmetrics: samples of equal probability count together.
+
+    Args:
+        scores, targets: as from `gather_sets`; probabilities are finite.
+
+    Returns:
+        [6, C], float64: positive samples, those predicted with a probability above 0.5, and those that are
+        both; average precision, the best F1, and the threshold for it, midway between two probabilities. The
+        last three are NaN for a class without a positive sample.
+    """
+    is_known, is_positive = targets != UNKNOWN, targets == 1
+    is_predicted = (scores > 0.5) & is_known
+    counts = [each.sum(dim=0) for each in (is_positive, is_predicted, is_positive & is_predicted)]
+    figures = torch.stack([*counts, *(torch.full_like(counts[0], math.nan, dtype=torch.float64),) * 3])
+    for label in counts[0].nonzero().flatten().tolist():
+        values, order = scores[is_known[:, label], label].double().sort(descending=True)
+        lasts = torch.cat([values.diff() != 0, torch.tensor([True])]).nonzero().flatten()  # of equal ones
+        num_predicted, num_positive = (lasts + 1).double(), float(counts[0][label])
+        num_correct = is_positive[is_known[:, label], label][order].cumsum(0)[lasts]
+        recall = num_correct.double() / num_positive
+        f1 = 2 * num_correct / (num_predicted + num_positive)
+        thresholds = (values[lasts] + torch.cat([values[lasts][1:], torch.zeros(1)])) / 2
+        average_precision = (num_correct / num_predicted * recall.diff(prepend=recall.new_zeros(1))).sum()
+        figures[3:, label] = torch.stack([average_precision, f1.max(), thresholds[f1.argmax()]])
+    return figures
 
 
 def headline(names: Sequence[str], criterion: nn.Module) -> str:
     """The metric that decides which checkpoint is best.
 
-    It is top-1 of the finest level that the loss counts (LOSS.RANK_WEIGHTS), or the loss where there are no
-    classes.
+    It is top-1 of the finest level that the loss counts (LOSS.RANK_WEIGHTS), mean average precision where
+    samples have several labels, or the loss where there are no classes.
 
     Args:
         names: of the metrics of a validation.
         criterion: the run's loss; one without `level_weights` counts every level.
     """
-    top1 = [name for name in names if name.startswith("top1/")]
+    top1 = [name for name in names if name.startswith(("top1/", "map/"))]
     weights = getattr(criterion, "level_weights", (1.0,) * len(top1))
     return ["loss", *(name for name, weight in zip(top1, weights, strict=True) if weight > 0)][-1]
 

@@ -58,10 +58,11 @@ def check_before_data(model: Any, optimizer: Any, config: TrainConfig, world: Wo
 
 def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
     """Raise `ConfigError` for a loss with a sigmoid, on a model that gives log-probabilities."""
-    if not is_target(loss_node) and loss_node.NAME == "bce" and gives_log_probabilities(model):
+    sigmoids = ("bce", "asymmetric")
+    if not is_target(loss_node) and loss_node.NAME in sigmoids and gives_log_probabilities(model):
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
-            "set LOSS.NAME cross_entropy or focal, or MODEL.HEAD independent"
+            "set MODEL.HEAD independent, or with one label in each rank LOSS.NAME cross_entropy or focal"
         )
 
 
@@ -173,7 +174,9 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
     criterion = build_loss(node, taxonomy, device, weights).to(device)
     if isinstance(criterion, SingleRank) and taxonomy is not None:
         num_classes = len(taxonomy.levels[0].classes)
-        criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
+        is_multilabel = taxonomy.is_multilabel
+        mixes = data.mixing is not None or is_multilabel
+        criterion.check_takes_targets(num_classes, device, mixes=mixes, is_multilabel=is_multilabel)
     return criterion
 
 

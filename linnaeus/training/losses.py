@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from timm.loss import AsymmetricLossMultiLabel
 from torch import Tensor, nn
 
 from linnaeus.config.instantiate import call_target, is_target
@@ -57,7 +58,7 @@ def gives_log_probabilities(model: nn.Module) -> bool:
     return bool(getattr(model, "gives_log_probabilities", False))
 
 
-def log_probabilities(outputs: Tensor, *, are_logs: bool) -> Tensor:
+def log_probabilities(outputs: Tensor, *, are_logs: bool, is_multilabel: bool = False) -> Tensor:
     """Logarithms of the probabilities [B, C] of one level, float32.
 
     >>> outputs = torch.tensor([[0.6, 0.3]]).log()
@@ -65,8 +66,11 @@ def log_probabilities(outputs: Tensor, *, are_logs: bool) -> Tensor:
     (tensor([[0.6000, 0.3000]]), tensor([[0.6667, 0.3333]]))
 
     With `are_logs`, the `gives_log_probabilities` of the model, its outputs [B, C] stay what they are: those
-    of a level may add up to less than 1, and a softmax would make them add up to 1.
+    of a level may add up to less than 1, and a softmax would make them add up to 1. Several labels per sample
+    have a sigmoid for each class.
     """
+    if is_multilabel:
+        return functional.logsigmoid(outputs.float())
     return outputs.float() if are_logs else outputs.float().log_softmax(dim=1)
 
 
@@ -211,6 +215,32 @@ class TaxonomicFocalLoss(TaxonomicLoss):
         return -(target * rest**self.gamma * log_p).sum()
 
 
+class MultilabelBinaryCrossEntropy(TaxonomicLoss):
+    """Binary cross-entropy of each class's sigmoid for several labels per sample, a mean over the classes.
+
+    Targets are [B, C], float: 1, 0, between them for mixed samples, or -1 where unknown, which adds 0. Label
+    smoothing moves a target y to `(1 - label_smoothing) y + label_smoothing / 2`.
+    """
+
+    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+        is_unknown = target < 0
+        target = target + self.label_smoothing * (0.5 - target)
+        # A logit this low, of a class that is absent, has neither loss nor gradient.
+        logits = _precise(logits).masked_fill(is_unknown, -1e4)
+        return self._binary(logits, target.masked_fill(is_unknown, 0)) / logits.shape[1]
+
+    def _binary(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The sum of the binary losses for logits and targets in [0, 1], both [B, C]."""
+        return functional.binary_cross_entropy_with_logits(logits, target, reduction="sum")
+
+
+class MultilabelAsymmetric(MultilabelBinaryCrossEntropy):
+    """Asymmetric loss (Ben-Baruch et al. 2021, arXiv:2009.14119) with gamma 1 and 4, and margin 0.05."""
+
+    def _binary(self, logits: Tensor, target: Tensor) -> Tensor:
+        return AsymmetricLossMultiLabel(reduction="sum")(logits, target)  # type: ignore[no-any-return]
+
+
 def smoothed(probabilities: Tensor, label_smoothing: float) -> Tensor:
     """Label smoothing of probabilities [B, C], which leaves rows of zeros alone.
 
@@ -237,6 +267,8 @@ def _precise(logits: Tensor) -> Tensor:
 class SingleRank(nn.Module):
     """A library's loss over one taxonomic rank: it gets logits [B, C] and labels [B], and no tuples.
 
+    Several labels per sample are [B, C], float: 1, 0, or -1 where unknown.
+
     Args:
         loss: callable (logits, labels) -> scalar.
         level_name: name of the rank, for messages.
@@ -255,8 +287,12 @@ class SingleRank(nn.Module):
         return self.loss(logits, targets)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def check_takes_targets(self, num_classes: int, device: torch.device, *, mixes: bool) -> None:
+    def check_takes_targets(
+        self, num_classes: int, device: torch.device, *, mixes: bool, is_multilabel: bool = False
+    ) -> None:
         """Try the loss on labels, and with `mixes` also on probabilities, as mixed batches have them.
+
+        Several labels per sample have the form of probabilities.
 
         Raises:
             ConfigError: it cannot take one of them.
@@ -264,13 +300,14 @@ class SingleRank(nn.Module):
         num_samples = 2 if num_classes != 2 else 3  # other than the classes, so that nothing broadcasts
         labels = torch.zeros(num_samples, 1, dtype=torch.int64, device=device)
         logits = torch.zeros(num_samples, num_classes, device=device)
-        for targets in [labels, one_hot(labels[:, 0], num_classes).float()][: 1 + mixes]:
+        for targets in [labels, one_hot(labels[:, 0], num_classes).float()][is_multilabel : 1 + mixes]:
             try:
                 self(logits, targets)
             except Exception as error:
                 what = "labels [batch]"
                 if targets is not labels:
                     what = "probabilities [batch, classes], as DATA.AUGMENT.MIXUP and CUTMIX make them,"
+                    what = "targets [batch, classes] of several labels" if is_multilabel else what
                 raise ConfigError(
                     f"LOSS: {type(self.loss).__name__} does not take {what} with logits [batch, classes] "
                     f"({first_line(error)}); choose LOSS.NAME"
@@ -294,8 +331,8 @@ def build_loss(
             buffers hold 1, to be loaded from a checkpoint.
 
     Raises:
-        ConfigError: weights that do not match the ranks, a dataset without labels and no `_target_`, or a
-            loss of a library for several ranks.
+        ConfigError: weights that do not match the ranks, a dataset without labels and no `_target_`, a
+            loss of a library for several ranks, or one that is not for the number of labels per sample.
     """
     if is_target(node):
         return _custom_loss(node, taxonomy, device)
@@ -317,6 +354,13 @@ def build_loss(
         "bce": TaxonomicBinaryCrossEntropy,
         "focal": partial(TaxonomicFocalLoss, gamma=node.FOCAL_GAMMA),
     }
+    if taxonomy.is_multilabel:
+        kinds = {"bce": MultilabelBinaryCrossEntropy, "asymmetric": MultilabelAsymmetric}
+    if node.NAME not in kinds:
+        number = "several labels" if taxonomy.is_multilabel else "one label in each rank"
+        raise ConfigError(
+            f"LOSS.NAME: {node.NAME!r} is not for samples with {number}; set {' or '.join(kinds)}"
+        )
     return kinds[node.NAME](names, weights, node.LABEL_SMOOTHING, counts, class_weights)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.profiler import profile
 from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
 
 from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Level, Taxonomy
@@ -53,6 +54,7 @@ def work(rank: int, folder: str) -> Results:
                     results |= {("passes", how): two_passes(world, how) for how in WRAPPERS}
                 if world_size == 2:
                     results |= metrics_of_seven_levels(world)
+                    results["sets"] = fill_sets(ClassificationMetrics(SETS), rank, 2).compute(world)
                     results |= {how: distributed(world, how) for how in WAYS}
                     results |= {("stops", stops): trained(world, stops=stops) for stops in (False, True)}
                     results["measured"] = [measured(world, is_on) for is_on in (False, True)]
@@ -175,6 +177,7 @@ def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(
 # --- the metrics of a validation ---
 
 VAL_BATCH_SIZES = (5, 24)
+SETS = Taxonomy((Level("tag", tuple("abcd")),), separator=";")
 SEVEN = Taxonomy(tuple(Level(f"level{i}", tuple(f"{i}.{j}" for j in range(4 + i))) for i in range(7)))
 
 
@@ -224,6 +227,17 @@ def metrics_of_seven_levels(world: World) -> Results:
     }
 
 
+def fill_sets(metrics: ClassificationMetrics, rank: int, world_size: int) -> ClassificationMetrics:
+    """One process's share of 13 samples with several labels, some unknown; probabilities are often equal."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(13, 4, generator=generator).round(decimals=1)
+    targets = torch.randint(-1, 2, (13, 4), generator=generator).float().clamp_max(torch.tensor([1, 1, 1, 0]))
+    rows = slice(rank, None, world_size)
+    metrics.update(logits[rows], targets[rows], torch.tensor((1 + rank) / 8))
+    metrics.seen = logits.sigmoid(), targets.int()
+    return metrics
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(
     ranks: list[Results], name: str
@@ -253,6 +267,19 @@ def test_two_processes_compute_the_metrics_of_one(ranks: list[Results]) -> None:
     for rank in (0, 1):
         assert ranks[rank]["values"] == expected
         assert ranks[rank]["again"] == expected, "the metrics keep their own states"
+
+
+def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(ranks: list[Results]) -> None:
+    metrics = fill_sets(ClassificationMetrics(SETS), 0, 1)
+    scores, targets = (each[:, :3] for each in metrics.seen)  # the fourth class has no sample
+    assert metrics.compute(World(CPU)) is not None
+    for function, name in ((multilabel_average_precision, "map/tag"), (multilabel_f1_score, "f1/tag")):
+        expected = float(function(scores, targets, 3, ignore_index=-1))
+        assert ranks[0]["sets"][name] == pytest.approx(expected, abs=1e-6)
+    alone = metrics.compute(World(CPU))
+    assert alone is not None
+    assert ranks[0]["sets"] == ranks[1]["sets"]
+    assert {**alone, "loss": 0} == {**ranks[0]["sets"], "loss": 0}
 
 
 def test_one_process_that_breaks_off_leaves_no_process_a_result(ranks: list[Results]) -> None:

@@ -194,7 +194,7 @@ class Row:
     @property
     def headline(self) -> str | None:
         """The metric that decides which checkpoint is best: top-1 of the finest rank, or the loss."""
-        ranks = [name for name in self.metrics if name.startswith("top1/")] or self.metrics[:1]
+        ranks = [name for name in self.metrics if name.startswith(("top1/", "map/"))] or self.metrics[:1]
         headline: str | None = self.result.get("headline", ranks[-1] if ranks else None)
         return headline
 

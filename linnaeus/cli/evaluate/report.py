@@ -12,16 +12,19 @@ from rich.console import Console
 
 from linnaeus.cli.plots import BLUE, INK, VERMILION, decorate, drawing
 from linnaeus.cli.tables import Figures, cell, table
-from linnaeus.inference.figures import NUM_BINS, Distance, LevelFigures
+from linnaeus.inference.figures import NUM_BINS, Distance, LevelFigures, SetFigures
 from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from torch import Tensor
 
 NUM_CONFUSIONS = 100
 """Confusions of each level in the JSON file."""
 NUM_SHOWN = 5
 """Classes and confusions in a table."""
+SET_COLUMNS = ("average_precision", "best_threshold", "best_f1")
+"""Columns of a class where samples have several labels."""
 MAX_LEVELS = 4
 """Levels that are drawn: the finest ones."""
 MAX_MATRIX_CLASSES = 30
@@ -44,7 +47,7 @@ class Evaluation(Figures):
 
     about: dict[str, Any]
     metrics: dict[str, float]
-    levels: list[LevelFigures]
+    levels: list[LevelFigures | SetFigures]
     distance: Distance | None
     logged: dict[str, Any] | None
 
@@ -56,12 +59,15 @@ class Evaluation(Figures):
 
     def scalars(self) -> list[dict[str, Any]]:
         """One row per level and class."""
-        names = ("label", "class", "samples", "predicted", "correct", "recall", "precision", "f1")
         rows = []
         for each in self.levels:
+            names = ["label", "class", "samples", "predicted", "correct", "recall", "precision", "f1"]
             found = each.classes
             counts = found.num_samples, found.num_predicted, found.num_correct
-            tensors = *counts, found.recall, found.precision, found.f1
+            tensors = [*counts, found.recall, found.precision, found.f1]
+            if isinstance(each, SetFigures):
+                names += SET_COLUMNS
+                tensors += each.average_precision, each.best_threshold, each.best_f1
             columns = range(len(each.level.classes)), each.level.classes, *(t.tolist() for t in tensors)
             rows += [
                 _finite({"level": each.level.name, **dict(zip(names, row, strict=True))})
@@ -80,8 +86,18 @@ class Evaluation(Figures):
             "classes": self.scalars(),
         }
 
-    def level_row(self, level: LevelFigures) -> dict[str, Any]:
+    def level_row(self, level: LevelFigures | SetFigures) -> dict[str, Any]:
         """The figures of a level that are single numbers."""
+        if isinstance(level, SetFigures):
+            found = level.classes
+            return _finite({
+                "samples": level.num_samples, "unlabelled": level.num_unlabelled,
+                "classes": len(level.level.classes),
+                "classes_with_samples": int((found.num_samples > 0).sum()),
+                "map": level.mean(level.average_precision), "macro_recall": level.mean(found.recall),
+                "macro_precision": level.mean(found.precision), "macro_f1": level.mean(found.f1),
+                "best_macro_f1": level.mean(level.best_f1),
+            })  # fmt: skip
         return _finite({
             "samples": level.num_samples, "unlabelled": level.num_unlabelled,
             "classes": len(level.level.classes), "classes_with_samples": level.num_classes_with_samples,
@@ -92,7 +108,9 @@ class Evaluation(Figures):
             "cross_entropy": level.cross_entropy,
         })  # fmt: skip
 
-    def _level(self, level: LevelFigures) -> dict[str, Any]:
+    def _level(self, level: LevelFigures | SetFigures) -> dict[str, Any]:
+        if isinstance(level, SetFigures):
+            return self.level_row(level)
         bins = [
             {"from": n / NUM_BINS, "to": (n + 1) / NUM_BINS, "samples": int(samples)}
             | _finite({"confidence": confidence, "accuracy": accuracy})
@@ -128,10 +146,12 @@ def show(evaluation: Evaluation, console: Console) -> None:
     """Print the tables and the notes."""
     headings = {
         "samples": "samples", "unlabelled": "unlabelled", "top1": "top-1", "top5": "top-5",
-        "macro_recall": "macro recall", "macro_precision": "precision", "macro_f1": "F1",
-        "calibration_error": "calib. error", "cross_entropy": "cross-entropy",
+        "map": "mAP", "macro_recall": "macro recall", "macro_precision": "precision", "macro_f1": "F1",
+        "best_macro_f1": "best F1", "calibration_error": "calib. error", "cross_entropy": "cross-entropy",
     }  # fmt: skip
     rows = []
+    known = {name for level in evaluation.levels for name in evaluation.level_row(level)}
+    headings = {name: heading for name, heading in headings.items() if name in known}
     for level in evaluation.levels:
         row = evaluation.level_row(level)
         cells = [cell(row[name], "d" if isinstance(row[name], int) else ".4f") for name in headings]
@@ -139,7 +159,18 @@ def show(evaluation: Evaluation, console: Console) -> None:
     if rows:
         console.print(table(evaluation.data_title, ["rank", *headings.values()], rows, left=("rank",)))
     finest = next((level for level in reversed(evaluation.levels) if level.num_samples), None)
-    if finest is not None and (worst := finest.worst(NUM_SHOWN)):
+    if isinstance(finest, SetFigures):
+        values = finest.average_precision, finest.best_threshold, finest.best_f1
+        order = finest.average_precision.argsort(stable=True)[:NUM_SHOWN].tolist()
+        rows = [
+            [finest.level.classes[n], str(int(finest.classes.num_samples[n]))]
+            + [f"{each[n]:.4f}".replace("nan", "") for each in (finest.classes.f1, *values)]
+            for n in order
+        ]
+        columns = ["class", "samples", "F1", "average precision", "best threshold", "F1 there"]
+        title = f"Lowest average precision: {finest.level.name}"
+        console.print(table(title, columns, rows, left=("class",)))
+    elif finest is not None and (worst := finest.worst(NUM_SHOWN)):
         name, found = finest.level.name, finest.classes
         rows = [
             [finest.level.classes[n], str(int(found.num_samples[n]))]
@@ -201,6 +232,10 @@ def save_plot(evaluation: Evaluation, path: Path) -> None:
     columns, num_rows = evaluation.columns, len(levels)
     with drawing(path, title, evaluation, columns, num_rows=num_rows, panel_height=5.4) as panels:
         for level, (left, right) in zip(levels, panels, strict=True):
+            if isinstance(level, SetFigures):
+                _ascending(left, level, level.average_precision, "average precision")
+                _ascending(right, level, level.classes.f1, "F1")
+                continue
             _reliability(left, level)
             _matrix(right, level) if len(level.level.classes) <= MAX_MATRIX_CLASSES else _recall(right, level)
 
@@ -257,16 +292,23 @@ def _matrix(axes: Axes, level: LevelFigures) -> None:
 
 def _recall(axes: Axes, level: LevelFigures) -> None:
     """The recall of all classes with samples, ascending."""
-    recall = level.classes.recall[level.classes.num_samples > 0].sort().values.numpy()
-    x_label = f"{len(recall):,} classes with samples, by recall"
-    decorate(axes, f"{level.level.name}: top-1 {level.top1:.4f}", x_label, "recall")
-    axes.fill_between(range(len(recall)), recall, color=BLUE, alpha=0.15, linewidth=0, step="mid")
-    axes.plot(recall, color=BLUE, linewidth=1.6, drawstyle="steps-mid", label="recall")
+    _ascending(axes, level, level.classes.recall, "recall", f": top-1 {level.top1:.4f}")
+
+
+def _ascending(
+    axes: Axes, level: LevelFigures | SetFigures, figures: Tensor, name: str, title: str = ""
+) -> None:
+    """A figure [C] of all classes with samples, ascending."""
+    values = figures[level.classes.num_samples > 0].sort().values.numpy()
+    x_label = f"{len(values):,} classes with samples, by {name}"
+    decorate(axes, f"{level.level.name}{title}", x_label, name)
+    axes.fill_between(range(len(values)), values, color=BLUE, alpha=0.15, linewidth=0, step="mid")
+    axes.plot(values, color=BLUE, linewidth=1.6, drawstyle="steps-mid", label=name)
     axes.axhline(
-        recall.mean(), color=VERMILION, linestyle=(0, (5, 3)), linewidth=1.4,
-        label=f"mean {recall.mean():.3f}",
+        values.mean(), color=VERMILION, linestyle=(0, (5, 3)), linewidth=1.4,
+        label=f"mean {values.mean():.3f}",
     )  # fmt: skip
-    axes.set_xlim(0, max(1, len(recall) - 1))
+    axes.set_xlim(0, max(1, len(values) - 1))
     _finish(axes)
 
 

@@ -39,7 +39,7 @@ from linnaeus.inference.evaluate import (
     evaluate,
     evaluated_preprocessing,
 )
-from linnaeus.inference.figures import distance_of_mistakes
+from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.log import close_logging, set_up_logging
 from linnaeus.rng import seed_all, set_deterministic
@@ -145,7 +145,10 @@ def _evaluate(session: Session) -> None:
         "notes": data.bundle.report,
         "duration_s": outcome.duration_s,
     }
-    distance = None if taxonomy is None else distance_of_mistakes(taxonomy, outcome.levels[-1])
+    finest = outcome.levels[-1] if outcome.levels else None
+    distance = None
+    if taxonomy is not None and isinstance(finest, LevelFigures):
+        distance = distance_of_mistakes(taxonomy, finest)
     logged = _compare_with_training(session, config, outcome, data)
     evaluation = Evaluation(about, outcome.metrics, outcome.levels, distance, logged)
     _write(evaluation, output, session)

@@ -162,6 +162,7 @@ class ExportModule(nn.Module):
         self._names = tuple(run.classes)
         self._kind = kind
         self._are_logs = gives_log_probabilities(run.model)
+        self._is_multilabel = run.taxonomy is not None and run.taxonomy.is_multilabel
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """{name of the level: [B, classes]} of images [B, C, H, W]."""
@@ -174,7 +175,8 @@ class ExportModule(nn.Module):
         logits = dict(zip(self._names, logits_per_level(outputs, self._names), strict=True))
         if self._kind == "logits":
             return logits
-        return {name: log_probabilities(each, are_logs=self._are_logs).exp() for name, each in logits.items()}
+        kind = {"are_logs": self._are_logs, "is_multilabel": self._is_multilabel}
+        return {name: log_probabilities(each, **kind).exp() for name, each in logits.items()}
 
 
 def _merged(run: TrainedRun) -> TrainedRun:
@@ -227,6 +229,7 @@ def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
             "crop_fraction": preprocessing and preprocessing.crop_fraction,
         },
         "outputs": outputs,
+        "multilabel": taxonomy is not None and taxonomy.is_multilabel,
         **({"precision": run.precision_settings} if outputs is None else {}),
         "levels": [
             {

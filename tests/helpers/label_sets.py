@@ -1,0 +1,54 @@
+"""Samples with several labels: images with a bright stripe for each label, and points."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from tests.helpers.small_runs import Clusters
+
+NAMES = ("bee", "cow", "elk", "fox", "owl")
+
+
+class Pixels(nn.Sequential):
+    def __init__(self, num_classes: int, in_chans: int, img_size: tuple[int, int]) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(in_chans * img_size[0] * img_size[1], num_classes))
+
+
+class Sets(Clusters):
+    """The clusters, with the label of the one before each too; the last class is often unknown."""
+
+    multilabel = True
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        point, label = super().__getitem__(index)
+        target = torch.zeros(3).index_fill(0, torch.tensor([label, (label - 1) % 3]), 1)
+        return point, target if index % 3 else torch.cat([target[:2], torch.tensor([-1.0])])
+
+
+def write_label_sets(folder: Path) -> None:
+    """160 and 80 images, with `train.csv` and `val.csv`, whose column `animal` has the labels."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 160), ("val", 80)):
+        rows = [["image", "animal", "number"]]
+        for position in range(count):
+            labels = np.flatnonzero(rng.random(len(NAMES)) < (0.5, 0.4, 0.3, 0.3, 0.15))
+            pixels = rng.normal(90, 45, (16, 16, 3))
+            for label in labels:
+                pixels[4:12, 3 * label : 3 * label + 3] += 40
+            names = ";".join(NAMES[i] for i in labels) or ";"
+            rows.append([f"{split}{position:03}.png", names, str(len(labels))])
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / rows[-1][0])
+        (folder / f"{split}.csv").write_text("\n".join(map(",".join, rows)))
+
+
+def cells_of(path: Path) -> list[list[str]]:
+    """The labels of each row."""
+    with path.open(newline="") as file:
+        return [row["animal"].split(";") for row in csv.DictReader(file)]

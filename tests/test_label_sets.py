@@ -1,0 +1,151 @@
+"""Several labels for each image, from the manifest to predictions and exported files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from timm.loss import AsymmetricLossMultiLabel
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from linnaeus.config.schema import LossConfig
+from linnaeus.data.batch import Batch
+from linnaeus.data.image_files import Listing, encode, hold_out
+from linnaeus.data.mixing import Mixing
+from linnaeus.data.taxonomy import LabelIndex, index_labels
+from linnaeus.errors import ConfigError
+from linnaeus.inference.trained import load_run
+from linnaeus.main import cli
+from linnaeus.training.losses import build_loss
+from tests.helpers.label_sets import NAMES, cells_of, write_label_sets
+from tests.helpers.runs import Run, assert_same_bits, weights
+from tests.helpers.small_runs import NAME, PLAIN, lines_of
+from tests.helpers.trained import ONE_RANK
+
+IMAGES = (
+    "DATA.DATASET={NAME: manifest, ROOT: images, LABEL_SEPARATOR: ';', RANKS: [animal]}", "DATA.IMG_SIZE=16",
+    "MODEL._target_=tests.helpers.label_sets.Pixels", "DATA.AUGMENT.CROP_SCALE=[1,1]", "DATA.BATCH_SIZE=32",
+    "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=sets", "TRAIN.EPOCHS=4", "OPTIMIZER.LR=0.01", "LOSS.NAME=bce",
+)  # fmt: skip
+INDEX = index_labels(["tag"], [("b;a",), (None,), ("c; a",), (";",)], ";")
+TARGETS = torch.tensor([[1.0, 0, 1], [-1, 1, 0], [-1, -1, -1], [0, 0, 0]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sets")
+    write_label_sets(folder / "images")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert cli(IMAGES) == cli(["evaluate", "runs/sets", "--checkpoint", "last"]) == 0
+    return folder
+
+
+def test_the_run_is_evaluated_and_predicted_alike(folder: Path, run: Run, tmp_path: Path) -> None:
+    found = json.loads((folder / "runs/sets/evaluations/last.json").read_text())
+    logged, animal, cow = (
+        lines_of(folder / "runs/sets", "val")[-1],
+        found["levels"]["animal"],
+        found["classes"][1],
+    )
+    assert found["logged"]["same"]
+    assert logged["map/animal"] == found["metrics"]["map/animal"] == animal["map"] > 0.9, "0.33 by chance"
+    assert logged["f1/animal"] == animal["macro_f1"]
+    assert json.loads((folder / "runs/sets/result.json").read_text())["headline"] == "map/animal"
+
+    predict = [
+        "predict",
+        f"{folder}/runs/sets",
+        "--checkpoint=last",
+        f"{folder}/images/val*",
+        "--output=p.csv",
+    ]
+    for threshold, f1 in ((0.5, cow["f1"]), (cow["best_threshold"], cow["best_f1"])):
+        assert run(*predict, f"--threshold={threshold}").code == 0
+        cells, truth = (
+            ["cow" in cell for cell in cells_of(path)]
+            for path in (tmp_path / "p.csv", folder / "images/val.csv")
+        )
+        correct = sum(a and b for a, b in zip(cells, truth, strict=True))
+        assert 2 * correct / (sum(cells) + sum(truth)) == pytest.approx(f1)
+    assert run(*predict, "--path").code == 2
+
+
+@pytest.mark.e2e  # seconds to import what writes ONNX
+def test_exported_files_give_the_predictions(folder: Path) -> None:
+    image, trained = f"{folder}/images/val000.png", load_run(folder / "runs/sets", device="cpu")
+    (seen,) = trained.predict(image, threshold=1e-6)
+    for kind in ("onnx", "torch-export", "safetensors"):
+        assert (trained.export(kind, images=[image]).difference or 0) < 1e-6
+    program = torch.export.load(folder / "runs/sets/export/model.pt2").module()
+    values = program(trained.transform(image)[None])["animal"][0].tolist()
+    assert dict(seen.levels["animal"]) == pytest.approx(dict(zip(NAMES, values, strict=True)), abs=1e-6)
+    assert sum(values) != pytest.approx(1, abs=1e-3), "not a softmax"
+    (few,) = load_run(folder / "runs/sets/export/model.safetensors").predict(image, top=1, threshold=1e-6)
+    assert few.levels["animal"] == seen.levels["animal"][:1]
+
+
+def test_autobatch_and_an_interruption_change_no_bit(run: Run, tmp_path: Path) -> None:
+    options = [*PLAIN, "DATA.DATASET._target_=tests.helpers.label_sets.Sets", "LOSS.NAME=asymmetric",
+               "DATA.BATCH_SIZE=16", "TRAIN.AUTO_RESUME=True"]  # fmt: skip
+    search = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "DATA.BATCH_SIZE=2")
+    assert run(*options, f"{NAME}whole").code == run(*options, *search, f"{NAME}found").code == 0
+    assert run(*options, f"{NAME}parts", "DATA.DATASET.interrupt_after=150").code == 130
+    assert run(*options, f"{NAME}parts").code == 0
+    whole, *others = (tmp_path / "runs" / name for name in ("whole", "found", "parts"))
+    for other in others:
+        assert_same_bits(weights(whole), weights(other))
+        maps = [[line["map/class"] for line in lines_of(each, "val")] for each in (whole, other)]
+        assert maps[0] == maps[1]
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["LOSS.NAME=focal", "LOSS.CLASS_WEIGHTS=balanced", "DATA.SAMPLER=balanced", "DATA.DATASET.NAME=digits",
+     "MODEL={NAME: test_resnet, HEAD: marginal}", "DATA.DATASET.LABEL_SEPARATOR=''",
+     "DATA.DATASET.RANKS=[animal,number]"],
+)  # fmt: skip
+def test_what_needs_one_label_names_its_key(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.chdir(folder)
+    outcome = run(*IMAGES, f"{NAME}bad", option)
+    assert outcome.code == (1 if "RANKS" in option else 2)
+    key = {"DATA.DATASET.NAME": "DATA.DATASET.LABEL_SEPARATOR", "MODEL": "MODEL.HEAD"}
+    assert key.get(option.split("=")[0], option.split("=")[0]) in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize("name", ["bce", "asymmetric"])
+def test_losses_leave_out_what_is_unknown(name: str) -> None:
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    loss, known = build_loss(LossConfig(NAME=name), INDEX.taxonomy), TARGETS >= 0
+    parts = loss(logits[:1], TARGETS[:1]) + 3 * loss(logits[1:], TARGETS[1:])
+    torch.testing.assert_close(loss(logits, TARGETS), parts / 4)
+    right = {
+        "bce": binary_cross_entropy_with_logits,
+        "asymmetric": AsymmetricLossMultiLabel(reduction="mean"),
+    }
+    total = right[name](logits[known], TARGETS[known]) * known.sum()
+    torch.testing.assert_close(loss(logits, TARGETS), total / 12)
+    (gradient,) = torch.autograd.grad(loss(logits, TARGETS), logits)
+    assert torch.equal(gradient != 0, known)
+    with pytest.raises(ConfigError, match="asymmetric"):
+        build_loss(LossConfig(NAME="asymmetric"), ONE_RANK)
+
+
+def test_manifest_cells_and_mixing() -> None:
+    targets, unknown = encode([("c;b",), (None,), (";",), ("b; ;x",)], INDEX)
+    assert (targets.tolist(), unknown) == ([[0, 1, 1], [-1] * 3, [0] * 3, [-1] * 3], {"x": [3]})
+    assert LabelIndex.from_dict(json.loads(json.dumps(INDEX.as_dict()))) == INDEX
+    cells = ["a", "a;b", "a;c", "b;a", "a;c", ";"] * 5
+    _, val = hold_out(
+        Listing("", Path(), [*map(str, range(30))], [(cell,) for cell in cells]), 0.2, [], INDEX.taxonomy
+    )
+    assert len(val.paths) == 6
+    assert {*"abc"} <= {*str(val.lineages)}
+    mixed = Mixing([3], 1.0, 0, is_multilabel=True)(Batch(torch.zeros(4, 1, 2, 2), TARGETS)).targets
+    assert torch.equal(mixed < 0, (TARGETS < 0) | (TARGETS.roll(1, 0) < 0))
+    assert 0 < float(mixed[0, 0]) < 1
