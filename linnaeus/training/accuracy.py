@@ -46,16 +46,21 @@ class ClassificationMetrics(nn.Module):
         self.level_names = list(counts)
         self.total_loss: Tensor
         self.counts: Tensor
-        self.names = ["loss"]
+        self._averaged = ["loss"]
         for name, count in counts.items():
-            self.names += [f"top1/{name}", f"top5/{name}"] if count > 5 else [f"top1/{name}"]
+            self._averaged += [f"top1/{name}", f"top5/{name}"] if count > 5 else [f"top1/{name}"]
         if parents and all(max(row) != UNKNOWN for row in parents):
-            self.names.append("consistent")
+            self._averaged.append("consistent")
+        self.names = list(self._averaged)
+        if self._set_level is not None:
+            import torchmetrics.functional.classification  # noqa: F401 (its memory is then there before a search)
+
+            self.names += [f"map/{self._set_level}", f"f1/{self._set_level}"]
         for level, row in enumerate(parents, start=1):
             self.register_buffer(f"parents_{level}", torch.tensor(row), persistent=False)
         self.num_samples = 0
         self.register_buffer("total_loss", torch.zeros(()), persistent=False)
-        self.register_buffer("counts", torch.zeros(len(self.names) - 1, 2).long(), persistent=False)
+        self.register_buffer("counts", torch.zeros(len(self._averaged) - 1, 2).long(), persistent=False)
 
     @torch.no_grad()
     def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
@@ -81,10 +86,10 @@ class ClassificationMetrics(nn.Module):
             labels = targets[:, level]
             num_known = (labels != UNKNOWN).sum()
             counts += [(predictions[level] == labels).sum(), num_known]
-            if f"top5/{name}" in self.names:
+            if f"top5/{name}" in self._averaged:
                 top5 = logits[level].float().topk(5, dim=1).indices
                 counts += [(top5 == labels[:, None]).sum(), num_known]
-        if "consistent" in self.names:
+        if "consistent" in self._averaged:
             consistent = known = torch.ones_like(predictions[0], dtype=torch.bool)
             for level in range(1, len(predictions)):
                 parents = self.get_buffer(f"parents_{level}")[predictions[level]]
@@ -110,13 +115,13 @@ class ClassificationMetrics(nn.Module):
         if num_aborted:
             return None
         values = {}
-        for name, total, count in zip(self.names, sums[::2], sums[1::2], strict=True):
+        for name, total, count in zip(self._averaged, sums[::2], sums[1::2], strict=True):
             empty = 0.0 if name.startswith("top") else math.nan
             values[name] = total / count if count else empty
         if self._set_level is not None:
             sets = self.gather_sets(world)
-            average_precision, f1 = world.on_main(lambda: _map_and_f1(*(sets or ())))
-            values |= {f"map/{self._set_level}": average_precision, f"f1/{self._set_level}": f1}
+            means = world.on_main(lambda: _map_and_f1(*(sets or ())))
+            values |= dict(zip(self.names[1:], means, strict=True))
         return values
 
     def gather_sets(self, world: World) -> tuple[Tensor, Tensor] | None:
@@ -145,8 +150,6 @@ def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
 def figures_of_sets(scores: Tensor, targets: Tensor) -> Tensor:
     """The figures of each class where samples have several labels, over the samples whose label is known.
 
-    Average precision is that of scikit-learn and torchmetrics: samples of equal probability count together.
-
     Args:
         scores, targets: as from `gather_sets`; probabilities are finite.
 
@@ -155,19 +158,19 @@ def figures_of_sets(scores: Tensor, targets: Tensor) -> Tensor:
         both; average precision, the best F1, and the threshold for it, midway between two probabilities. The
         last three are NaN for a class without a positive sample.
     """
+    from torchmetrics.functional.classification import binary_precision_recall_curve
+
     is_known, is_positive = targets != UNKNOWN, targets == 1
     is_predicted = (scores > 0.5) & is_known
     counts = [each.sum(dim=0) for each in (is_positive, is_predicted, is_positive & is_predicted)]
     figures = torch.stack([*counts, *(torch.full_like(counts[0], math.nan, dtype=torch.float64),) * 3])
     for label in counts[0].nonzero().flatten().tolist():
-        values, order = scores[is_known[:, label], label].double().sort(descending=True)
-        lasts = torch.cat([values.diff() != 0, torch.tensor([True])]).nonzero().flatten()  # of equal ones
-        num_predicted, num_positive = (lasts + 1).double(), float(counts[0][label])
-        num_correct = is_positive[is_known[:, label], label][order].cumsum(0)[lasts]
-        recall = num_correct.double() / num_positive
-        f1 = 2 * num_correct / (num_predicted + num_positive)
-        thresholds = (values[lasts] + torch.cat([values[lasts][1:], torch.zeros(1)])) / 2
-        average_precision = (num_correct / num_predicted * recall.diff(prepend=recall.new_zeros(1))).sum()
+        known = is_known[:, label]
+        curve = binary_precision_recall_curve(scores[known, label].double(), is_positive[known, label].long())
+        precision, recall, values = (each.double() for each in curve)
+        f1 = (2 * precision * recall / (precision + recall)).nan_to_num(0.0)[:-1]
+        thresholds = (values + torch.cat([values.new_zeros(1), values[:-1]])) / 2
+        average_precision = -(recall.diff() * precision[:-1]).sum()
         figures[3:, label] = torch.stack([average_precision, f1.max(), thresholds[f1.argmax()]])
     return figures
 
