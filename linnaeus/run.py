@@ -149,6 +149,7 @@ def run(config: Config) -> FitResult:
                 config.SCHEDULE, assembly.optimizer, steps_per_epoch=plan.steps_per_epoch,
                 warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
                 metric=train.EARLY_STOPPING.METRIC or assembly.headline,
+                min_delta=train.EARLY_STOPPING.MIN_DELTA,
             ),
             checkpoints=checkpoints,
             progress_bar=ProgressBar(folder.console if world.is_main else None),

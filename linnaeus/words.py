@@ -24,10 +24,10 @@ def counted(number: int, noun: str) -> str:
 def is_smaller_better(metric: str) -> bool:
     """Whether a lower value of a metric is a better one.
 
-    >>> is_smaller_better("loss"), is_smaller_better("top1/digit"), is_smaller_better("calibration_error")
+    >>> is_smaller_better("loss"), is_smaller_better("top1/piece"), is_smaller_better("calibration_error")
     (True, False, True)
     """
-    return any(part.endswith(_SMALLER_IS_BETTER) for part in metric.split("/"))
+    return metric.partition("/")[0].endswith(_SMALLER_IS_BETTER)
 
 
 def several(names: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ def run(_: Namespace, config: Config) -> int:
     print(*data.report, sep="\n")
     print(f"{counted(len(files), 'image')} checked in {seconds:.1f} s, {num_known} of them known from before")
     if damaged:
-        raise damaged_error(files, damaged)
+        raise damaged_error({files[i]: reason for i, reason in damaged.items()})
     return 0
 
 

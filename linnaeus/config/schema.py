@@ -417,8 +417,8 @@ class ScheduleConfig:
     )  # fmt: skip
     GAMMA: float = key(0.1, "`step`, `multistep`, `plateau`: factor of each drop", gt=0, lt=1)
     PATIENCE: int = key(
-        10, "`plateau`: validations without an improvement of TRAIN.EARLY_STOPPING.METRIC before the one at "
-        "which the rate drops", unit="validations", ge=0,
+        5, "`plateau`: validations without improvement that are tolerated; the next one lowers the rate. "
+        "Metric and MIN_DELTA are those of TRAIN.EARLY_STOPPING", unit="validations", ge=0,
     )  # fmt: skip
     DECAY_EPOCHS: float | None = key(
         None, "`wsd`: length of the decay at the end; null is a fifth of what follows the warm-up",

@@ -37,7 +37,10 @@ def find_damaged(paths: Sequence[str], *, only_suspects: bool = False) -> tuple[
     """
     damaged: dict[int, str] = {}
     num_known = 0
-    with closing(_open_cache()) as cache, ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
+    with (
+        closing(_open_cache(is_made=not only_suspects)) as cache,
+        ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool,
+    ):
         positions: Sequence[int] = range(len(paths))
         if only_suspects:
             rows = _rows(cache, "SELECT path FROM files WHERE is_damaged")
@@ -58,12 +61,19 @@ def find_damaged(paths: Sequence[str], *, only_suspects: bool = False) -> tuple[
     return damaged, num_known
 
 
-def _open_cache() -> sqlite3.Connection:
-    """The cache of the user and this version of Pillow; an empty one, without tables, where it fails."""
+def _open_cache(*, is_made: bool) -> sqlite3.Connection:
+    """The cache of the user and this version of Pillow; an empty one, without tables, where it fails.
+
+    With `is_made`, it is made where there is none.
+    """
     with suppress(OSError, RuntimeError, sqlite3.Error):  # RuntimeError: no home folder
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linnaeus"
-        folder.mkdir(parents=True, exist_ok=True)
-        cache = sqlite3.connect(folder / f"images-pillow-{PIL.__version__}.sqlite", timeout=10)
+        file = folder / f"images-pillow-{PIL.__version__}.sqlite"
+        if is_made:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not file.is_file():
+            return sqlite3.connect(":memory:")
+        cache = sqlite3.connect(file, timeout=10)
         cache.executescript(_SCHEMA)
         return cache
     return sqlite3.connect(":memory:")

@@ -196,7 +196,7 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     channels = preprocessing.channels
     images = ImageFiles(listing.root, listing.paths, targets, channels, preprocessing.transform())
     if config.ON_BAD_IMAGE == "raise":
-        refuse_damaged(images.files, on_main)
+        refuse_damaged([images], on_main)
     bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
     return _evaluated(bundle, request, listing.source, part, report, len(left_out))
 

@@ -191,7 +191,7 @@ def build_files(
         splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
     data_train, data_val = splits
     if config.ON_BAD_IMAGE == "raise":
-        refuse_damaged(data_train.files + data_val.files, on_main)
+        refuse_damaged([data_train, data_val], on_main)
     report.insert(0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples")
     taxonomy = index.taxonomy
     return DataBundle(
@@ -289,17 +289,22 @@ def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list
     return [f"{name} (first in {listing.root / listing.paths[found[0]]})" for name, found in unknown.items()]
 
 
-def damaged_error(files: Sequence[str], damaged: Mapping[int, str]) -> DataError:
-    """Names all damaged files, by their positions, with the reasons."""
+def damaged_error(damaged: Mapping[str, str]) -> DataError:
+    """Names all damaged files, each with the reason."""
     lines = [f"{counted(len(damaged), 'image')} cannot be read:"]
-    lines += [f"  {files[i]}: {reason}" for i, reason in damaged.items()]
+    lines += [f"  {file}: {reason}" for file, reason in damaged.items()]
     return DataError("\n".join([*lines, "Remove or replace them, or set DATA.ON_BAD_IMAGE skip"]))
 
 
-def refuse_damaged(files: Sequence[str], on_main: OnMain) -> None:
+def refuse_damaged(splits: Sequence[ImageFiles], on_main: OnMain) -> None:
     """Refuse files that an earlier check found damaged, if they still are."""
-    if damaged := on_main(lambda: find_damaged(files, only_suspects=True)[0]):
-        raise damaged_error(files, damaged)
+
+    def find() -> dict[str, str]:
+        files = [file for split in splits for file in split.files]
+        return {files[i]: reason for i, reason in find_damaged(files, only_suspects=True)[0].items()}
+
+    if damaged := on_main(find):
+        raise damaged_error(damaged)
 
 
 def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from linnaeus.config.instantiate import call_target, is_target
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, first_line
 
 MOMENTS = ("on_step_end", "on_validation_end", "on_epoch_end")
 """The methods that a callback may have. An epoch ends after its validation and before its checkpoint."""
@@ -54,3 +57,20 @@ def call_back(callbacks: Mapping[str, Any], method: str, *arguments: Any) -> dic
             error.add_note(f"{key}: {type(callback).__name__}.{method}")
             raise
     return results
+
+
+def callback_states(callbacks: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of the callbacks, by key; `ConfigError` for one that a checkpoint could not give back."""
+    states = call_back(callbacks, "state_dict")
+    for key, state in states.items():
+        copy = io.BytesIO()
+        try:
+            torch.save(state, copy)
+            copy.seek(0)
+            torch.load(copy, weights_only=True)
+        except (pickle.PickleError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"{key}: a checkpoint takes tensors, numbers, strings, lists and dicts of its state_dict(): "
+                f"{first_line(error)}"
+            ) from error
+    return states

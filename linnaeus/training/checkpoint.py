@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
+from linnaeus.config.schema import EarlyStoppingConfig
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_detail, first_line
 from linnaeus.files import why_not_written, write_atomically
@@ -87,17 +88,16 @@ class TrainingProgress:
         else:
             self.num_stale += 1
 
-    def stalled(self, patience: int | None) -> str:
-        """Why training ends before its last epoch, as a sentence; empty where it goes on.
-
-        Args:
-            patience: TRAIN.EARLY_STOPPING.PATIENCE.
-        """
-        if patience is None or self.num_stale < patience or self.samples:
+    def stalled(self, node: EarlyStoppingConfig) -> str:
+        """Why training ends before its last epoch, as a sentence; empty where it goes on."""
+        if node.PATIENCE is None or self.num_stale < node.PATIENCE or self.samples:
             return ""
+        if node.METRIC not in (None, self.watched):  # resumed with another one, of which nothing is known
+            return ""
+        best = "" if self.watched_epoch is None else f"; best in epoch {self.watched_epoch}"
         return (
             f"stopped early after epoch {self.epoch}: {self.watched} has not improved for "
-            f"{counted(self.num_stale, 'validation')}; best in epoch {self.watched_epoch}"
+            f"{counted(self.num_stale, 'validation')}{best}"
         )
 
 

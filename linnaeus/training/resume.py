@@ -155,14 +155,13 @@ def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, wo
         result: the file with the run's result. Where a killed run has not written it, there is still work.
         world: the processes.
     """
-    patience = train.EARLY_STOPPING.PATIENCE
-    stalled = progress.stalled(patience)
+    stalled = progress.stalled(train.EARLY_STOPPING)
     if (progress.epoch < train.EPOCHS and not stalled) or not world.on_main(result.is_file):
         return False
     reason, key = f"{progress.epoch} epochs are done (TRAIN.EPOCHS {train.EPOCHS})", "TRAIN.EPOCHS"
     if progress.epoch < train.EPOCHS:
         key = "TRAIN.EARLY_STOPPING.PATIENCE"
-        reason = f"{stalled} ({key} {patience})"
+        reason = f"{stalled} ({key} {train.EARLY_STOPPING.PATIENCE})"
     logger.info(
         "this run is finished: %s, so nothing is trained; raise %s to train on. Files: %s",
         reason, key, result.parent.resolve(),

@@ -108,6 +108,7 @@ class Schedule:
         steps_per_epoch, warmup_steps: as for `lr_factor`.
         batch_size_lr_factor: learning-rate factor for the batch size at a position, in (0, 1].
         metric: name of the metric that `plateau` watches.
+        min_delta: an improvement of it is larger than this.
 
     Attributes:
         lr: the learning rate of the next optimizer step, before any group's `lr_scale`.
@@ -122,6 +123,7 @@ class Schedule:
         warmup_steps: int,
         batch_size_lr_factor: Callable[[float], float] = lambda position: 1.0,
         metric: str = "loss",
+        min_delta: float = 0.0,
     ) -> None:
         self._optimizer = optimizer
         self._factor = lr_factor(config, steps_per_epoch=steps_per_epoch, warmup_steps=warmup_steps)
@@ -131,6 +133,7 @@ class Schedule:
             self._plateau = ReduceLROnPlateau(
                 torch.optim.SGD([torch.zeros(())], lr=1.0), "min" if is_smaller_better(metric) else "max",
                 factor=config.GAMMA, patience=config.PATIENCE, min_lr=config.MIN_LR_FRACTION,
+                threshold=min_delta, threshold_mode="abs",
             )  # fmt: skip
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])

@@ -28,7 +28,7 @@ from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.training.accuracy import LossMeter, score
 from linnaeus.training.build import Assembly
-from linnaeus.training.callbacks import CallbackState, call_back
+from linnaeus.training.callbacks import CallbackState, call_back, callback_states
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.metrics_file import MetricsFile
@@ -139,7 +139,8 @@ class Trainer:
             self.train_step.probe.scale.load_state_dict(content["noise_scale"])
         restore_generators(content, self.world, seed)
         self._meter.load_states(content.get("train_loss", ()))
-        self.schedule.load_state_dict(content.get("schedule"))
+        if self.config.RESUME_WITH is None:  # a new learning rate is not one that has dropped
+            self.schedule.load_state_dict(content.get("schedule"))
         states = content.get("callbacks", [{}])
         for key, state in states[self.world.rank % len(states)].items():
             call_back({key: self.callbacks.get(key)}, "load_state_dict", state)
@@ -209,7 +210,7 @@ class Trainer:
 
     @property
     def _stalled(self) -> str:
-        return self.progress.stalled(self.config.EARLY_STOPPING.PATIENCE)
+        return self.progress.stalled(self.config.EARLY_STOPPING)
 
     @property
     def _is_over(self) -> bool:
@@ -470,7 +471,9 @@ class Trainer:
                 break
             step(batch)
             del batch  # or it would be held while the next one is loaded
-        return metrics.compute(self.world, aborted=self.stop.is_requested)
+        values = metrics.compute(self.world, aborted=self.stop.is_requested)
+        metrics.reset()  # frees the scores of several labels per sample
+        return values
 
     def _distribute_batchnorm(self) -> None:
         ema = self.assembly.ema
@@ -494,7 +497,7 @@ class Trainer:
 
     def _rank_state(self) -> tuple[Any, Any, Any]:
         """What a checkpoint holds of each rank: generators, losses since the last `train` line, callbacks."""
-        return rng_state(self.world.device), self._meter.state(), call_back(self.callbacks, "state_dict")
+        return rng_state(self.world.device), self._meter.state(), callback_states(self.callbacks)
 
     def _content(self, rank_states: list[tuple[Any, Any, Any]]) -> dict[str, Any]:
         """The entries of a checkpoint; `rank_states` has the `_rank_state` of each rank, or of this alone."""
