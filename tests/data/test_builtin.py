@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.data.builtin import FASHION
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Taxonomy
@@ -56,15 +57,11 @@ def test_digits() -> None:
 def test_fashion_mnist(tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path, 20, 10)
     bundle = build(NAME="fashion_mnist", ROOT=str(tmp_path))
-    assert (bundle.in_chans, bundle.img_size) == (1, (28, 28))
-    assert bundle.taxonomy is not None
-    assert bundle.taxonomy.num_classes == {"group": 5, "article": 10}
+    assert bundle.taxonomy == FASHION
     inputs, targets = everything(bundle.train)
     assert torch.equal(((inputs + 1) * 127.5).round()[:, 0, 9, 9].int(), torch.arange(20).int())
     assert targets[:, 1].tolist() == [*range(10)] * 2
-    assert_nests(bundle.taxonomy, targets)
     assert targets[5, 0] == targets[7, 0] == targets[9, 0], "sandals, sneakers and boots are shoes"
-    assert everything(bundle.val)[0].shape == (10, 1, 28, 28)
 
 
 def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path: Path) -> None:
@@ -75,7 +72,6 @@ def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path: Path) -> None:
         images.write_bytes(content)
         with pytest.raises(DataError, match=images.name):
             build(NAME="fashion_mnist", ROOT=str(tmp_path))
-    images.write_bytes(whole)
     for values in (range(19), [10] * 20):
         write_idx(labels, values)
         with pytest.raises(DataError, match=labels.name):
