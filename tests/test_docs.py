@@ -22,6 +22,7 @@ from PIL import Image
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
 from tests.helpers.datasets import write_image
+from tests.helpers.fashion import write_fashion_mnist
 from tests.helpers.run_files import write_run
 from tests.helpers.runs import Run
 from tests.helpers.trained import PLAIN, picture, save_run, spec_of
@@ -132,6 +133,8 @@ def desk(tmp_path: Path, experiment: None, pretrained: Path, monkeypatch: pytest
     shutil.copytree(tmp_path / "birds" / "val", tmp_path / "birds2026")
     table = "image,level1,level2\nbirds/val/Passeriformes/Parus_major/0.jpg,Passeriformes,Parus_major\n"
     (tmp_path / "test.csv").write_text(table)
+    write_fashion_mnist(tmp_path, 200, 16)
+    monkeypatch.setattr("linnaeus.data.builtin.FASHION_FOLDER", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
