@@ -31,9 +31,6 @@ unless the learning rate rises slowly (Goyal et al. 2017, section 2.2)."""
 WARMUP_MAX_EPOCHS = 5
 """Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
 
-ONE_CYCLE_RISE = 0.3
-"""The warm-up of `onecycle` where none is set, as a fraction of all steps: `pct_start` of torch."""
-
 OptimizerNode = OptimizerConfig | Mapping[str, Any]
 """The OPTIMIZER node. Learning rate and weight decay of a `_target_` node (a mapping) are never scaled."""
 
@@ -290,7 +287,7 @@ def configured_warmup(config: ScheduleConfig, steps_per_epoch: Sequence[int]) ->
     elif config.WARMUP_FRACTION is not None:
         steps = round(config.WARMUP_FRACTION * total_steps)
     elif config.NAME == "onecycle" and config.WARMUP_EPOCHS is None:
-        steps = round(ONE_CYCLE_RISE * total_steps)
+        steps = round(0.3 * total_steps)  # torch's `pct_start`
     else:
         steps = steps_in(config.WARMUP_EPOCHS or 0.0, steps_per_epoch)
     return min(steps, total_steps)

@@ -6,7 +6,7 @@ import functools
 import re
 from pathlib import Path as FilePath
 
-from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, Path, closest, dotted
+from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, PRESETS, Path, closest, dotted, names_in
 
 
 @functools.cache
@@ -58,6 +58,7 @@ def unknown_key(path: Path, value: str) -> str:
 
 def not_a_value(path: Path, text: object) -> str:
     """How to set what is below a group of keys, or to choose a preset for it."""
-    if isinstance(text, str) and re.fullmatch(r"[A-Za-z][\w.-]*", text) and path[0] != "EXPERIMENT":
-        return f"; did you mean {'/'.join(path).lower()}={text}?"
+    group = "/".join(path).lower()
+    if isinstance(text, str) and re.fullmatch(r"[A-Za-z][\w.-]*", text) and names_in(group, [PRESETS]):
+        return f"; did you mean {group}={text}?"
     return f"; set the keys below it, such as {next(dotted(key) for key in KEYS if key[: len(path)] == path)}"

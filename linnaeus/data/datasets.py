@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import call
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from linnaeus.data.image_files import (
     name_unknown,
     refuse_damaged,
     report_coarse,
-    roots_of,
     without_damaged,
 )
 from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
@@ -64,13 +62,7 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     elif dataset.NAME in _BUILT_IN:
         data = _BUILT_IN[dataset.NAME](data_config)
     else:
-        try:
-            data = _FILES[dataset.NAME](data_config, on_main)
-        except DataError as error:
-            tables = [Path(node.ROOT or "", "train.csv") for node in roots_of(dataset)]
-            if dataset.NAME == "imagefolder" and any(table.is_file() for table in tables):
-                raise DataError(f"{error}\n{tables[0]}: data=manifest reads labels from there") from error
-            raise
+        data = _FILES[dataset.NAME](data_config, on_main)
     # A user's collate function may give a batch that it keeps.
     is_fresh = not isinstance(data.collate, UserCollate)
     data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)

@@ -160,7 +160,7 @@ def build_files(
 
     Raises:
         ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
-        DataError: a split without a sample, or a validation class without a training sample.
+        DataError: a split without a sample or a label, or a validation class without a training sample.
     """
     channels = config.DATASET.CHANNELS
     if channels not in (1, 3):
@@ -188,6 +188,9 @@ def build_files(
                 f"{listing.source}: {counted(len(unknown), 'validation class')} without a training sample: "
                 f"{several(name_unknown(unknown, listing))}"
             )
+        finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
+        if not (finest != UNKNOWN).any():
+            raise DataError(f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}")
         splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
     data_train, data_val = splits
     if config.ON_BAD_IMAGE == "raise":

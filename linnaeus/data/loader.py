@@ -116,20 +116,21 @@ def with_measured_workers(config: DataConfig, data: DataBundle, world: World, se
             batch_bytes = 4 * config.BATCH_SIZE * data.in_chans * math.prod(data.img_size)  # type: ignore
             room = shutil.disk_usage("/dev/shm").free / 2 / world.local_world_size
             most = min(most, int(room / (batch_bytes * (config.PREFETCH_FACTOR + 2))))
-        rates = {0: samples_per_s(dataset, config, 0, batch_size=1)}
-        if num_samples / world.world_size < rates[0]:
+        alone = samples_per_s(dataset, config, 0, batch_size=1)
+        if num_samples / world.world_size < alone:
             logger.info("loader: in the training process, which loads an epoch within a second")
             return 0
-        chosen = 0
+        chosen, rates = 0, dict[int, float]()
         for workers in sorted({n for n in (1, 2, 4, 8, most) if 0 < n <= most}):
-            batch_size = max(1, min(32, int(rates[0] / 50)))  # loads in some 20 ms
+            batch_size = max(1, min(32, int(alone / 50)))  # loads in some 20 ms
             rates[workers] = samples_per_s(dataset, config, workers, batch_size)
             # Even one that loads no faster does so while the model computes.
             if chosen and rates[workers] < 1.2 * rates[chosen]:
                 break
             chosen = workers
         speeds = ", ".join(f"{rate:.0f} with {workers}" for workers, rate in rates.items())
-        logger.info("loader: DATA.NUM_WORKERS %d (samples per second: %s)", chosen, speeds)
+        speeds = f"samples per second: {speeds}" if rates else "no room in /dev/shm for others"
+        logger.info("loader: DATA.NUM_WORKERS %d (%s)", chosen, speeds)
         return chosen
 
     workers = world.on_main(measure) if cores > 1 and isinstance(data.train, ImageFiles) else 0

@@ -134,7 +134,10 @@ def _training(tables: Sequence[_Table]) -> tuple[list[Listing], LabelIndex, list
         raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
     trains = [_listing(table, levels) for table in tables]
     train = Listing.joined(trains)
-    index = index_labels(levels, train.lineages, dataset.LABEL_SEPARATOR)
+    separator = dataset.LABEL_SEPARATOR
+    if separator and not any(separator in (cell or "") for names in train.lineages for cell in names):
+        raise ConfigError(f"DATA.DATASET.LABEL_SEPARATOR: {separator!r} is in no cell of {train.source}")
+    index = index_labels(levels, train.lineages, separator)
     require_classes(index.taxonomy, train.source, "choose other columns with DATA.DATASET.RANKS")
     return trains, index, list(levels)
 

@@ -22,8 +22,8 @@ class ClassificationMetrics(nn.Module):
     """Loss, accuracy per level and taxonomic consistency over a validation pass.
 
     `top1/<level>` and `top5/<level>` (for levels with more than five classes) are fractions of the samples
-    whose label is known at that level, 0 without such a sample. `consistent` is the fraction of samples where
-    each predicted class is a child of the class predicted one level above. Samples with a predicted class of
+    whose label is known at that level, NaN without one. `consistent` is the fraction of samples where each
+    predicted class is a child of the class predicted one level above. Samples with a predicted class of
     unknown parent are not counted; if a level has no known parents, the metric is left out.
 
     Where samples have several labels there are, in place of these, `map/<level>`, the average precision, and
@@ -116,8 +116,7 @@ class ClassificationMetrics(nn.Module):
             return None
         values = {}
         for name, total, count in zip(self._averaged, sums[::2], sums[1::2], strict=True):
-            empty = 0.0 if name.startswith("top") else math.nan
-            values[name] = total / count if count else empty
+            values[name] = total / count if count else math.nan
         if self._set_level is not None:
             sets = self.gather_sets(world)
             means = world.on_main(lambda: _map_and_f1(*(sets or ())))

@@ -56,8 +56,7 @@ class TrainingProgress:
         metrics: metrics of the last validation.
         seconds: time spent in training steps, loading included, validation not.
         best_epoch: the epoch of `best`; None where it is not known.
-        watched: name of the metric that early stopping watches; empty before the first validation.
-        watched_best, watched_epoch: its best value, where larger is better, and the epoch of that.
+        watched_best: best value of the metric that early stopping watches, where larger is better.
         num_stale: validations since then.
     """
 
@@ -68,37 +67,22 @@ class TrainingProgress:
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     best_epoch: int | None = None
-    watched: str = ""
-    watched_best: float | None = None
-    watched_epoch: int | None = None
+    watched_best: float = -math.inf
     num_stale: int = 0
 
-    def watch(self, metric: str, value: float, min_delta: float) -> None:
-        """Count a validation for early stopping.
-
-        Args:
-            metric: its name; another one than before starts the count anew.
-            value: larger is better.
-            min_delta: an improvement is larger than this.
-        """
-        if metric != self.watched:
-            self.watched, self.watched_best, self.watched_epoch, self.num_stale = metric, None, None, 0
-        if value > (-math.inf if self.watched_best is None else self.watched_best + min_delta):
-            self.watched_best, self.watched_epoch, self.num_stale = value, self.epoch, 0
-        else:
-            self.num_stale += 1
+    def watch(self, value: float, min_delta: float) -> None:
+        """Count a validation for early stopping: larger is better, by more than `min_delta`."""
+        self.num_stale += 1
+        if value > self.watched_best + min_delta:
+            self.watched_best, self.num_stale = value, 0
 
     def stalled(self, node: EarlyStoppingConfig) -> str:
         """Why training ends before its last epoch, as a sentence; empty where it goes on."""
         if node.PATIENCE is None or self.num_stale < node.PATIENCE or self.samples:
             return ""
-        if node.METRIC not in (None, self.watched):  # resumed with another one, of which nothing is known
-            return ""
-        best = "" if self.watched_epoch is None else f"; best in epoch {self.watched_epoch}"
-        return (
-            f"stopped early after epoch {self.epoch}: {self.watched} has not improved for "
-            f"{counted(self.num_stale, 'validation')}{best}"
-        )
+        metric = f" of {node.METRIC}" if node.METRIC else ""
+        stale = counted(self.num_stale, "validation")
+        return f"stopped early after epoch {self.epoch}: no improvement{metric} for {stale}"
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder, T
 
 logger = logging.getLogger("linnaeus.run")
 
-FIXED_NODES = ("OPTIMIZER", "SCHEDULE", "EXPERIMENT")
-"""Nodes of which no key may change on resuming, unless TRAIN.RESUME_WITH allows it."""
+FIXED_NODES = ("OPTIMIZER", "SCHEDULE", "EXPERIMENT", "TRAIN.EARLY_STOPPING.METRIC")
+"""What may not change on resuming, unless TRAIN.RESUME_WITH allows it: nodes, and a key."""
 
 _RATE_KEYS = {
     "OPTIMIZER.LR", "OPTIMIZER.WEIGHT_DECAY", "OPTIMIZER.LR_SCALING", "OPTIMIZER.WEIGHT_DECAY_SCALING",
@@ -65,9 +65,12 @@ def resumed_nodes(config: Config) -> dict[str, Any]:
     """The nodes that a checkpoint keeps, as plain values, to be compared when the run is resumed."""
     kept = {
         "EXPERIMENT": ("SEED",),
-        "TRAIN": ("AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN", "UNFREEZE_EPOCH"),
+        "TRAIN": (
+            "AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN", "UNFREEZE_EPOCH",
+            "EARLY_STOPPING",
+        ),
         "DATA": ("DATASET", "AUGMENT", "SAMPLER", "IMG_SIZE"),
-    }
+    }  # fmt: skip
     nodes = dataclasses.asdict(config)
     whole = {name: nodes[name] for name in ("MODEL", "LOSS", "OPTIMIZER", "SCHEDULE")}
     return whole | {name: {key: nodes[name][key] for key in keys} for name, keys in kept.items()}

@@ -19,9 +19,6 @@ from linnaeus.batching.plan import steps_in
 from linnaeus.config.schema import ScheduleConfig
 from linnaeus.words import is_smaller_better
 
-WSD_DECAY = 0.2
-"""Length of the decay of `wsd` as a fraction of what follows the warm-up, where none is set: that of timm."""
-
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 """What torch's scheduler counts. The rest of its state is configuration, which a resumed run may change."""
 
@@ -55,7 +52,7 @@ def lr_factor(
     if config.NAME == "onecycle":  # torch has the peak and the end in a step, not after it
         begin, end = max(warmup_steps - 1, 0), total_steps - 1
     elif config.NAME == "wsd":
-        decay = round(WSD_DECAY * (total_steps - warmup_steps))
+        decay = round(0.2 * (total_steps - warmup_steps))  # as in timm
         if config.DECAY_EPOCHS is not None:
             decay = total_steps - steps_in(
                 max(len(steps_per_epoch) - config.DECAY_EPOCHS, 0), steps_per_epoch
@@ -127,7 +124,7 @@ class Schedule:
     ) -> None:
         self._optimizer = optimizer
         self._factor = lr_factor(config, steps_per_epoch=steps_per_epoch, warmup_steps=warmup_steps)
-        self._batch_size_lr_factor, self._metric = batch_size_lr_factor, metric
+        self._batch_size_lr_factor = batch_size_lr_factor
         self._plateau: ReduceLROnPlateau | None = None
         if config.NAME == "plateau":  # the optimizer that it sees has the fraction of the peak as its rate
             self._plateau = ReduceLROnPlateau(
@@ -166,12 +163,10 @@ class Schedule:
         if self._plateau is None:
             return None
         state = self._plateau.state_dict()
-        return {"metric": self._metric, **{name: state[name] for name in _PLATEAU_STATE}}
+        return {name: state[name] for name in _PLATEAU_STATE}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what `state_dict` gave: with another metric, or None, the count starts anew."""
-        if self._plateau is None or state is None:
-            return
-        names = _PLATEAU_STATE if state["metric"] == self._metric else ("_last_lr",)
-        self._plateau.load_state_dict({name: state[name] for name in names})
-        self._plateau.optimizer.param_groups[0]["lr"] = state["_last_lr"][0]
+        """Go on from what `state_dict` gave."""
+        if self._plateau is not None and state is not None:
+            self._plateau.load_state_dict(dict(state))
+            self._plateau.optimizer.param_groups[0]["lr"] = state["_last_lr"][0]

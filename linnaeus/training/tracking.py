@@ -123,10 +123,7 @@ class _TensorBoardTracker(Tracker):
 
 
 class _CsvTracker(Tracker):
-    """A row for each epoch, written anew from `metrics.jsonl` after each validation.
-
-    `train/loss` is the mean over the epoch's optimizer steps; other values are the last ones.
-    """
+    """A row for each epoch with its last values, written anew from `metrics.jsonl` after each validation."""
 
     def __init__(self, metrics: Path) -> None:
         self._metrics = metrics
@@ -138,16 +135,11 @@ class _CsvTracker(Tracker):
 
     def _write(self) -> None:
         rows: dict[int, dict[str, Any]] = {}
-        begin = last = 0
         for record in map(json.loads, self._metrics.read_text().splitlines()):
-            epoch, step, split = record.pop("epoch"), record.pop("step"), record.pop("split")
-            begin = begin if epoch in rows else last
-            row = rows.setdefault(epoch, {"epoch": epoch})
-            if split == "train":
-                mean = row.get("train/loss", 0.0)
-                record["loss"] = mean + (record["loss"] - mean) * (step - last) / (step - begin)
-                last = step
-            row |= {"step": step, **{f"{split}/{name}": record[name] for name in record if name != "time"}}
+            head = {name: record.pop(name) for name in ("epoch", "step")}
+            split, _ = record.pop("split"), record.pop("time")
+            values = {f"{split}/{name}": value for name, value in record.items()}
+            rows[head["epoch"]] = rows.get(head["epoch"], {}) | head | values
         text = io.StringIO()
         columns = dict.fromkeys(["epoch", "step", *(name for row in rows.values() for name in row)])
         writer = csv.DictWriter(text, [*columns], lineterminator="\n")
@@ -159,7 +151,7 @@ class _CsvTracker(Tracker):
 class _MlflowTracker(Tracker):
     """The active run of MLflow; that of an earlier process is found by its tag.
 
-    MLflow takes no metric back. Where steps are repeated, it keeps the values of the first time.
+    MLflow takes no metric back: where steps are repeated, it has their values twice.
     """
 
     def __init__(self, node: ExperimentConfig, run_id: str, config: Mapping[str, Any]) -> None:
@@ -169,21 +161,17 @@ class _MlflowTracker(Tracker):
 
         folder, tag = mlflow.set_experiment(node.WANDB.PROJECT).experiment_id, "linnaeus.run"
         found = mlflow.search_runs([folder], f"tags.`{tag}` = '{run_id}'", output_format="list")
-        self._last: dict[str, int] = {}
-        if not found:
-            mlflow.start_run(run_name=node.NAME, tags={tag: run_id})
-            mlflow.log_params({key: value[:6000] for key, value in flat(config).items()})
+        if found:
+            mlflow.start_run(run_id=found[0].info.run_id)
             return
-        active, read = mlflow.start_run(run_id=found[0].info.run_id), mlflow.MlflowClient().get_metric_history
-        for name in active.data.metrics:
-            self._last[name] = max(entry.step for entry in read(active.info.run_id, name))
+        mlflow.start_run(run_name=node.NAME, tags={tag: run_id})
+        mlflow.log_params({key: value[:6000] for key, value in flat(config).items()})
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         import mlflow
 
         named = {re.sub(r"[^\w./ -]", "_", name): value for name, value in values.items()}
-        new = {name: value for name, value in named.items() if step > self._last.get(name, -1)}
-        mlflow.log_metrics(new, step=step)
+        mlflow.log_metrics(named, step=step)
 
     def finish(self, exit_code: int) -> None:
         import mlflow

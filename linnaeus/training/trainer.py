@@ -452,7 +452,7 @@ class Trainer:
         """
         progress, headline = self.progress, self.assembly.headline
         metric = self.config.EARLY_STOPPING.METRIC or headline
-        progress.watch(metric, score(metric, values[metric]), self.config.EARLY_STOPPING.MIN_DELTA)
+        progress.watch(score(metric, values[metric]), self.config.EARLY_STOPPING.MIN_DELTA)
         self.schedule.validated(values[metric])
         self._set_lr()
         value = score(headline, values[headline])

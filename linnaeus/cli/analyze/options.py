@@ -31,8 +31,8 @@ DESCRIPTION = """\
 Measures which batch size fits in which fraction of the device's memory, for training and validation, and what
 limits it. --throughput adds how fast training sizes are and what a run takes with each: per epoch, in all,
 and, with a noise scale, to the same loss. With --predict nothing is run: the memory of GPUs that need not be
-there is predicted. With --lr it trains for a hundred steps, and suggests a
-learning rate. `linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured fraction.
+there is predicted. With --lr it trains for a hundred steps, and suggests a learning rate.
+`linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured fraction.
 """
 DETAILS = """\
 Only the training and validation steps are timed: loading and the exchange between processes come on top. The
@@ -84,8 +84,6 @@ class Options:
     dtype: Literal["float32", "bfloat16"] | None = None
     checkpointing: bool = False
     lr: bool = False
-    lr_from: float = 1e-7
-    lr_to: float = 1.0
 
 
 IMPLY_THROUGHPUT = (
@@ -122,16 +120,13 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
         if options.lr:
             options.output = options.output if "--output" in given else Path("learning_rates.json")
             wrong = [name for name in NOT_WITH_LR if name in given]
-            problems = [f"{', '.join(wrong)}: not with --lr, which only trains; leave it out"] * bool(wrong)
-            ends = f"--lr-from: {options.lr_from:g} is not below --lr-to {options.lr_to:g}"
-            return problems + [ends] * (options.lr_from >= options.lr_to)
+            return [f"{name}: not with --lr, which only trains; leave it out" for name in wrong]
         options.predict |= options.hf is not None
         if options.hf is not None:
             wrong = [name for name in NOT_WITH_HF if name in given]
             wrong = wrong or [repr(" ".join(words))] * bool(words)
             return [f"{name}: not with --hf, which trains no configuration; leave it out" for name in wrong]
-        needs = {"--hf": OF_HF, "--lr": ("--lr-from", "--lr-to")}
-        problems = [f"{name}: needs {it}" for it, names in needs.items() for name in names if name in given]
+        problems = [f"{name}: needs --hf" for name in OF_HF if name in given]
         if not options.predict:
             options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
             wrong = [name for name in ("--gpu", "--device-memory-gb") if name in given]
@@ -260,8 +255,4 @@ PARSER.option(
     "with --hf: of the weights; default float32, with lora bfloat16",
 )  # fmt: skip
 PARSER.switch("--lr", "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one")
-PARSER.option(
-    "--lr-from", "X", partial(read_number, "rate"), f"with --lr: first rate; default {Options.lr_from:g}"
-)
-PARSER.option("--lr-to", "X", partial(read_number, "rate"), f"with --lr: last; default {Options.lr_to:g}")
 PARSER.switch("--checkpointing", "with --hf: compute activations again in backward")

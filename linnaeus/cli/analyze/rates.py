@@ -28,13 +28,15 @@ from linnaeus.training.optim import scale_values
 from linnaeus.training.schedule import Schedule
 
 KEY = "OPTIMIZER.LR"
-NUM_STEPS, SMOOTHING, DIVERGED = 100, 0.9, 4
-"""Most steps; what each keeps of the running mean; the smoothed loss, over its lowest, that ends the test."""
+FIRST, LAST, NUM_STEPS = 1e-6, 10.0, 100
+"""The rates at the peak, and the steps from one to the other."""
+SMOOTHING, DIVERGED = 0.9, 4
+"""What a step keeps of the running mean; the smoothed loss, over its lowest, that ends the test."""
 
 
 @dataclass
 class RateTest(Figures):
-    """The steps, each with its rate, the key that gives the rate, the loss and the smoothed loss."""
+    """The steps, each with the key's value that gives its rate, the loss and the smoothed loss."""
 
     environment: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
@@ -69,7 +71,7 @@ def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
     test.environment = device_environment(world.device) | run_settings(config.MODEL, search)
     test.environment["effective_batch"] = stage.effective_batch_size
     scale_values(optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
-    first, growth = options.lr_from / optimizer.param_groups[0]["lr"], options.lr_to / options.lr_from
+    first, growth = FIRST / optimizer.param_groups[0]["lr"], LAST / FIRST
     schedule = Schedule(
         ScheduleConfig(NAME="constant"), optimizer, steps_per_epoch=[NUM_STEPS], warmup_steps=0,
         batch_size_lr_factor=lambda number: first * growth ** (number / (NUM_STEPS - 1)),
@@ -100,7 +102,7 @@ def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
                 break
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
             smoothed, rate = mean / (1 - SMOOTHING ** (number + 1)), schedule.lr
-            test.rows.append({"rate": rate, KEY: rate / plan.lr_scale, "loss": loss, "smoothed": smoothed})
+            test.rows.append({KEY: rate / plan.lr_scale, "loss": loss, "smoothed": smoothed})
             if smoothed > DIVERGED * min(row["smoothed"] for row in test.rows):
                 break
     if not test.rows:
@@ -121,14 +123,13 @@ def show_rates(test: RateTest, console: Console) -> None:
 
 def save_rate_plot(test: RateTest, path: Path) -> None:
     """Draw the loss against the rate."""
-    rates, _, losses, smoothed = zip(*(row.values() for row in test.rows), strict=True)
+    rates, losses, smoothed = zip(*(row.values() for row in test.rows), strict=True)
     with drawing(path, settings_sentence(test.environment), test, test.columns, num_columns=1) as [[axes]]:
-        decorate(axes, "learning rate range test", "learning rate at its peak", "training loss")
+        decorate(axes, "learning rate range test", KEY, "training loss")
         axes.plot(rates, losses, color=INK, alpha=0.4, label="each step")
         axes.plot(rates, smoothed, color=BLUE, label="smoothed")
         if test.suggestion is not None:
-            place = test.suggestion * rates[0] / test.rows[0][KEY]
-            axes.axvline(place, color=GREEN, linestyle=":", label="suggested")
+            axes.axvline(test.suggestion, color=GREEN, linestyle=":", label="suggested")
         axes.set_xscale("log")
         axes.set_ylim(min(losses), 1.5 * max(losses[: len(losses) // 2 + 1]))
         axes.legend(frameon=False)

@@ -31,8 +31,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
     "options that do not go with --predict": (read, [
         "--predict", "--throughput", "--steps=3", "--plot=a.svg", "--strategy=guided", "--epochs=3",
     ]),
-    "options that do not go with --lr": (read, ["--lr", "--hf=llama", "--fractions=1", "--lr-to=1e-9"]),
-    "options that need --lr": (read, ["--lr-from=1e-5"]),
+    "options that do not go with --lr": (read, ["--lr", "--hf=llama", "--fractions=1"]),
     "options that need --hf": (read, ["--method=full", "--dtype=float32", "--checkpointing", "--sequence=0"]),
     "options that do not go with --hf": (read, ["--hf=llama", "--modes=val", "--max-bs=3", "--steps=3"]),
     "words that do not go with --hf": (read, ["--hf=llama", "--cfg", "a.yaml", "DATA.IMG_SIZE=64"]),

@@ -17,7 +17,7 @@ def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run: Run, tmp_pa
         *POINTS, "MODEL._target_=tests.cli.tiny.Perceptron", "MODEL.width=16", "DATA.BATCH_SIZE=16",
         "OPTIMIZER.LR_SCALING=sqrt", "EXPERIMENT.DEVICE=cpu",
     )  # fmt: skip
-    outcome = run("analyze", *options, "--lr", "--lr-from=1e-6", "--lr-to", "100", "--plot", "rates.svg")
+    outcome = run("analyze", *options, "--lr", "--plot", "rates.svg")
     assert outcome.code == 0, outcome.err
     found = json.loads((tmp_path / "learning_rates.json").read_text())
     rows = found["results"]
@@ -41,8 +41,8 @@ def test_steps_are_those_of_training(run: Run, tmp_path: Path, monkeypatch: pyte
     assert run(*options).code == 0
     lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["split"] == "train"]
-    assert (
-        run("analyze", *options, "--lr", "--lr-from=1e-3", "--lr-to=1.000001e-3", "--output=a.csv").code == 0
-    )
+    monkeypatch.setattr("linnaeus.cli.analyze.rates.FIRST", 1e-3)
+    monkeypatch.setattr("linnaeus.cli.analyze.rates.LAST", 1.000001e-3)
+    assert run("analyze", *options, "--lr", "--output=a.csv").code == 0
     rows = csv.DictReader((tmp_path / "a.csv").read_text().splitlines())
     assert [float(row["loss"]) for row in rows] == pytest.approx(losses[:2], rel=1e-5)
