@@ -27,7 +27,7 @@ def is_smaller_better(metric: str) -> bool:
     >>> is_smaller_better("loss"), is_smaller_better("top1/piece"), is_smaller_better("calibration_error")
     (True, False, True)
     """
-    return metric.partition("/")[0].endswith(_SMALLER_IS_BETTER)
+    return metric.partition("/")[0].endswith(_SMALLER_IS_BETTER) or metric.endswith("/loss")
 
 
 def several(names: Sequence[str]) -> str:

@@ -118,6 +118,8 @@ def build_fashion_mnist(config: DataConfig) -> DataBundle:
 def _read_split(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
     """Images [N, 1, H, W], uint8, and targets [N, 2], int64."""
     images, labels = _read_idx(images_path, 3), _read_idx(labels_path, 1).long()
+    if len(images) != len(labels) or not set(labels.tolist()) <= set(range(len(_GROUP_OF_ARTICLE))):
+        raise DataError(f"{labels_path}: labels of other images, or above 9; these are not Fashion-MNIST's")
     return images.unsqueeze(1), torch.stack([torch.tensor(_GROUP_OF_ARTICLE)[labels], labels], dim=1)
 
 

@@ -83,12 +83,15 @@ def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested: Path, tmp_
     root = tmp_path / "data"
     shutil.copytree(nested, root / "train")
     write_image(root / "train" / "Plantae" / "some.jpg")
-    write_image(root / "val" / "Plantae" / "other.jpg")  # there are no finer folders at all
+    write_image(root / "val" / "Plantae" / "other.jpg")
+    with pytest.raises(DataError, match="level2"):  # there are no finer folders at all
+        build(root)
+    write_image(root / "val" / "Plantae" / "oak" / "fine.jpg")
     bundle = build(root)
     assert labels(bundle.train)["Plantae/some.jpg"] == [1, -1]
-    assert labels(bundle.val) == {"Plantae/other.jpg": [1, -1]}
+    assert labels(bundle.val)["Plantae/other.jpg"] == [1, -1]
     assert [re.findall(r"\d+ of \d+ images?", line) for line in bundle.report[1:]] == [
-        ["1 of 21 images"], ["1 of 1 image"],
+        ["1 of 21 images"], ["1 of 2 images"],
     ]  # fmt: skip
     node = DatasetConfig(NAME="imagefolder", ROOT=str(root))
     request = EvaluationRequest(DataConfig(DATASET=node), bundle.index, bundle.preprocessing, 0, is_own=True)

@@ -62,7 +62,6 @@ FOLDERS: dict[str, Callable[[], object]] = {
     "a class too deep": lambda: folders("images/A/cat/white/0.jpg", ALLOW_COARSE=False),
     "one class too deep": lambda: folders("images/A/cat/white/0.jpg"),
     "roots of other depth": lambda: [folders(), folders(classes=("c/d",), ROOT=["images", "images/A"])],
-    "labels in a table": lambda: [touch("k/train.csv k/images/0.jpg"), build(NAME="imagefolder", ROOT="k")],
     "an image outside": lambda: folders("images/0.jpg"),
     "a class without image": lambda: folders("images/Plants/ash/notes.txt"),
     "one class at the top": lambda: folders(classes=CLASSES[:2]),

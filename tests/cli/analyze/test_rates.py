@@ -22,11 +22,11 @@ def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run: Run, tmp_pa
     found = json.loads((tmp_path / "learning_rates.json").read_text())
     rows = found["results"]
     assert 30 < len(rows) < 100, "it ends where training diverges"
-    assert rows[0]["rate"] == pytest.approx(1e-6)
+    assert rows[0]["OPTIMIZER.LR"] == pytest.approx(1e-6 * 4)  # of 256 samples, for batches of 16
     assert rows[-1]["smoothed"] > 4 * min(row["smoothed"] for row in rows)
     lowest = min(rows, key=lambda row: row["smoothed"])
     assert lowest["smoothed"] < 0.7 * rows[0]["smoothed"]
-    assert found["suggestion"] == pytest.approx(lowest["rate"] * 4 / 10)  # of 256 samples, for batches of 16
+    assert found["suggestion"] == pytest.approx(lowest["OPTIMIZER.LR"] / 10)
     assert (tmp_path / "rates.svg").stat().st_size > 1000
     assert not (tmp_path / "runs").exists()
 
