@@ -133,6 +133,10 @@ def desk(tmp_path: Path, experiment: None, pretrained: Path, monkeypatch: pytest
     shutil.copytree(tmp_path / "birds" / "val", tmp_path / "birds2026")
     table = "image,level1,level2\nbirds/val/Passeriformes/Parus_major/0.jpg,Passeriformes,Parus_major\n"
     (tmp_path / "test.csv").write_text(table)
+    birds = sorted((tmp_path / "birds").rglob("*.jpg"))
+    rows = (f"{path},{('fox;owl', 'owl', ';')[n % 3]}\n" for n, path in enumerate(birds))
+    (tmp_path / "scenes").mkdir()
+    (tmp_path / "scenes/train.csv").write_text("image,animal\n" + "".join(rows))
     write_fashion_mnist(tmp_path, 200, 16)
     monkeypatch.setattr("linnaeus.data.builtin.FASHION_FOLDER", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
