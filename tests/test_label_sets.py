@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.image_files import Listing, encode, hold_out
 from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, index_labels
+from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
+from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.losses import build_loss
 from tests.helpers.label_sets import NAMES, cells_of, write_label_sets
 from tests.helpers.runs import Run, assert_same_bits, weights
@@ -149,3 +152,12 @@ def test_manifest_cells_and_mixing() -> None:
     mixed = Mixing([3], 1.0, 0, is_multilabel=True)(Batch(torch.zeros(4, 1, 2, 2), TARGETS)).targets
     assert torch.equal(mixed < 0, (TARGETS < 0) | (TARGETS.roll(1, 0) < 0))
     assert 0 < float(mixed[0, 0]) < 1
+
+
+def test_outputs_that_are_not_finite_have_no_average_precision() -> None:
+    metrics = ClassificationMetrics(INDEX.taxonomy)
+    outputs = torch.full((4, 3), math.nan)
+    metrics.update(outputs, TARGETS, torch.tensor(math.nan))
+    values = metrics.compute(World(torch.device("cpu")))
+    assert values is not None
+    assert all(map(math.isnan, values.values()))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from linnaeus.cli.parser import CommandParser, read_request
 from linnaeus.config.schema import Config
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted
 
 
@@ -29,7 +29,7 @@ def run(_: Namespace, config: Config) -> int:
     """
     from linnaeus.data.checked import find_damaged
     from linnaeus.data.datasets import build_data
-    from linnaeus.data.image_files import ImageFiles, damaged_error
+    from linnaeus.data.image_files import ImageFiles
 
     started = time.monotonic()
     data = build_data(config.DATA, seed=config.EXPERIMENT.SEED, on_main=lambda _: {})  # all is read below
@@ -41,7 +41,9 @@ def run(_: Namespace, config: Config) -> int:
     print(*data.report, sep="\n")
     print(f"{counted(len(files), 'image')} checked in {seconds:.1f} s, {num_known} of them known from before")
     if damaged:
-        raise damaged_error({files[i]: reason for i, reason in damaged.items()})
+        lines = [f"{counted(len(damaged), 'image')} cannot be read:"]
+        lines += [f"  {files[i]}: {reason}" for i, reason in damaged.items()]
+        raise DataError("\n".join([*lines, "Remove or replace them, or set DATA.ON_BAD_IMAGE skip"]))
     return 0
 
 

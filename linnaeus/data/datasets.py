@@ -20,7 +20,6 @@ from linnaeus.data.image_files import (
     encode,
     hold_out,
     name_unknown,
-    refuse_damaged,
     report_coarse,
     without_damaged,
 )
@@ -187,8 +186,6 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     _fill_missing(targets, missing, index.taxonomy)
     channels = preprocessing.channels
     images = ImageFiles(listing.root, listing.paths, targets, channels, preprocessing.transform())
-    if config.ON_BAD_IMAGE == "raise":
-        refuse_damaged([images], on_main)
     bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
     return _evaluated(bundle, request, listing.source, part, report, len(left_out))
 

@@ -156,7 +156,6 @@ def build_files(
     Without a validation listing, a stratified part of each root's training samples is held out.
 
     With `DATA.ON_BAD_IMAGE skip`, rank 0 decodes every file once, and all ranks leave out the damaged ones.
-    With `raise`, files that an earlier check found damaged are an error.
 
     Raises:
         ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
@@ -193,8 +192,6 @@ def build_files(
             raise DataError(f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}")
         splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
     data_train, data_val = splits
-    if config.ON_BAD_IMAGE == "raise":
-        refuse_damaged([data_train, data_val], on_main)
     report.insert(0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples")
     taxonomy = index.taxonomy
     return DataBundle(
@@ -290,24 +287,6 @@ def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict
 def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list[str]:
     """The unknown classes, each with its first sample."""
     return [f"{name} (first in {listing.root / listing.paths[found[0]]})" for name, found in unknown.items()]
-
-
-def damaged_error(damaged: Mapping[str, str]) -> DataError:
-    """Names all damaged files, each with the reason."""
-    lines = [f"{counted(len(damaged), 'image')} cannot be read:"]
-    lines += [f"  {file}: {reason}" for file, reason in damaged.items()]
-    return DataError("\n".join([*lines, "Remove or replace them, or set DATA.ON_BAD_IMAGE skip"]))
-
-
-def refuse_damaged(splits: Sequence[ImageFiles], on_main: OnMain) -> None:
-    """Refuse files that an earlier check found damaged, if they still are."""
-
-    def find() -> dict[str, str]:
-        files = [file for split in splits for file in split.files]
-        return {files[i]: reason for i, reason in find_damaged(files, only_suspects=True)[0].items()}
-
-    if damaged := on_main(find):
-        raise damaged_error(damaged)
 
 
 def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:

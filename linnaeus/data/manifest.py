@@ -66,7 +66,9 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
     paths = [(node, *_manifest_paths(node)) for node in roots_of(config.DATASET)]
     trains, index, levels = _training([_read(path, node) for node, path, _ in paths])
     _check_nesting(index, trains[0].source)
-    vals = [_listing(table, levels) for table in _read_vals(paths)]
+    vals = [
+        _listing(table, levels) for table in [_read(val, node) for node, _, val in paths if val is not None]
+    ]
     return build_files(trains, vals, index, config, on_main)
 
 
@@ -84,7 +86,7 @@ def evaluated_manifest(
         is_own: whether the node is that of the run.
     """
     paths = [(node, *_manifest_paths(node)) for node in roots_of(dataset)]
-    vals = _read_vals(paths)
+    vals = [_read(val, node) for node, _, val in paths if val is not None]
     tables = vals or [_read(path, node) for node, path, _ in paths]
     if not vals and is_own:
         trains, index, levels = _training(tables)
@@ -92,12 +94,6 @@ def evaluated_manifest(
     columns = _columns_of_levels(tables[0], dataset, level_names)
     listings = [_listing(table, list(columns.values())) for table in tables]
     return EvaluatedFiles(listings, tuple(columns), is_val=bool(vals))
-
-
-def _read_vals(paths: Sequence[tuple[DatasetConfig, Path, Path | None]]) -> list[_Table]:
-    """The validation manifests, each once, although several roots may name the same."""
-    roots = {val: node for node, _, val in paths if val is not None}
-    return [_read(val, node) for val, node in roots.items()]
 
 
 def _columns_of_levels(

@@ -335,10 +335,8 @@ def _row(target: Any, taxonomy: Taxonomy, where: str) -> Any:
 def _label_set(target: Any, taxonomy: Taxonomy, where: str) -> Tensor:
     """The labels [C] of a sample that has several, float32: 1, 0, or -1 (unknown) for each class."""
     ((rank, num_classes),) = taxonomy.num_classes.items()
-    try:
+    with _naming_errors(where):
         row = torch.as_tensor(target).float()
-    except (TypeError, ValueError, RuntimeError):
-        row = torch.empty(0)
     if row.shape != (num_classes,) or not ((row == 0) | (row == 1) | (row == UNKNOWN)).all():
         raise DataError(
             f"{where}: {describe(target)}, but 1, 0, or -1 where unknown is needed for each of the "
@@ -370,8 +368,8 @@ def _labels(values: Any, num_samples: int | None, taxonomy: Taxonomy, where: str
         each = "" if num_samples is None else f" for each of {num_samples} samples"
         raise DataError(
             f"{where}: {found}, but {len(counts)} whole number(s) are "
-            f"needed{each}: {', '.join(counts)}; for targets that are no labels, set the dataset's attribute "
-            "`taxonomy` to None"
+            f"needed{each}: {', '.join(counts)}; for several labels of a sample set the dataset's attribute "
+            "`multilabel` to True, for targets that are no labels `taxonomy` to None"
         )
     rows = rows.to(torch.int64)
     strange = (rows < UNKNOWN) | (rows >= torch.tensor([*counts.values()]))

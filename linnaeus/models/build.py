@@ -14,7 +14,7 @@ from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.models.lora import adapted, check_lora
+from linnaeus.models.lora import add_adapters, check_lora
 from linnaeus.models.timm_source import Source, check_weights_exist, find_source, unusable_weights_error
 from linnaeus.models.weights import (
     SavedWeights,
@@ -72,8 +72,8 @@ def build_model(
         )
     check_lora(node, None)
     backbone, source, saved = _backbone(node, in_chans, img_size, load_weights)
-    with adapted(backbone, node.LORA):
-        num_features = _probe(node.NAME, backbone, in_chans, img_size)
+    add_adapters(backbone, node.LORA)
+    num_features = _probe(node.NAME, backbone, in_chans, img_size)
     num_classes = list(taxonomy.num_classes.values())
     parents = _known_parents(taxonomy) if node.HEAD == "marginal" else None
     model = HierarchicalClassifier(backbone, num_features, num_classes, node.DROP_RATE, parents)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import LoraConfig
@@ -18,8 +16,10 @@ from linnaeus.errors import ConfigError
 
 def check_lora(node: Any, unfreeze_epoch: int | None) -> None:
     """Raise `ConfigError` for a key that MODEL.LORA excludes, and where peft is not installed."""
-    if is_target(node) or node.LORA.RANK is None:
+    if is_target(node) or LoraConfig() == node.LORA:
         return
+    if node.LORA.RANK is None:
+        raise ConfigError("MODEL.LORA: other keys are set, but RANK is null; set MODEL.LORA.RANK")
     if node.FREEZE != "none" or unfreeze_epoch is not None:
         raise ConfigError(
             f"MODEL.LORA.RANK: {node.LORA.RANK} freezes the backbone in all epochs, but MODEL.FREEZE is "
@@ -29,15 +29,13 @@ def check_lora(node: Any, unfreeze_epoch: int | None) -> None:
         raise ConfigError("MODEL.LORA.RANK: peft is not installed: pip install 'linnaeus[lora]'")
 
 
-@contextmanager
-def adapted(backbone: nn.Module, node: LoraConfig) -> Iterator[None]:
-    """Put adapters beside the layers of TARGETS. A forward pass in the context shows which ones are called.
+def add_adapters(backbone: nn.Module, node: LoraConfig) -> None:
+    """Put adapters beside the layers of TARGETS.
 
     Raises:
-        ConfigError: a pattern names no linear layer, or one that is not called.
+        ConfigError: a pattern names no linear layer.
     """
     if node.RANK is None:
-        yield
         return
     import peft  # here: transformers, which it imports, takes seconds
 
@@ -47,7 +45,8 @@ def adapted(backbone: nn.Module, node: LoraConfig) -> Iterator[None]:
     for pattern in node.TARGETS:
         named = {name for name in linear if f".{name}".endswith(f".{pattern}") or fnmatchcase(name, pattern)}
         if not named:
-            raise ConfigError(f"MODEL.LORA.TARGETS: {pattern!r} names no linear layer; the model has {ends}")
+            found = f"names no linear layer; the model has {ends}. Name those, or leave MODEL.LORA.RANK out"
+            raise ConfigError(f"MODEL.LORA.TARGETS: {pattern!r} {found}")
         chosen |= named
     trainable = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
     config = peft.LoraConfig(
@@ -56,14 +55,6 @@ def adapted(backbone: nn.Module, node: LoraConfig) -> Iterator[None]:
     peft.inject_adapter_in_model(config, backbone)
     for parameter in trainable:  # peft has frozen them, which is for `Freezing` to do
         parameter.requires_grad_()
-    called = set[nn.Module]()
-    with register_module_forward_pre_hook(lambda module, _: called.add(module)):
-        yield
-    if unused := [name for name in sorted(chosen) if backbone.get_submodule(name) not in called]:
-        raise ConfigError(
-            f"MODEL.LORA.TARGETS: {unused[0]} is not called, the model only reads its weights, so an adapter "
-            f"has no effect; choose other layers of {ends}"
-        )
 
 
 def merged_weights(state: Mapping[str, Tensor], node: LoraConfig) -> dict[str, Tensor]:

@@ -140,7 +140,12 @@ class ClassificationMetrics(nn.Module):
 
 
 def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Means over the classes with a positive sample; NaN without any. Arguments as for `figures_of_sets`."""
+    """Means over the classes with a positive sample; NaN without any, and where a probability is.
+
+    Arguments are those of `figures_of_sets`.
+    """
+    if scores.isnan().any():
+        return math.nan, math.nan
     figures = figures_of_sets(scores, targets)
     num_positive, num_predicted, num_correct, average_precision = figures[:4, figures[0] > 0]
     return float(average_precision.mean()), float((2 * num_correct / (num_positive + num_predicted)).mean())

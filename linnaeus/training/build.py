@@ -19,6 +19,7 @@ from linnaeus.batching.sizes import Facts, micro_batches_held
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length, training_targets
+from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
@@ -172,11 +173,15 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
         targets = training_targets(data, f"LOSS.CLASS_WEIGHTS {node.CLASS_WEIGHTS}")
         weights = class_weights(node.CLASS_WEIGHTS, taxonomy, targets)
     criterion = build_loss(node, taxonomy, device, weights).to(device)
-    if isinstance(criterion, SingleRank) and taxonomy is not None:
+    if isinstance(criterion, SingleRank) and taxonomy is not None and not taxonomy.is_multilabel:
         num_classes = len(taxonomy.levels[0].classes)
-        is_multilabel = taxonomy.is_multilabel
-        mixes = data.mixing is not None or is_multilabel
-        criterion.check_takes_targets(num_classes, device, mixes=mixes, is_multilabel=is_multilabel)
+        criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
+    elif isinstance(criterion, SingleRank):
+        for split in (data.train, data.val):
+            labels = getattr(split, "targets", None)
+            if isinstance(labels, torch.Tensor) and bool((labels == UNKNOWN).any()):
+                name = type(criterion.loss).__name__
+                raise ConfigError(f"LOSS: {name} takes no unknown labels; LOSS.NAME bce leaves them out")
     return criterion
 
 

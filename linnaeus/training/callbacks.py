@@ -42,7 +42,8 @@ def build_callbacks(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         callbacks[key] = call_target(node, key) if is_target(node) else None
         if not any(hasattr(callbacks[key], name) for name in MOMENTS):
             methods = " or ".join(MOMENTS)
-            raise ConfigError(f"{key}: {node!r} is no `_target_` node of an object with {methods}")
+            form = "{_target_: my_package.MyCallback}"
+            raise ConfigError(f"{key}: {node!r} must be a node such as {form}, of an object with {methods}")
     return callbacks
 
 

@@ -57,7 +57,7 @@ class TrainingProgress:
         seconds: time spent in training steps, loading included, validation not.
         best_epoch: the epoch of `best`; None where it is not known.
         watched_best: best value of the metric that early stopping watches, where larger is better.
-        num_stale: validations since then.
+        num_stale: validations since the last improvement.
     """
 
     epoch: int = 0

@@ -287,12 +287,8 @@ class SingleRank(nn.Module):
         return self.loss(logits, targets)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def check_takes_targets(
-        self, num_classes: int, device: torch.device, *, mixes: bool, is_multilabel: bool = False
-    ) -> None:
+    def check_takes_targets(self, num_classes: int, device: torch.device, *, mixes: bool) -> None:
         """Try the loss on labels, and with `mixes` also on probabilities, as mixed batches have them.
-
-        Several labels per sample have the form of probabilities.
 
         Raises:
             ConfigError: it cannot take one of them.
@@ -300,14 +296,13 @@ class SingleRank(nn.Module):
         num_samples = 2 if num_classes != 2 else 3  # other than the classes, so that nothing broadcasts
         labels = torch.zeros(num_samples, 1, dtype=torch.int64, device=device)
         logits = torch.zeros(num_samples, num_classes, device=device)
-        for targets in [labels, one_hot(labels[:, 0], num_classes).float()][is_multilabel : 1 + mixes]:
+        for targets in [labels, one_hot(labels[:, 0], num_classes).float()][: 1 + mixes]:
             try:
                 self(logits, targets)
             except Exception as error:
                 what = "labels [batch]"
                 if targets is not labels:
                     what = "probabilities [batch, classes], as DATA.AUGMENT.MIXUP and CUTMIX make them,"
-                    what = "targets [batch, classes] of several labels" if is_multilabel else what
                 raise ConfigError(
                     f"LOSS: {type(self.loss).__name__} does not take {what} with logits [batch, classes] "
                     f"({first_line(error)}); choose LOSS.NAME"

@@ -59,7 +59,8 @@ def settings_without_effect(config: Config) -> Iterator[str]:
     if changed:
         names = ", ".join(f"SCHEDULE.{name}" for name in sorted(changed))
         yield f"{names}: no effect with SCHEDULE.NAME {schedule.NAME}"
-    if stopping.PATIENCE is None and (stopping.MIN_DELTA or (stopping.METRIC and schedule.NAME != "plateau")):
+    is_read = stopping.PATIENCE is not None or schedule.NAME == "plateau"
+    if not is_read and (stopping.MIN_DELTA or stopping.METRIC):
         yield "TRAIN.EARLY_STOPPING: no effect without its key PATIENCE"
     if not is_target(loss) and loss.NAME != "focal" and loss.FOCAL_GAMMA != LossConfig().FOCAL_GAMMA:
         yield f"LOSS.FOCAL_GAMMA: {loss.FOCAL_GAMMA:g} has no effect with LOSS.NAME {loss.NAME}"

@@ -18,8 +18,8 @@ from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder, T
 
 logger = logging.getLogger("linnaeus.run")
 
-FIXED_NODES = ("OPTIMIZER", "SCHEDULE", "EXPERIMENT", "TRAIN.EARLY_STOPPING.METRIC")
-"""What may not change on resuming, unless TRAIN.RESUME_WITH allows it: nodes, and a key."""
+FIXED_NODES = ("OPTIMIZER", "SCHEDULE", "EXPERIMENT", "MODEL.LORA")
+"""Nodes of which no key may change on resuming, unless TRAIN.RESUME_WITH allows it."""
 
 _RATE_KEYS = {
     "OPTIMIZER.LR", "OPTIMIZER.WEIGHT_DECAY", "OPTIMIZER.LR_SCALING", "OPTIMIZER.WEIGHT_DECAY_SCALING",

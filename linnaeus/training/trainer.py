@@ -139,8 +139,12 @@ class Trainer:
             self.train_step.probe.scale.load_state_dict(content["noise_scale"])
         restore_generators(content, self.world, seed)
         self._meter.load_states(content.get("train_loss", ()))
-        if self.config.RESUME_WITH is None:  # a new learning rate is not one that has dropped
-            self.schedule.load_state_dict(content.get("schedule"))
+        before, now = content.get("config", {}), self.checkpoint_extras.get("config", {})
+        metrics = [nodes.get("TRAIN", {}).get("EARLY_STOPPING", {}).get("METRIC") for nodes in (before, now)]
+        if metrics[0] != metrics[1]:
+            self.progress.watched_best, self.progress.num_stale = -math.inf, 0
+        elif all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
+            self.schedule.load_state_dict(content.get("schedule"))  # a new rate is not one that has dropped
         states = content.get("callbacks", [{}])
         for key, state in states[self.world.rank % len(states)].items():
             call_back({key: self.callbacks.get(key)}, "load_state_dict", state)
@@ -192,8 +196,8 @@ class Trainer:
                     break
             self.begin()
             lacks_validation = not self.progress.metrics or self.progress.samples > 0
-            if lacks_validation and not self.stop.stop_signal:
-                self._validate()  # resumed with fewer epochs, before a validation
+            if lacks_validation and not self.stop.stop_signal and self._validate():
+                self._save(is_best=True)  # resumed with fewer epochs, before a validation
         self.checkpoints.wait()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(

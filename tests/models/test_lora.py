@@ -52,7 +52,7 @@ def test_a_run_that_cannot_be_adapted_ends_with_one_error(run: Run, monkeypatch:
         (("MODEL.FREEZE=backbone",), "MODEL.FREEZE"),
         (("TRAIN.UNFREEZE_EPOCH=2",), "TRAIN.UNFREEZE_EPOCH"),
         (("MODEL.LORA.TARGETS=[qvk]",), "fc1"),
-        (("MODEL.NAME=beit_base_patch16_224", "MODEL.KWARGS.depth=1"), "blocks.0.attn.qkv"),
+        (("MODEL.LORA.RANK=null", "MODEL.LORA.ALPHA=4"), "MODEL.LORA.RANK"),
     ):
         outcome = run(*OPTIONS, *wrong)
         assert (outcome.code, named in outcome.err, "Traceback" in outcome.err) == (2, True, False)

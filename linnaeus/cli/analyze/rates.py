@@ -92,12 +92,10 @@ def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
             try:
                 loss = step(batches, stage.accumulation_steps, stage.samples_per_rank).item()
             except Exception as error:
-                if is_out_of_memory(error):
-                    text = f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory"
-                    raise OutOfMemoryError(
-                        f"{text}; linnaeus analyze without --lr finds what fits"
-                    ) from error
-                raise
+                if not is_out_of_memory(error):
+                    raise
+                text = f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory"
+                raise OutOfMemoryError(f"{text}; linnaeus analyze finds what fits") from error
             if not math.isfinite(loss):
                 break
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
