@@ -61,7 +61,7 @@ def run(config: Config) -> FitResult:
         errors_told_first(world),
     ):
         world.check_equal(configuration_facts(dataclasses.asdict(config)))
-        check_before_data(config.MODEL, config.OPTIMIZER, train, world)
+        check_before_data(config.MODEL, config.OPTIMIZER, train, config.DIST, world)
         world.on_main(partial(check_loggers, experiment.LOGGERS))
         callbacks = build_callbacks(train.CALLBACKS)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
@@ -84,8 +84,9 @@ def run(config: Config) -> FitResult:
         world.update("building data and model")
         data = build_data(config.DATA, seed=seed, on_main=world.on_main)
         assembly = assemble(
-            config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world, load_weights=checkpoint is None
-        )
+            config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world, load_weights=checkpoint is None,
+            sharding=config.DIST,
+        )  # fmt: skip
         world.check_equal(built_facts(data, assembly))
         if checkpoint is not None:
             checkpoint.restore(assembly, world)

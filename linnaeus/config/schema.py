@@ -546,6 +546,21 @@ class DistConfig:
     FIND_UNUSED_PARAMETERS: bool = key(False, "allow steps in which some parameters get no gradient")
     TIMEOUT_MINUTES: float = key(10.0, "timeout of collectives in training", unit="minutes", gt=0)
     START_MINUTES: float = key(30.0, "longest wait for processes to start", unit="minutes", gt=0)
+    SHARDING: str = key(
+        "none", "`full` gives each process a part of every parameter, gradient and optimizer state (FSDP2), "
+        "`hybrid` does so within a node and keeps a copy on each node, `none` gives each process all",
+        choices=("none", "full", "hybrid"),
+    )  # fmt: skip
+    SHARD_BLOCKS: list[str] | None = key(
+        None, "submodules that are gathered one at a time, by name or class, with wildcards; null takes what "
+        "stands repeatedly in a Sequential or ModuleList"
+    )  # fmt: skip
+    PARAM_DTYPE: str = key("fp32", "number format of gathered parameters", choices=("fp32", "bf16"))
+    REDUCE_DTYPE: str = key(
+        "fp32", "number format in which sharded gradients are summed", choices=("fp32", "bf16")
+    )
+    RESHARD_AFTER_FORWARD: bool = key(True, "free gathered parameters between forward and backward pass")
+    CPU_OFFLOAD: bool = key(False, "keep parts of parameters and optimizer state in host memory")
 
 
 @dataclass

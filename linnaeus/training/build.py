@@ -17,7 +17,7 @@ from torch import nn
 
 from linnaeus.batching.sizes import Facts, micro_batches_held
 from linnaeus.config.instantiate import is_target
-from linnaeus.config.schema import TrainConfig
+from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length, training_targets
 from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.dist import World
@@ -35,17 +35,21 @@ from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
 from linnaeus.training.precision import build_precision
 from linnaeus.training.resume import flat
+from linnaeus.training.sharding import check_sharding, is_sharded, shard
 from linnaeus.training.step import TrainStep, ValidationStep
 from linnaeus.version import __version__
 
 
-def check_before_data(model: Any, optimizer: Any, config: TrainConfig, world: World) -> None:
-    """Check what needs no data: the nodes MODEL, OPTIMIZER and TRAIN on this device and number of ranks.
+def check_before_data(
+    model: Any, optimizer: Any, config: TrainConfig, sharding: DistConfig, world: World
+) -> None:
+    """Check what needs no data: MODEL, OPTIMIZER, TRAIN and DIST on this device and number of ranks.
 
     Raises:
         ConfigError: an unknown model or optimizer, LoRA beside FREEZE or without peft, SyncBatchNorm on the
-            CPU, or a noise scale that cannot be measured.
+            CPU, a noise scale that cannot be measured, or a key that does not go with sharding.
     """
+    check_sharding(sharding, config, world)
     if not is_target(model):
         find_source(model.NAME)
         check_lora(model, config.UNFREEZE_EPOCH)
@@ -97,6 +101,7 @@ def assemble(
     world: World,
     *,
     load_weights: bool = True,
+    sharding: DistConfig | None = None,
 ) -> Assembly:
     """Build everything that a step needs.
 
@@ -106,6 +111,7 @@ def assemble(
         data: its taxonomy and the shape of its inputs decide the model's outputs and inputs.
         world: the processes and the device of training.
         load_weights: whether to load the weights that MODEL names; not where a checkpoint replaces them.
+        sharding: the DIST node, if the model may be sharded over the processes.
 
     Raises:
         ConfigError: a node that cannot be built.
@@ -120,14 +126,20 @@ def assemble(
     freezing.freeze()
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
-    memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
-    model = model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
+    average = None
+    if sharding is not None and is_sharded(sharding, world):
+        if config.SYNC_BATCHNORM:
+            timm.layers.convert_sync_batchnorm(model)
+        model, average = shard(model, sharding, world, with_average=config.EMA.ENABLED)
+    else:
+        memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
+        model = model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     if config.COMPILE:
         model.compile()
     criterion = _build_criterion(loss_node, data, device)
     with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
         optimizer = build_optimizer(optimizer_node, model)
-    ema = Ema(model, config.EMA.DECAY) if config.EMA.ENABLED else None
+    ema = Ema(model, config.EMA.DECAY, average) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)
     if (wanted := config.EARLY_STOPPING.METRIC) not in (None, *metrics.names):
         raise ConfigError(
@@ -135,7 +147,7 @@ def assemble(
             f"{', '.join(metrics.names)}"
         )
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
-    if config.SYNC_BATCHNORM and world.is_distributed:
+    if config.SYNC_BATCHNORM and world.is_distributed and average is None:
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
     precision = build_precision(config, device)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.dist import World
@@ -25,7 +26,7 @@ _BUCKET_BYTES = 25 * 1024**2  # default of DistributedDataParallel
 def wrap(
     model: nn.Module, world: World, *, find_unused_parameters: bool = False, single_rank: bool = False
 ) -> nn.Module:
-    """The model as the training step calls it: wrapped in DistributedDataParallel if there are other ranks.
+    """The model as the training step calls it: in DistributedDataParallel if there are ranks with copies of it.
 
     Args:
         model: on its device.
@@ -40,6 +41,8 @@ def wrap(
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.process_group = group
+    if isinstance(model, FSDPModule):
+        return model
     wrapper = DistributedDataParallel(
         model,
         device_ids=None if world.device.type == "cpu" else [world.device],

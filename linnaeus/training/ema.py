@@ -15,11 +15,12 @@ class Ema:
     Args:
         model: without DistributedDataParallel; it is copied.
         decay: decay per optimizer step, reached after a warm-up so that short runs benefit too.
+        copy: a copy of the model, where it is sharded and so cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, copy: nn.Module | None = None) -> None:
         self._source = model
-        self._average = _average_of(model, decay)
+        self._average = _average_of(model, decay, copy)
         self.num_updates = 0
 
     @property
@@ -42,10 +43,10 @@ class Ema:
         self.num_updates = state["num_updates"]
 
 
-def _average_of(model: nn.Module, decay: float) -> ModelEmaV3:
-    if not next(model.parameters()).is_meta:
+def _average_of(model: nn.Module, decay: float, copy: nn.Module | None) -> ModelEmaV3:
+    if copy is None and not next(model.parameters()).is_meta:
         return ModelEmaV3(model, decay=decay, use_warmup=True)
-    # timm makes a random number generator on the model's device; there is none on `meta`.
+    # timm copies the model, and makes a random number generator on its device; there is none on `meta`.
     average = ModelEmaV3(nn.Linear(1, 1, device="cpu"), decay=decay, use_warmup=True)
-    average.module = deepcopy(model).eval()
+    average.module = (deepcopy(model) if copy is None else copy).eval()
     return average
