@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,14 +19,15 @@ from linnaeus.autobatch.optimizers import unlisted_optimizers_refused
 from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import check_equal, together
-from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
+from linnaeus.autobatch.ranks.protocol import RankStatus, confirm_jointly, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import (
     check_silenceable,
     refusing_collectives,
-    without_ddp_communication,
+    stepping_alone,
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import Objective, SearchSettings
+from linnaeus.autobatch.sharded import is_sharded
 from linnaeus.autobatch.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ def auto_find_batch_size(
         group: the ranks that search together; every one of them must call this, with the same arguments. Rank
             0 of the group searches while the others wait, then all run the size found, and all return the
             largest that fits on each. So `step` must do without collectives; DistributedDataParallel in
-            `state` does without its own meanwhile. None is the default process group if one is initialised;
-            False searches on this rank alone.
+            `state` does without its own meanwhile. With a sharded model (`fully_shard`) each rank steps alone
+            in fake groups of the same size, and a joint step of all confirms the size. None is the default
+            process group if one is initialised; False searches on this rank alone.
         target_memory_fraction and the others: settings of the search, as `SearchSettings` describes them.
 
     Raises:
@@ -92,7 +93,7 @@ def auto_find_batch_size(
             (FullyShardedDataParallel); another rank has failed, died or not called this.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    with together(group) as control, contextlib.ExitStack() as stack:
+    with together(group) as control:
         check_functions(step, make_batch)
         check_observer(observer)
         check_bounds(bounds)
@@ -108,22 +109,36 @@ def auto_find_batch_size(
         if control is not None:
             bounds = _agreed_bounds(control, settings, mode, state, bounds or {})
             neighbours = control.neighbours()
-            step = refusing_collectives(step, steps_per_trial, "the step")
-            make_batch = refusing_collectives(make_batch, steps_per_trial, "make_batch")
-        renew_wrappers = stack.enter_context(without_ddp_communication(() if control is None else state))
+        make_finder = partial(
+            BatchSizeFinder, state=state, mode=mode, device=device, bounds=bounds, observer=observer,
+            neighbours=neighbours,
+        )  # fmt: skip
+        trace = partial(predict_step, step, make_batch, state=state, mode=mode)
 
-        def finder_for(status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
-            def before_trial(size: int) -> None:
-                status.update(f"{mode}: trying batch size {size}")
-                renew_wrappers()
+        def search(**chosen: Any) -> AutoBatchResult:
+            alone, makes_alone = step, make_batch
+            if control is not None:
+                alone = refusing_collectives(step, steps_per_trial, "the step")
+                makes_alone = refusing_collectives(make_batch, steps_per_trial, "make_batch")
 
-            return BatchSizeFinder(
-                step, make_batch, settings, state=state, mode=mode, device=device, bounds=bounds,
-                observer=observer, neighbours=neighbours, before_trial=before_trial,
-                predict=partial(predict_step, step, make_batch, state=state, mode=mode),
-            )  # fmt: skip
+            def finder_for(status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
+                def before_trial(size: int) -> None:
+                    status.update(f"{mode}: trying batch size {size}")
+                    renew_wrappers()
 
-        return search_on_ranks(finder_for, settings, control)
+                predict = None if is_sharded(state) else trace
+                return make_finder(alone, makes_alone, settings, before_trial=before_trial, predict=predict)
+
+            with stepping_alone(() if control is None else state) as renew_wrappers:
+                return search_on_ranks(finder_for, settings, control, **chosen)
+
+        found = search()
+        if control is None or not is_sharded(state):
+            return found
+        status = RankStatus(control=control)
+        return confirm_jointly(
+            found, lambda: make_finder(step, make_batch, settings), search, status, settings
+        )
 
 
 def _agreed_bounds(

@@ -47,9 +47,14 @@ def is_array(value: Any) -> bool:
     return np is not None and isinstance(value, np.ndarray)
 
 
+def local(value: Any) -> Any:
+    """What this process holds of a DTensor; anything else as it is."""
+    return getattr(value, "_local_tensor", value)
+
+
 def num_bytes(nest: Any) -> int:
-    """Bytes of all tensors and arrays in a nest."""
-    return sum(int(getattr(leaf, "nbytes", 0)) for leaf in leaves(nest))
+    """Bytes of all tensors and arrays in a nest; of a DTensor, those of this process."""
+    return sum(int(getattr(local(leaf), "nbytes", 0)) for leaf in leaves(nest))
 
 
 def structure(nest: Any) -> Any:
@@ -63,6 +68,7 @@ def structure(nest: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     """Whether two leaves are equal; in tensors, NaN equals NaN."""
+    a, b = local(a), local(b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False

@@ -70,7 +70,7 @@ def moments_bytes(state: Sequence[Any]) -> int:
     """Bytes that the state of the optimizers takes."""
     optimizers = (part for part in state if isinstance(part, torch.optim.Optimizer))
     values = (entry for part in optimizers for entry in getattr(part, "state", {}).values())
-    return sum(tensor.nbytes for entry in values for tensor in nest.tensors(entry))
+    return nest.num_bytes(list(values))
 
 
 def traced(trace: Callable[[], Prediction], mode: Mode) -> tuple[Prediction | None, float]:

@@ -6,7 +6,7 @@ import copy
 import operator
 import os
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.rng import restore_of_generator, rng_state, set_rng_state
+from linnaeus.autobatch.sharded import modules_of, reset_of
 
 
 class Snapshot:
@@ -41,7 +42,7 @@ class Snapshot:
         TypeError: something in `state` is neither a generator nor has `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, state: Iterable[Any], device: torch.device) -> None:
+    def __init__(self, state: Sequence[Any], device: torch.device) -> None:
         self.optimizers: list[Any] = []
         always: list[Any] = []
         kept: list[Any] = []  # what training keeps allocated: a validation is measured beside it
@@ -75,6 +76,7 @@ class Snapshot:
         always += (part for module in modules for part in (module._parameters, module._buffers))
         kept += (vars(module) for module, _ in self._kinds)
         self._always = Contents(always)
+        self._reset_sharding = reset_of(modules_of(state))
         self._kept = Contents(kept, self._always.seen, self._inside)
         self._device = device
         self._rng = rng_state(device)
@@ -120,6 +122,7 @@ class Snapshot:
                 modules keep in their attributes.
             with_values: whether parameters get their values back.
         """
+        self._reset_sharding()
         self._always.restore(with_values=with_values)
         if with_optimizers:
             for module, kind in self._kinds:  # parametrizations replace it
@@ -279,7 +282,7 @@ class _Value:
     def __init__(self, tensor: Tensor) -> None:
         self.on_host = tensor.detach().to("cpu", copy=True)
         self._device = tensor.device
-        copied = self.on_host
+        copied = nest.local(self.on_host)
         parts = (copied._indices(), copied._values()) if copied.is_sparse else (copied,)
         self.nbytes = sum(part.nbytes for part in parts)
 

@@ -21,9 +21,11 @@ from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import Buckets
 from linnaeus.autobatch.predicted import predict_step
-from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
+from linnaeus.autobatch.ranks.protocol import RankStatus, confirm_jointly, search_on_ranks
+from linnaeus.autobatch.ranks.single_rank import stepping_alone
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import Names, SearchSettings
+from linnaeus.autobatch.sharded import is_sharded
 from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.console import StatusLine
@@ -82,6 +84,11 @@ class SizeSearch:
             values["memory_limit_gb"] = float(limits.split(",")[self.world.rank])
         return SearchSettings(**values)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of the model."""
+        return is_sharded(self.assembly.state)
+
     @contextmanager
     def finder(
         self,
@@ -89,6 +96,8 @@ class SizeSearch:
         status: RankStatus,
         settings: SearchSettings | None = None,
         trained_at: int | None = None,
+        *,
+        alone: bool = True,
     ) -> Iterator[BatchSizeFinder]:
         """The finder for one mode, on this rank and without a collective.
 
@@ -97,6 +106,7 @@ class SizeSearch:
             status: told each size that is tried.
             settings: by default those of the configuration.
             trained_at: for validation, the micro-batch size of training; see `BatchSizeFinder.train_once`.
+            alone: whether a sharded model communicates with no other rank; else all ranks step together.
         """
         spec = self.spec(mode)
         training = _TrialTraining(self)
@@ -109,7 +119,10 @@ class SizeSearch:
             return next(self._batches(spec, size, num_batches=1))
 
         is_training = mode == "train"
-        with self._frozen_as_in_last_epoch(), log_level(self.config.AUTOBATCH, mode), BatchSizeFinder(
+        is_silent = alone and self.is_sharded
+        with (
+            stepping_alone(self.assembly.state if is_silent else ()), self._frozen_as_in_last_epoch(),
+            log_level(self.config.AUTOBATCH, mode), BatchSizeFinder(
             training.step if is_training else self.assembly.validation_step,
             partial(training.batches, spec) if is_training else validation_batch,
             settings or self.settings(mode),
@@ -123,9 +136,9 @@ class SizeSearch:
             observer=SearchProgress(mode, status, self.console),
             names=keys(mode),
             # The finder measures what training has left when validation is searched.
-            predict=partial(self.predict, mode, with_training=is_training),
+            predict=None if self.is_sharded else partial(self.predict, mode, with_training=is_training),
             empties_cache=True,  # before and after each validation
-        ) as finder:  # fmt: skip
+        ) as finder):  # fmt: skip
             yield finder
         training.discard_wrapper()
         gc.collect()  # frees the wrapper with its hooks on the parameters
@@ -226,6 +239,12 @@ def find_sizes(search: SizeSearch, earlier: Mapping[str, int] | None = None) -> 
         size, most = (earlier or {}).get(mode), _setting(config, "MAX_BATCH_SIZE", mode)
         with search.on_ranks(mode, trained_at) as search_all:
             result = search_all(size=None if size is None else min(size, most or size))
+            if search.is_sharded:
+                status = RankStatus(control=search.world.control)
+                make_finder = partial(search.finder, mode, status, trained_at=trained_at, alone=False)
+                result = confirm_jointly(
+                    result, make_finder, search_all, status, search.settings(mode), keys(mode)
+                )
         if size is not None:
             is_kept = result.batch_size == size
             limited_by = "checkpoint" if is_kept else result.limited_by

@@ -64,7 +64,7 @@ def state_bytes(assembly: Assembly, device: torch.device) -> StateBytes:
 def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set[int]) -> int:
     """Bytes of the storages on the device that are not in `seen` yet; they are added to it."""
     num_bytes = 0
-    for tensor in tensors:
+    for tensor in map(nest.local, tensors):
         if tensor is not None and tensor.device == device and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             place = storage._cdata if tensor.is_meta else storage.data_ptr()  # on `meta` there are no places

@@ -50,11 +50,10 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
 
 def make_mesh(config: DistConfig, world: World) -> DeviceMesh:
     """The processes as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
-    shape, names = (world.world_size,), ("shard",)
-    if config.SHARDING == "hybrid":
-        size = world.local_world_size
-        shape, names = (world.world_size // size, size), ("replicate", "shard")
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    if config.SHARDING == "full":
+        return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
+    shape = (world.world_size // world.local_world_size, world.local_world_size)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def find_blocks(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]:

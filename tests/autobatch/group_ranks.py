@@ -342,7 +342,7 @@ def a_wrapper_that_state_does_not_hold_is_silent_too(rank: int) -> None:
 def sync_batchnorm_normalises_over_one_rank_in_a_search(rank: int) -> None:
     """torch's own runs on accelerators alone: what it is told in a search, and afterwards."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(WithoutUnused(), dist.group.WORLD)
-    with single_rank.without_ddp_communication((model,)):
+    with single_rank.stepping_alone((model,)):
         assert dist.get_world_size(model.norm.process_group) == 1
     assert dist.get_world_size(model.norm.process_group) == 2
 

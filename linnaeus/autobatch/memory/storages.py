@@ -101,7 +101,7 @@ def accumulates_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return is_dense and _references(args[0]) == references_of_a_gradient()
 
 
-def _references(tensor: Tensor) -> tuple[int, int, int]:
+def _references(tensor: Any) -> tuple[int, int, int]:
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._use_count(), uses, sys.getrefcount(tensor)  # a hook that keeps it holds it in Python
 

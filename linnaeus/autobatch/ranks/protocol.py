@@ -120,6 +120,54 @@ def search_on_ranks(
         size = found.batch_size
 
 
+def confirm_jointly(
+    found: AutoBatchResult,
+    make_finder: Callable[[], AbstractContextManager[BatchSizeFinder]],
+    search: Callable[..., AutoBatchResult],
+    status: RankStatus,
+    settings: SearchSettings,
+    names: Names = ARGUMENTS,
+) -> AutoBatchResult:
+    """Run the size found in a joint step of all ranks, and less until it is within every rank's budget.
+
+    A rank alone does not see what real collectives allocate. The joint step has no cap, since a rank that
+    fails leaves the others waiting: what is above the budget shows in the peak. A rank whose device is really
+    full ends all. All must call this.
+
+    Args:
+        found: what `search` has returned; each rank has run its size alone.
+        make_finder: makes the finder of this rank, whose trials use the real process groups.
+        search: `search_on_ranks`, with all but `found` and `size` given.
+        status, settings, names: as there.
+
+    Raises:
+        AutoBatchError: the smallest size is above the budget, or memory ran out on a rank.
+        LinnaeusError: see `RankStatus.gather`.
+    """
+    while True:
+        size, mode = found.batch_size, found.mode
+        status.update(f"{mode}: joint step with batch size {size}")
+        with make_finder() as finder:
+            peak_bytes = finder.measure(size).peak_bytes
+            budget_bytes = finder.memory.budget(settings.target_memory_fraction, finder.limit_bytes)
+        if peak_bytes is None:
+            raise AutoBatchError(
+                f"AutoBatch ({mode}): memory ran out in a joint step of all ranks with batch size {size}; "
+                f"set {names.max_batch_size} below it, or lower {names.target_memory_fraction}"
+            )
+        excess_bytes = max(status.gather(
+            peak_bytes - budget_bytes, timeout_minutes=settings.timeout_minutes, names=names
+        ))  # fmt: skip
+        if excess_bytes <= 0:
+            return found
+        above = f"batch size {size} is {gib(excess_bytes)} GiB above the budget in a joint step"
+        logger.info("%s (%s)", above, mode)
+        smaller = min(size - 1, int(size * (1 - excess_bytes / (found.budget_bytes + excess_bytes))))
+        if smaller < settings.min_batch_size:
+            raise AutoBatchError(f"AutoBatch ({mode}): {above}; raise {names.target_memory_fraction}")
+        found = search(found=found, size=smaller)
+
+
 def _joined(
     found: AutoBatchResult, verdicts: Sequence[AutoBatchResult], size: int, control: ControlPlane | None
 ) -> AutoBatchResult:

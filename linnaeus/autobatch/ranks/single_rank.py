@@ -19,14 +19,15 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.storages import WatchingMode
 from linnaeus.autobatch.optimizers import subclasses
 from linnaeus.autobatch.ranks.control import group_of_this_rank
+from linnaeus.autobatch.sharded import fake_groups, is_fake, modules_of
 from linnaeus.autobatch.snapshot import parameters_of
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 _COMMUNICATING = frozenset({
-    "FullyShardedDataParallel", "FSDPModule", "DTensor", "DeepSpeedEngine", "ZeroRedundancyOptimizer",
-    "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3",
+    "FullyShardedDataParallel", "DeepSpeedEngine", "ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
 })  # fmt: skip
 """Classes, by name, that no rank can use alone. Their packages need not be installed."""
 
@@ -61,11 +62,12 @@ def check_silenceable(state: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def without_ddp_communication(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
+def stepping_alone(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
     """Inside the context, this rank alone can run steps with what is in `state`.
 
     DistributedDataParallel and SyncBatchNorm work over a group of this rank alone, with the same buckets, but
-    without communication hooks. Afterwards a reducer is as it was when its wrapper was made.
+    without communication hooks. Afterwards a reducer is as it was when its wrapper was made. What shards a
+    model (FSDP2, DTensor) works over fake groups of the same size.
 
     Wrappers are found by their module too, so that `state` may hold a model without its wrapper.
 
@@ -75,11 +77,13 @@ def without_ddp_communication(state: Sequence[Any]) -> Iterator[Callable[[], Non
     """
     gc.collect()  # wrappers that nothing uses any more
     wrappers = _wrappers(state)
-    norms = [module for module in _modules([*state, *wrappers]) if isinstance(module, nn.SyncBatchNorm)]
-    if not wrappers and not norms:
-        yield lambda: None
-        return
+    modules = modules_of([*state, *wrappers])
+    norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm)]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_groups(modules))
+        if not wrappers and not norms:
+            yield lambda: None
+            return
         alone = group_of_this_rank()
         stack.callback(torch_dist.destroy_process_group, alone)
         for wrapper in wrappers:
@@ -145,11 +149,14 @@ def _num_ranks(namespace: str, args: tuple[Any, ...]) -> int:
         return 1
     for argument in args:
         with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+            named: Any = argument
             if isinstance(argument, torch.ScriptObject):
-                return int(torch_dist.ProcessGroup.unbox(argument).size())
-            if is_functional and isinstance(argument, str):  # the name of a reduction is no group's
-                named: Any = argument
-                return int(torch_dist.distributed_c10d._resolve_process_group(named).size())
+                group = torch_dist.ProcessGroup.unbox(argument)
+            elif is_functional and isinstance(argument, str):  # the name of a reduction is no group's
+                group = torch_dist.distributed_c10d._resolve_process_group(named)
+            else:
+                continue
+            return 1 if is_fake(group) else int(group.size())
     return 1 if is_functional else torch_dist.get_world_size()
 
 

@@ -1,0 +1,122 @@
+"""Sharded models (FSDP2, DTensor) in a search: one rank steps alone, in groups that communicate nothing.
+
+torch's fake process group has the size of the job and one process. A step in it allocates what it allocates
+in the job (shards, gathered parameters, the buffers of reductions), and only the values are meaningless.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_FAKE = "fake"
+
+
+def is_fake(group: Any) -> bool:
+    """Whether a process group communicates nothing."""
+    return bool(getattr(group, "group_desc", "") == _FAKE)
+
+
+def modules_of(state: Iterable[Any]) -> list[nn.Module]:
+    """The modules in `state` and in attributes of its objects, such as an average, each with those inside."""
+    held = [value for part in state for value in (part, *getattr(part, "__dict__", {}).values())]
+    modules = (module for each in held if isinstance(each, nn.Module) for module in each.modules())
+    return list(dict.fromkeys(modules))
+
+
+def is_sharded(state: Iterable[Any]) -> bool:
+    """Whether a parameter in `state` is a DTensor: each process holds a part of it."""
+    return any(
+        hasattr(each, "device_mesh") for module in modules_of(state) for each in module.parameters(False)
+    )
+
+
+def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """FSDP2's own objects behind the modules: states, groups of parameters, what they share."""
+    found: dict[int, Any] = {}
+    sharded: list[Any] = [module for module in modules if hasattr(module, "_get_fsdp_state")]
+    waiting = [module._get_fsdp_state() for module in sharded]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in found and type(part).__module__.startswith(_FSDP) and hasattr(part, "__dict__"):
+            found[id(part)] = part
+            for value in vars(part).values():
+                waiting += value if isinstance(value, list | tuple) else [value]
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def fake_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside the context, the groups over which the modules are sharded communicate nothing.
+
+    FSDP2 holds its groups as objects, and DTensor asks for them by name; both get fake ones in their place.
+    """
+    parts = parts_of(modules)
+    held = [(vars(part), name, value) for part in parts for name, value in vars(part).items()]
+    held = [each for each in held if isinstance(each[2], torch_dist.ProcessGroup)]
+    meshes = [
+        getattr(parameter, "device_mesh", None) for module in modules for parameter in module.parameters()
+    ]
+    groups = {group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()}
+    fakes = {group: _fake_of(group) for group in groups | {group for *_, group in held}}
+    try:
+        for container, name, group in held:
+            container[name] = fakes[group]
+        for group, fake in fakes.items():
+            _register(group.group_name, fake)
+        yield
+    finally:
+        for container, name, group in held:
+            container[name] = group
+        for group in fakes:
+            _register(group.group_name, group)
+
+
+def _fake_of(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
+    from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
+
+    kind = torch_dist.ProcessGroup.BackendType.CUSTOM
+    fake = torch_dist.ProcessGroup(FakeStore(), group.rank(), group.size())
+    backend = FakeProcessGroup._create_internal(group.rank(), group.size())
+    fake._set_default_backend(kind)
+    for device in {"cpu", "meta", *(device.type for device in group._device_types)}:
+        fake._register_backend(torch.device(device), kind, backend)
+    fake._set_group_name(group.group_name)
+    fake._set_group_desc(_FAKE)
+    return fake
+
+
+def _register(name: Any, group: torch_dist.ProcessGroup) -> None:
+    torch._C._distributed_c10d._unregister_process_group(name)
+    torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def reset_of(modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """A function that puts FSDP2 back to what it is now, with all parameters sharded.
+
+    A step that fails leaves it in the middle of a pass: with gathered parameters and outstanding results.
+    """
+    sharded: list[Any] = [module for module in modules if hasattr(module, "_get_fsdp_state")]
+    for module in sharded:
+        module.reshard()
+    parts = parts_of(sharded)
+    hooks = [value for each in sharded for name, value in vars(each).items() if name.endswith("hooks")]
+    inner = [value for part in parts for value in vars(part).values() if type(value) in (list, dict, set)]
+    containers = [*map(vars, parts), *inner, *hooks, *(module._parameters for module in modules)]
+    contents = [container.copy() for container in containers]
+
+    def reset() -> None:
+        for container, content in zip(containers, contents, strict=True):
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+        for part in parts:
+            for gathered in vars(part).get("all_gather_outputs", ()):
+                gathered.untyped_storage().resize_(0)
+
+    return reset
