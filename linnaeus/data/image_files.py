@@ -295,7 +295,6 @@ def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Lis
     Raises:
         DataError: none can be.
     """
-
     files = [str(listing.root / path) for path in listing.paths]
     damaged: dict[int, str] = on_main(lambda: find_damaged(files)[0])
     if not damaged:

@@ -116,9 +116,10 @@ def with_measured_workers(config: DataConfig, data: DataBundle, world: World, se
             batch_bytes = 4 * config.BATCH_SIZE * data.in_chans * math.prod(data.img_size)  # type: ignore
             room = shutil.disk_usage("/dev/shm").free / 2 / world.local_world_size
             most = min(most, int(room / (batch_bytes * (config.PREFETCH_FACTOR + 2))))
-        alone = samples_per_s(dataset, config, 0, batch_size=1)
+        alone = samples_per_s(dataset, config, 0, batch_size=1) if cores > 1 else math.inf
         if num_samples / world.world_size < alone:
-            logger.info("loader: in the training process, which loads an epoch within a second")
+            why = "loads an epoch within a second" if cores > 1 else "has one CPU core"
+            logger.info("loader: in the training process, which %s", why)
             return 0
         chosen, rates = 0, dict[int, float]()
         for workers in sorted({n for n in (1, 2, 4, 8, most) if 0 < n <= most}):
@@ -133,7 +134,7 @@ def with_measured_workers(config: DataConfig, data: DataBundle, world: World, se
         logger.info("loader: DATA.NUM_WORKERS %d (%s)", chosen, speeds)
         return chosen
 
-    workers = world.on_main(measure) if cores > 1 and isinstance(data.train, ImageFiles) else 0
+    workers = world.on_main(measure) if isinstance(data.train, ImageFiles) else 0
     return replace(config, NUM_WORKERS=workers)
 
 

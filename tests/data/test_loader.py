@@ -100,18 +100,18 @@ def loaders(
     ],
 )  # fmt: skip
 def test_without_a_number_there_are_as_many_workers_as_make_loading_faster(
-    nested: Path, monkeypatch: pytest.MonkeyPatch,
+    nested: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     rates: dict[int, float], asked: int | None, cores: int, processes: int, expected: int,
 ) -> None:  # fmt: skip
+    caplog.set_level("INFO", logger="linnaeus.data")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(
-        "linnaeus.data.loader.samples_per_s", lambda dataset, config, workers, batch_size: rates[workers]
-    )
+    monkeypatch.setattr("linnaeus.data.loader.samples_per_s", lambda _, __, n, batch_size: rates[n])
     node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
     data = build_data(DataConfig(DATASET=node, IMG_SIZE=16), seed=0)
     config = DataConfig(NUM_WORKERS=asked, PREFETCH_FACTOR=3)
     measured = with_measured_workers(config, data, World(CPU, 0, 1, processes), seed=0)
     assert measured == replace(config, NUM_WORKERS=expected)
+    assert ("has one CPU core" in caplog.text) == (cores == 1)
     other = replace(data, train=Draws(1 << 20))  # a dataset of the user's own
     assert (asked or 0) == with_measured_workers(config, other, World(CPU), seed=0).NUM_WORKERS
 
