@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,8 @@ def _read(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # Mapped, where the format allows it: a rank that keeps a shard of each tensor reads one at a time.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # damage shows in many kinds of exceptions
         reason = str(error).strip().partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's own text is about its options
