@@ -7,6 +7,7 @@ in the job (shards, gathered parameters, the buffers of reductions), and only th
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -108,8 +109,11 @@ def reset_of(modules: Sequence[nn.Module]) -> Callable[[], None]:
     parts = parts_of(sharded)
     hooks = [value for each in sharded for name, value in vars(each).items() if name.endswith("hooks")]
     inner = [value for part in parts for value in vars(part).values() if type(value) in (list, dict, set)]
-    containers = [*map(vars, parts), *inner, *hooks, *(module._parameters for module in modules)]
-    contents = [container.copy() for container in containers]
+    registered = [
+        module._parameters for module in dict.fromkeys(m for each in sharded for m in each.modules())
+    ]
+    containers = [*map(vars, parts), *inner, *hooks, *registered]
+    contents = [copy.copy(container) for container in containers]
 
     def reset() -> None:
         for container, content in zip(containers, contents, strict=True):

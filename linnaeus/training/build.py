@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
+from linnaeus.models.deferred import Deferred
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.lora import check_lora
 from linnaeus.models.timm_source import find_source
@@ -117,20 +119,22 @@ def assemble(
         ConfigError: a node that cannot be built.
     """
     device, taxonomy = world.device, data.taxonomy
-    model, weights = build_model(
-        model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size,
-        load_weights=load_weights,
-    )  # fmt: skip
+    shards = sharding if sharding is not None and is_sharded(sharding, world) else None
+    with nullcontext() if shards is None else Deferred() as values:
+        model, weights = build_model(
+            model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size,
+            load_weights=load_weights,
+        )  # fmt: skip
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
     freezing.freeze()
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
     average = None
-    if sharding is not None and is_sharded(sharding, world):
+    if shards is not None and values is not None:
         if config.SYNC_BATCHNORM:
             timm.layers.convert_sync_batchnorm(model)
-        model, average = shard(model, sharding, world, with_average=config.EMA.ENABLED)
+        average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
     else:
         memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
         model = model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
@@ -147,7 +151,7 @@ def assemble(
             f"{', '.join(metrics.names)}"
         )
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
-    if config.SYNC_BATCHNORM and world.is_distributed and average is None:
+    if config.SYNC_BATCHNORM and world.is_distributed and shards is None:
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
     precision = build_precision(config, device)

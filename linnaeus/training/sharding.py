@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
+from linnaeus.models.deferred import Deferred
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Number format by the value of `DIST.PARAM_DTYPE` and `DIST.REDUCE_DTYPE`."""
@@ -97,32 +98,35 @@ def _matches(pattern: str, name: str, module: nn.Module) -> bool:
 
 
 def shard(
-    model: nn.Module, config: DistConfig, world: World, *, with_average: bool
-) -> tuple[nn.Module, nn.Module | None]:
+    model: nn.Module, values: Deferred, config: DistConfig, world: World, *, with_average: bool
+) -> nn.Module | None:
     """Shard a model in place, each process keeping its part of every parameter on its device.
 
     Args:
-        model: on the CPU, the same on every rank.
+        model: on the CPU, the same on every rank, made inside of `values`.
+        values: computes the values of parameters, one at a time.
         config: the DIST node.
         world: several processes.
-        with_average: whether a second model with the same values, for EMA, is made too.
+        with_average: whether to make a second model with the same values, for EMA.
 
     Returns:
-        The model, and the second one or None.
+        The second model, sharded too; None without.
 
     Raises:
         ConfigError: a pattern of `DIST.SHARD_BLOCKS` matches nothing, or FSDP2 refuses the model.
     """
-    values = dict(model.named_parameters())
+    sources = dict(model.named_parameters(remove_duplicate=False))
     _to_meta(model)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else values.materialize(buffer)
     average = deepcopy(model) if with_average else None
     mesh = make_mesh(config, world)
-    for module in filter(None, (model, average)):
-        _fully_shard(module, config, mesh)
-        _fill(
-            module, values.__getitem__, mesh, world.device if not config.CPU_OFFLOAD else torch.device("cpu")
-        )
-    return model, average
+    for each in filter(None, (model, average)):
+        _fully_shard(each, config, mesh)
+        device = torch.device("cpu") if config.CPU_OFFLOAD else world.device
+        _fill(each, lambda name: values.materialize(sources[name]), mesh, device)
+    return average
 
 
 def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None:
@@ -160,15 +164,10 @@ def _to_meta(model: nn.Module) -> None:
 def _fill(
     model: nn.Module, value_of: Callable[[str], Tensor], mesh: DeviceMesh, device: torch.device
 ) -> None:
-    """Give the sharded parameters of a model on `meta` their values, by name, one parameter at a time."""
-    place = mesh.get_local_rank("shard")
+    """Give the parameters of a sharded model memory and their values, by name: this process's part of each."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    place = mesh.get_local_rank("shard")
     for name, parameter in model.named_parameters():
         parts = value_of(name).chunk(mesh.size(mesh.ndim - 1))
         if place < len(parts):
             parameter.to_local().copy_(parts[place])  # type: ignore[attr-defined]
-
-
-def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules of a model that FSDP2 gathers; none where the model is not sharded."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))

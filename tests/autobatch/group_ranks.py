@@ -201,17 +201,14 @@ class DeepSpeedEngine(nn.Linear):
 
 
 def what_no_rank_can_step_alone_is_refused_by_name(rank: int) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    sharded = nn.Linear(8, 8)
-    fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     hooked = DistributedDataParallel(nn.Linear(8, 8))
     hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     parts = {
         "FullyShardedDataParallel": FullyShardedDataParallel(nn.Linear(8, 8), device_id=CPU),
-        "FSDPModule": sharded,
         "DeepSpeedEngine": DeepSpeedEngine(8, 8),
-        "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1),
+        "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer(hooked.parameters(), torch.optim.SGD, lr=0.1),
         "a built-in communication hook": hooked,
     }
     for name, part in parts.items():
