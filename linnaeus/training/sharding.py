@@ -164,7 +164,7 @@ def _to_meta(model: nn.Module) -> None:
 def _fill(
     model: nn.Module, value_of: Callable[[str], Tensor], mesh: DeviceMesh, device: torch.device
 ) -> None:
-    """Give the parameters of a sharded model memory and their values, by name: this process's part of each."""
+    """Give the parameters of a sharded model memory and their values by name: the part of this process."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     place = mesh.get_local_rank("shard")
     for name, parameter in model.named_parameters():
