@@ -249,7 +249,8 @@ def _make_groups(
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index or 0)  # each thread has its own
         torch_dist.init_process_group(  # with `device_id`, torch would refuse the group of a single rank
-            backend, store=control.store.clone(), timeout=timeout,
+            backend if not config.CPU_OFFLOAD else f"cpu:gloo,{device.type}:{backend}",
+            store=control.store.clone(), timeout=timeout,
             rank=control.rank, world_size=control.world_size,
         )  # fmt: skip
         group: Any = torch_dist.group.WORLD

@@ -6,6 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,9 +19,6 @@ from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.deferred import Deferred
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Number format by the value of `DIST.PARAM_DTYPE` and `DIST.REDUCE_DTYPE`."""
 
 
 def is_sharded(config: DistConfig, world: World) -> bool:
@@ -130,19 +128,20 @@ def shard(
 
 
 def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None:
-    param_dtype, reduce_dtype = DTYPES[config.PARAM_DTYPE], DTYPES[config.REDUCE_DTYPE]
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if config.PARAM_DTYPE == "fp32" else torch.bfloat16,
+        reduce_dtype=torch.float32 if config.REDUCE_DTYPE == "fp32" else torch.bfloat16,
+    )
     options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=torch.float32),
+        "mesh": mesh, "mp_policy": policy,
         "reshard_after_forward": None if config.RESHARD_AFTER_FORWARD else False,
-    }
-    if param_dtype == reduce_dtype == torch.float32:
-        options["mp_policy"] = MixedPrecisionPolicy()
+    }  # fmt: skip
     if config.CPU_OFFLOAD:
         options["offload_policy"] = CPUOffloadPolicy()
     try:
         for block in find_blocks(model, config.SHARD_BLOCKS):
             fully_shard(block, **options)
+        options["mp_policy"] = replace(policy, output_dtype=policy.param_dtype and torch.float32)
         fully_shard(model, **options)
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"DIST.SHARDING: {config.SHARDING!r} cannot shard this model: {error}") from error
