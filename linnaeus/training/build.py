@@ -130,6 +130,11 @@ def assemble(
     if sharding is not None and is_sharded(sharding, world):
         if config.SYNC_BATCHNORM:
             timm.layers.convert_sync_batchnorm(model)
+        if (length := dataset_length(data.val)) < world.world_size:
+            raise ConfigError(
+                f"DIST.SHARDING: {sharding.SHARDING!r} needs a validation sample for each of "
+                f"{world.world_size} processes, but there are {length}; start fewer"
+            )
         model, average = shard(model, sharding, world, with_average=config.EMA.ENABLED)
     else:
         memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format

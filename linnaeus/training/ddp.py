@@ -26,7 +26,7 @@ _BUCKET_BYTES = 25 * 1024**2  # default of DistributedDataParallel
 def wrap(
     model: nn.Module, world: World, *, find_unused_parameters: bool = False, single_rank: bool = False
 ) -> nn.Module:
-    """The model as the training step calls it: in DistributedDataParallel if there are ranks with copies of it.
+    """The model as the training step calls it: in DistributedDataParallel if ranks have copies of it.
 
     Args:
         model: on its device.

@@ -50,7 +50,8 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
 
 def make_mesh(config: DistConfig, world: World) -> DeviceMesh:
     """The processes as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
-    shape, names = (world.world_size,), ("shard",)
+    shape: tuple[int, ...] = (world.world_size,)
+    names: tuple[str, ...] = ("shard",)
     if config.SHARDING == "hybrid":
         size = world.local_world_size
         shape, names = (world.world_size // size, size), ("replicate", "shard")
@@ -120,9 +121,7 @@ def shard(
     mesh = make_mesh(config, world)
     for module in filter(None, (model, average)):
         _fully_shard(module, config, mesh)
-        _fill(
-            module, values.__getitem__, mesh, world.device if not config.CPU_OFFLOAD else torch.device("cpu")
-        )
+        _fill(module, values.__getitem__, world.device if not config.CPU_OFFLOAD else torch.device("cpu"))
     return model, average
 
 
@@ -157,17 +156,20 @@ def _to_meta(model: nn.Module) -> None:
                 module._parameters[name] = replaced[parameter]
 
 
-@torch.no_grad()
-def _fill(
-    model: nn.Module, value_of: Callable[[str], Tensor], mesh: DeviceMesh, device: torch.device
-) -> None:
+def _fill(model: nn.Module, value_of: Callable[[str], Tensor], device: torch.device) -> None:
     """Give the sharded parameters of a model on `meta` their values, by name, one parameter at a time."""
-    place = mesh.get_local_rank("shard")
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     for name, parameter in model.named_parameters():
-        parts = value_of(name).chunk(mesh.size(mesh.ndim - 1))
-        if place < len(parts):
-            parameter.to_local().copy_(parts[place])  # type: ignore[attr-defined]
+        fill_part(parameter, value_of(name))
+
+
+@torch.no_grad()
+def fill_part(tensor: Any, value: Tensor) -> None:
+    """Copy this process' part of `value` into a sharded tensor."""
+    mesh = tensor.device_mesh
+    parts, place = value.chunk(mesh.size(mesh.ndim - 1)), mesh.get_local_rank("shard")
+    if place < len(parts):
+        tensor.to_local().copy_(parts[place])
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
