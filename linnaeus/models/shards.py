@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 METADATA = ".metadata"
@@ -104,6 +104,17 @@ class ShardsReader(FileSystemReader):
 
         with ThreadPoolExecutor() as pool:  # checksums do not hold the GIL
             list(pool.map(read, *zip(*self.read_metadata().storage_data.items(), strict=True)))
+
+
+class ShardsWriter(FileSystemWriter):
+    """Writes a folder of shards."""
+
+    def write_data(self, *arguments: Any) -> Any:
+        """Write this rank's tensors; raises the disk's error, which torch hides in one of its own."""
+        try:
+            return super().write_data(*arguments)
+        except RuntimeError as error:
+            raise error.__context__ or error from None
 
 
 class _Unpickler(pickle.Unpickler):

@@ -33,7 +33,7 @@ from linnaeus.config.schema import EarlyStoppingConfig
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_detail, first_line
 from linnaeus.files import why_not_written, write_atomically
-from linnaeus.models.shards import METADATA, ShardsReader, is_placeholder, named, replaced
+from linnaeus.models.shards import METADATA, ShardsReader, ShardsWriter, is_placeholder, named, replaced
 from linnaeus.training.ema import Ema
 from linnaeus.training.sharding import fill_part
 from linnaeus.words import counted
@@ -296,7 +296,7 @@ class CheckpointFolder:
             )
         shards = {name: value for name, value in named(state).items() if isinstance(value, DTensor)}
         try:
-            dcp.save(shards, checkpoint_id=folder, process_group=world.host_group)
+            dcp.save(shards, storage_writer=ShardsWriter(folder), process_group=world.host_group)
         except CheckpointException as error:
             with self._explained(folder, state):
                 raise next(iter(error.failures.values()))[0] from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import pickle
@@ -17,7 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from linnaeus.autobatch import nest
@@ -25,7 +28,7 @@ from linnaeus.config.schema import DistConfig
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, DataError
 from linnaeus.inference.trained import load_run
-from linnaeus.models.shards import METADATA
+from linnaeus.models.shards import METADATA, ShardsWriter
 from linnaeus.models.weights import read_weights
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
 from linnaeus.training.ddp import distribute_batchnorm
@@ -119,7 +122,7 @@ def full(state: TrainingState) -> dict[str, Any]:
 
 def work(rank: int, folder: str) -> Results:
     results: Results = {}
-    places = {name: Path(folder) / name for name in ("exact", "chain", "plain", "twice")}
+    places = {name: Path(folder) / name for name in ("exact", "chain", "plain", "twice", "full")}
     alone = World(CPU)
     if rank == 0:
         state = make_state(alone, nn.LayerNorm)
@@ -136,6 +139,7 @@ def work(rank: int, folder: str) -> Results:
         results["chain losses"] = train(state, world, range(3))
         save(CheckpointFolder(places["chain"]), state, world, 3)
         results |= saved_often(places["twice"], world)
+        results |= refused_by_the_disk(places["full"], world)
         os.chdir(folder if rank == 0 else "/")  # the same name is another place
         try:
             save(CheckpointFolder(Path("unseen")), state, world, 3)
@@ -176,6 +180,27 @@ def saved_often(folder: Path, world: World) -> Results:
         save(checkpoints, state, world, step, is_best=is_best)
         files.append(sorted(path.name for path in folder.iterdir()))
     return {"files": files}
+
+
+def refused_by_the_disk(folder: Path, world: World) -> Results:
+    """The error where rank 1 cannot write its shards, and the step of the checkpoint that there is then."""
+    state, checkpoints = make_state(world), CheckpointFolder(folder)
+    save(checkpoints, state, world, 1)
+    is_full = world.rank == 1
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_full and event == "open" and str(arguments[0]).endswith("__1_0.distcp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sys.addaudithook(refuse)
+    try:
+        save(checkpoints, state, world, 2)
+    except CheckpointError as error:
+        is_full = False
+        latest = world.on_main(checkpoints.read_latest)
+        assert latest is not None
+        return {"refused": str(error), "after": latest["progress"]["step"]}
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +268,21 @@ def test_shards_stay_as_long_as_a_checkpoint_names_them(ranks: list[Results]) ->
 def test_a_rank_that_does_not_see_the_folder_ends_all(ranks: list[Results]) -> None:
     assert "rank 1" in ranks[0]["unseen"]
     assert ranks[0]["unseen"] == ranks[1]["unseen"]
+
+
+def test_a_disk_that_refuses_one_rank_ends_all_and_leaves_the_checkpoint_before(
+    ranks: list[Results],
+) -> None:
+    for results in ranks:
+        assert "the disk is full" in results["refused"]
+        assert results["after"] == 1
+
+
+def test_the_reason_of_a_disk_that_refuses_a_part_of_a_tensor_is_told(small_disk: Path) -> None:
+    with pytest.warns(UserWarning, match="single process"), pytest.raises(CheckpointException) as caught:
+        dcp.save({"a": torch.zeros(2**20)}, storage_writer=ShardsWriter(small_disk / "a"), no_dist=True)
+    ((reason, _),) = caught.value.failures.values()
+    assert getattr(reason, "errno", None) == errno.ENOSPC
 
 
 # --- damage ---
