@@ -102,7 +102,7 @@ class ShardsReader(FileSystemReader):
                 spans = zip(index.offset, part.shape, strict=True)
                 tensors[index.fqn][tuple(slice(start, start + length) for start, length in spans)] = part
 
-        with ThreadPoolExecutor() as pool:  # checksums do not hold the GIL
+        with ThreadPoolExecutor(8) as pool:  # checksums do not hold the GIL
             list(pool.map(read, *zip(*self.read_metadata().storage_data.items(), strict=True)))
 
 

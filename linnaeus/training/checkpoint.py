@@ -195,6 +195,9 @@ class CheckpointFolder:
     that runs out of memory writes `out_of_memory.pt`, while rank 0 may still write another one. As a context
     manager it waits for the file that is being written in the background.
 
+    Of a sharded run a file names a folder `shards_<step>` beside it, which was whole before the file was
+    written. Folders that no file names are deleted.
+
     Args:
         folder: the run's `checkpoints/`.
         keep: number of checkpoints that are kept as `step_<number>.pt`: hard links, of the last steps.

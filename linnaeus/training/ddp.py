@@ -4,7 +4,7 @@ Every rank gathers running statistics from its own samples. They are made equal 
 before a checkpoint between an epoch's last step and its validation. Any other checkpoint within an epoch
 holds those of one rank as they are: at the first forward pass of the next optimizer step
 DistributedDataParallel gives rank 0's to every rank. Training is therefore the same bit for bit, whether or
-not it stops and resumes in between.
+not it stops and resumes in between. A sharded run gives rank 0's to every rank at each checkpoint.
 """
 
 from __future__ import annotations
