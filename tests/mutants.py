@@ -126,6 +126,21 @@ MUTANTS = (
         "tests/test_files.py tests/training/test_checkpoint.py",
     ),
     Mutant(
+        "damage to a shard is not noticed", "models/shards.py",
+        "(damaged := archive.testzip()) is not None", "(damaged := None) is not None",
+        "tests/training/test_sharded_checkpoint.py",
+    ),
+    Mutant(
+        "shards that only the best checkpoint names are deleted", "training/checkpoint.py",
+        'self.folder.glob("*.pt") if unused', '(self.last, self.previous) if unused',
+        "tests/training/test_sharded_checkpoint.py",
+    ),
+    Mutant(
+        "moments are not read from shards", "training/checkpoint.py",
+        "dcp.load(dict(parts)", 'dcp.load({n: p for n, p in parts.items() if n in own}',
+        "tests/training/test_sharded_checkpoint.py",
+    ),
+    Mutant(
         "a file is written in place", "files.py",
         "    temporary = temporary_name(path)\n    try:", "    temporary = path\n    try:",
         "tests/test_files.py tests/training/test_checkpoint.py",

@@ -20,6 +20,7 @@ from linnaeus.errors import ConfigError
 from linnaeus.files import checkpoint_file
 from linnaeus.models.hierarchical import HierarchicalClassifier, MarginalHead
 from linnaeus.models.lora import merged_weights
+from linnaeus.models.shards import ShardsReader
 
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Where training scripts put a state dict inside of what they save; averages first, as timm does."""
@@ -141,7 +142,10 @@ def _read(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         # Mapped, where the format allows it: a rank that keeps a shard of each tensor reads one at a time.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if is_checkpoint(content) and "shards" in content:
+            content["state"] = ShardsReader(path, content["shards"]).read_whole(content["state"])
+        return content
     except Exception as error:  # damage shows in many kinds of exceptions
         reason = str(error).strip().partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's own text is about its options

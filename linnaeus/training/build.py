@@ -134,6 +134,11 @@ def assemble(
     if shards is not None and values is not None:
         if config.SYNC_BATCHNORM:
             timm.layers.convert_sync_batchnorm(model)
+        if (length := dataset_length(data.val)) < world.world_size:
+            raise ConfigError(
+                f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
+                f"{world.world_size} processes, but there are {length}; start fewer"
+            )
         average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
     else:
         memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format

@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
@@ -28,7 +33,9 @@ from linnaeus.config.schema import EarlyStoppingConfig
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_detail, first_line
 from linnaeus.files import why_not_written, write_atomically
+from linnaeus.models.shards import METADATA, ShardsReader, ShardsWriter, is_placeholder, named, replaced
 from linnaeus.training.ema import Ema
+from linnaeus.training.sharding import fill_part
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.checkpoint")
@@ -142,15 +149,18 @@ class Checkpoint:
     Args:
         content: all entries but the state.
         state: the state of model, optimizer, gradient scaler and average on rank 0; nothing elsewhere.
+        reader: of its shards, where they are not read yet.
 
     Attributes:
         changes: how this configuration's model and loss differ from the checkpoint's, as text.
     """
 
-    def __init__(self, content: dict[str, Any], state: dict[str, Any]) -> None:
+    def __init__(
+        self, content: dict[str, Any], state: dict[str, Any], reader: ShardsReader | None = None
+    ) -> None:
         self.content = content
         self.changes: list[str] = []
-        self._state = state
+        self._state, self._reader = state, reader
 
     def restore(self, target: TrainingState, world: World) -> None:
         """Load the state on every rank and let go of it; it can be done once. Every rank must call this.
@@ -164,10 +174,13 @@ class Checkpoint:
         """
         state, self._state = self._state, {}
         changes = [change for change in self.changes if change.startswith("MODEL.")]
-        world.on_main(partial(target.load_state_dict, state, changes))
-        state = broadcast_state(state, world)
-        if not world.is_main:
-            target.load_state_dict(state)
+        if isinstance(target.model, FSDPModule):
+            target.load_state_dict(own_parts(target, state, self._reader, world), changes)
+        else:
+            world.on_main(partial(target.load_state_dict, state, changes))
+            state = broadcast_state(state, world)
+            if not world.is_main:
+                target.load_state_dict(state)
         del state
         empty_cache(world.device)  # of the buffers of the broadcast: AutoBatch measured without them
         for change in self.changes:
@@ -182,16 +195,20 @@ class CheckpointFolder:
     that runs out of memory writes `out_of_memory.pt`, while rank 0 may still write another one. As a context
     manager it waits for the file that is being written in the background.
 
+    Of a sharded run a file names a folder `shards_<step>` beside it, which was whole before the file was
+    written. Folders that no file names are deleted.
+
     Args:
         folder: the run's `checkpoints/`.
         keep: number of checkpoints that are kept as `step_<number>.pt`: hard links, of the last steps.
         background: copy the content to the host and return while a thread writes it. The next call and the
             end of the context wait for the thread, and raise its error.
+        is_sharded: leave tensors in the files that are read until each rank takes its part of them.
         check: called before a file is written; raises where the folder is not the run's any more.
     """
 
     def __init__(
-        self, folder: Path, *, keep: int = 0, background: bool = False,
+        self, folder: Path, *, keep: int = 0, background: bool = False, is_sharded: bool = False,
         check: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.folder = folder
@@ -201,7 +218,7 @@ class CheckpointFolder:
         self.best = folder / "best.pt"
         self.out_of_memory = folder / "out_of_memory.pt"
         self._keep = keep
-        self._background, self._check = background, check
+        self._background, self._is_sharded, self._check = background, is_sharded, check
         # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
         # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -242,12 +259,67 @@ class CheckpointFolder:
         """
         self.wait()
         if self._background:
-            content = nest.map_leaves(
-                lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, content
-            )
+            content = nest.map_leaves(_copied_to_host, content)
         self._writing = self._writer.submit(self._write, content, is_best)
         if not self._background:
             self.wait()
+
+    def save_shards(self, state: dict[str, Any], step: int, world: World) -> dict[str, Any]:
+        """Write each rank's part of a sharded state into a new folder. Every rank must call this.
+
+        Args:
+            state: of the objects on this rank.
+            step: number of optimizer steps done; part of the folder's name.
+            world: the processes.
+
+        Returns:
+            The entries `state` and `shards` of the checkpoint, for `save`.
+
+        Raises:
+            CheckpointError: a rank does not see the folder, or the disk does not take it; on every rank.
+        """
+
+        def make_folder() -> Path:
+            self.wait()
+            self._check()
+            with self._explained(self.last, state):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                folder = self.folder / f"shards_{step:08d}"
+                while folder.exists():  # of an earlier checkpoint after this step, which may be in use
+                    folder = folder.with_name(f"{folder.name}_")
+                folder.mkdir()
+            return folder
+
+        folder = world.on_main(make_folder)
+        seen = [True] if world.control is None else world.control.gather(folder.is_dir())
+        if not all(seen):
+            raise CheckpointError(
+                f"{folder} is not seen by rank {seen.index(False)}: the checkpoints of a sharded run need a "
+                "folder on a file system that all ranks share (EXPERIMENT.OUTPUT_DIR)"
+            )
+        shards = {name: value for name, value in named(state).items() if isinstance(value, DTensor)}
+        try:
+            dcp.save(shards, storage_writer=ShardsWriter(folder), process_group=world.host_group)
+        except CheckpointException as error:
+            with self._explained(folder, state):
+                raise next(iter(error.failures.values()))[0] from error
+        checksum = zlib.crc32((folder / METADATA).read_bytes()) if world.is_main else 0
+        outline = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in shards.items()}
+        return {
+            "state": replaced(state, outline), "shards": {"folder": folder.name, "checksum": checksum},
+        }  # fmt: skip
+
+    def _delete_unused_shards(self) -> None:
+        """Delete the folders of shards that no checkpoint names, unless a file cannot be read for now."""
+        unused = {path.name for path in self.folder.glob("shards_*")}
+        for path in self.folder.glob("*.pt") if unused else ():
+            try:
+                unused.discard(load_checkpoint(path, mmap=True).get("shards", {}).get("folder"))
+            except CheckpointError as error:
+                if isinstance(error.__cause__, OSError):
+                    return
+        for name in unused:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def save_for_next_attempt(self, content: dict[str, Any]) -> None:
         """Write `out_of_memory.pt`, which the next attempt resumes from; any one rank may.
@@ -278,6 +350,7 @@ class CheckpointFolder:
                 kept = numbered[numbered.index(newest) :][: self._keep]
                 for path in set(numbered) - set(kept):
                     path.unlink()
+            self._delete_unused_shards()
 
     @contextmanager
     def _explained(self, path: Path, content: dict[str, Any]) -> Iterator[None]:
@@ -316,7 +389,7 @@ class CheckpointFolder:
         reasons = []
         for path in self._newest_first():
             try:
-                content = load_checkpoint(path)
+                content = load_checkpoint(path, mmap=self._is_sharded, check=True)
             except CheckpointError as error:
                 reasons.append(str(error))
                 continue
@@ -343,13 +416,17 @@ class CheckpointFolder:
                 leftover.unlink()
             if self.out_of_memory.exists():
                 self.out_of_memory.replace(self.pending)
+            self._delete_unused_shards()
             content = self.read_latest()
             if content is not None:
                 state.update(content.pop("state", {}))
             return content
 
         content = world.on_main(read)
-        return None if content is None else Checkpoint(content, state)
+        if content is None:
+            return None
+        shards = content.pop("shards", None)
+        return Checkpoint(content, state, None if shards is None else ShardsReader(self.last, shards))
 
 
 def _link(path: Path, source: Path) -> None:
@@ -362,26 +439,36 @@ def _link(path: Path, source: Path) -> None:
     temporary.replace(path)
 
 
-def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+def load_checkpoint(path: Path, *, mmap: bool = False, check: bool | None = None) -> dict[str, Any]:
     """Read a checkpoint onto the CPU; only tensors and plain values are accepted (`weights_only`).
 
     Args:
         path: the file.
-        mmap: read tensors only when they are used; damage to them is not noticed. Otherwise the checksums of
-            the archive are compared first, which torch does not do: 0.7 s for each GiB.
+        mmap: read tensors only when they are used, and those in shards not at all: `state` has tensors on
+            `meta` instead, and `shards` stays.
+        check: compare the checksums of all tensors first, which torch does not do: 0.7 s for each GiB. By
+            default unless `mmap`, which notices no damage.
 
     Raises:
         CheckpointError: the file is damaged, no checkpoint, or has entries that a run cannot use.
     """
     try:
-        if not mmap:
+        if check if check is not None else not mmap:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
             if damaged is not None:
                 raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        if isinstance(content, dict) and "shards" in content:
+            reader = ShardsReader(path, content["shards"])
+            if not mmap:
+                content["state"] = reader.read_whole(content["state"])
+                del content["shards"]
+            elif check:
+                reader.check()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        of_shards = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}{of_shards}") from error
     except Exception as error:  # torch reports damage with many kinds of exceptions
         holds_code = isinstance(error, pickle.UnpicklingError)  # torch's message advises to trust the file
         reason = "it holds more than tensors and plain values" if holds_code else first_line(error)
@@ -421,6 +508,56 @@ def broadcast_state(state: Any, world: World) -> Any:
         if len(content):
             torch_dist.broadcast(content, src=0, group=world.host_group)
     return state
+
+
+def own_parts(
+    target: TrainingState, state: dict[str, Any], reader: ShardsReader | None, world: World
+) -> dict[str, Any]:
+    """Rank 0's state on every rank; of each sharded tensor a rank has its part. Every rank must call this.
+
+    Args:
+        target: the sharded objects of this run. Their parameters take their values now.
+        state: used on rank 0 alone, from which whole tensors are broadcast one by one.
+        reader: of the shards, where the checkpoint is of a sharded run: its `state` has tensors on `meta`.
+        world: the processes.
+
+    Raises:
+        CheckpointError: a rank cannot read the shards.
+    """
+    own = named({name: part for name, part in target.state_dict().items() if name != "optimizer"})
+    parameters = [parameter for group in target.optimizer.param_groups for parameter in group["params"]]
+    own |= {f"optimizer.state.{number}": parameter for number, parameter in enumerate(parameters)}
+
+    def place(name: str, value: Any) -> Any:
+        """What is sharded as this value, if anything is: a parameter, for its moments too."""
+        found = own.get(name, own.get(name.rpartition(".")[0]))
+        return found if isinstance(found, DTensor) and found.shape == getattr(value, "shape", None) else None
+
+    state = {name: state[name] for name in _ENTRIES if name in state and getattr(target, name) is not None}
+    whole = {name: value for name, value in named(state).items() if place(name, value) is not None}
+    state = world.broadcast(replaced(state, {name: value.to("meta") for name, value in whole.items()}))
+    parts = {
+        name: own[name].detach() if name in own else torch.empty_like(place(name, value), dtype=value.dtype)
+        for name, value in named(state).items()
+        if is_placeholder(value) and place(name, value) is not None
+    }
+    if reader is None:
+        for name, part in parts.items():
+            fill_part(part, broadcast_state(whole.get(name), world))
+    else:
+        try:
+            dcp.load(dict(parts), storage_reader=reader, process_group=world.host_group)
+        except CheckpointException as error:
+            rank, (reason, _) = next(iter(error.failures.items()))
+            raise CheckpointError(
+                f"{reader.folder} cannot be read by rank {rank}: {first_line(reason)}"
+            ) from error
+    return replaced(state, parts)  # type: ignore[no-any-return]
+
+
+def _copied_to_host(leaf: Any) -> Any:
+    is_copied = isinstance(leaf, Tensor) and not leaf.is_meta
+    return leaf.detach().to("cpu", copy=True) if is_copied else leaf
 
 
 def _empty(leaf: Any, device: str) -> Any:

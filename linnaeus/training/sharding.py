@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.dist import World
@@ -123,7 +123,7 @@ def shard(
     for each in filter(None, (model, average)):
         _fully_shard(each, config, mesh)
         device = torch.device("cpu") if config.CPU_OFFLOAD else world.device
-        _fill(each, lambda name: values.materialize(sources[name]), mesh, device)
+        _fill(each, lambda name: values.materialize(sources[name]), device)
     return average
 
 
@@ -159,14 +159,22 @@ def _to_meta(model: nn.Module) -> None:
                 module._parameters[name] = replaced[parameter]
 
 
-@torch.no_grad()
-def _fill(
-    model: nn.Module, value_of: Callable[[str], Tensor], mesh: DeviceMesh, device: torch.device
-) -> None:
+def _fill(model: nn.Module, value_of: Callable[[str], Tensor], device: torch.device) -> None:
     """Give the parameters of a sharded model memory and their values by name: the part of this process."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    place = mesh.get_local_rank("shard")
     for name, parameter in model.named_parameters():
-        parts = value_of(name).chunk(mesh.size(mesh.ndim - 1))
-        if place < len(parts):
-            parameter.to_local().copy_(parts[place])  # type: ignore[attr-defined]
+        fill_part(parameter, value_of(name))
+
+
+@torch.no_grad()
+def fill_part(tensor: Any, value: Tensor) -> None:
+    """Copy this process' part of `value` into a sharded tensor."""
+    mesh = tensor.device_mesh
+    parts, place = value.chunk(mesh.size(mesh.ndim - 1)), mesh.get_local_rank("shard")
+    if place < len(parts):
+        tensor.to_local().copy_(parts[place])
+
+
+def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules of a model that FSDP2 gathers; none where the model is not sharded."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from linnaeus.autobatch.memory.device import failed_allocations
 from linnaeus.autobatch.memory.interface import empty_cache
@@ -35,7 +36,8 @@ from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart, end_with_checkpoint
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
-from linnaeus.training.step import TrainStep
+from linnaeus.training.sharding import sharded_modules
+from linnaeus.training.step import TrainStep, ValidationStep
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import Tracker
 
@@ -470,19 +472,42 @@ class Trainer:
         step, metrics = self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
         metrics.reset()
-        for batch in self.loaders.val:
+        sharded = list(sharded_modules(step.model))
+        if sharded:
+            self._validate_together(step)
+        for batch in () if sharded else self.loaders.val:
             if self.stop.is_requested:
                 break
             step(batch)
             del batch  # or it would be held while the next one is loaded
+        for module in sharded:
+            module.reshard()  # the root stays gathered after a forward pass
         values = metrics.compute(self.world, aborted=self.stop.is_requested)
         metrics.reset()  # frees the scores of several labels per sample
         return values
 
-    def _distribute_batchnorm(self) -> None:
+    def _validate_together(self, step: ValidationStep) -> None:
+        """Validate a sharded model: its forward passes are collectives, so all ranks take equally many.
+
+        A rank with fewer batches runs its last one again, uncounted. All break off at the same batch.
+        """
+        uncounted = replace(step, update_metrics=lambda *_: None)
+        batches = iter(self.loaders.val)
+        batch: Any = next(batches)
+        last = batch
+        while True:
+            state = torch.tensor([batch is not None, self.stop.is_requested], dtype=torch.int32)
+            is_more, stops = self.world.reduce(state, "MAX").tolist()
+            if stops or not is_more:
+                return
+            (step if batch is not None else uncounted)(last)
+            batch = next(batches, None)
+            last = batch or last
+
+    def _distribute_batchnorm(self, how: str | None = None) -> None:
         ema = self.assembly.ema
         average = None if ema is None else ema.module
-        distribute_batchnorm(self.assembly.model, average, self.world, self.config.DISTRIBUTE_BN)
+        distribute_batchnorm(self.assembly.model, average, self.world, how or self.config.DISTRIBUTE_BN)
 
     def _save(self, *, is_best: bool = False) -> None:
         """Write a checkpoint on rank 0; every rank must call this."""
@@ -491,9 +516,14 @@ class Trainer:
         is_next = self._validates_after(self.progress.epoch + 1)
         if samples and is_next and not self.plan.rest_of_epoch(self.progress.epoch, samples):
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
+        shards = {}
+        if isinstance(self.assembly.model, FSDPModule):
+            self._distribute_batchnorm("broadcast")  # each rank's own; the checkpoint holds rank 0's
+            state = self.assembly.state_dict()
+            shards = self.checkpoints.save_shards(state, self.progress.step, self.world)
         states = self.world.gather_on_host(self._rank_state())
         if states is not None:
-            self.checkpoints.save(self._content(states), is_best=is_best)
+            self.checkpoints.save(self._content(states) | shards, is_best=is_best)
         self._saved_at = time.monotonic()
 
     def _save_for_next_attempt(self) -> None:
