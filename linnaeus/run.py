@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from linnaeus.autobatch.memory.device import device_memory
 from linnaeus.config.load import save_config, with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar
@@ -24,7 +25,7 @@ from linnaeus.models.normalisation import with_normalisation
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.run_folder import TRIAL, stopped_reason
 from linnaeus.signals import StopRequest
-from linnaeus.sizing.planning import find_planned_sizes, size_search
+from linnaeus.sizing.planning import Ladder, find_planned_sizes, size_search
 from linnaeus.sizing.report import device_environment, save_searches, summary
 from linnaeus.training.build import assemble, built_facts, check_before_data, configuration_facts
 from linnaeus.training.callbacks import build_callbacks
@@ -78,30 +79,37 @@ def run(config: Config) -> FitResult:
             if checkpoint is not None and folder.claim is not None:
                 folder.claim.check_id(checkpoint.content.get("run"), checkpoints.last)
         progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
-        saved = None if checkpoint is None else checkpoint.content.get("config", {})
+        content = None if checkpoint is None else checkpoint.content
+        saved = None if content is None else content.get("config", {})
         data_node, note = with_normalisation(config.DATA, config.MODEL, saved)
         config = dataclasses.replace(config, DATA=data_node)
-        seed_all(seed)
-
-        world.update("building data and model")
-        data = build_data(config.DATA, seed=seed, on_main=world.on_main)
-        assembly = assemble(
-            config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world, load_weights=checkpoint is None,
-            sharding=config.DIST,
-        )  # fmt: skip
-        world.check_equal(built_facts(data, assembly))
-        if checkpoint is not None:
-            checkpoint.restore(assembly, world)
-            if is_finished(progress, train, path / RESULT, world):
-                return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
-        if world.is_main:
-            weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
-            report_start(config, (*data.report, weights, assembly.freezing.sentence, note))
-        loading = with_measured_workers(config.DATA, data, world, seed)
-        search, plan_for = size_search(
-            dataclasses.replace(config, DATA=loading), data, assembly, world, folder.console
-        )
-        sized = find_planned_sizes(search, plan_for, None if checkpoint is None else checkpoint.content)
+        ladder = Ladder(config, world, content)
+        while not ladder.is_done:
+            config, train = ladder.config, ladder.config.TRAIN
+            seed_all(seed)
+            world.update("building data and model")
+            data = build_data(config.DATA, seed=seed, on_main=world.on_main)
+            assembly = assemble(
+                config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world,
+                load_weights=checkpoint is None, sharding=config.DIST,
+            )  # fmt: skip
+            world.check_equal(built_facts(data, assembly))
+            if checkpoint is not None:
+                checkpoint.restore(assembly, world)
+                if is_finished(progress, train, path / RESULT, world):
+                    return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
+            if world.is_main:
+                weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
+                report_start(config, (*data.report, weights, assembly.freezing.sentence, note))
+            loading = with_measured_workers(config.DATA, data, world, seed)
+            search, plan_for = size_search(
+                dataclasses.replace(config, DATA=loading), data, assembly, world, folder.console
+            )
+            with ladder.attempt(search) as search:
+                sized = ladder.noted(find_planned_sizes(search, plan_for, content))
+            if not ladder.is_done:
+                del data, assembly, search, plan_for  # their memory is for the next attempt
+                device_memory(world.device).clean()
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
         loaders = build_loaders(

@@ -13,3 +13,7 @@ class AutoBatchError(LinnaeusError):
     """The batch-size search found no size that fits or cannot undo its trials, or a rank took too long."""
 
     exit_code = 3
+
+
+class TooSmallError(AutoBatchError):
+    """On every rank: the reason why the wanted size does not fit, and the largest that does, or None."""

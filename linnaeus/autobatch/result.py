@@ -72,6 +72,7 @@ class AutoBatchResult:
         total_is_limit: whether `total_bytes` is the limit.
         tolerance, multiple_of, min_batch_size, max_batch_size: what was asked for; None in the result of an
             earlier version.
+        fit: the attempts of `DATA.AUTOBATCH.FIT`, each with its remedy, the size found and the wanted one.
         prediction: where the search started; None where it started without a prediction.
     """
 
@@ -95,6 +96,7 @@ class AutoBatchResult:
     min_batch_size: int | None = None
     max_batch_size: int | None = None
     prediction: PredictedStart | None = None
+    fit: tuple[dict[str, Any], ...] = ()
 
     @property
     def peak_bytes(self) -> int | None:
@@ -108,7 +110,7 @@ class AutoBatchResult:
         del content["mode"]
         content["seconds"] = round(self.seconds, 3)
         content["trials"] = [trial.as_dict() for trial in self.trials]
-        for name in ("timings", "ran_on_every_rank", "total_is_limit"):
+        for name in ("timings", "ran_on_every_rank", "total_is_limit", "fit"):
             if not content[name]:
                 del content[name]
         return {name: value for name, value in content.items() if value is not None}
@@ -123,6 +125,7 @@ class AutoBatchResult:
         timings = tuple(Timing(**timing) for timing in entry.get("timings", ()))
         ran = tuple(entry.get("ran_on_every_rank", ()))
         changed: dict[str, Any] = {"trials": trials, "timings": timings, "ran_on_every_rank": ran}
+        changed["fit"] = tuple(entry.get("fit", ()))
         if "prediction" in entry:
             changed["prediction"] = PredictedStart(**entry["prediction"])
         return cls(mode=mode, **{**entry, **changed})

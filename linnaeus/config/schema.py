@@ -80,6 +80,12 @@ def _not_empty(value: list[Any] | None) -> str | None:
     return "must have at least one element" if value == [] else None
 
 
+def _fit(value: list[str]) -> str | None:
+    if value and len({*value}) == len(value) and "none" not in value[1:]:
+        return None
+    return "must have at least one element, each once, and `none` only as the first"
+
+
 def _roots(value: Any) -> str | None:
     roots = value if isinstance(value, list) else [value]
     is_path = roots and all(isinstance(root, str | int) for root in roots)
@@ -260,6 +266,11 @@ class AutoBatchConfig:
     )  # fmt: skip
     MAX_TRIALS: int = _search_key("max_trials")
     TIMEOUT_MINUTES: float = _search_key("timeout_minutes", unit="minutes")
+    FIT: list[str] = key(
+        lambda: ["none"], "what is switched on in turn until the wanted training size fits: `none`, "
+        "`checkpointing` (TRAIN.GRADIENT_CHECKPOINTING True), `shard` (DIST.SHARDING full)",
+        choices=("none", "checkpointing", "shard"), check=_fit,
+    )  # fmt: skip
     NUM_SPEC_SAMPLES: int = key(32, "samples read to find the largest shape, which trials use", ge=1)
 
 

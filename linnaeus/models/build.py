@@ -92,15 +92,15 @@ def build_model(
     return model, f"weights: {loaded}{heads}"
 
 
-def set_gradient_checkpointing(model: nn.Module) -> None:
-    """Make the model recompute activations in the backward pass.
+def set_gradient_checkpointing(model: nn.Module, enable: bool = True) -> None:
+    """Make the model recompute activations in the backward pass, or no longer.
 
     Raises:
         ConfigError: when the model has no such switch.
     """
     target: Any = getattr(model, "backbone", model)
     try:
-        target.set_grad_checkpointing(True)
+        target.set_grad_checkpointing(enable)
     except (AttributeError, AssertionError) as error:
         raise ConfigError(
             "TRAIN.GRADIENT_CHECKPOINTING: True, but this model has no gradient checkpointing "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from rich.console import Console
 
+from linnaeus.autobatch.errors import AutoBatchError, TooSmallError
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.batching.plan import BatchPlan, plan_batches
@@ -17,10 +19,17 @@ from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.config.schema import Config, DataConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.dist import World
+from linnaeus.errors import ConfigError
+from linnaeus.models.build import set_gradient_checkpointing
 from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly, plan_facts
 from linnaeus.training.out_of_memory import SizeOrigin
+from linnaeus.training.sharding import check_sharding
 from linnaeus.words import counted
+
+_REMEDIES: dict[str, tuple[str, str, Any]] = {
+    "checkpointing": ("TRAIN", "GRADIENT_CHECKPOINTING", True), "shard": ("DIST", "SHARDING", "full")
+}  # fmt: skip
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -167,3 +176,59 @@ def _sizes_run(result: AutoBatchResult, world: World) -> set[int]:
     # The newest trial of a size decides: one that fitted first may have failed to confirm.
     fits = {trial.size: trial.status == "fits" for trial in result.trials}
     return {size for size, fitted in fits.items() if fitted}
+
+
+class Ladder:
+    """Switches on one remedy of `DATA.AUTOBATCH.FIT` more in `config` while the wanted size does not fit.
+
+    A resumed run has those of its checkpoint and no others.
+    """
+
+    def __init__(self, config: Config, world: World, checkpoint: Mapping[str, Any] | None) -> None:
+        names = config.DATA.AUTOBATCH.FIT if config.DATA.AUTOBATCH.ENABLED else ["none"]
+        names = names if checkpoint is None else names[:1]
+        if "shard" in names and not world.is_distributed:
+            raise ConfigError("DATA.AUTOBATCH.FIT: shard needs several processes, as torchrun starts them")
+        check_sharding(_with_remedies(config, names).DIST, config.TRAIN, world)
+        self._tried = [*(checkpoint or {}).get("autobatch", {}).get("train", {}).get("fit", ())]
+        self._is_listed, self.is_done = checkpoint is None and names != ["none"], False
+        self._name, *self._left = names
+        self.config = _with_remedies(config, [entry["remedy"] for entry in self._tried] or names[:1])
+
+    @contextmanager
+    def attempt(self, search: SizeSearch) -> Iterator[SizeSearch]:
+        """The search of `config`; a `TooSmallError` switches on the next remedy instead of ending the run."""
+        if "checkpointing" in self._left:
+            set_gradient_checkpointing(search.assembly.model)  # a model without it raises before the search
+            set_gradient_checkpointing(search.assembly.model, enable=False)
+        smallest = search.config.AUTOBATCH.MIN_BATCH_SIZE
+        wanted = smallest if smallest > 1 else search.max_samples_per_rank or 1
+        if self._is_listed:
+            self._tried.append({"remedy": self._name, "batch_size": None, "wanted": wanted})
+        try:
+            yield dataclasses.replace(search, wanted=wanted if self._left else None)
+        except TooSmallError as error:
+            why, self._tried[-1]["batch_size"] = error.args
+            self._name, *self._left = self._left
+            self.config = _with_remedies(self.config, [self._name])
+            remedy, why = "{}.{} {}".format(*_REMEDIES[self._name]), why.partition(" What helps")[0]
+            logger.info("AutoBatch: %d samples do not fit (%s): %s (DATA.AUTOBATCH.FIT)", wanted, why, remedy)
+        except AutoBatchError as error:
+            tried = ", ".join(entry["remedy"] for entry in self._tried)
+            error.args = (f"{error} DATA.AUTOBATCH.FIT has tried {tried}." if tried else str(error),)
+            raise
+
+    def noted(self, sized: PlannedSizes) -> PlannedSizes:
+        """The sizes, with what was tried, which end the attempts."""
+        self.is_done = True
+        if self._tried and "train" in sized.found:
+            self._tried[-1]["batch_size"] = sized.found["train"].batch_size
+            sized.found["train"] = dataclasses.replace(sized.found["train"], fit=tuple(self._tried))
+        return sized
+
+
+def _with_remedies(config: Config, remedies: Iterable[str]) -> Config:
+    for node, key, value in (_REMEDIES[name] for name in remedies if name != "none"):
+        changed: dict[str, Any] = {node: dataclasses.replace(getattr(config, node), **{key: value})}
+        config = dataclasses.replace(config, **changed)
+    return config

@@ -17,7 +17,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from linnaeus.autobatch.errors import TooSmallError
 from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import Buckets
 from linnaeus.autobatch.predicted import predict_step
@@ -63,6 +65,7 @@ class SizeSearch:
             step. None without a bound.
         find_unused_parameters: as training's wrapper is built, for models with unused parameters.
         console: rank 0's, shows the trials; None shows nothing.
+        wanted: with a smaller training size, unless a bound is the reason, ranks raise a `TooSmallError`.
     """
 
     config: DataConfig
@@ -74,6 +77,7 @@ class SizeSearch:
     max_samples_per_rank: int | None = None
     find_unused_parameters: bool = False
     console: Console | None = None
+    wanted: int | None = None
 
     def settings(self, mode: Mode) -> SearchSettings:
         """The settings of a mode's search, each from the key of its name."""
@@ -154,6 +158,7 @@ class SizeSearch:
             yield partial(
                 search_on_ranks, partial(self.finder, mode, trained_at=trained_at), self.settings(mode),
                 self.world.control, show=line.update, names=keys(mode),
+                agree=mode == "train" and self.wanted is not None,
             )  # fmt: skip
 
     def predict(self, mode: Mode, *, with_training: bool = True) -> Prediction:
@@ -245,6 +250,11 @@ def find_sizes(search: SizeSearch, earlier: Mapping[str, int] | None = None) -> 
                 result = confirm_jointly(
                     result, make_finder, search_all, status, search.settings(mode), keys(mode)
                 )
+        if mode == "train" and result.limited_by in ("memory", "max_trials", "timeout", "throughput"):
+            is_fast = result.limited_by == "throughput"  # then larger ones may fit
+            sizes_run = (trial.size for trial in result.trials if is_fast and trial.status == "fits")
+            if (largest := max([result.batch_size, *sizes_run])) < (search.wanted or 0):
+                raise TooSmallError(f"largest {largest} within {result.budget_bytes / GIB:.2f} GiB", largest)
         if size is not None:
             is_kept = result.batch_size == size
             limited_by = "checkpoint" if is_kept else result.limited_by

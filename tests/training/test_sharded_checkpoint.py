@@ -28,6 +28,7 @@ from linnaeus.config.schema import DistConfig
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, DataError
 from linnaeus.inference.trained import load_run
+from linnaeus.models.deferred import Deferred
 from linnaeus.models.shards import METADATA, ShardsWriter
 from linnaeus.models.weights import read_weights
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
@@ -60,10 +61,10 @@ class Block(nn.Module):
 def make_state(world: World, norm: type[nn.Module] = nn.BatchNorm1d, seed: int = 0) -> TrainingState:
     """Five rows of weights for two processes, and one, and a bias of one element."""
     torch.manual_seed(seed)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 5), Block(5, norm), Block(5, norm), nn.Linear(5, 1))
-    average = None
-    if world.is_distributed:
-        model, average = shard(model, DistConfig(SHARDING="full"), world, with_average=True)
+    with Deferred() as values:
+        model: nn.Module = nn.Sequential(nn.Linear(4, 5), Block(5, norm), Block(5, norm), nn.Linear(5, 1))
+    sharding = DistConfig(SHARDING="full")
+    average = shard(model, values, sharding, world, with_average=True) if world.is_distributed else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     return TrainingState(

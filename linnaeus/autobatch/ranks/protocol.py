@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.errors import AutoBatchError, TooSmallError
 from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S, BatchSizeFinder
 from linnaeus.autobatch.observer import gib
 from linnaeus.autobatch.ranks.control import ControlPlane, OverdueError
@@ -86,6 +86,7 @@ def search_on_ranks(
     size: int | None = None,
     show: Callable[[str], None] = lambda text: None,
     names: Names = ARGUMENTS,
+    agree: bool = False,
 ) -> AutoBatchResult:
     """Search on rank 0, then run the size found on every rank, until one fits on all. All must call this.
 
@@ -97,6 +98,7 @@ def search_on_ranks(
         found: what an earlier call has returned: all run `size`, once, and look below it where it does not
             fit. Memory does not always grow with the size: a smaller size may not fit either.
         size: chosen earlier. It is tried first, and no larger one is.
+        agree: where a rank finds no size, all ranks raise a `TooSmallError`, and can go on.
 
     Returns:
         The result with the trials of rank 0. If the last size run fits on every rank, it is among those that
@@ -109,11 +111,18 @@ def search_on_ranks(
     status, is_once = RankStatus(show, control), found is not None
     while True:
         status.update("starting")
-        verdict = None
+        verdict: Any = None
         if found is not None or control is None or control.rank == 0:
-            with finder_for(status, settings if size is None else settings.at_most(size)) as finder:
-                verdict = finder.find()
+            try:
+                with finder_for(status, settings if size is None else settings.at_most(size)) as finder:
+                    verdict = finder.find()
+            except AutoBatchError as error:
+                if not agree:
+                    raise
+                verdict = TooSmallError(str(error), None)
         verdicts = status.gather(verdict, timeout_minutes=settings.timeout_minutes, names=names)
+        if errors := [each for each in verdicts if isinstance(each, TooSmallError)]:
+            raise errors[0]
         found = verdicts[0] if found is None or size is None else _joined(found, verdicts, size, control)
         if control is None or is_once or size in found.ran_on_every_rank:
             return found
