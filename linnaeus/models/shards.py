@@ -74,7 +74,7 @@ class ShardsReader(FileSystemReader):
         """The list of the tensors and of the places of their parts."""
         data = (self.folder / METADATA).read_bytes()
         if zlib.crc32(data) != self._checksum:
-            raise zipfile.BadZipFile(f"the checksum of {self.folder / METADATA} is wrong")
+            raise zipfile.BadZipFile(f"the checksum of {self.folder.name}/{METADATA} is wrong")
         metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
         return metadata
 
@@ -89,13 +89,13 @@ class ShardsReader(FileSystemReader):
         """Compare the checksums of all tensors, and fill those that are given, by name."""
 
         def read(index: Any, place: Any) -> None:
-            path = self.folder / place.relative_path
-            with path.open("rb") as file:
+            with (self.folder / place.relative_path).open("rb") as file:
                 file.seek(place.offset)
                 data = io.BytesIO(file.read(place.length))
-            with zipfile.ZipFile(data) as archive:
-                if (damaged := archive.testzip()) is not None:
-                    raise zipfile.BadZipFile(f"the checksum of {damaged} in {path} is wrong")
+            if not zipfile.is_zipfile(data) or zipfile.ZipFile(data).testzip() is not None:
+                raise zipfile.BadZipFile(
+                    f"{index.fqn} in {self.folder.name}/{place.relative_path} is damaged"
+                )
             if index.fqn in tensors:
                 data.seek(0)
                 part = torch.load(data, weights_only=True)

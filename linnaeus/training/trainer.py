@@ -475,11 +475,12 @@ class Trainer:
         sharded = list(sharded_modules(step.model))
         if sharded:
             self._validate_together(step)
-        for batch in () if sharded else self.loaders.val:
-            if self.stop.is_requested:
-                break
-            step(batch)
-            del batch  # or it would be held while the next one is loaded
+        else:
+            for batch in self.loaders.val:
+                if self.stop.is_requested:
+                    break
+                step(batch)
+                del batch  # or it would be held while the next one is loaded
         for module in sharded:
             module.reshard()  # the root stays gathered after a forward pass
         values = metrics.compute(self.world, aborted=self.stop.is_requested)
