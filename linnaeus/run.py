@@ -105,6 +105,7 @@ def run(config: Config) -> FitResult:
         loaders = build_loaders(
             data, loading, world, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
             seed=seed, mixed_epochs=mixed_epochs(config.DATA.AUGMENT, train.EPOCHS),
+            equal_val_batches=search.is_sharded,
         )  # fmt: skip
         stack.enter_context(loaders)
         probe = build_probe(train.NOISE_SCALE, assembly.model, assembly.scaler, plan)

@@ -240,10 +240,16 @@ class _Batches(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Loaders(AbstractContextManager["Loaders"]):
-    """Training and validation batches of one process. As a context manager it closes both."""
+    """Training and validation batches of one process. As a context manager it closes both.
+
+    Attributes:
+        num_val_batches: how many validation batches count, where those of all processes are made equally
+            many; None where each process has its own number.
+    """
 
     train: BatchLoader
     val: BatchLoader
+    num_val_batches: int | None = None
 
     def __exit__(self, *_: object) -> None:
         self.train.close()
@@ -252,7 +258,7 @@ class Loaders(AbstractContextManager["Loaders"]):
 
 def build_loaders(
     bundle: DataBundle, config: DataConfig, world: World, *, sizes: Sizes, batch_size_val: int, seed: int,
-    mixed_epochs: int = sys.maxsize,
+    mixed_epochs: int = sys.maxsize, equal_val_batches: bool = False,
 ) -> Loaders:  # fmt: skip
     """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
 
@@ -261,6 +267,7 @@ def build_loaders(
         sizes: the size of each training batch of this process.
         batch_size_val: samples per process and validation batch.
         mixed_epochs: number of epochs, from the first, whose training batches are mixed, if any are.
+        equal_val_batches: whether all processes validate equally many batches, since these run collectives.
 
     Raises:
         ConfigError: DATA.SAMPLER needs labels that the dataset does not give.
@@ -273,12 +280,17 @@ def build_loaders(
         sampler = EpochSampler(dataset_length(bundle.train), **order)
     dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
-    return Loaders(train, build_val_loader(bundle, config, world, batch_size=batch_size_val, seed=seed))
+    val = build_val_loader(
+        bundle, config, world, batch_size=batch_size_val, seed=seed, equal_batches=equal_val_batches
+    )
+    counted = ValSampler(dataset_length(bundle.val), **order).num_batches(batch_size_val)
+    return Loaders(train, val, counted if equal_val_batches else None)
 
 
 def build_val_loader(
-    bundle: DataBundle, config: DataConfig, world: World, *, batch_size: int, seed: int
-) -> BatchLoader:
+    bundle: DataBundle, config: DataConfig, world: World, *, batch_size: int, seed: int,
+    equal_batches: bool = False,
+) -> BatchLoader:  # fmt: skip
     """The validation batches of `build_loaders`; warns on rank 0 of more workers than cores."""
     workers, processes = config.NUM_WORKERS or 0, world.local_world_size
     if world.is_main and workers * processes > max(num_cores(), processes):
@@ -289,6 +301,7 @@ def build_val_loader(
         )  # fmt: skip
     length = dataset_length(bundle.val)
     sampler = ValSampler(length, seed=seed, rank=world.rank, world_size=world.world_size)
+    sampler.fill_to = batch_size if equal_batches else None
     batches = PlannedBatches(sampler, lambda epoch, skip: repeat(batch_size))
     dataset = SeededBatches(bundle.val, bundle.collate, seed)
     return BatchLoader(dataset, batches, config, world, seed)

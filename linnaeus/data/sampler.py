@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 
@@ -125,8 +126,23 @@ class PlannedBatches(Sampler[list[SampleKey]]):
 class ValSampler(EpochSampler):
     """Validation samples of one process, in order: over all processes, each sample comes exactly once.
 
-    The numbers of samples of two processes may differ by one, so a validation batch must not run collectives.
+    The numbers of samples of two processes may differ by one, and so may those of their batches. Where these
+    run collectives, as a sharded model does, `fill_to` makes them equal.
+
+    Attributes:
+        fill_to: samples of a batch. A process with one batch less than another gets the first sample once
+            more, as a batch that does not count.
     """
 
+    fill_to: int | None = None
+
+    def num_batches(self, size: int) -> int:
+        """How many batches of a size the samples of this process make, each sample once."""
+        return math.ceil(len(range(self.rank, self.length, self.world_size)) / size)
+
     def __iter__(self) -> Iterator[SampleKey]:
-        return ((0, index) for index in range(self.rank, self.length, self.world_size))
+        yield from ((0, index) for index in range(self.rank, self.length, self.world_size))
+        if (size := self.fill_to) is not None:
+            most = math.ceil(math.ceil(self.length / self.world_size) / size)
+            if self.num_batches(size) < most:
+                yield 0, 0

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import compress
 from typing import Any
 
+import torch
 from timm.utils import ModelEmaV3
 from torch import nn
+
+from linnaeus.autobatch.nest import local
 
 
 class Ema:
@@ -47,6 +51,20 @@ def _average_of(model: nn.Module, decay: float, copy: nn.Module | None) -> Model
     if copy is None and not next(model.parameters()).is_meta:
         return ModelEmaV3(model, decay=decay, use_warmup=True)
     # timm copies the model, and makes a random number generator on its device; there is none on `meta`.
-    average = ModelEmaV3(nn.Linear(1, 1, device="cpu"), decay=decay, use_warmup=True)
+    kind = ModelEmaV3 if copy is None else _ShardedAverage
+    average = kind(nn.Linear(1, 1, device="cpu"), decay=decay, use_warmup=True)
     average.module = (deepcopy(model) if copy is None else copy).eval()
     return average
+
+
+class _ShardedAverage(ModelEmaV3):  # type: ignore[misc]
+    """With the same operations on this rank's parts: torch mixes no DTensors and buffers in one of them."""
+
+    def apply_update_(self, model: nn.Module, decay: float) -> None:
+        pairs = zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
+        averaged, values = zip(*((local(a), local(b)) for a, b in pairs), strict=True)
+        floating = [a.is_floating_point() for a in averaged]
+        torch._foreach_lerp_(list(compress(averaged, floating)), list(compress(values, floating)), 1 - decay)
+        for a, b, is_floating in zip(averaged, values, floating, strict=True):
+            if not is_floating:
+                a.copy_(b)

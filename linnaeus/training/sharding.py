@@ -6,6 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -84,7 +85,8 @@ def find_blocks(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]
             for name, module in named.items()
             if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Sequential | nn.ModuleList)
             and any(module.children())
-            and not isinstance(module, nn.Sequential | nn.ModuleList)
+            and not isinstance(module, nn.Sequential)
+            and type(module).forward is not nn.Module.forward  # a container, whose parts are called
         }
         counts = Counter(listed.values())
         repeated = {name for name, kind in listed.items() if counts[kind] > 1}
@@ -111,8 +113,15 @@ def shard(
         The model, and the second one or None.
 
     Raises:
-        ConfigError: a pattern of `DIST.SHARD_BLOCKS` matches nothing, or FSDP2 refuses the model.
+        ConfigError: a pattern of `DIST.SHARD_BLOCKS` matches nothing, FSDP2 refuses the model, or BatchNorm
+            refuses `DIST.PARAM_DTYPE`.
     """
+    has_batchnorm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if config.PARAM_DTYPE != "fp32" and has_batchnorm:
+        raise ConfigError(
+            f"DIST.PARAM_DTYPE: {config.PARAM_DTYPE!r} does not go with BatchNorm, whose statistics are "
+            "fp32; set fp32, and TRAIN.AMP bf16"
+        )
     values = dict(model.named_parameters())
     _to_meta(model)
     average = deepcopy(model) if with_average else None
@@ -129,19 +138,45 @@ def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None
     param_dtype, reduce_dtype = DTYPES[config.PARAM_DTYPE], DTYPES[config.REDUCE_DTYPE]
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype),
         "reshard_after_forward": None if config.RESHARD_AFTER_FORWARD else False,
     }
     if param_dtype == reduce_dtype == torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy()
+    policy_of_root = options["mp_policy"]
+    if param_dtype != torch.float32:  # the layers between blocks take what these return as it is
+        policy_of_root = replace(policy_of_root, output_dtype=torch.float32)
     if config.CPU_OFFLOAD:
         options["offload_policy"] = CPUOffloadPolicy()
+    blocks = find_blocks(model, config.SHARD_BLOCKS)
+    _check_ties(model, blocks)
     try:
-        for block in find_blocks(model, config.SHARD_BLOCKS):
+        for block in blocks:
             fully_shard(block, **options)
-        fully_shard(model, **options)
+        fully_shard(model, **{**options, "mp_policy": policy_of_root})
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"DIST.SHARDING: {config.SHARDING!r} cannot shard this model: {error}") from error
+
+
+def _check_ties(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Raise `ConfigError` for a parameter that several blocks use: FSDP2 would make one for each of them."""
+    users: dict[nn.Parameter, set[nn.Module]] = {}
+
+    def visit(module: nn.Module, block: nn.Module) -> None:
+        block = module if module in blocks else block
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, set()).add(block)
+        for child in module.children():
+            visit(child, block)
+
+    visit(model, model)
+    for name, parameter in model.named_parameters():
+        if len(users[parameter]) > 1:
+            raise ConfigError(
+                f"DIST.SHARD_BLOCKS: {name} is shared by modules that are gathered apart; set "
+                "DIST.SHARD_BLOCKS to modules of which one holds all uses of it, or to []"
+            )
 
 
 def _to_meta(model: nn.Module) -> None:
@@ -172,3 +207,9 @@ def _fill(
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """The modules of a model that FSDP2 gathers; none where the model is not sharded."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without a backward pass has left gathered: the root, or all."""
+    for module in sharded_modules(model):
+        module.reshard()

@@ -35,6 +35,7 @@ from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart, end_with_checkpoint
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
+from linnaeus.training.sharding import reshard
 from linnaeus.training.step import TrainStep
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import Tracker
@@ -470,11 +471,17 @@ class Trainer:
         step, metrics = self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
         metrics.reset()
-        for batch in self.loaders.val:
-            if self.stop.is_requested:
+        counted = self.loaders.num_val_batches
+        for number, batch in enumerate(self.loaders.val):
+            if counted is not None:
+                self.stop.exchange()  # a sharded model needs all ranks in each batch
+                if number == counted:
+                    step = replace(step, update_metrics=lambda *_: None)
+            if self.stop.stop_signal or (counted is None and self.stop.is_requested):
                 break
             step(batch)
             del batch  # or it would be held while the next one is loaded
+        reshard(step.model)
         values = metrics.compute(self.world, aborted=self.stop.is_requested)
         metrics.reset()  # frees the scores of several labels per sample
         return values
