@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import timm.layers
@@ -31,6 +32,7 @@ from linnaeus.models.timm_source import find_source
 from linnaeus.training.accuracy import ClassificationMetrics, headline
 from linnaeus.training.checkpoint import TrainingState
 from linnaeus.training.class_weights import class_weights
+from linnaeus.training.ddp import broadcast_batchnorm
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabilities
 from linnaeus.training.noise_scale import check_noise_scale
@@ -130,7 +132,7 @@ def assemble(
     freezing.freeze()
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
-    average = None
+    average = before_step = None
     if shards is not None and values is not None:
         if config.SYNC_BATCHNORM:
             timm.layers.convert_sync_batchnorm(model)
@@ -140,6 +142,7 @@ def assemble(
                 f"{world.world_size} processes, but there are {length}; start fewer"
             )
         average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
+        before_step = partial(broadcast_batchnorm, model)
     else:
         memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
         model = model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
@@ -174,6 +177,7 @@ def assemble(
             scaler=scaler,
             precision=precision,
             clip_grad_norm=config.CLIP_GRAD_NORM,
+            before_step=before_step,
             after_step=ema.update if ema is not None else None,
         ),
         validation_step=ValidationStep(

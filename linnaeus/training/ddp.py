@@ -10,6 +10,7 @@ not it stops and resumes in between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -70,6 +71,19 @@ def _settle_buckets(wrapper: DistributedDataParallel) -> None:
         parameter.backward(torch.zeros_like(parameter))
     for parameter in parameters:
         parameter.grad = None
+
+
+@torch.no_grad()
+def broadcast_batchnorm(model: nn.Module) -> None:
+    """Give rank 0's running statistics to all ranks of a sharded model, as DistributedDataParallel does."""
+    mesh: Any = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
+
+    def of_first(vector: Tensor) -> Tensor:
+        for group in mesh.get_all_groups():
+            torch_dist.broadcast(vector, group=group, group_src=0)
+        return vector
+
+    _replace_statistics(model, of_first)
 
 
 def warm_up_collectives(world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -83,7 +83,8 @@ def find_blocks(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]
             for name, module in named.items()
             if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Sequential | nn.ModuleList)
             and any(module.children())
-            and not isinstance(module, nn.Sequential | nn.ModuleList)
+            and not isinstance(module, nn.Sequential)
+            and type(module).forward is not nn.Module.forward  # a container, whose parts are called
         }
         counts = Counter(listed.values())
         repeated = {name for name, kind in listed.items() if counts[kind] > 1}
@@ -111,8 +112,15 @@ def shard(
         The second model, sharded too; None without.
 
     Raises:
-        ConfigError: a pattern of `DIST.SHARD_BLOCKS` matches nothing, or FSDP2 refuses the model.
+        ConfigError: a pattern of `DIST.SHARD_BLOCKS` matches nothing, FSDP2 refuses the model, or BatchNorm
+            refuses `DIST.PARAM_DTYPE`.
     """
+    has_batchnorm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if config.PARAM_DTYPE != "fp32" and has_batchnorm:
+        raise ConfigError(
+            f"DIST.PARAM_DTYPE: {config.PARAM_DTYPE!r} does not go with BatchNorm, whose statistics are "
+            "fp32; set fp32, and TRAIN.AMP bf16"
+        )
     sources = dict(model.named_parameters(remove_duplicate=False))
     _to_meta(model)
     for module in model.modules():
@@ -138,13 +146,36 @@ def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None
     }  # fmt: skip
     if config.CPU_OFFLOAD:
         options["offload_policy"] = CPUOffloadPolicy()
+    blocks = find_blocks(model, config.SHARD_BLOCKS)
+    _check_ties(model, blocks)
     try:
-        for block in find_blocks(model, config.SHARD_BLOCKS):
+        for block in blocks:
             fully_shard(block, **options)
         options["mp_policy"] = replace(policy, output_dtype=policy.param_dtype and torch.float32)
         fully_shard(model, **options)
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"DIST.SHARDING: {config.SHARDING!r} cannot shard this model: {error}") from error
+
+
+def _check_ties(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Raise `ConfigError` for a parameter that several blocks use: FSDP2 would make one for each of them."""
+    users: dict[nn.Parameter, set[nn.Module]] = {}
+
+    def visit(module: nn.Module, block: nn.Module) -> None:
+        block = module if module in blocks else block
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, set()).add(block)
+        for child in module.children():
+            visit(child, block)
+
+    visit(model, model)
+    for name, parameter in model.named_parameters():
+        if len(users[parameter]) > 1:
+            raise ConfigError(
+                f"DIST.SHARD_BLOCKS: {name} is shared by modules that are gathered apart; set "
+                "DIST.SHARD_BLOCKS to modules of which one holds all uses of it, or to []"
+            )
 
 
 def _to_meta(model: nn.Module) -> None:
@@ -175,6 +206,8 @@ def fill_part(tensor: Any, value: Tensor) -> None:
         tensor.to_local().copy_(parts[place])
 
 
-def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules of a model that FSDP2 gathers; none where the model is not sharded."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without a backward pass has left gathered: FSDP2 keeps the root."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -35,6 +35,7 @@ class TrainStep:
         model: the module, or its DistributedDataParallel wrapper.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
+        before_step: called once per optimizer step, before the first forward pass.
         after_step: called once per optimizer step, after the parameters have changed (EMA).
         probe: called after each backward pass, before clipping; measures the noise scale.
         is_updating: whether parameters, optimizer, loss scale or average are changing. After a step that
@@ -47,6 +48,7 @@ class TrainStep:
     scaler: torch.amp.GradScaler
     precision: Precision
     clip_grad_norm: float | None = None
+    before_step: Callable[[], None] | None = None
     after_step: Callable[[], None] | None = None
     probe: GradientProbe | None = None
     is_updating: bool = field(default=False, init=False)
@@ -65,6 +67,8 @@ class TrainStep:
             The mean loss over the micro-batches: a detached scalar on the device, not synchronised.
         """
         batches = iter(micro_batches)
+        if self.before_step is not None:
+            self.before_step()
         total = torch.zeros((), device=self.precision.device)
         for number in range(1, num_micro_batches + 1):
             is_last = number == num_micro_batches

@@ -36,7 +36,7 @@ from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart, end_with_checkpoint
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
-from linnaeus.training.sharding import sharded_modules
+from linnaeus.training.sharding import reshard
 from linnaeus.training.step import TrainStep, ValidationStep
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import Tracker
@@ -472,17 +472,15 @@ class Trainer:
         step, metrics = self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
         metrics.reset()
-        sharded = list(sharded_modules(step.model))
-        if sharded:
+        if isinstance(step.model, FSDPModule):
             self._validate_together(step)
+            reshard(step.model)
         else:
             for batch in self.loaders.val:
                 if self.stop.is_requested:
                     break
                 step(batch)
                 del batch  # or it would be held while the next one is loaded
-        for module in sharded:
-            module.reshard()  # the root stays gathered after a forward pass
         values = metrics.compute(self.world, aborted=self.stop.is_requested)
         metrics.reset()  # frees the scores of several labels per sample
         return values
@@ -505,10 +503,10 @@ class Trainer:
             batch = next(batches, None)
             last = batch or last
 
-    def _distribute_batchnorm(self, how: str | None = None) -> None:
+    def _distribute_batchnorm(self) -> None:
         ema = self.assembly.ema
         average = None if ema is None else ema.module
-        distribute_batchnorm(self.assembly.model, average, self.world, how or self.config.DISTRIBUTE_BN)
+        distribute_batchnorm(self.assembly.model, average, self.world, self.config.DISTRIBUTE_BN)
 
     def _save(self, *, is_best: bool = False) -> None:
         """Write a checkpoint on rank 0; every rank must call this."""
@@ -519,7 +517,6 @@ class Trainer:
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
         shards = {}
         if isinstance(self.assembly.model, FSDPModule):
-            self._distribute_batchnorm("broadcast")  # each rank's own; the checkpoint holds rank 0's
             state = self.assembly.state_dict()
             shards = self.checkpoints.save_shards(state, self.progress.step, self.world)
         states = self.world.gather_on_host(self._rank_state())

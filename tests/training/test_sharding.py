@@ -1,0 +1,420 @@
+"""Sharded training: real processes that share a model train it as those that have copies of it do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from linnaeus.autobatch.nest import local
+from linnaeus.config.load import load_config
+from linnaeus.data.batch import Batch
+from linnaeus.data.datasets import build_data
+from linnaeus.data.loader import SeededBatches
+from linnaeus.dist import World
+from linnaeus.errors import ConfigError
+from linnaeus.rng import seed_all
+from linnaeus.training.build import assemble
+from linnaeus.training.ddp import wrap
+from linnaeus.training.sharding import check_sharding, find_blocks, reshard
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.messages import Golden, error_of, raised
+from tests.helpers.processes import Results, compute, group_of
+from tests.helpers.runs import SMALL, TORCHRUN, Run
+from tests.helpers.small_runs import lines_of
+
+pytestmark = pytest.mark.distributed
+
+NUM_STEPS, FEW, SAMPLES, NUM_SAMPLES = 20, 6, 4, 64
+WAYS = {4: ("none", "full", "hybrid"), 3: ("none", "full"), 2: ("none", "full")}
+"""By the number of ranks, how they share the model; `hybrid` is on two nodes."""
+
+
+class Words(Dataset[tuple[Tensor, int]]):
+    """Rows of 8 words; the class follows from them."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, split: str) -> None:
+        self.rows = torch.randint(23, (NUM_SAMPLES, 8), generator=torch.Generator().manual_seed(len(split)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.rows[index], int(self.rows[index].sum()) % 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 21), nn.GELU(), nn.Linear(21, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.mlp(x)
+
+
+class Scalar(nn.Linear):
+    """With a parameter that has no dimension."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(8, num_classes)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()) * self.temperature
+
+
+class Gpt(nn.Module):
+    """Odd sizes, a parameter of one element and one that no step uses; words and outputs share weights."""
+
+    def __init__(self, num_classes: int, tied: bool = True, width: int = 10) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(23, width), nn.Linear(width, 23, bias=False)
+        if tied:
+            self.out.weight = self.words.weight
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.scale, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(5, 3))
+        self.head = nn.Linear(23, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.words(x)
+        for block in self.blocks:
+            z = block(z)
+        logits: Tensor = self.head(self.out(z[:, -1] * self.scale).tanh())
+        return logits
+
+
+class TiedBlocks(Gpt):
+    """Whose blocks share a layer, which is in neither alone."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.blocks[1].qkv = self.blocks[0].qkv
+
+
+COMMON = ("EXPERIMENT.DEVICE=cpu", "OPTIMIZER.NAME=sgd", "OPTIMIZER.LR=0.1", "TRAIN.EMA.DECAY=0.9")
+IMAGES = (
+    "DATA.DATASET.NAME=synthetic", f"DATA.DATASET.NUM_SAMPLES={NUM_SAMPLES}", "DATA.IMG_SIZE=32",
+    "DATA.DATASET.NUM_CLASSES=[2,6]",
+)  # fmt: skip
+VIT = (*IMAGES, "MODEL.NAME=test_vit", "MODEL.KWARGS={depth: 2}")
+RESNET = (*IMAGES, "MODEL.NAME=test_resnet")
+GPT = (
+    f"MODEL._target_={__name__}.Gpt", f"DATA.DATASET._target_={__name__}.Words",
+    "DIST.FIND_UNUSED_PARAMETERS=True",
+)  # fmt: skip
+ADAM = ("OPTIMIZER.NAME=adamw", "OPTIMIZER.LR=0.01", "OPTIMIZER.KWARGS={eps: 0.01}")
+EMA, TWICE, CLIP = "TRAIN.EMA.ENABLED=True", "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.CLIP_GRAD_NORM=0.1"
+BF16 = "DIST.PARAM_DTYPE=bf16"
+CASES: dict[str, tuple[str, ...]] = {
+    "vit, float32": VIT,
+    "vit, frozen, checkpointing, clipped": (
+        *VIT, CLIP, "MODEL.FREEZE=backbone.blocks.0.*", "TRAIN.GRADIENT_CHECKPOINTING=True",
+    ),
+    "resnet, accumulated, mixed, average": (*RESNET, EMA, TWICE, "DATA.AUGMENT.MIXUP=0.8"),
+    "gpt, tied, Adam, clipped": (*GPT, *ADAM, CLIP),
+}  # fmt: skip
+SLOW_CASES: dict[str, tuple[str, ...]] = {
+    **CASES,
+    "vit": VIT,
+    "vit, clipped": (*VIT, CLIP),
+    "vit, accumulated, average": (*VIT, TWICE, EMA),
+    "vit, frozen": (*VIT, "MODEL.FREEZE=backbone.blocks.0.*"),
+    "vit, checkpointing": (*VIT, "TRAIN.GRADIENT_CHECKPOINTING=True"),
+    "resnet": RESNET,
+    "resnet, average": (*RESNET, EMA),
+    "gpt": (*GPT, "MODEL.tied=False"),
+}
+ROUNDED: dict[str, tuple[str, ...]] = {
+    "autocast": (*VIT, "TRAIN.AMP=bf16"), "parameters": (*VIT, BF16),
+    "sums": (*VIT, "DIST.REDUCE_DTYPE=bf16"),
+}  # fmt: skip
+"""With bfloat16 in one place; compared with float32, which is the first of `CASES`."""
+PLACED: dict[str, tuple[str, ...]] = {
+    "default": GPT, "kept": (*GPT, "DIST.RESHARD_AFTER_FORWARD=False"),
+    "class": (*GPT, "DIST.SHARD_BLOCKS=[Block]"), "root": (*GPT, "DIST.SHARD_BLOCKS=[]"),
+    "name": (*GPT, "DIST.SHARD_BLOCKS=['blocks.1','*.mlp']"),
+}  # fmt: skip
+"""Which parts are gathered at once, and until when; none changes a result."""
+
+
+WRONG: dict[str, tuple[str, ...]] = {
+    "a pattern without a match": (*GPT, "DIST.SHARD_BLOCKS=[Block, blok.*]"),
+    "BatchNorm": (*RESNET, BF16),
+    "a scalar": (*GPT, f"MODEL._target_={__name__}.Scalar"),
+    "weights tied across blocks": (*GPT, f"MODEL._target_={__name__}.TiedBlocks"),
+}  # fmt: skip
+
+
+def whole(model: nn.Module | None) -> dict[str, Tensor]:
+    """All tensors of a model, on every rank."""
+    state = {} if model is None else model.state_dict()
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in state.items()}
+
+
+def names_of_gathered(model: nn.Module) -> set[str]:
+    """First parts of the names of the parameters that are whole."""
+    return {name.partition(".")[0] for name, value in model.named_parameters() if local(value) is value}
+
+
+def trained(world: World, how: str, *argv: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
+    """The tensors at the start and in the end, the loss of each step; what a validation leaves gathered."""
+    config = load_config([*COMMON, *argv, f"DIST.SHARDING={how}"]).config
+    seed_all(0)
+    data = build_data(config.DATA, seed=0)
+    nodes = config.MODEL, config.LOSS, config.OPTIMIZER
+    parts = assemble(*nodes, config.TRAIN, data, world, sharding=config.DIST)
+    start, num_batches = whole(parts.model), config.TRAIN.ACCUMULATION_STEPS or 1
+    model = wrap(parts.model, world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS).train()
+    step = dataclasses.replace(parts.train_step, model=model)
+    batches = SeededBatches(data.train, data.collate, 0, data.mixing, 1)
+
+    def batch(number: int) -> Batch:
+        first = (number * world.world_size + world.rank) * SAMPLES
+        made = batches.__getitems__([(0, (first + i) % NUM_SAMPLES) for i in range(SAMPLES)])
+        return Batch(*(t.to(torch.get_default_dtype()) if t.is_floating_point() else t for t in made))
+
+    losses = [
+        step([batch(number * num_batches + part) for part in range(num_batches)], num_batches)
+        for number in range(num_steps)
+    ]
+    with torch.no_grad():
+        parts.model.eval()(batch(0).inputs)
+    gathered = [names_of_gathered(parts.model)]
+    reshard(parts.model)
+    gathered.append(names_of_gathered(parts.model))
+    return {
+        "start": start, "end": whole(parts.model), "average": whole(parts.ema and parts.ema.module),
+        "losses": world.mean(torch.stack(losses)).float() if num_steps else None,
+        "elements": sum(local(parameter).numel() for parameter in parts.model.parameters()),
+        "gathered": gathered,
+        "modules": [type(each).__name__ for each in parts.model.modules() if isinstance(each, FSDPModule)],
+    }  # fmt: skip
+
+
+@contextmanager
+def double() -> Iterator[None]:
+    """In double precision, no training is so unstable that rounding shows."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def work(rank: int, folder: str) -> Results:
+    """All that one process computes, with as many as there are results for."""
+    results: Results = {}
+    num_ranks = int((Path(folder) / "num_ranks").read_text())
+    with group_of(num_ranks, rank, folder) as world:
+        two_nodes = dataclasses.replace(world, local_world_size=num_ranks // 2)
+        is_slow = (Path(folder) / "slow").exists()
+        for (name, argv), how in product((SLOW_CASES if is_slow else CASES).items(), WAYS[num_ranks]):
+            with nullcontext() if name == "vit, float32" else double():
+                results[name, how] = trained(two_nodes if how == "hybrid" else world, how, *argv)
+        if not is_slow:
+            for name, argv in ROUNDED.items():
+                results[name] = trained(world, "full", *argv, num_steps=FEW)
+            for name, argv in PLACED.items():
+                results[name] = trained(world, "full", *argv, num_steps=FEW)
+            results["wrong"] = {name: raised(trained, world, "full", *argv) for name, argv in WRONG.items()}
+    return results
+
+
+def results_of(num_ranks: int, folder: Path, *, is_slow: bool) -> Results:
+    (folder / "num_ranks").write_text(str(num_ranks))
+    if is_slow:
+        (folder / "slow").touch()
+    return compute(__name__, num_ranks, folder)[-1]  # whose BatchNorm follows rank 0
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What the second of two ranks has computed."""
+    return results_of(2, tmp_path_factory.mktemp("ranks"), is_slow=False)
+
+
+def difference(found: Any, expected: Any) -> float:
+    """The largest relative difference of a tensor, by norms."""
+    assert found.keys() == expected.keys()
+    pairs = [(found[name].double(), value.double()) for name, value in expected.items()]
+    return max((float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs), default=0.0)
+
+
+def assert_same_training(results: Results, name: str, how: str) -> None:
+    found, expected = results[name, how], results[name, "none"]
+    assert difference(found["start"], expected["start"]) == 0
+    most = 1e-5 if name == "vit, float32" else 1e-9
+    for part in ("end", "average"):
+        assert difference(found[part], expected[part]) < most, (name, how, part)
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=0)
+    assert difference(found["end"], found["start"]) > 1e-3, "it has trained"
+    assert found["elements"] < 0.6 * expected["elements"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_that_share_a_model_train_it_as_with_copies(two: Results, name: str) -> None:
+    assert_same_training(two, name, "full")
+
+
+def test_settings_of_a_case_change_its_losses(two: Results) -> None:
+    """Else the test above could not tell."""
+    plain, other = (two[name, "full"]["losses"] for name in list(CASES)[:2])
+    assert float(((plain - other) / plain).abs().max()) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_ranks", WAYS)
+def test_ranks_that_share_a_model_train_it_as_with_copies(tmp_path: Path, num_ranks: int) -> None:
+    results = results_of(num_ranks, tmp_path, is_slow=True)
+    for name, how in product(SLOW_CASES, WAYS[num_ranks][1:]):
+        assert_same_training(results, name, how)
+    pairs = [("vit", "vit, clipped"), ("vit", "vit, accumulated, average"), ("vit", "vit, frozen")]
+    for plain, other in pairs:
+        a, b = (results[name, "full"]["losses"] for name in (plain, other))
+        assert float(((a - b) / a).abs().max()) > 1e-3, (plain, other)
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_bfloat16_stays_near_and_is_another_format(two: Results, name: str) -> None:
+    exact, found = two["vit, float32", "full"]["losses"][:FEW], two[name]["losses"]
+    assert 1e-5 < float(((found - exact).abs() / exact).max()) < 0.05
+
+
+def test_what_is_gathered_at_once_is_chosen_and_changes_no_result(two: Results) -> None:
+    modules = {name: Counter(two[name]["modules"]) for name in PLACED}
+    assert modules["default"] == modules["kept"] == modules["class"] == {"FSDPGpt": 1, "FSDPBlock": 2}
+    assert modules["name"] == {"FSDPGpt": 1, "FSDPBlock": 1, "FSDPSequential": 2}
+    assert modules["root"] == {"FSDPGpt": 1}
+    for name in PLACED:
+        assert difference(two[name]["end"], two["default"]["end"]) < 1e-6
+    parts = {"words", "scale", "unused", "head"}  # `out` is `words`
+    after, resharded = zip(*(two[name]["gathered"] for name in ("default", "kept")), strict=True)
+    assert after == (parts, parts | {"blocks"}), "what a forward pass without a backward pass leaves"
+    assert resharded == (set(), set())
+
+
+# --- what is gathered at once ---
+
+BLOCKS = {
+    "vit_tiny_patch16_224": {"Block": 12}, "resnet50": {"Bottleneck": 16},
+    "convnext_atto": {"ConvNeXtBlock": 12}, "swin_tiny_patch4_window7_224": {"SwinTransformerBlock": 12},
+    "efficientnet_b0": {"InvertedResidual": 15}, "vgg11": {}, "regnetx_002": {},
+}  # fmt: skip
+
+
+def kinds(model: nn.Module, patterns: list[str] | None = None) -> dict[str, int]:
+    return dict(Counter(type(block).__name__ for block in find_blocks(model, patterns)))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_timm(name: str) -> None:
+    with torch.device("meta"):
+        assert kinds(timm.create_model(name)) == BLOCKS[name]
+
+
+def test_blocks_of_other_models() -> None:
+    with torch.device("meta"):
+        layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 3)
+        parts = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 4)}) for _ in range(2))
+        assert kinds(layers) == {"TransformerEncoderLayer": 3}
+        assert kinds(Gpt(3)) == {"Block": 2}
+        assert kinds(nn.Sequential(Gpt(3), Gpt(3))) == {"Block": 4}, "the innermost"
+        assert kinds(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {}, "without parts of their own"
+        assert kinds(nn.Sequential(Gpt(3), layers)) == {"Block": 2, "TransformerEncoderLayer": 3}
+        assert kinds(nn.Sequential(Gpt(3), layers.layers[0])) == {"Block": 2}, "one by itself is not repeated"
+        assert kinds(parts) == {}, "a dictionary is not called, only its parts are"
+        assert kinds(Gpt(3), ["words", "b*.mlp", "LayerNorm"]) == {
+            "Embedding": 1, "Sequential": 2, "LayerNorm": 4,
+        }  # fmt: skip
+
+
+# --- mistakes ---
+
+REFUSED = (
+    "TRAIN.COMPILE=True", "TRAIN.CHANNELS_LAST=True", "TRAIN.NOISE_SCALE.ENABLED=True",
+    "TRAIN.UNFREEZE_EPOCH=2", "TRAIN.ON_OUT_OF_MEMORY=split", "DIST.CPU_OFFLOAD=True",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_a_key_that_does_not_go_with_sharding_is_one_error_for_several_ranks(option: str) -> None:
+    ranks = World(torch.device("cpu"), 0, 2, 2)
+    config = load_config(["DIST.SHARDING=full", option]).config
+    with pytest.raises(ConfigError, match=option.partition("=")[0]) as caught:
+        check_sharding(config.DIST, config.TRAIN, ranks)
+    assert caught.value.exit_code == 2
+    check_sharding(config.DIST, config.TRAIN, World(torch.device("cpu")))
+    check_sharding(load_config([option]).config.DIST, config.TRAIN, ranks)
+
+
+def test_a_model_that_cannot_be_shared_is_refused_by_a_key(two: Results) -> None:
+    keys = {"a scalar": "DIST.SHARDING", "BatchNorm": "DIST.PARAM_DTYPE"}
+    for name, text in two["wrong"].items():
+        assert text.startswith("ConfigError"), text
+        assert f"- {keys.get(name, 'DIST.SHARD_BLOCKS')}: " in text
+
+
+def test_messages(golden: Golden, two: Results, tmp_path: Path) -> None:
+    config = load_config(["DIST.SHARDING=hybrid", *REFUSED]).config
+    together = error_of(check_sharding, config.DIST, config.TRAIN, World(torch.device("cpu"), 0, 2, 2))
+    unknown = error_of(load_config, ["DIST.SHARDING=ful"])
+    golden("sharding", {"keys": together, "a typo": unknown, **two["wrong"]}, here=__name__)
+
+
+# --- runs ---
+
+
+@pytest.mark.e2e
+def test_a_run_validates_on_ranks_with_unequal_numbers_of_batches(torchrun: Run, tmp_path: Path) -> None:
+    """16 and 15 samples in batches of 5 are 4 and 3 batches."""
+    options = (
+        *SMALL,
+        EMA,
+        "TRAIN.EMA.DECAY=0.9",
+        "TRAIN.EPOCHS=1",
+        "DATA.BATCH_SIZE_VAL=5",
+        "DIST.TIMEOUT_MINUTES=0.5",
+    )
+    for how in ("none", "full"):
+        outcome = torchrun(2, *options, f"DIST.SHARDING={how}", f"EXPERIMENT.NAME={how}")
+        assert outcome.code == 0, outcome.err
+    none, full = (lines_of(tmp_path / "runs" / how, "val")[-1] for how in ("none", "full"))
+    figures = [name for name in none if name not in ("time", "split")]
+    assert {name: full[name] for name in figures} == pytest.approx(
+        {name: none[name] for name in figures}, rel=1e-3
+    )
+
+
+@pytest.mark.e2e
+def test_all_ranks_break_a_validation_off_that_one_is_told_to_stop(tmp_path: Path) -> None:
+    options = (
+        "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=8",
+        "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=job", "DIST.SHARDING=full", "DIST.TIMEOUT_MINUTES=0.5",
+        "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=1",
+    )  # fmt: skip
+    environment = {"PYTHONPATH": str(ROOT), "FAULT": "SIGTERM:1:validating after epoch 1"}
+    command = (*TORCHRUN, "--nproc_per_node=2", "-m", "tests.helpers.odd_ranks", *options)
+    outcome = forks.python(*command, cwd=tmp_path, env=environment)
+    text = outcome.out + outcome.err
+    assert outcome.code != 0
+    assert "stopped by SIGTERM" in text
+    assert "a collective" not in text
