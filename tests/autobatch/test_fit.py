@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from linnaeus.config.load import load_config
 from linnaeus.errors import ConfigError
 from tests.helpers.ledger import limit_with_room_for
+from tests.helpers.messages import Golden
 from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
 
 LARGEST = 8
@@ -167,6 +169,18 @@ def test_a_wrong_list_is_refused(value: str) -> None:
     assert (
         load_config(["DATA.AUTOBATCH.FIT=[none,checkpointing,shard]"]).config.DATA.AUTOBATCH.FIT[0] == "none"
     )
+
+
+def test_messages(golden: Golden, run: Run) -> None:
+    """What a run says of its remedies, without the figures of this machine."""
+    told = re.search(r"AutoBatch: .*FIT\)", run(*FIT, WANTED).out)
+    assert told is not None
+    golden("autobatch_fit", {
+        "a remedy is switched on": re.sub(r"(Budget ).*( Tried)", r"\1<figures>.\2", told.group()),
+        "no remedy helps": run(*FIT, WANTED, "MODEL.largest=8").err.rpartition(". ")[2],
+        "one process": run(*FIT, "DATA.AUTOBATCH.FIT=[shard]").err,
+        "no checkpointing": run(*FIT, PLAIN).err,
+    })  # fmt: skip
 
 
 @pytest.mark.distributed
