@@ -136,10 +136,10 @@ def shard(
 
 
 def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None:
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if config.PARAM_DTYPE == "fp32" else torch.bfloat16,
-        reduce_dtype=torch.float32 if config.REDUCE_DTYPE == "fp32" else torch.bfloat16,
-    )
+    policy = MixedPrecisionPolicy()  # the model's own format
+    if "bf16" in (config.PARAM_DTYPE, config.REDUCE_DTYPE):
+        formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        policy = MixedPrecisionPolicy(formats[config.PARAM_DTYPE], formats[config.REDUCE_DTYPE])
     options: dict[str, Any] = {
         "mesh": mesh, "mp_policy": policy,
         "reshard_after_forward": None if config.RESHARD_AFTER_FORWARD else False,
