@@ -126,8 +126,7 @@ def auto_find_batch_size(
                     status.update(f"{mode}: trying batch size {size}")
                     renew_wrappers()
 
-                predict = None if is_sharded(state) else trace
-                return make_finder(alone, makes_alone, settings, before_trial=before_trial, predict=predict)
+                return make_finder(alone, makes_alone, settings, before_trial=before_trial, predict=trace)
 
             with stepping_alone(() if control is None else state) as renew_wrappers:
                 return search_on_ranks(finder_for, settings, control, **chosen)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as torch_dist
@@ -96,6 +98,42 @@ def _fake_of(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
 def _register(name: Any, group: torch_dist.ProcessGroup) -> None:
     torch._C._distributed_c10d._unregister_process_group(name)
     torch._C._distributed_c10d._register_process_group(name, group)
+
+
+@contextlib.contextmanager
+def on_meta(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
+    """Inside the context, sharded modules run on `meta`, in groups that communicate nothing.
+
+    FSDP2 keeps its device, and finds streams in the module of torch that has the device's name: those of
+    `torch.cpu` tell which of them is current. Its tensors are for `state_on_meta` to replace.
+
+    Yields:
+        FSDP2's objects behind the modules.
+    """
+    if not (parts := parts_of(modules)):
+        yield []
+        return
+    meta = torch.device("meta")
+    groups = sys.modules[f"{_FSDP}._fsdp_param_group"]
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (torch, "meta", torch.cpu),
+            (torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event()),
+            (groups.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value, create=True))
+        stack.callback(reset_of(modules))
+        stack.enter_context(fake_groups(modules))
+        for part in parts:
+            held = vars(part)
+            held.update({name: meta for name in ("device", "_device") if name in held})
+            held.update({name: torch.cpu for name in ("device_handle", "_device_handle") if name in held})
+            if "all_gather_outputs" in held:
+                held["all_gather_outputs"] = []
+                held.pop("_unsharded_param", None)
+            if "all_gather_stream" in held:
+                part.lazy_init(meta)
+        yield parts
 
 
 def reset_of(modules: Sequence[nn.Module]) -> Callable[[], None]:

@@ -43,6 +43,7 @@ class Snapshot:
     """
 
     def __init__(self, state: Sequence[Any], device: torch.device) -> None:
+        self._reset_sharding = reset_of(modules_of(state))  # first, so that no gathered parameters are kept
         self.optimizers: list[Any] = []
         always: list[Any] = []
         kept: list[Any] = []  # what training keeps allocated: a validation is measured beside it
@@ -76,7 +77,6 @@ class Snapshot:
         always += (part for module in modules for part in (module._parameters, module._buffers))
         kept += (vars(module) for module, _ in self._kinds)
         self._always = Contents(always)
-        self._reset_sharding = reset_of(modules_of(state))
         self._kept = Contents(kept, self._always.seen, self._inside)
         self._device = device
         self._rng = rng_state(device)

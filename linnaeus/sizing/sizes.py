@@ -140,7 +140,7 @@ class SizeSearch:
             observer=SearchProgress(mode, status, self.console),
             names=keys(mode),
             # The finder measures what training has left when validation is searched.
-            predict=None if self.is_sharded else partial(self.predict, mode, with_training=is_training),
+            predict=partial(self.predict, mode, with_training=is_training),
             empties_cache=True,  # before and after each validation
         ) as finder):  # fmt: skip
             yield finder
@@ -172,6 +172,7 @@ class SizeSearch:
         Raises:
             UntraceableError: the step needs the values of a tensor; the message names the operation.
         """
+        has_buckets = self.world.is_distributed and with_training and not self.is_sharded
         alone = dataclasses.replace(self, world=World(torch.device("meta")), assembly=_on_meta(self.assembly))
         specs = {each: self.spec(each) for each in ("train", mode)}
         training, validation_step = _TrialTraining(alone), alone.assembly.validation_step
@@ -191,7 +192,7 @@ class SizeSearch:
                 mode=mode,
                 train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
                 # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.
-                buckets=Buckets(as_view=True) if self.world.is_distributed and with_training else None,
+                buckets=Buckets(as_view=True) if has_buckets else None,
             )
 
     def _frozen_as_in_last_epoch(self) -> AbstractContextManager[None]:

@@ -1,11 +1,11 @@
 """A model of PyTorch's caching allocator for CUDA: which bytes it reserves for a sequence of requests.
 
-It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.8 to 2.15 with the native backend and one stream.
+It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.8 to 2.15 with the native backend.
 Sizes are rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
 segments of 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB. The smallest free block
 that is large enough is taken, and split where enough of it remains. With expandable segments, each of the
 two pools is one segment, of which pages of 2 or 20 MiB are mapped. Where the device is full, all free
-segments or pages are given back, and the request is tried once more.
+segments or pages are given back, and the request is tried once more. Each stream has pools of its own.
 
 >>> allocator = CachingAllocator()
 >>> block = allocator.allocate(30 * MIB)
@@ -125,22 +125,27 @@ class CachingAllocator:
     ) -> None:
         self.settings, self.limit_bytes = settings, limit_bytes
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self._small, self._large = Pool(is_small=True), Pool(is_small=False)
+        self._pools: dict[tuple[int, bool], Pool] = {}
         self._next_address = 0
-        for pool in (self._small, self._large) if settings.expandable_segments else ():
-            # The pools lie in endless address spaces of their own; only the order within a pool counts.
-            segment = Block(0, 1 << 60, pool)
-            segment.is_mapped = False
-            pool.add(segment)
 
-    def allocate(self, num_bytes: int) -> Block:
-        """Serve a request of at least one byte.
+    def _pool(self, stream: int, *, is_small: bool) -> Pool:
+        if (stream, is_small) not in self._pools:
+            pool = self._pools[stream, is_small] = Pool(is_small=is_small)
+            if self.settings.expandable_segments:
+                # The pools lie in endless address spaces of their own; only the order within a pool counts.
+                segment = Block(0, 1 << 60, pool)
+                segment.is_mapped = False
+                pool.add(segment)
+        return self._pools[stream, is_small]
+
+    def allocate(self, num_bytes: int, stream: int = 0) -> Block:
+        """Serve a request of at least one byte on a stream.
 
         Raises:
             OutOfMemory: it does not fit within the limit, even without what is cached.
         """
         size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-        pool = self._small if size <= SMALL_BYTES else self._large
+        pool = self._pool(stream, is_small=size <= SMALL_BYTES)
         block = pool.smallest(size) or self._taken(pool, size)
         if block is None:
             self.empty_cache()
@@ -163,7 +168,7 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Give all segments without a block in use back to the device; of expandable ones, all free pages."""
-        for pool in (self._large, self._small):
+        for pool in self._pools.values():
             for _, _, block in list(pool.entries):
                 if self.settings.expandable_segments:
                     self._unmap(block)

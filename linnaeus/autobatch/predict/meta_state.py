@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from linnaeus.autobatch import nest
+from linnaeus.autobatch.sharded import modules_of, on_meta
+
 
 class UntraceableError(RuntimeError):
     """A step cannot be traced without its device, for the reason that the message names."""
@@ -34,11 +37,18 @@ def state_on_meta(state: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
         `module.to(device)` copies them.
 
     Raises:
-        UntraceableError: it holds TorchScript modules, or parameters without a shape.
+        UntraceableError: it holds TorchScript modules, or parameters without a shape or in host memory.
     """
     swap = _Swap()
     with swap.undo:
+        parts = swap.undo.enter_context(on_meta(modules_of(nest.leaves(state))))
+        if any(getattr(part, "offload_to_cpu", False) for part in parts):
+            raise UntraceableError("a model sharded over host memory is not predicted")
         swap.visit(state)
+        for part in (part for part in parts if hasattr(part, "_sharded_param_data")):
+            part.reset_sharded_param()  # it takes the module's
+            data, local = part._sharded_param_data, nest.local(part.sharded_param)
+            part._sharded_param_data = local.as_strided(data.shape, data.stride(), 0)
         yield swap.tensors
 
 
@@ -134,7 +144,12 @@ class _Swap:
             return tensor
         if torch.nn.parameter.is_lazy(tensor):
             raise UntraceableError("a lazy parameter has no shape before the model has run once")
-        substitute = torch.empty_like(tensor, device="meta", requires_grad=False)
+        local: Tensor = nest.local(tensor)
+        substitute = torch.empty_like(local, device="meta", requires_grad=False)
+        if local is not tensor:  # a DTensor, in memory that may be padded
+            padded = substitute.new_empty(local.untyped_storage().nbytes() // local.itemsize)
+            part = padded.as_strided(local.shape, local.stride(), local.storage_offset())
+            substitute = type(tensor)(part, tensor._spec, requires_grad=False)  # type: ignore[call-overload,attr-defined]
         if isinstance(tensor, nn.Parameter):
             substitute = nn.Parameter(substitute, tensor.requires_grad)
         elif tensor.requires_grad:

@@ -189,7 +189,7 @@ class Prediction:
                     num_inputs=between(reduction.num_inputs, other.reduction.num_inputs),
                 )
             num_bytes = between(one.num_bytes, other.num_bytes)
-            yield Event(one.kind, one.storage, num_bytes, one.label, reduction)
+            yield Event(one.kind, one.storage, num_bytes, one.label, reduction, one.stream)
 
 
 def predict(
@@ -217,7 +217,7 @@ def replay(
     """
     allocator = CachingAllocator(settings, limit_bytes)
     blocks: dict[int, Block] = {}
-    for kind, storage, num_bytes, label, reduction in events:
+    for kind, storage, num_bytes, label, reduction, stream in events:
         if reduction is not None:
             num_bytes = reduction.scratch_bytes()
         if kind == "release":
@@ -226,10 +226,10 @@ def replay(
         elif kind == "flush":
             allocator.empty_cache()
         elif kind == "allocate" and num_bytes:
-            blocks[storage] = allocator.allocate(num_bytes)
+            blocks[storage] = allocator.allocate(num_bytes, stream)
         elif num_bytes:
             with contextlib.suppress(*[OutOfMemory] if label == "convolution" else []):
-                allocator.free(allocator.allocate(num_bytes))
+                allocator.free(allocator.allocate(num_bytes, stream))
     return allocator
 
 

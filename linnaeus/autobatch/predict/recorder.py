@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.storages import WatchingMode, accumulates_in_place, references_of_a_gradient
 from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.reductions import Reduction
@@ -60,6 +61,7 @@ class Event(NamedTuple):
         num_bytes: of the storage, or borrowed.
         label: of a mark; the operation that allocates.
         reduction: what the borrowed bytes follow from instead.
+        stream: the stream whose blocks it takes: 0, or one of FSDP2's.
     """
 
     kind: str
@@ -67,6 +69,7 @@ class Event(NamedTuple):
     num_bytes: int = 0
     label: str = ""
     reduction: Reduction | None = None
+    stream: int = 0
 
 
 class Call(NamedTuple):
@@ -91,6 +94,7 @@ class Recorder(WatchingMode):
         self._timed: set[Any] = set()
         self.values = Values()
         self._optimizes = False
+        self._streams: list[Any] = [torch.cpu.current_stream()]
         references_of_a_gradient()
 
     def keep_state(self, held: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -124,7 +128,7 @@ class Recorder(WatchingMode):
             for output in outputs:
                 self.track(output, operation)
         elif isinstance(outputs, Tensor) and outputs.is_meta:
-            storage = outputs.untyped_storage()
+            storage = nest.local(outputs).untyped_storage()
             if storage._cdata not in self._known:
                 self._follow(storage, self.allocate(storage.nbytes(), operation))
 
@@ -133,8 +137,29 @@ class Recorder(WatchingMode):
         if not num_bytes:
             return 0
         self._num_allocated += 1
-        self.events.append(Event("allocate", self._num_allocated, num_bytes, operation))
+        self.events.append(
+            Event("allocate", self._num_allocated, num_bytes, operation, stream=self._stream())
+        )
         return self._num_allocated
+
+    def _stream(self) -> int:
+        """The number of the current stream; FSDP2 sets that of `torch.cpu` while it communicates."""
+        current = torch.cpu.current_stream()
+        if current not in self._streams:
+            self._streams.append(current)
+        return self._streams.index(current)
+
+    def resizer(self) -> Callable[[UntypedStorage, int], Any]:
+        """`UntypedStorage.resize_`, recorded: FSDP2 frees gathered parameters with it."""
+        plain = UntypedStorage.resize_
+
+        def resize(storage: UntypedStorage, num_bytes: int) -> Any:
+            if (known := self._known.pop(storage._cdata, None)) is not None:
+                self.release(known[1])
+                self._follow(storage, self.allocate(num_bytes, "resize_"))
+            return plain(storage, num_bytes)
+
+        return resize
 
     def release(self, storage: int) -> None:
         """Record the release of what was allocated."""
@@ -196,6 +221,8 @@ class Recorder(WatchingMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "device_mesh") for kind in types):
+            return NotImplemented  # DTensor comes first, and then what it does on this process
         if accumulates_in_place(func, args, kwargs):
             return args[0]
         kwargs = kwargs or {}

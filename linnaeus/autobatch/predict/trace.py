@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +109,7 @@ def trace(
         held = stack.enter_context(state_on_meta(state))
         recorder.keep_state(held)
         stack.enter_context(cuda_paths())
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", recorder.resizer()))
         stack.callback(register_optimizer_step_pre_hook(recorder.enter_optimizer).remove)
         stack.callback(register_optimizer_step_post_hook(recorder.leave_optimizer).remove)
         stack.enter_context(recorder)
