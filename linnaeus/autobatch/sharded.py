@@ -35,9 +35,8 @@ def modules_of(state: Iterable[Any]) -> list[nn.Module]:
 
 def is_sharded(state: Iterable[Any]) -> bool:
     """Whether a parameter in `state` is a DTensor: each process holds a part of it."""
-    return any(
-        hasattr(each, "device_mesh") for module in modules_of(state) for each in module.parameters(False)
-    )
+    parameters = (each for module in modules_of(state) for each in module.parameters(recurse=False))
+    return any(hasattr(each, "device_mesh") for each in parameters)
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
@@ -63,10 +62,9 @@ def fake_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
     parts = parts_of(modules)
     held = [(vars(part), name, value) for part in parts for name, value in vars(part).items()]
     held = [each for each in held if isinstance(each[2], torch_dist.ProcessGroup)]
-    meshes = [
-        getattr(parameter, "device_mesh", None) for module in modules for parameter in module.parameters()
-    ]
-    groups = {group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()}
+    parameters = (each for module in modules for each in module.parameters(recurse=False))
+    meshes: set[Any] = {getattr(each, "device_mesh", None) for each in parameters} - {None}
+    groups = {group for mesh in meshes for group in mesh.get_all_groups()}
     fakes = {group: _fake_of(group) for group in groups | {group for *_, group in held}}
     try:
         for container, name, group in held:
