@@ -135,9 +135,7 @@ def auto_find_batch_size(
         if control is None or not is_sharded(state):
             return found
         status = RankStatus(control=control)
-        return confirm_jointly(
-            found, lambda: make_finder(step, make_batch, settings), search, status, settings
-        )
+        return confirm_jointly(found, partial(make_finder, step, make_batch), search, status, settings)
 
 
 def _agreed_bounds(

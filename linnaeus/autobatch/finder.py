@@ -80,7 +80,6 @@ class BatchSizeFinder:
         trials: all trials so far, each added as soon as it has run.
         min_size: the smallest size that is tried: `min_batch_size`, or 2 where BatchNorm needs two samples.
         budget_bytes: what the process may hold on the device, as last read; 0 before the first search.
-        limit_bytes: `memory_limit_gb` in bytes; None without it.
 
     Raises:
         AutoBatchError: the bounds leave no size to try.
@@ -119,8 +118,8 @@ class BatchSizeFinder:
         self.min_size = smallest_size(state, mode, settings.min_batch_size, largest)
         self._bound, self._max_size = upper_bound(mode, self.min_size, largest, bounds or {}, names)
         limit_gb = settings.memory_limit_gb
-        self.limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
-        self.total_bytes = min(self.memory.total_bytes, self.limit_bytes or self.memory.total_bytes)
+        self._limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
+        self.total_bytes = min(self.memory.total_bytes, self._limit_bytes or self.memory.total_bytes)
         self._is_limited = self.total_bytes < self.memory.total_bytes
         self._batches_per_step = batches_per_step
         self._observer = observer or SearchLog(mode)
@@ -285,7 +284,7 @@ class BatchSizeFinder:
     def _read_budget_again(self, fraction: float) -> bool:
         """Lower the budget by what is new outside the allocator; whether anything held has notably grown."""
         before_bytes = self.budget_bytes
-        self._set_budget(min(before_bytes, self.memory.budget(fraction, self.limit_bytes)))
+        self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))
         is_lower = before_bytes - self.budget_bytes > NOTABLE_GROWTH * self.memory.total_bytes
         if is_lower:
             logger.info("the budget is %.2f GiB now: %s", self.budget_bytes / GIB, self._outside())
@@ -429,13 +428,13 @@ class BatchSizeFinder:
     def _first_budget(self, fraction: float) -> int:
         """The budget at the start of a search, read after libraries and kernels have been loaded."""
         if not self.trials:
-            self._runner.budget_bytes = self.memory.budget(fraction, self.limit_bytes)
+            self._runner.budget_bytes = self.memory.budget(fraction, self._limit_bytes)
             self._observer.trial_started(self.min_size, "warm-up")
             with contextlib.suppress(OutOfMemory):  # the search will find that out
                 self._runner(self.min_size)
             self.memory.settle(self._snapshot.host_bytes)
             self._snapshot.check_restored()
-        return self.memory.budget(fraction, self.limit_bytes)
+        return self.memory.budget(fraction, self._limit_bytes)
 
     def _set_budget(self, budget_bytes: int) -> None:
         """Set the budget of the trials to come. What ran out of memory under a smaller one may fit it."""

@@ -23,12 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from linnaeus.autobatch import snapshot
 from linnaeus.autobatch.ranks import control, group, single_rank
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import of_main, together
+from linnaeus.autobatch.sharded import is_fake
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import Facts
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
@@ -43,6 +47,7 @@ from tests.helpers.runs import freeze_what_is_there, wait_until
 from tests.helpers.searches import content, prepared
 
 MIB = 2**20
+ROOM_MIB = 80
 CPU = torch.device("cpu")
 NUMBERS = itertools.count()
 
@@ -344,6 +349,119 @@ def sync_batchnorm_normalises_over_one_rank_in_a_search(rank: int) -> None:
     assert dist.get_world_size(model.norm.process_group) == 2
 
 
+# --- sharded models ---
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def sharded(how: str) -> nn.Module:
+    """A model in two blocks that share nothing, of odd sizes."""
+    ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    if how == "tensor parallel":
+        model = Residual(64)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        return parallelize_module(model, dist.init_device_mesh("cpu", (ranks,)), plan)
+    blocks = nn.Sequential(Residual(64), Residual(64), nn.Linear(64, 5), nn.Tanh())
+    shape, names = ((ranks,), ("shard",)) if how == "full" else ((2, ranks // 2), ("replicate", "shard"))
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for module in (blocks[0], blocks[1], blocks):
+        fully_shard(module, mesh=mesh, reshard_after_forward=how != "kept")
+    return blocks
+
+
+def sharded_training(how: str, steps_before: int, mode: Any) -> tuple[list[Any], AutoBatchResult | None]:
+    """The tensors after some steps, a search in a mode if one is given, and further steps."""
+    model = sharded(how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = torch.Generator().manual_seed(dist.get_rank())
+
+    def step(x: torch.Tensor) -> None:
+        with torch.set_grad_enabled(model.training):
+            loss = model(x).square().mean()
+        if model.training:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(num_steps: int) -> None:
+        for _ in range(num_steps):
+            step(torch.randn(2, 64, generator=batches))
+
+    train(steps_before)
+    found = None
+    if mode is not None:
+        found = auto_find_batch_size(
+            step, lambda n: torch.randn(n, 2048, 64), state=(model, optimizer), mode=mode, max_batch_size=64,
+            tolerance=0.2, memory_limit_gb=limit_with_room_for(ROOM_MIB) / 0.8,
+        )  # fmt: skip
+    train(2)
+    moments = [value for entry in optimizer.state.values() for value in entry.values()]
+    state = [*model.state_dict().values(), *moments, torch.rand(4), torch.tensor(model.training)]
+    return [getattr(value, "_local_tensor", value) for value in state], found
+
+
+def is_sharded_training_the_same(how: str, steps_before: int, mode: Any) -> bool:
+    """Whether it is so bit for bit; trials run out of memory, and all ranks find one size."""
+    expected, _ = sharded_training(how, steps_before, None)
+    values, found = sharded_training(how, steps_before, mode)
+    assert found is not None
+    assert 1 < found.batch_size < 64, found
+    assert len(set(of_all(found.batch_size))) == 1
+    assert found.batch_size in found.ran_on_every_rank
+    assert any(of_all(any(trial.status == "oom" for trial in found.trials)))
+    return len(values) == len(expected) and all(map(torch.equal, values, expected))
+
+
+def training_of_a_sharded_model_after_a_search_is_that_without_one(rank: int) -> None:
+    assert is_sharded_training_the_same("full", 1, "train")
+
+
+def without_a_reset_of_what_shards_it_training_fails_or_differs(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "reset_of", lambda modules: lambda: None)
+        with contextlib.suppress(AutoBatchError, RuntimeError, AttributeError):
+            assert not is_sharded_training_the_same("full", 1, "train")
+
+
+def training_of_each_kind_after_a_search_is_that_without_one(rank: int) -> None:
+    cases = [("full", 0, "train"), ("full", 1, "val"), ("hybrid", 1, "train"), ("hybrid", 0, "val")]
+    for case in (*cases, ("tensor parallel", 1, "train")):
+        assert is_sharded_training_the_same(*case), case
+
+
+def a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered(rank: int) -> None:
+    """What the last rank allocates only together with the others is in no trial of a rank alone."""
+    model, last = sharded("full"), dist.get_world_size() - 1
+    (group,) = next(model.parameters()).device_mesh.get_all_groups()
+    sizes: list[int] = []
+
+    def step(x: torch.Tensor, extra_mib: int) -> None:
+        if not is_fake(dist.distributed_c10d._resolve_process_group(group.group_name)):
+            sizes.append(len(x))
+            _ = torch.ones(extra_mib * MIB // 4) if rank == last else None
+        model(x.unflatten(1, (-1, 64))).square().mean().backward()
+
+    found = {
+        extra_mib: auto_find_batch_size(
+            lambda x, extra_mib=extra_mib: step(x, extra_mib), samples, state=(model,), max_batch_size=4,
+            memory_limit_gb=limit_with_room_for(2 * ROOM_MIB) / 0.8,
+        ).batch_size
+        for extra_mib in (1, ROOM_MIB + 30)
+    }  # fmt: skip
+    assert found[1] == 4
+    assert 1 <= found[ROOM_MIB + 30] < 4
+    assert sizes[-1] == found[ROOM_MIB + 30] < max(sizes), "less has been run together, too"
+    assert len(set(of_all(str(found)))) == 1
+
+
 # --- the searches of a run ---
 
 
@@ -416,10 +534,19 @@ OF_TWO = (
     state_that_one_rank_refuses_is_named_before_any_collective,
     training_after_a_search_is_that_without_one, without_the_reducer_of_all_ranks_training_differs,
     a_wrapper_that_state_does_not_hold_is_silent_too, sync_batchnorm_normalises_over_one_rank_in_a_search,
+    training_of_a_sharded_model_after_a_search_is_that_without_one,
+    a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered,
     a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
 )  # fmt: skip
-BODIES = {2: OF_TWO, 4: (two_groups_search_at_once,)}
+BODIES = {
+    2: OF_TWO,
+    4: (
+        two_groups_search_at_once,
+        training_of_each_kind_after_a_search_is_that_without_one,
+        without_a_reset_of_what_shards_it_training_fails_or_differs,
+    ),
+}
 """By the number of ranks that they need."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from linnaeus.autobatch.errors import AutoBatchError, TooSmallError
 from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S, BatchSizeFinder
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.observer import gib
 from linnaeus.autobatch.ranks.control import ControlPlane, OverdueError
 from linnaeus.autobatch.result import AutoBatchResult
@@ -131,7 +132,7 @@ def search_on_ranks(
 
 def confirm_jointly(
     found: AutoBatchResult,
-    make_finder: Callable[[], AbstractContextManager[BatchSizeFinder]],
+    make_finder: Callable[[SearchSettings], AbstractContextManager[BatchSizeFinder]],
     search: Callable[..., AutoBatchResult],
     status: RankStatus,
     settings: SearchSettings,
@@ -139,9 +140,9 @@ def confirm_jointly(
 ) -> AutoBatchResult:
     """Run the size found in a joint step of all ranks, and less until it is within every rank's budget.
 
-    A rank alone does not see what real collectives allocate. The joint step has no cap, since a rank that
-    fails leaves the others waiting: what is above the budget shows in the peak. A rank whose device is really
-    full ends all. All must call this.
+    A rank alone does not see what real collectives allocate. The joint step has no cap and no memory limit,
+    since a rank that fails leaves the others waiting: what is above the budget shows in the peak. A rank
+    whose device is really full ends all. All must call this.
 
     Args:
         found: what `search` has returned; each rank has run its size alone.
@@ -153,12 +154,14 @@ def confirm_jointly(
         AutoBatchError: the smallest size is above the budget, or memory ran out on a rank.
         LinnaeusError: see `RankStatus.gather`.
     """
+    limit_gb = settings.memory_limit_gb
+    limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
     while True:
         size, mode = found.batch_size, found.mode
         status.update(f"{mode}: joint step with batch size {size}")
-        with make_finder() as finder:
+        with make_finder(dataclasses.replace(settings, memory_limit_gb=None)) as finder:
             peak_bytes = finder.measure(size).peak_bytes
-            budget_bytes = finder.memory.budget(settings.target_memory_fraction, finder.limit_bytes)
+            budget_bytes = finder.memory.budget(settings.target_memory_fraction, limit_bytes)
         if peak_bytes is None:
             raise AutoBatchError(
                 f"AutoBatch ({mode}): memory ran out in a joint step of all ranks with batch size {size}; "
@@ -171,10 +174,18 @@ def confirm_jointly(
             return found
         above = f"batch size {size} is {gib(excess_bytes)} GiB above the budget in a joint step"
         logger.info("%s (%s)", above, mode)
-        smaller = min(size - 1, int(size * (1 - excess_bytes / (found.budget_bytes + excess_bytes))))
-        if smaller < settings.min_batch_size:
+        if size <= finder.min_size:
             raise AutoBatchError(f"AutoBatch ({mode}): {above}; raise {names.target_memory_fraction}")
+        growth_bytes = max(found.budget_bytes + excess_bytes - found.held_bytes, 1)
+        smaller = min(size - 1, int(size * (1 - excess_bytes / growth_bytes)))
+        smaller = max(smaller, finder.min_size)
         found = search(found=found, size=smaller)
+        if smaller in found.ran_on_every_rank:
+            found = dataclasses.replace(
+                found, batch_size=smaller, certified=smaller == size - 1, limited_by="memory",
+                within=(size - 1 - smaller) / smaller,
+                prediction=found.prediction and dataclasses.replace(found.prediction, peak_bytes=None),
+            )  # fmt: skip
 
 
 def _joined(
