@@ -16,4 +16,11 @@ class AutoBatchError(LinnaeusError):
 
 
 class TooSmallError(AutoBatchError):
-    """On every rank: the reason why the wanted size does not fit, and the largest that does, or None."""
+    """Raised on every rank: the wanted size does not fit; `largest` is the largest that does, or None."""
+
+    def __init__(self, reason: str, largest: int | None) -> None:
+        super().__init__(reason)
+        self.largest = largest
+
+    def __reduce__(self) -> tuple[type, tuple[str, int | None]]:
+        return type(self), (str(self), self.largest)

@@ -203,6 +203,10 @@ class BatchLoader:
         with blocked():  # a launcher's signal must not end a worker that cannot leave it to this process yet
             return _Batches(iter(self._loader))
 
+    def __len__(self) -> int:
+        """Batches of the next iteration; they are counted without reading them."""
+        return sum(1 for _ in self._batches)
+
     def close(self) -> None:
         """End the worker processes; the loader cannot be used afterwards. Closing twice is fine."""
         iterator = getattr(self._loader, "_iterator", None)

@@ -208,7 +208,7 @@ class Ladder:
         try:
             yield dataclasses.replace(search, wanted=wanted if self._left else None)
         except TooSmallError as error:
-            why, self._tried[-1]["batch_size"] = error.args
+            why, self._tried[-1]["batch_size"] = str(error), error.largest
             self._name, *self._left = self._left
             self.config = _with_remedies(self.config, [self._name])
             remedy, why = "{}.{} {}".format(*_REMEDIES[self._name]), why.partition(" What helps")[0]

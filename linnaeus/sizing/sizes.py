@@ -103,7 +103,7 @@ class SizeSearch:
         *,
         alone: bool = True,
     ) -> Iterator[BatchSizeFinder]:
-        """The finder for one mode, on this rank and without a collective.
+        """The finder for one mode, on this rank; without a collective unless `alone` is False.
 
         Args:
             mode: which step.
@@ -249,8 +249,9 @@ def find_sizes(search: SizeSearch, earlier: Mapping[str, int] | None = None) -> 
                 status = RankStatus(control=search.world.control)
                 make_finder = partial(search.finder, mode, status, trained_at=trained_at, alone=False)
                 result = confirm_jointly(
-                    result, make_finder, search_all, status, search.settings(mode), keys(mode)
-                )
+                    result, make_finder, search_all, status, search.settings(mode), keys(mode),
+                    agree=mode == "train" and search.wanted is not None,
+                )  # fmt: skip
         if mode == "train" and result.limited_by in ("memory", "max_trials", "timeout", "throughput"):
             is_fast = result.limited_by == "throughput"  # then larger ones may fit
             sizes_run = (trial.size for trial in result.trials if is_fast and trial.status == "fits")

@@ -25,7 +25,7 @@ from linnaeus.data.taxonomy import UNKNOWN
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
-from linnaeus.models.deferred import Deferred
+from linnaeus.models.file_backed import FileBacked
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.lora import check_lora
 from linnaeus.models.timm_source import find_source
@@ -122,7 +122,7 @@ def assemble(
     """
     device, taxonomy = world.device, data.taxonomy
     shards = sharding if sharding is not None and is_sharded(sharding, world) else None
-    with nullcontext() if shards is None else Deferred() as values:
+    with nullcontext() if shards is None else FileBacked() as values:
         model, weights = build_model(
             model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size,
             load_weights=load_weights,
@@ -132,10 +132,11 @@ def assemble(
     freezing.freeze()
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
+    if config.SYNC_BATCHNORM and world.is_distributed:
+        # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
+        timm.layers.convert_sync_batchnorm(model)
     average = before_step = None
     if shards is not None and values is not None:
-        if config.SYNC_BATCHNORM:
-            timm.layers.convert_sync_batchnorm(model)
         if (length := dataset_length(data.val)) < world.world_size:
             raise ConfigError(
                 f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
@@ -159,9 +160,6 @@ def assemble(
             f"{', '.join(metrics.names)}"
         )
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
-    if config.SYNC_BATCHNORM and world.is_distributed and shards is None:
-        # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
-        timm.layers.convert_sync_batchnorm(model)
     precision = build_precision(config, device)
     return Assembly(
         model=model,

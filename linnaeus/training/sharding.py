@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
-from linnaeus.models.deferred import Deferred
+from linnaeus.models.file_backed import FileBacked
 
 
 def is_sharded(config: DistConfig, world: World) -> bool:
@@ -40,6 +40,10 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
         "TRAIN.NOISE_SCALE.ENABLED True": (train.NOISE_SCALE.ENABLED, "False"),
         f"TRAIN.UNFREEZE_EPOCH {train.UNFREEZE_EPOCH}": (train.UNFREEZE_EPOCH is not None, "null"),
         "TRAIN.ON_OUT_OF_MEMORY split": (train.ON_OUT_OF_MEMORY == "split", "raise"),
+        f"{world.local_world_size} processes on some nodes only": (
+            config.SHARDING == "hybrid" and world.world_size % world.local_world_size > 0,
+            "full",
+        ),
         "DIST.CPU_OFFLOAD True on the CPU": (config.CPU_OFFLOAD and world.device.type == "cpu", "False"),
     }
     found = [f"{name} (set {remedy})" for name, (is_set, remedy) in refused.items() if is_set]
@@ -97,7 +101,7 @@ def _matches(pattern: str, name: str, module: nn.Module) -> bool:
 
 
 def shard(
-    model: nn.Module, values: Deferred, config: DistConfig, world: World, *, with_average: bool
+    model: nn.Module, values: FileBacked, config: DistConfig, world: World, *, with_average: bool
 ) -> nn.Module | None:
     """Shard a model in place, each process keeping its part of every parameter on its device.
 
@@ -125,13 +129,13 @@ def shard(
     _to_meta(model)
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else values.materialize(buffer)
+            module._buffers[name] = buffer if buffer is None else values.copy_of(buffer)
     average = deepcopy(model) if with_average else None
     mesh = make_mesh(config, world)
     for each in filter(None, (model, average)):
         _fully_shard(each, config, mesh)
         device = torch.device("cpu") if config.CPU_OFFLOAD else world.device
-        _fill(each, lambda name: values.materialize(sources[name]), device)
+        _fill(each, lambda name: values.copy_of(sources[name]), device)
     return average
 
 
@@ -159,19 +163,14 @@ def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None
 
 def _check_ties(model: nn.Module, blocks: list[nn.Module]) -> None:
     """Raise `ConfigError` for a parameter that several blocks use: FSDP2 would make one for each of them."""
-    users: dict[nn.Parameter, set[nn.Module]] = {}
-
-    def visit(module: nn.Module, block: nn.Module) -> None:
-        block = module if module in blocks else block
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(parameter, set()).add(block)
-        for child in module.children():
-            visit(child, block)
-
-    visit(model, model)
-    for name, parameter in model.named_parameters():
-        if len(users[parameter]) > 1:
+    names = {name for name, module in model.named_modules() if module in blocks}
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        block = name.rpartition(".")[0]
+        while block and block not in names:
+            block = block.rpartition(".")[0]
+        module = model.get_submodule(block)
+        if owners.setdefault(parameter, module) is not module:
             raise ConfigError(
                 f"DIST.SHARD_BLOCKS: {name} is shared by modules that are gathered apart; set "
                 "DIST.SHARD_BLOCKS to modules of which one holds all uses of it, or to []"
@@ -179,7 +178,7 @@ def _check_ties(model: nn.Module, blocks: list[nn.Module]) -> None:
 
 
 def _to_meta(model: nn.Module) -> None:
-    """Replace the parameters by such without values; shared ones stay shared, buffers stay as they are."""
+    """Move the parameters to `meta`; tied ones stay tied."""
     replaced: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -490,18 +490,15 @@ class Trainer:
 
         A rank with fewer batches runs its last one again, uncounted. All break off at the same batch.
         """
-        uncounted = replace(step, update_metrics=lambda *_: None)
+        uncounted, own = replace(step, update_metrics=lambda *_: None), len(self.loaders.val)
         batches = iter(self.loaders.val)
-        batch: Any = next(batches)
-        last = batch
-        while True:
-            state = torch.tensor([batch is not None, self.stop.is_requested], dtype=torch.int32)
-            is_more, stops = self.world.reduce(state, "MAX").tolist()
-            if stops or not is_more:
+        for number in range(int(self.world.reduce(torch.tensor(own), "MAX"))):
+            if int(self.world.reduce(torch.tensor(int(self.stop.is_requested)), "MAX")):
                 return
-            (step if batch is not None else uncounted)(last)
-            batch = next(batches, None)
-            last = batch or last
+            if number < own:
+                batch: Any = None  # or it would be held while the next one is loaded
+                batch = next(batches)
+            (step if number < own else uncounted)(batch)
 
     def _distribute_batchnorm(self) -> None:
         ema = self.assembly.ema

@@ -28,7 +28,7 @@ from linnaeus.config.schema import DistConfig
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, DataError
 from linnaeus.inference.trained import load_run
-from linnaeus.models.deferred import Deferred
+from linnaeus.models.file_backed import FileBacked
 from linnaeus.models.shards import METADATA, ShardsWriter
 from linnaeus.models.weights import read_weights
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
@@ -61,7 +61,7 @@ class Block(nn.Module):
 def make_state(world: World, norm: type[nn.Module] = nn.BatchNorm1d, seed: int = 0) -> TrainingState:
     """Five rows of weights for two processes, and one, and a bias of one element."""
     torch.manual_seed(seed)
-    with Deferred() as values:
+    with FileBacked() as values:
         model: nn.Module = nn.Sequential(nn.Linear(4, 5), Block(5, norm), Block(5, norm), nn.Linear(5, 1))
     sharding = DistConfig(SHARDING="full")
     average = shard(model, values, sharding, world, with_average=True) if world.is_distributed else None

@@ -137,18 +137,20 @@ def confirm_jointly(
     status: RankStatus,
     settings: SearchSettings,
     names: Names = ARGUMENTS,
+    *,
+    agree: bool = False,
 ) -> AutoBatchResult:
     """Run the size found in a joint step of all ranks, and less until it is within every rank's budget.
 
-    A rank alone does not see what real collectives allocate. The joint step has no cap and no memory limit,
-    since a rank that fails leaves the others waiting: what is above the budget shows in the peak. A rank
-    whose device is really full ends all. All must call this.
+    A rank alone does not see what real collectives allocate. The joint step runs without cap and memory
+    limit, because a rank that fails would leave the others waiting; the measured peak is compared with the
+    budget instead. A rank whose device is really full ends all. All must call this.
 
     Args:
         found: what `search` has returned; each rank has run its size alone.
         make_finder: makes the finder of this rank, whose trials use the real process groups.
         search: `search_on_ranks`, with all but `found` and `size` given.
-        status, settings, names: as there.
+        status, settings, names, agree: as there.
 
     Raises:
         AutoBatchError: the smallest size is above the budget, or memory ran out on a rank.
@@ -175,7 +177,8 @@ def confirm_jointly(
         above = f"batch size {size} is {gib(excess_bytes)} GiB above the budget in a joint step"
         logger.info("%s (%s)", above, mode)
         if size <= finder.min_size:
-            raise AutoBatchError(f"AutoBatch ({mode}): {above}; raise {names.target_memory_fraction}")
+            text = f"AutoBatch ({mode}): {above}; raise {names.target_memory_fraction}"
+            raise TooSmallError(text, None) if agree else AutoBatchError(text)
         growth_bytes = max(found.budget_bytes + excess_bytes - found.held_bytes, 1)
         smaller = min(size - 1, int(size * (1 - excess_bytes / growth_bytes)))
         smaller = max(smaller, finder.min_size)

@@ -14,7 +14,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from linnaeus.models.deferred import Deferred, DeferredError
+from linnaeus.models.file_backed import FileBacked
 from tests.helpers.small_models import built
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -41,15 +41,14 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 def both(
     build: Callable[[], nn.Module], seeds: tuple[int, int] = (0, 0)
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """An ordinary model and the tensors of a deferred one; both builds leave the same random state."""
+    """An ordinary model and the tensors of one in files; both builds leave the same random state."""
     torch.manual_seed(seeds[0])
     model, state = build(), torch.get_rng_state()
     torch.manual_seed(seeds[1])
-    with Deferred(min_elements=64) as deferred:
+    with FileBacked(min_bytes=256) as on_disk:
         other = build()
     assert seeds[0] != seeds[1] or torch.equal(torch.get_rng_state(), state)
-    assert all(p.is_meta for p in other.parameters() if p.numel() >= 64)
-    return model, {name: deferred.materialize(tensor) for name, tensor in tensors(other).items()}
+    return model, {name: on_disk.copy_of(tensor) for name, tensor in tensors(other).items()}
 
 
 def assert_same(model: nn.Module, values: dict[str, Tensor]) -> None:
@@ -105,18 +104,6 @@ def test_writes_through_views_values_in_python_and_copies() -> None:
     assert values["kernel.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_what_was_not_recorded_is_an_error() -> None:
-    with Deferred(min_elements=1) as deferred:
-        layer = nn.Linear(4, 4)
-    with deferred:
-        again = deepcopy(layer)
-    assert torch.equal(deferred.materialize(again.weight), deferred.materialize(layer.weight))
-    with pytest.raises(DeferredError):
-        deferred.materialize(deepcopy(layer).weight)
-    with deferred, torch.no_grad(), pytest.raises(DeferredError):
-        layer.weight.set_(torch.tensor([1.0]))  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize("options", [{}, {"WEIGHTS": "file"}, {"HEAD": "marginal"}, {"LORA": 4}], ids=str)
 def test_the_model_of_a_run(tmp_path: Path, options: dict[str, Any]) -> None:
     name = "test_vit"
@@ -144,7 +131,7 @@ PEAK = """
 import re, sys, torch
 from pathlib import Path
 from torch import nn
-from linnaeus.models.deferred import Deferred
+from linnaeus.models.file_backed import FileBacked
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -155,15 +142,15 @@ class Net(nn.Sequential):
         for layer in list(self)[:4]:
             nn.init.trunc_normal_(layer.weight, std=0.02)
 
-with Deferred() as deferred:  # torch imports much at first
+with FileBacked() as on_disk:  # torch imports much at first
     warm = nn.Linear(64, 64)
     nn.init.trunc_normal_(warm.weight)
-deferred.materialize(warm.weight)
+on_disk.copy_of(warm.weight)
 before = peak()
-with deferred:
+with on_disk:
     model = Net()
 for parameter in model.parameters():
-    deferred.materialize(parameter)
+    on_disk.copy_of(parameter)
 print((peak() - before) / sum(p.nbytes for p in model.parameters()))
 """
 
