@@ -1,12 +1,11 @@
 """The size that a search finds for a sharded model, beside that of brute force with all ranks.
 
-    PHANTOM_GPUS=2 PHANTOM_TOTAL_GIB=40 python -m tests.phantom torchrun --nproc_per_node=2 -m benchmarks.sharded_search
-    ... --ranks 4 on PHANTOM_GPUS=4; --how hybrid; unequal cards with PHANTOM_TOTAL_GIB=40,24
+    PHANTOM_GPUS=2 PHANTOM_TOTAL_GIB=40,24 python -m tests.phantom \\
+        torchrun --nproc_per_node=2 -m benchmarks.sharded_search [--how full] [--dtype fp32]
 
-The model is vit_base_patch16_224 with AdamW, each of its blocks and the rest sharded by FSDP2. A row has the
-size found, the peak of its real joint steps as a part of the budget of the fullest rank, the largest size whose
-three real joint steps, over real process groups, stay within the budget of every rank, and the time of the
-search. Real steps run in this process, after the search; the size that brute force finds is bisected.
+The model is vit_base_patch16_224 with AdamW, its blocks and the rest sharded by FSDP2. A row has the size
+found, the peak of real joint steps as a part of the budget of the fullest rank, and the largest size whose
+real joint steps stay within the budget of every rank, bisected in this process after the search.
 """
 
 from __future__ import annotations
