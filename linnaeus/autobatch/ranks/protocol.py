@@ -22,6 +22,8 @@ from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings
 
 GRACE_S = CONFIRMATION_GRACE_S + 30.0
 """Time that the others wait beyond the deadline of a search: it finishes its last trial first."""
+JOINT_STEPS = 4
+"""Steps of a joint trial: without a cap, a third step may reserve more than the first two."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -161,7 +163,9 @@ def confirm_jointly(
     while True:
         size, mode = found.batch_size, found.mode
         status.update(f"{mode}: joint step with batch size {size}")
-        with make_finder(dataclasses.replace(settings, memory_limit_gb=None)) as finder:
+        num_steps = max(settings.steps_per_trial, JOINT_STEPS)
+        together = dataclasses.replace(settings, memory_limit_gb=None, steps_per_trial=num_steps)
+        with make_finder(together) as finder:
             peak_bytes = finder.measure(size).peak_bytes
             budget_bytes = finder.memory.budget(settings.target_memory_fraction, limit_bytes)
         if peak_bytes is None:
