@@ -6,6 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -50,10 +51,11 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
 
 def make_mesh(config: DistConfig, world: World) -> DeviceMesh:
     """The processes as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
+    kind = "cpu" if world.device.type == "meta" else world.device.type  # on `meta` there are no groups
     if config.SHARDING == "full":
-        return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, (world.world_size,), mesh_dim_names=("shard",))
     shape = (world.world_size // world.local_world_size, world.local_world_size)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def find_blocks(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]:
@@ -119,9 +121,9 @@ def shard(
     mesh = make_mesh(config, world)
     for module in filter(None, (model, average)):
         _fully_shard(module, config, mesh)
-        _fill(
-            module, values.__getitem__, mesh, world.device if not config.CPU_OFFLOAD else torch.device("cpu")
-        )
+        if world.device.type != "meta":
+            device = torch.device("cpu") if config.CPU_OFFLOAD else world.device
+            _fill(module, values.__getitem__, mesh, device)
     return model, average
 
 
@@ -129,7 +131,7 @@ def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None
     param_dtype, reduce_dtype = DTYPES[config.PARAM_DTYPE], DTYPES[config.REDUCE_DTYPE]
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype),
         "reshard_after_forward": None if config.RESHARD_AFTER_FORWARD else False,
     }
     if param_dtype == reduce_dtype == torch.float32:
@@ -139,6 +141,8 @@ def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None
     try:
         for block in find_blocks(model, config.SHARD_BLOCKS):
             fully_shard(block, **options)
+        if param_dtype != torch.float32:  # of the whole: what follows a block takes the block's format
+            options["mp_policy"] = replace(options["mp_policy"], output_dtype=torch.float32)
         fully_shard(model, **options)
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"DIST.SHARDING: {config.SHARDING!r} cannot shard this model: {error}") from error
