@@ -1,4 +1,4 @@
-"""Predictions of sharded models in a job: a model in use is predicted like one on `meta`, and stays as it is."""
+"""Predictions of sharded models in a job: one in use is predicted like one on `meta`, and stays as it is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from linnaeus import predict_memory
 from linnaeus.autobatch.predict.meta_state import UntraceableError
+from linnaeus.autobatch.predict.prediction import Prediction, replay
 from linnaeus.autobatch.sharded import fake_job
 
 
@@ -40,8 +41,11 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def predicted(self) -> Prediction:
+        return predict_memory(self.step, lambda n: torch.randn(n, 513), state=(self.model, self.optimizer))
+
     def sizes(self) -> list[int]:
-        found = predict_memory(self.step, lambda n: torch.randn(n, 513), state=(self.model, self.optimizer))
+        found = self.predicted()
         return [found.reserved_bytes(n) for n in (1, 1000, 50_000)]
 
 
@@ -58,6 +62,14 @@ def test_a_model_in_use_is_predicted_like_a_new_one_and_trains_on() -> None:
     after = training.model.state_dict()
     assert all(torch.equal(after[name].to_local(), part) for name, part in before.items())
     training.step(torch.randn(3, 513))
+
+
+def test_streams_keep_their_blocks_to_themselves() -> None:
+    found = Training("meta").predicted()
+    events = list(found._events(8))
+    assert {event.stream for event in events} == {0, 1, 2}, "of all-gathers and reduce-scatters"
+    on_one = replay([event._replace(stream=0) for event in events], found.settings)
+    assert on_one.peak_reserved_bytes < found.reserved_bytes(8)
 
 
 def test_parameters_in_host_memory_are_not_predicted() -> None:

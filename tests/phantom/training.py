@@ -120,7 +120,8 @@ class Training:
             return images, torch.zeros(size, dtype=torch.long)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        dtype = None if self.case.shards else FORMATS[self.case.format]
+        is_gathered_in_it = self.case.shards and self.case.format == "bf16"
+        dtype = None if is_gathered_in_it else FORMATS[self.case.format]
         for _ in range(2 if "accumulation" in self.case.features else 1):
             with torch.autocast("cuda", dtype, enabled=dtype is not None):
                 if "no-grad" in self.case.features:
