@@ -79,6 +79,18 @@ def fake_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
             _register(group.group_name, group)
 
 
+@contextlib.contextmanager
+def fake_job(world_size: int) -> Iterator[None]:
+    """Inside the context, this process is rank 0 of a job whose groups communicate nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch_dist.init_process_group(_FAKE, store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        torch_dist.destroy_process_group()
+
+
 def _fake_of(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
     from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 

@@ -53,10 +53,11 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
 
 def make_mesh(config: DistConfig, world: World) -> DeviceMesh:
     """The processes as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
+    kind = "cpu" if world.device.type == "meta" else world.device.type  # on `meta` there are no groups
     if config.SHARDING == "full":
-        return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, (world.world_size,), mesh_dim_names=("shard",))
     shape = (world.world_size // world.local_world_size, world.local_world_size)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def find_blocks(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]:
@@ -134,8 +135,9 @@ def shard(
     mesh = make_mesh(config, world)
     for each in filter(None, (model, average)):
         _fully_shard(each, config, mesh)
-        device = torch.device("cpu") if config.CPU_OFFLOAD else world.device
-        _fill(each, lambda name: values.copy_of(sources[name]), device)
+        if world.device.type != "meta":
+            device = torch.device("cpu") if config.CPU_OFFLOAD else world.device
+            _fill(each, lambda name: values.copy_of(sources[name]), device)
     return average
 
 

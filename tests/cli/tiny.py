@@ -140,6 +140,22 @@ class Blocks(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Deep(nn.Sequential):
+    """Eight blocks of 16 MiB of parameters, for points."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).relu()
+
+    def __init__(self, num_classes: int, width: int = 2048) -> None:
+        blocks = (self.Block(width) for _ in range(8))
+        super().__init__(nn.Linear(2, width), *blocks, nn.Linear(width, num_classes))
+
+
 class TinyNet(nn.Module):
     """A convolution, BatchNorm and a linear layer for each rank, on images of any size.
 

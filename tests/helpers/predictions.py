@@ -12,11 +12,10 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.measure import Setup
 from linnaeus.cli.analyze.options import Options, read
-from linnaeus.cli.analyze.predict import META, PredictedStep, build_on_meta, fill, predicted_step
+from linnaeus.cli.analyze.predict import PredictedStep, build_on_meta, fill, job_of, predicted_step, world_of
 from linnaeus.cli.analyze.results import Row
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import World
 from tests.helpers.consoles import plain_console
 from tests.helpers.runs import Outcome
 
@@ -28,6 +27,7 @@ GROWING = (
     "MODEL._target_=tests.cli.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=5000",
 )  # fmt: skip
+DEEP = ("MODEL._target_=tests.cli.tiny.Deep", *POINTS, "DATA.DATASET.length=400000", "--modes=train")
 IMAGES = (
     "MODEL._target_=tests.cli.tiny.Blocks", "DATA.DATASET.NAME=synthetic",
     "DATA.DATASET.NUM_SAMPLES=9999", "DATA.DATASET.NUM_SAMPLES_VAL=9999", "DATA.DATASET.NUM_CLASSES=[6]",
@@ -54,17 +54,17 @@ def parsed(*argv: str) -> tuple[Options, Config]:
 
 def setup_of(options: Options, config: Config) -> Setup:
     data = build_data(config.DATA, seed=0)
-    num = options.world_size or 1
-    world = World(META, world_size=num, local_world_size=num)
-    return Setup(config, data, world, RankStatus(), plain_console()[0])
+    return Setup(config, data, world_of(options.world_size[0]), RankStatus(), plain_console()[0])
 
 
 @functools.cache
 def predicted(mode: Mode, *argv: str) -> PredictedStep:
     """The step of a command line, traced once for all tests."""
-    search = build_on_meta(setup_of(*parsed(*argv)))
-    assert all(parameter.is_meta for parameter in search.assembly.model.parameters())
-    return predicted_step(search, mode)
+    setup = setup_of(*parsed(*argv))
+    with job_of(setup):
+        search = build_on_meta(setup)
+        assert all(parameter.is_meta for parameter in search.assembly.model.parameters())
+        return predicted_step(search, mode)
 
 
 def row_of(

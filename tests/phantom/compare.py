@@ -2,15 +2,16 @@
 
     PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m tests.phantom.compare resnet50 24 97 [--amp bf16]
         [--optimizer SGD] [--channels-last] [--checkpointing] [--accumulation] [--no-grad]
-        [--benchmark]
+        [--benchmark] [--shards N]
 
 MODEL is one of timm, or `gpt`. A prediction is of the first steps on: optimizer state comes in the first one.
-`--no-grad` is a forward pass only.
+`--no-grad` is a forward pass only, `--shards` one rank of a model sharded over N.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import warnings
 
@@ -18,6 +19,7 @@ import torch
 
 from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.prediction import predict
+from linnaeus.autobatch.sharded import fake_job
 from tests.phantom.training import FEATURES, FORMATS, OPTIMIZERS, Case, Training
 
 
@@ -46,10 +48,16 @@ def main() -> None:
     for name in FEATURES:
         parser.add_argument(f"--{name}", action="append_const", const=name, dest="features", default=[])
     parser.add_argument("--benchmark", action="store_true")
+    parser.add_argument("--shards", type=int, default=0)
     options = parser.parse_args()
-    case = Case(options.model, options.amp, options.optimizer, tuple(options.features))
+    case = Case(options.model, options.amp, options.optimizer, tuple(options.features), options.shards)
     torch.backends.cudnn.benchmark = options.benchmark
-    real = {n: measured(case, n) for n in options.sizes}
+    with fake_job(case.shards) if case.shards else contextlib.nullcontext():
+        compare(case, options.sizes)
+
+
+def compare(case: Case, sizes: list[int]) -> None:
+    real = {n: measured(case, n) for n in sizes}
     training = Training(case)
     found = predict(training.step, lambda n: training.batch(n, "meta"), state=training.state, base_bytes=0)
     for n, num_bytes in real.items():

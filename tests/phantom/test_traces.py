@@ -21,6 +21,9 @@ CASES = {
     "cross-entropy under autocast": ("gpt 16 --amp bf16", 0.001),
     "channels-last convolutions": ("resnet50 97 --amp fp16 --channels-last", 0.001),
     "bias gradients of wide layers": ("vit_small_patch16_224 24", 0.005),
+    "gathered parameters and their streams": ("vit_small_patch16_224 24 --shards 4", 0.001),
+    "autocast over gathered parameters": ("vit_small_patch16_224 16 --amp fp16 --shards 4", 0.001),
+    "gathered parameters in bf16": ("gpt 16 --amp bf16 --shards 64", 0.001),
 }
 """What the trace once missed: model and size, and the largest error."""
 

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from linnaeus.config.schema import DistConfig
+from linnaeus.dist import World
+from linnaeus.training.sharding import shard
+
 FORMATS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, momentum=0.9),
@@ -21,42 +25,54 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 FEATURES = ("channels-last", "checkpointing", "accumulation", "no-grad")
 
 
+class Layer(nn.ModuleDict):
+    """A layer of `Gpt`."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__({
+            "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width),
+            "out": nn.Linear(width, width), "norm2": nn.LayerNorm(width),
+            "up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width),
+        })  # fmt: skip
+        self.heads = heads
+
+    def forward(self, z: Tensor) -> Tensor:
+        q, k, v = self["qkv"](self["norm1"](z)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        z = z + self["out"](y.transpose(1, 2).flatten(2))
+        result: Tensor = z + self["down"](functional.gelu(self["up"](self["norm2"](z))))
+        return result
+
+
 class Gpt(nn.Module):
     """A decoder of sequences of 512 tokens."""
 
     def __init__(self, width: int = 384, depth: int = 6, heads: int = 6, words: int = 8192) -> None:
         super().__init__()
-        self.heads = heads
         self.words = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({
-                "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width),
-                "out": nn.Linear(width, width), "norm2": nn.LayerNorm(width),
-                "up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width),
-            }) for _ in range(depth)
-        )  # fmt: skip
+        self.blocks = nn.ModuleList(Layer(width, heads) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.words(x)
-        b: Any
-        for b in self.blocks:
-            q, k, v = b["qkv"](b["norm1"](z)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            z = z + b["out"](y.transpose(1, 2).flatten(2))
-            z = z + b["down"](functional.gelu(b["up"](b["norm2"](z))))
+        for block in self.blocks:
+            z = block(z)
         logits: Tensor = self.head(self.norm(z))
         return logits
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, of timm or `gpt`, and how it is trained."""
+    """A model, of timm or `gpt`, and how it is trained.
+
+    One with shards is that of rank 0, inside `fake_job`; `bf16` is then the format of gathered parameters.
+    """
 
     model: str
     format: str
     optimizer: str
     features: tuple[str, ...] = ()
+    shards: int = 0
 
     def built(self) -> Any:
         """The model, on the CPU."""
@@ -76,7 +92,13 @@ class Training:
 
     def __init__(self, case: Case, device: str = "cuda", model: Any = None) -> None:
         self.case, self.device = case, device
-        self.model = (model or case.built()).to(device)
+        self.model = model or case.built()
+        if case.shards:
+            kind = "bf16" if case.format == "bf16" else "fp32"
+            world = World(torch.device(device), world_size=case.shards, local_world_size=case.shards)
+            config = DistConfig(SHARDING="full", PARAM_DTYPE=kind)
+            self.model, _ = shard(self.model, config, world, with_average=False)
+        self.model.to(device)
         self._size = getattr(self.model, "default_cfg", {}).get("input_size")
         if "channels-last" in case.features:
             self.model = self.model.to(memory_format=torch.channels_last)
@@ -98,7 +120,8 @@ class Training:
             return images, torch.zeros(size, dtype=torch.long)
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        dtype = FORMATS[self.case.format]
+        is_gathered_in_it = self.case.shards and self.case.format == "bf16"
+        dtype = None if is_gathered_in_it else FORMATS[self.case.format]
         for _ in range(2 if "accumulation" in self.case.features else 1):
             with torch.autocast("cuda", dtype, enabled=dtype is not None):
                 if "no-grad" in self.case.features:

@@ -223,6 +223,8 @@ class Recorder(WatchingMode):
     ) -> Any:
         if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # DTensor comes first, and then what it does on this process
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **(kwargs or {}))  # DTensor infers a shape
         if accumulates_in_place(func, args, kwargs):
             return args[0]
         kwargs = kwargs or {}
@@ -484,7 +486,17 @@ def _flash_backward(recorder: Recorder, call: Call) -> Any:
     return outputs
 
 
+def _all_reduce(recorder: Recorder, call: Call) -> Any:
+    """A reduction over ranks, with the values of this one."""
+    output = torch.empty_like(call.args[0])
+    recorder.track(output, call.name)
+    if (value := recorder.values.of(call.args[0])) is not None:
+        recorder.values.know(output, value)
+    return output
+
+
 KERNELS: dict[str, Kernel] = {
+    "all_reduce": _all_reduce,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax"), _copying(0)),

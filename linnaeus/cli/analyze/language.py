@@ -32,7 +32,7 @@ def predict_language_sizes(
         "frozen_parameters": found.num_parameters - found.num_trained, "image_size": None,
         "precision": f"bf16 autocast over {found.dtype}", "optimizer": "AdamW", "num_classes": None,
         "gradient_checkpointing": options.checkpointing, "accumulation_steps": 1, "ema": False,
-        "memory_limit_gb": None, "world_size": 1,
+        "memory_limit_gb": None, "world_size": 1, "sharding": "none",
     })  # fmt: skip
     analysis.rows += rows_of("train", gpus, options.fractions)
     for row in analysis.rows:

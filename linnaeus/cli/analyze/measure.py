@@ -55,7 +55,9 @@ class Setup:
     def search(self) -> SizeSearch:
         """Build the model, its steps and their searches; `ConfigError` if a node cannot be built."""
         config, data, world = self.config, self.data, self.world
-        assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+        assembly = assemble(
+            config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world, sharding=config.DIST
+        )  # fmt: skip
         return SizeSearch(
             config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED, console=self.console
         )
@@ -69,7 +71,7 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
         analysis.goal = goal = Goal(
             dataset_length=options.dataset_length or dataset_length(setup.data.train),
             epochs=config.TRAIN.EPOCHS,
-            world_size=options.world_size or 1,
+            world_size=options.world_size[0],
             noise_scale=options.noise_scale,
             time_budget_s=options.time_budget,
         )

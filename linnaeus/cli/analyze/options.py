@@ -48,6 +48,7 @@ examples:
   linnaeus analyze --cfg my_exp.yaml --noise-scale 2000 --world-size 8 OPTIMIZER.LR_SCALING=linear
   linnaeus analyze --cfg my_exp.yaml --modes train --remedies --output sizes.csv TRAIN.AMP bf16
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-40gb,rtx-4090,h100-80gb
+  linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-80gb --world-size 1,8,64 --sharding full
   linnaeus analyze --cfg my_exp.yaml --lr --plot rates.png
   linnaeus analyze model=vit_small --memory-limit-gb 16 DATA.IMG_SIZE=384 DATA.DATASET.NAME=synthetic
 
@@ -77,7 +78,7 @@ class Options:
     predict: bool = False
     gpu: list[Gpu] = field(default_factory=list)
     device_memory_gb: list[Gpu] = field(default_factory=list)
-    world_size: int | None = None
+    world_size: list[int] = field(default_factory=lambda: [1])
     hf: str | None = None
     method: Literal["full", "lora"] = "full"
     sequence: int = 2048
@@ -93,7 +94,9 @@ IMPLY_THROUGHPUT = (
 NOT_WITH_PREDICT = ("--throughput", *IMPLY_THROUGHPUT[:-1], "--steps", "--plot", "--strategy")
 """Options for what is run."""
 OF_HF = ("--method", "--sequence", "--dtype", "--checkpointing")
-NOT_WITH_HF = (*NOT_WITH_PREDICT, "--modes", "--world-size", "--min-bs", "--max-bs", "--memory-limit-gb")
+NOT_WITH_HF = (
+    *NOT_WITH_PREDICT, "--modes", "--world-size", "--sharding", "--min-bs", "--max-bs", "--memory-limit-gb",
+)  # fmt: skip
 """Options for a run of the configuration, which a language model does without."""
 NOT_WITH_LR = (
     "--fractions", "--remedies", "--predict", "--gpu", "--device-memory-gb", "--hf", *OF_HF,
@@ -129,8 +132,12 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
         problems = [f"{name}: needs --hf" for name in OF_HF if name in given]
         if not options.predict:
             options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
-            wrong = [name for name in ("--gpu", "--device-memory-gb") if name in given]
+            wrong = [name for name in ("--gpu", "--device-memory-gb", "--sharding") if name in given]
+            if len(options.world_size) > 1:
+                problems.append("--world-size: takes several numbers only with --predict")
             return problems + [f"{name}: needs --predict" for name in wrong]
+        if options.remedies and len(options.world_size) > 1:
+            problems.append("--remedies: takes one number of --world-size")
         wrong = [name for name in NOT_WITH_PREDICT if name in given]
         return problems + [f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong]
 
@@ -227,7 +234,15 @@ PARSER.option(
     "time these training sizes, and the largest that fits; default: from that downwards, until smaller sizes "
     "are too slow",
 )  # fmt: skip
-PARSER.option("--world-size", "N", read_count, "processes that the run will have; default 1")
+PARSER.option(
+    "--world-size", "N", partial(_ascending, read_count),
+    "processes that the run will have; default 1; with --predict also several numbers, such as 1,8,64",
+)  # fmt: skip
+PARSER.option(
+    "--sharding", "full|hybrid|none", partial(read_choice, ("full", "hybrid", "none")),
+    "with --predict: share the model among the processes, or with hybrid among those of each node",
+    ["DIST.SHARDING"],
+)  # fmt: skip
 PARSER.switch(
     "--remedies",
     "measure what bf16, gradient checkpointing and accumulation would save in training; with --predict: "

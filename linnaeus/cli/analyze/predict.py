@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from linnaeus.autobatch.predict.prediction import MARGIN, Prediction, measured_b
 from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates
+from linnaeus.autobatch.sharded import fake_job
 from linnaeus.cli.analyze.measure import (
     Setup,
     break_down,
@@ -30,18 +32,20 @@ from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import resolve_device
+from linnaeus.dist import World, resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.sizes import SizeSearch, keys
 from linnaeus.training.out_of_memory import StateBytes
-from linnaeus.words import counted
+from linnaeus.training.sharding import check_sharding, is_sharded
 
 logger = logging.getLogger("linnaeus.analysis")
 
 META = torch.device("meta")
 LARGEST = 1 << 20
 """No batch is predicted to be larger, unless MAX_BATCH_SIZE allows it."""
+GPUS_PER_NODE = 8
+"""Of a run of more processes."""
 ALIGNED_PIXELS = 32
 """A smaller image has the next smaller multiple of this as its side."""
 
@@ -69,23 +73,54 @@ def gpus_of(options: Options, config: Config) -> Sequence[Gpu]:
 
 
 def predict_sizes(gpus: Sequence[Gpu], setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Predict the size for every device, mode and fraction, and the effect of remedies."""
-    search = build_on_meta(setup)
-    settings = run_settings(setup.config.MODEL, search)
-    analysis.environment = describe(gpus, {"world_size": setup.world.world_size, **settings})
-    for mode in options.modes:
-        rows = rows_of(mode, gpus, options.fractions)
-        setup.status.update(f"{mode}: tracing the step")
-        try:
-            step = predicted_step(search, mode)
-        except AutoBatchError as error:  # the bounds leave no size
-            rows = [replace(row, reason=str(error)) for row in rows]
-        else:
-            for row in rows:
-                fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
-        analysis.rows += rows
+    """Predict the size for each number of processes, device, mode and fraction, and effects of remedies."""
+    sizes, sharding = options.world_size, setup.config.DIST.SHARDING
+    for num in sizes:
+        setup = replace(setup, world=world_of(num))
+        of_num = [replace(gpu, name=f"{num} × {gpu.name}") for gpu in gpus] if len(sizes) > 1 else gpus
+        with job_of(setup):
+            search = build_on_meta(setup)
+            if not analysis.environment:
+                settings = run_settings(setup.config.MODEL, search)
+                numbers = {"world_size": num if len(sizes) == 1 else sizes, "sharding": sharding}
+                analysis.environment = describe(gpus, {**numbers, **settings})
+            for mode in options.modes:
+                rows = rows_of(mode, of_num, options.fractions)
+                setup.status.update(f"{mode}: tracing the step")
+                try:
+                    step = predicted_step(search, mode)
+                except AutoBatchError as error:  # the bounds leave no size
+                    rows = [replace(row, reason=str(error)) for row in rows]
+                else:
+                    for row in rows:
+                        fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
+                analysis.rows += rows
+    if sharding != "none" and 1 in sizes:
+        logger.info("DIST.SHARDING %s with one process is the same as none; see --world-size", sharding)
     if options.remedies:
         try_remedies(setup, analysis, trace_sizes, more_changes(setup))
+
+
+def world_of(num: int) -> World:
+    """The processes of a run on full nodes."""
+    return World(META, world_size=num, local_world_size=min(num, GPUS_PER_NODE))
+
+
+def job_of(setup: Setup) -> AbstractContextManager[None]:
+    """Context with the groups of a sharded model, to build it and to trace its steps.
+
+    Raises:
+        ConfigError: `hybrid` has nodes that are not full.
+    """
+    num, sharding = setup.world.world_size, setup.config.DIST
+    if not is_sharded(sharding, setup.world):
+        return nullcontext()
+    if sharding.SHARDING == "hybrid" and num % setup.world.local_world_size:
+        raise ConfigError(
+            f"--world-size: {num} processes do not fill nodes of {GPUS_PER_NODE}, which DIST.SHARDING hybrid "
+            f"is predicted for; give a multiple of {GPUS_PER_NODE}"
+        )
+    return fake_job(num)
 
 
 # A step, without running it.
@@ -113,16 +148,18 @@ class PredictedStep:
 def build_on_meta(setup: Setup) -> SizeSearch:
     """The model and the steps of a run, without data where the model can be built so.
 
-    Weights are not loaded and nothing is compiled: neither changes the memory that is predicted.
+    Weights are not loaded, nothing is compiled, and BatchNorm is not synchronised, which needs a GPU: none
+    of that changes the memory that is predicted.
 
     Raises:
         ConfigError: a node that cannot be built.
     """
     config = setup.config
+    check_sharding(config.DIST, config.TRAIN, setup.world)
     if config.TRAIN.COMPILE:
         logger.info("TRAIN.COMPILE is left out: what is predicted is the step without it")
     model = config.MODEL if is_target(config.MODEL) else replace(config.MODEL, WEIGHTS=None, PRETRAINED=False)
-    train = replace(config.TRAIN, COMPILE=False)
+    train = replace(config.TRAIN, COMPILE=False, SYNC_BATCHNORM=False)
     setup = replace(setup, config=replace(config, MODEL=model, TRAIN=train))
     try:
         with META:
@@ -165,7 +202,8 @@ def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
             f"--predict: the {name} step cannot be traced without a GPU: {error}. See docs/prediction.md, or "
             "measure it: leave --predict out on a machine with the GPU"
         ) from error
-    return PredictedStep(mode, prediction, kept, candidates, bound, search.world.is_distributed)
+    has_buckets = search.world.is_distributed and not search.is_sharded
+    return PredictedStep(mode, prediction, kept, candidates, bound, has_buckets)
 
 
 # The sizes that fit.
@@ -231,7 +269,8 @@ def describe(gpus: Sequence[Gpu], settings: dict[str, Any]) -> dict[str, Any]:
         bases.append(f"{middle:.2f} GiB ({spread})")
     num, limit_gb = settings["world_size"], settings["memory_limit_gb"]
     notes = [] if limit_gb is None else [f"each process limited to {limit_gb:g} GiB"]
-    notes += [] if num == 1 else [counted(num, "process")]
+    notes += [] if num == 1 else [f"{str(num).strip('[]')} processes"]
+    notes += [] if settings["sharding"] == "none" else [f"sharding {settings['sharding']}"]
     logger.info(
         "predicted, not measured, for %s; in use beside the allocator: %s; margin %.0f%%, torch %s; %s",
         ", ".join([*(gpu.name for gpu in gpus), *notes]), ", ".join(bases), 100 * (MARGIN - 1),
@@ -249,7 +288,8 @@ def trace_sizes(setup: Setup, rows: Sequence[Row], divisor: int) -> list[dict[st
     """Predict the sizes of rows under a configuration, and which size would then fit."""
     config = setup.config  # perhaps with images of another size
     setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
-    step = predicted_step(build_on_meta(setup), "train")
+    with job_of(setup):
+        step = predicted_step(build_on_meta(setup), "train")
     return [effect_on(row, step, max(1, (row.batch_size or 0) // divisor)) for row in rows]
 
 
@@ -264,6 +304,8 @@ def effect_on(row: Row, step: PredictedStep, size: int) -> dict[str, Any]:
 def more_changes(setup: Setup) -> Iterator[dict[str, Any]]:
     """The remedies of a measured analysis, and two more."""
     yield from common_changes(setup)
+    if setup.world.is_distributed and setup.config.DIST.SHARDING == "none":
+        yield {"DIST.SHARDING": "full"}
     optimizer = setup.config.OPTIMIZER
     if not is_target(optimizer) and optimizer.NAME.lower() not in ("sgd", "nesterov", "momentum"):
         # The arguments of another optimizer are not those of SGD.

@@ -47,8 +47,7 @@ def run(options: Options, config: Config) -> int:
         analysis, draw, display = RateTest(), save_rate_plot, show_rates
     joining: AbstractContextManager[World]
     if options.predict:
-        num = options.world_size or 1
-        joining = nullcontext(World(META, world_size=num, local_world_size=num))
+        joining = nullcontext(World(META))
         find = partial(predict_sizes, gpus_of(options, config))
     else:
         joining = join(config.EXPERIMENT.DEVICE, config.DIST)

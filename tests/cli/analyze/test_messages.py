@@ -27,10 +27,16 @@ LINES: dict[str, tuple[Any, list[str]]] = {
     "values of options of a run": (read_plan, [
         "--sizes=8,0", "--noise-scale=-1", "--time-budget=2", "--world-size=1.5", "--fractions=2",
     ]),
-    "options that need --predict": (read, ["--gpu=t4", "--device-memory-gb=24"]),
+    "options that need --predict": (read, [
+        "--gpu=t4", "--device-memory-gb=24", "--sharding=full", "--world-size=1,2",
+    ]),
     "options that do not go with --predict": (read, [
         "--predict", "--throughput", "--steps=3", "--plot=a.svg", "--strategy=guided", "--epochs=3",
     ]),
+    "mistakes in a sharded prediction": (read, [
+        "--predict", "--world-size=0", "--sharding=ful",
+    ]),
+    "remedies for several numbers of processes": (read, ["--predict", "--world-size=1,2", "--remedies"]),
     "options that do not go with --lr": (read, ["--lr", "--hf=llama", "--fractions=1"]),
     "options that need --hf": (read, ["--method=full", "--dtype=float32", "--checkpointing", "--sequence=0"]),
     "options that do not go with --hf": (read, ["--hf=llama", "--modes=val", "--max-bs=3", "--steps=3"]),
@@ -89,6 +95,11 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said["a prediction without a device"] = error_of(gpus_of, Options(), config)
     untraceable = error_of(predicted, "train", "MODEL._target_=tests.cli.tiny.Peeking", *POINTS)
     said["a step that cannot be traced"] = re.sub(r"line \d+", "line N", untraceable)
+    hybrid = ("--sharding=hybrid", "--world-size=12", *WIDE)
+    said["nodes that are not full"] = error_of(predicted, "train", *hybrid)
+    said["sharding with a key against it"] = error_of(
+        predicted, "train", "--sharding=full", "--world-size=2", "TRAIN.COMPILE=True", *WIDE
+    )
     said["no size on a device"] = str(row_of("train", *WIDE, gib=1, fraction=0.5).reason)
     said["no size within a limit"] = str(row_of("train", *WIDE, fraction=0.5, limit_gb=0.01).reason)
     parts = Breakdown(parameters=MIB, activations=500 * MIB, rest=100 * MIB)

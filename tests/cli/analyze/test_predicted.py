@@ -11,12 +11,14 @@ import torch
 
 from linnaeus.autobatch.predict.gpus import ANY_CARD_MIB, GIB, GPUS, find_gpu
 from linnaeus.autobatch.predict.prediction import MARGIN
+from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.predict import gpus_of, predict_sizes
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import yaml_blocks
 from tests.helpers.predictions import (
     BASE,
+    DEEP,
     GROWING,
     IMAGES,
     MIB,
@@ -162,6 +164,62 @@ def test_remedies() -> None:
     assert remedies["image_size"].keys == {"DATA.IMG_SIZE": 32}
     saved = {name: remedy.saved_bytes or 0 for name, remedy in remedies.items()}
     assert saved["image_size"] > saved["gradient_checkpointing"] / 2
+
+
+@pytest.mark.usefixtures("no_device")
+def test_more_cards_that_share_a_model_take_no_smaller_batches(run: Run) -> None:
+    outcome = run(
+        "analyze", *DEEP, "--predict", "--device-memory-gb", "1.2", "--fractions", "1", "--sharding", "full",
+        "--world-size", "8,1,64,2", "--max-bs", "100000",
+    )  # fmt: skip
+    rows = content_of(outcome)["results"]
+    assert [row["device"] for row in rows] == [f"{num} × 1.2 GiB" for num in (1, 2, 8, 64)]
+    sizes = [row["batch_size"] for row in rows]
+    assert sizes == sorted(sizes)
+    assert 1.5 * sizes[0] < sizes[2]
+    held = [row["breakdown"]["parameters"] for row in rows]
+    assert [round(held[0] / num_bytes) for num_bytes in held] == [1, 2, 8, 64]
+    assert "DIST.SHARDING full with one process is the same as none" in outcome.out.replace("\n", " ")
+    assert not torch.distributed.is_initialized()
+    assert not hasattr(torch, "meta")
+
+
+def test_sharding_saves_what_other_processes_hold() -> None:
+    def peak(*argv: str) -> int:
+        return predicted("train", *DEEP, *argv).prediction.reserved_bytes(64)
+
+    assert peak("--sharding=full") == peak(), "one process has nobody to share with"
+    of_ddp, of_eight = peak("--world-size=8"), peak("--world-size=8", "--sharding=full")
+    assert of_eight < of_ddp / 2
+    assert peak("--world-size=16", "--sharding=hybrid") == of_eight, "two nodes, each with a copy"
+    assert peak("--world-size=8", "--sharding=full", "DIST.PARAM_DTYPE=bf16") < of_eight
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("TRAIN.CLIP_GRAD_NORM=1", "TRAIN.AMP=bf16", "TRAIN.SYNC_BATCHNORM=True"),
+        ("TRAIN.EMA.ENABLED=True", "TRAIN.ACCUMULATION_STEPS=2", "DIST.RESHARD_AFTER_FORWARD=False"),
+        ("TRAIN.AMP=fp16", "OPTIMIZER.NAME=sgd"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["train", "val"])
+def test_sharded_steps_are_traced(mode: Mode, argv: tuple[str, ...]) -> None:
+    plain, sharded = (
+        predicted(mode, *DEEP, *argv, "--world-size=8", f"--sharding={sharding}").prediction.reserved_bytes(8)
+        for sharding in ("none", "full")
+    )
+    assert sharded < plain
+
+
+def test_sharding_is_a_remedy() -> None:
+    options, config = parsed(*DEEP, "--fractions", "0.9", "--max-bs", "64", "--remedies", "--world-size", "8")
+    analysis = Analysis()
+    predict_sizes(gpus_of(options, config), setup_of(options, config), options, analysis)
+    (row,) = analysis.rows
+    (remedy,) = (remedy for remedy in row.remedies if "DIST.SHARDING" in remedy.keys)
+    assert (remedy.keys, remedy.reason) == ({"DIST.SHARDING": "full"}, None)
+    assert (remedy.saved_bytes or 0) > 256 * MIB
 
 
 WIDTH = 16 * MIB
