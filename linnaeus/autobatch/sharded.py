@@ -129,6 +129,7 @@ def on_meta(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
         for target, name, value in (
             (torch, "meta", torch.cpu),
             (torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event()),
+            *((torch.cpu.Stream, name, 0) for name in ("stream_id", "device_index", "device_type")),
             (groups.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         ):
             stack.enter_context(mock.patch.object(target, name, value, create=True))
