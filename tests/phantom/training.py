@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from linnaeus.config.schema import DistConfig
 from linnaeus.dist import World
+from linnaeus.models.file_backed import FileBacked
 from linnaeus.training.sharding import shard
 
 FORMATS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -97,7 +98,7 @@ class Training:
             kind = "bf16" if case.format == "bf16" else "fp32"
             world = World(torch.device(device), world_size=case.shards, local_world_size=case.shards)
             config = DistConfig(SHARDING="full", PARAM_DTYPE=kind)
-            self.model, _ = shard(self.model, config, world, with_average=False)
+            shard(self.model, FileBacked(), config, world, with_average=False)
         self.model.to(device)
         self._size = getattr(self.model, "default_cfg", {}).get("input_size")
         if "channels-last" in case.features:
