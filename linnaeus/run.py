@@ -37,7 +37,7 @@ from linnaeus.training.optim import scale_values
 from linnaeus.training.report import report_plan, report_result, report_start, save_result
 from linnaeus.training.resume import find_checkpoint, is_finished, resumed_nodes
 from linnaeus.training.schedule import Schedule
-from linnaeus.training.sharding import is_sharded
+from linnaeus.training.sharding import is_sharded, sharding_sentence
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import check_loggers, start_tracking
 from linnaeus.training.trainer import FitResult, Trainer
@@ -100,7 +100,8 @@ def run(config: Config) -> FitResult:
                     return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
             if world.is_main:
                 weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
-                report_start(config, (*data.report, weights, assembly.freezing.sentence, note))
+                sharding = sharding_sentence(assembly.model, config.DIST, world)
+                report_start(config, (*data.report, weights, assembly.freezing.sentence, sharding, note))
             loading = with_measured_workers(config.DATA, data, world, seed)
             search, plan_for = size_search(
                 dataclasses.replace(config, DATA=loading), data, assembly, world, folder.console

@@ -150,9 +150,12 @@ def _read(path: Path) -> Any:
         reason = str(error).strip().partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's own text is about its options
             reason = "not written by torch.save, or it holds more than tensors and plain values"
+        remedy = "save a state dict with torch.save or safetensors"
+        if isinstance(error, FileNotFoundError):
+            remedy = "the folder of its shards belongs beside it: copy both, or export the run"
         raise ConfigError(
             f"MODEL.WEIGHTS: {str(path)!r} cannot be read as tensors ({type(error).__name__}: {reason:.150})"
-            "; save a state dict with torch.save or safetensors"
+            f"; {remedy}"
         ) from error
 
 

@@ -211,7 +211,7 @@ class Ladder:
             why, self._tried[-1]["batch_size"] = str(error), error.largest
             self._name, *self._left = self._left
             self.config = _with_remedies(self.config, [self._name])
-            remedy, why = "{}.{} {}".format(*_REMEDIES[self._name]), why.partition(" What helps")[0]
+            remedy, why = "{}.{} {}".format(*_REMEDIES[self._name]), why.partition(". ")[0]
             logger.info("AutoBatch: %d samples do not fit (%s): %s (DATA.AUTOBATCH.FIT)", wanted, why, remedy)
         except AutoBatchError as error:
             tried = ", ".join(entry["remedy"] for entry in self._tried)

@@ -51,6 +51,20 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
         raise ConfigError(f"DIST.SHARDING: {config.SHARDING!r} does not go with {', '.join(found)}")
 
 
+def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str | None:
+    """What is sharded, for people; None where nothing is to be."""
+    if not is_sharded(config, world):
+        alone = f"DIST.SHARDING {config.SHARDING} has no effect: there is a single process"
+        return alone if config.SHARDING != "none" else None
+    parameters: list[Any] = list(model.parameters())
+    num_modules = sum(isinstance(module, FSDPModule) for module in model.modules())
+    own, total = (sum(p.numel() for p in each) for each in ([p.to_local() for p in parameters], parameters))
+    return (
+        f"sharded ({config.SHARDING}): {own:,} of {total:,} values on this process, gathered in "
+        f"{num_modules} parts"
+    )
+
+
 def make_mesh(config: DistConfig, world: World) -> DeviceMesh:
     """The processes as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
     kind = "cpu" if world.device.type == "meta" else world.device.type  # on `meta` there are no groups

@@ -163,6 +163,7 @@ def confirm_jointly(
     while True:
         size, mode = found.batch_size, found.mode
         status.update(f"{mode}: joint step with batch size {size}")
+        logger.info("AutoBatch %s: all ranks step together with batch size %d", mode, size)
         num_steps = max(settings.steps_per_trial, JOINT_STEPS)
         together = dataclasses.replace(settings, memory_limit_gb=None, steps_per_trial=num_steps)
         with make_finder(together) as finder:
