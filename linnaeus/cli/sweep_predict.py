@@ -38,17 +38,17 @@ def check_predictions(
     Raises:
         AutoBatchError: for some runs nothing is predicted to fit on any of the GPUs.
     """
-    world = World(META, world_size=world_size, local_world_size=world_size)
     nowhere = []
     for name, group in groups_of(plans).items():
         title, analysis = f"{name} ({counted(len(group), 'run')})", Analysis()
         config = replace(group[0], DATA=_up_to_configured(group[0].DATA))
         autobatch = config.DATA.AUTOBATCH
-        options = Options(fractions=[autobatch.TARGET_MEMORY_FRACTION if autobatch.ENABLED else 1.0])
+        fraction = autobatch.TARGET_MEMORY_FRACTION if autobatch.ENABLED else 1.0
+        options = Options(fractions=[fraction], world_size=[world_size])
         try:
             with StatusLine(console) as line:
                 data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-                setup = Setup(config, data, world, RankStatus(line.update), console)
+                setup = Setup(config, data, World(META), RankStatus(line.update), console)
                 predict_sizes(gpus, setup, options, analysis)
         except LinnaeusError as error:  # the run itself says it better, if it is a mistake
             logger.warning("%s: batch sizes are not predicted: %s", title, " ".join(str(error).split()))
