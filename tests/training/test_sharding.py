@@ -156,7 +156,7 @@ PLACED: dict[str, tuple[str, ...]] = {
 
 
 WRONG: dict[str, tuple[str, ...]] = {
-    "a pattern without a match": (*GPT, "DIST.SHARD_BLOCKS=[Block, blok.*]"),
+    "a pattern without a match": (*GPT, "DIST.SHARD_BLOCKS=[Block, layer.*]"),
     "BatchNorm": (*RESNET, BF16),
     "a scalar": (*GPT, f"MODEL._target_={__name__}.Scalar"),
     "weights tied across blocks": (*GPT, f"MODEL._target_={__name__}.TiedBlocks"),
