@@ -192,8 +192,12 @@ class Ladder:
         check_sharding(_with_remedies(config, names).DIST, config.TRAIN, world)
         self._tried = [*(checkpoint or {}).get("autobatch", {}).get("train", {}).get("fit", ())]
         self._is_listed, self.is_done = checkpoint is None and names != ["none"], False
+        self._rival: tuple[float, str, Config] | None = None  # samples per second, without checkpointing
         self._name, *self._left = names
-        self.config = _with_remedies(config, [entry["remedy"] for entry in self._tried] or names[:1])
+        earlier = [entry["remedy"] for entry in self._tried]  # the last one was in use
+        self.config = _with_remedies(
+            config, earlier[: earlier.index(earlier[-1]) + 1] if earlier else names[:1]
+        )
 
     @contextmanager
     def attempt(self, search: SizeSearch) -> Iterator[SizeSearch]:
@@ -208,23 +212,38 @@ class Ladder:
         try:
             yield dataclasses.replace(search, wanted=wanted if self._left else None)
         except TooSmallError as error:
-            why, self._tried[-1]["batch_size"] = str(error), error.largest
-            self._name, *self._left = self._left
-            self.config = _with_remedies(self.config, [self._name])
-            remedy, why = "{}.{} {}".format(*_REMEDIES[self._name]), why.partition(". ")[0]
-            logger.info("AutoBatch: %d samples do not fit (%s): %s (DATA.AUTOBATCH.FIT)", wanted, why, remedy)
+            self._tried[-1]["batch_size"] = error.largest
+            self._go_on(f"{wanted} samples do not fit ({str(error).partition('. ')[0]})")
         except AutoBatchError as error:
             tried = ", ".join(entry["remedy"] for entry in self._tried)
             error.args = (f"{error} DATA.AUTOBATCH.FIT has tried {tried}." if tried else str(error),)
             raise
 
     def noted(self, sized: PlannedSizes) -> PlannedSizes:
-        """The sizes, with what was tried, which end the attempts."""
+        """The sizes, with what was tried. They end the attempts, unless checkpointing may be faster."""
         self.is_done = True
-        if self._tried and "train" in sized.found:
-            self._tried[-1]["batch_size"] = sized.found["train"].batch_size
-            sized.found["train"] = dataclasses.replace(sized.found["train"], fit=tuple(self._tried))
+        if self._tried and (result := sized.found.get("train")) is not None:
+            speeds = {timing.batch_size: timing.samples_per_s for timing in result.timings}
+            speed = speeds.get(result.batch_size, 0.0)
+            self._tried[-1] |= {
+                "batch_size": result.batch_size,
+                **({"samples_per_s": speed} if speed else {}),
+            }
+            if self._rival is not None and self._rival[0] >= speed:
+                (before, self._name, self.config), self._rival, self._left = self._rival, None, []
+                self.is_done = False
+                logger.info("AutoBatch: %.4g samples per second, %.4g without checkpointing", speed, before)
+            elif speed and self._left[:1] == ["checkpointing"]:
+                self._rival, self.is_done = (speed, self._name, self.config), False
+                self._go_on(f"to compare with {speed:.4g} samples per second")
+            sized.found["train"] = dataclasses.replace(result, fit=tuple(self._tried))
         return sized
+
+    def _go_on(self, why: str) -> None:
+        self._name, *self._left = self._left
+        self.config = _with_remedies(self.config, [self._name])
+        setting = "{}.{} {}".format(*_REMEDIES[self._name])
+        logger.info("AutoBatch: %s: %s (DATA.AUTOBATCH.FIT)", why, setting)
 
 
 def _with_remedies(config: Config, remedies: Iterable[str]) -> Config:

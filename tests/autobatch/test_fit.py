@@ -136,6 +136,35 @@ def test_a_remedy_is_switched_on_only_where_the_wanted_size_does_not_fit(
     assert is_on == ("checkpointing" in [remedy for remedy, *_ in found])
 
 
+class Uneven(Switchable):
+    """Has much to compute in one of both ways."""
+
+    def __init__(self, num_classes: dict[str, int], slow_if_checkpointed: bool) -> None:
+        super().__init__(num_classes)
+        self.slow_if_checkpointed = slow_if_checkpointed
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        if self.is_checkpointed == self.slow_if_checkpointed:
+            torch.linalg.svd(torch.ones(300, 300))
+        return super().forward(images)
+
+
+@pytest.mark.usefixtures("few_timed_steps")
+@pytest.mark.parametrize("slow_if_checkpointed", [False, True])
+def test_the_faster_of_both_ways_is_kept(slow_if_checkpointed: bool, run: Run, tmp_path: Path) -> None:
+    options = (
+        *FIT, f"MODEL._target_={__name__}.Uneven", f"MODEL.slow_if_checkpointed={slow_if_checkpointed}",
+        "DATA.AUTOBATCH.OBJECTIVE=throughput", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+    )  # fmt: skip
+    is_kept = not slow_if_checkpointed
+    for argv in ((), ("TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True")):
+        outcome = run(*options, *argv)
+        assert outcome.code == 0, outcome.err
+        tried = [remedy for remedy, *_ in attempts(tmp_path / "runs/small")]
+        assert tried == ["none", "checkpointing"] + ["none"] * slow_if_checkpointed
+        assert saved(tmp_path / "runs/small")["TRAIN"]["GRADIENT_CHECKPOINTING"] == is_kept
+
+
 PLAIN = f"MODEL._target_={__name__}.Plain"
 
 
