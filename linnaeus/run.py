@@ -37,7 +37,7 @@ from linnaeus.training.optim import scale_values
 from linnaeus.training.report import report_plan, report_result, report_start, save_result
 from linnaeus.training.resume import find_checkpoint, is_finished, resumed_nodes
 from linnaeus.training.schedule import Schedule
-from linnaeus.training.sharding import is_sharded, sharding_sentence
+from linnaeus.training.sharding import sharding_sentence, shards_model
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import check_loggers, start_tracking
 from linnaeus.training.trainer import FitResult, Trainer
@@ -70,7 +70,7 @@ def run(config: Config) -> FitResult:
         folder = stack.enter_context(RunFolder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(CheckpointFolder(
             path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, check=folder.check,
-            is_sharded=is_sharded(config.DIST, world),
+            is_sharded=shards_model(config.DIST, world),
             background=world.device.type != "cpu",  # there the copy would take memory that AutoBatch counts
         ))  # fmt: skip
         checkpoint = None

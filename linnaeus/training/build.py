@@ -39,7 +39,7 @@ from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
 from linnaeus.training.precision import build_precision
 from linnaeus.training.resume import flat
-from linnaeus.training.sharding import check_sharding, is_sharded, shard
+from linnaeus.training.sharding import check_sharding, shard, shards_model
 from linnaeus.training.step import TrainStep, ValidationStep
 from linnaeus.version import __version__
 
@@ -121,7 +121,7 @@ def assemble(
         ConfigError: a node that cannot be built.
     """
     device, taxonomy = world.device, data.taxonomy
-    shards = sharding if sharding is not None and is_sharded(sharding, world) else None
+    shards = sharding if sharding is not None and shards_model(sharding, world) else None
     with nullcontext() if shards is None else FileBacked() as values:
         model, weights = build_model(
             model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size,

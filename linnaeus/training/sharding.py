@@ -21,7 +21,7 @@ from linnaeus.errors import ConfigError
 from linnaeus.models.file_backed import FileBacked
 
 
-def is_sharded(config: DistConfig, world: World) -> bool:
+def shards_model(config: DistConfig, world: World) -> bool:
     """Whether this run shards its model: a single process has nobody to share it with."""
     return config.SHARDING != "none" and world.is_distributed
 
@@ -32,7 +32,7 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
     Raises:
         ConfigError: one does not; names it with the remedy.
     """
-    if not is_sharded(config, world):
+    if not shards_model(config, world):
         return
     refused = {
         "TRAIN.COMPILE True": (train.COMPILE, "False"),
@@ -53,7 +53,7 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
 
 def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str | None:
     """What is sharded, for people; None where nothing is to be."""
-    if not is_sharded(config, world):
+    if not shards_model(config, world):
         alone = f"DIST.SHARDING {config.SHARDING} has no effect: there is a single process"
         return alone if config.SHARDING != "none" else None
     parameters: list[Any] = list(model.parameters())

@@ -37,7 +37,7 @@ from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.sizes import SizeSearch, keys
 from linnaeus.training.out_of_memory import StateBytes
-from linnaeus.training.sharding import check_sharding, is_sharded
+from linnaeus.training.sharding import check_sharding, shards_model
 
 logger = logging.getLogger("linnaeus.analysis")
 
@@ -113,7 +113,7 @@ def job_of(setup: Setup) -> AbstractContextManager[None]:
         ConfigError: `hybrid` has nodes that are not full.
     """
     num, sharding = setup.world.world_size, setup.config.DIST
-    if not is_sharded(sharding, setup.world):
+    if not shards_model(sharding, setup.world):
         return nullcontext()
     if sharding.SHARDING == "hybrid" and num % setup.world.local_world_size:
         raise ConfigError(
