@@ -13,7 +13,7 @@ INSTALL = @echo "Installing Linnaeus with PyTorch into $(VENV): takes minutes, o
   $(BIN)/python -m pip install -e
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-mutants coverage messages size lint typecheck docs clean
+.PHONY: help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-mutants coverage messages lint typecheck docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,9 +54,6 @@ test-floor: ## run the quick tests with the oldest torch that pyproject.toml all
 
 messages: $(VENV)/.installed-dev ## write tests/messages/ anew, to be read as a difference
 	$(BIN)/python -m pytest --rewrite-messages -q -k test_messages tests
-
-size: ## print the lines of each room beside the most that it may have
-	$(PYTHON) tools/size.py
 
 lint: $(VENV)/.installed-dev ## check style, format and spelling
 	$(BIN)/ruff check .

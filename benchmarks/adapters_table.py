@@ -39,7 +39,10 @@ class Padded(Net):
 
     def loss(self, batch: Any) -> torch.Tensor:
         tokens = batch["input_ids"].float()
-        return super().loss((tokens[:, :16], tokens[:, 0].long() % 4)) + 0 * tokens.repeat(1, 2000).sum()
+        return (
+            super().loss((tokens[:, :16], tokens[:, 0].long() % 4))
+            + 0 * tokens.repeat(1, 2000).sum()
+        )
 
 
 class WithSetup(Data):
@@ -47,7 +50,9 @@ class WithSetup(Data):
         self.dataset = data(300)
 
 
-def lightning(size: Any, search: Any, kind: Any = Net, setup: Any = None, **options: Any) -> tuple[Any, Any]:
+def lightning(
+    size: Any, search: Any, kind: Any = Net, setup: Any = None, **options: Any
+) -> tuple[Any, Any]:
     module, given = kind(size), (setup(size),) if setup else ()
     module.mib = 2.0  # of activations for each sample
     callbacks = [AutoBatch(**search, val=False)] if search else []
@@ -80,7 +85,10 @@ def loop(size: Any, search: Any, with_accelerate: bool) -> tuple[Any, Any]:
         size = find_batch_size(*parts, rows, collate_fn=hugging.collate, **search)
     elif search:
         worst = longest(rows, 200)
-        own = {"make_batch": lambda size: hugging.collate(worst[:size]), "state": (model, optimizer)}
+        own = {
+            "make_batch": lambda size: hugging.collate(worst[:size]),
+            "state": (model, optimizer),
+        }
         size = auto_find_batch_size(step, **own, **search).batch_size
     for batch in islice(DataLoader(rows, size, shuffle=True, collate_fn=hugging.collate), 4):
         step(batch)
@@ -115,9 +123,16 @@ def main() -> None:
             Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of the resident set
             with Ledger() as ledger:
                 _, by_hand = case(size, None)
-        figures = [100 * num / limit_bytes for num in (before + ledger.peak_bytes, status_bytes("VmHWM"))]
-        yes = ["yes" if each else "NO" for each in (figures[0] <= 100, not differences(found, by_hand))]
-        print(f"{name:26}{size!s:>12}{figures[0]:8.1f}{figures[1]:10.1f}  {yes[0]:6}  {yes[1]}", flush=True)
+        figures = [
+            100 * num / limit_bytes for num in (before + ledger.peak_bytes, status_bytes("VmHWM"))
+        ]
+        yes = [
+            "yes" if each else "NO" for each in (figures[0] <= 100, not differences(found, by_hand))
+        ]
+        print(
+            f"{name:26}{size!s:>12}{figures[0]:8.1f}{figures[1]:10.1f}  {yes[0]:6}  {yes[1]}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -40,17 +40,27 @@ STEP = re.compile(r"(?:step |Train: \d+ \[ *)(\d+)/\d+")
 def ours(folder: Path, name: str, seed: int, *changes: str) -> list[str]:
     """The command of one of our runs."""
     return [
-        sys.executable, "-m", "linnaeus.train", "--cfg", str(CONFIG), f"EXPERIMENT.OUTPUT_DIR={folder}",
-        f"EXPERIMENT.NAME={name}", f"EXPERIMENT.SEED={seed}", *changes,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "linnaeus.train",
+        "--cfg",
+        str(CONFIG),
+        f"EXPERIMENT.OUTPUT_DIR={folder}",
+        f"EXPERIMENT.NAME={name}",
+        f"EXPERIMENT.SEED={seed}",
+        *changes,
+    ]
 
 
 def scaled(folder: Path, size: int, rule: str) -> list[str]:
     """A run with another batch size. The micro-batch, which BatchNorm sees, is always 128."""
     changes = (
-        f"TRAIN.EFFECTIVE_BATCH_SIZE={size}", f"OPTIMIZER.LR_SCALING={rule}",
-        "DATA.AUTOBATCH.MAX_BATCH_SIZE=128", "TRAIN.NOISE_SCALE.ENABLED=True", "TRAIN.VALIDATE_EVERY=5",
-    )  # fmt: skip
+        f"TRAIN.EFFECTIVE_BATCH_SIZE={size}",
+        f"OPTIMIZER.LR_SCALING={rule}",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=128",
+        "TRAIN.NOISE_SCALE.ENABLED=True",
+        "TRAIN.VALIDATE_EVERY=5",
+    )
     return ours(folder, f"{rule}_{size}", 0, *changes)
 
 
@@ -60,20 +70,49 @@ def timms(script: Path, folder: Path, name: str, seed: int, epochs: int | None =
     data, optimizer, warmup = config.DATA, config.OPTIMIZER, int(config.SCHEDULE.WARMUP_EPOCHS or 0)
     side, augment = str(data.IMG_SIZE), data.AUGMENT
     options = {
-        "data-dir": folder / "timm_data", "dataset": "torch/fashion_mnist", "model": config.MODEL.NAME,
-        "num-classes": 10, "input-size": ["1", side, side], "mean": augment.MEAN, "std": augment.STD,
-        "model-kwargs": [f"{key}={value!r}".replace(" ", "") for key, value in config.MODEL.KWARGS.items()],
-        "scale": ["1", "1"], "ratio": ["1", "1"], "hflip": augment.HFLIP, "color-jitter": 0, "smoothing": 0,
-        "train-interpolation": "bilinear", "interpolation": "bilinear", "crop-pct": 1,
-        "batch-size": config.TRAIN.EFFECTIVE_BATCH_SIZE, "validation-batch-size": 500,
-        "opt": optimizer.NAME, "lr": optimizer.LR, "weight-decay": optimizer.WEIGHT_DECAY, "sched": "cosine",
+        "data-dir": folder / "timm_data",
+        "dataset": "torch/fashion_mnist",
+        "model": config.MODEL.NAME,
+        "num-classes": 10,
+        "input-size": ["1", side, side],
+        "mean": augment.MEAN,
+        "std": augment.STD,
+        "model-kwargs": [
+            f"{key}={value!r}".replace(" ", "") for key, value in config.MODEL.KWARGS.items()
+        ],
+        "scale": ["1", "1"],
+        "ratio": ["1", "1"],
+        "hflip": augment.HFLIP,
+        "color-jitter": 0,
+        "smoothing": 0,
+        "train-interpolation": "bilinear",
+        "interpolation": "bilinear",
+        "crop-pct": 1,
+        "batch-size": config.TRAIN.EFFECTIVE_BATCH_SIZE,
+        "validation-batch-size": 500,
+        "opt": optimizer.NAME,
+        "lr": optimizer.LR,
+        "weight-decay": optimizer.WEIGHT_DECAY,
+        "sched": "cosine",
         "clip-grad": config.TRAIN.CLIP_GRAD_NORM,
-        "min-lr": optimizer.LR * config.SCHEDULE.MIN_LR_FRACTION, "warmup-epochs": warmup,
-        "epochs": (epochs or config.TRAIN.EPOCHS) - warmup * (epochs is None), "workers": data.NUM_WORKERS,
-        "seed": seed, "device": "cpu", "output": folder, "experiment": name, "log-interval": 10,
+        "min-lr": optimizer.LR * config.SCHEDULE.MIN_LR_FRACTION,
+        "warmup-epochs": warmup,
+        "epochs": (epochs or config.TRAIN.EPOCHS) - warmup * (epochs is None),
+        "workers": data.NUM_WORKERS,
+        "seed": seed,
+        "device": "cpu",
+        "output": folder,
+        "experiment": name,
+        "log-interval": 10,
         "checkpoint-hist": 1,
-    }  # fmt: skip
-    command = [sys.executable, str(script), "--channels-last", "--sched-on-updates", "--warmup-prefix"]
+    }
+    command = [
+        sys.executable,
+        str(script),
+        "--channels-last",
+        "--sched-on-updates",
+        "--warmup-prefix",
+    ]
     for key, value in options.items():
         command += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return command
@@ -84,7 +123,9 @@ def accuracy(folder: Path, name: str) -> float | None:
     run = folder / name
     if (run / "result.json").is_file():
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return 100 * float([record for record in records if record["split"] == "val"][-1]["top1/article"])
+        return 100 * float(
+            [record for record in records if record["split"] == "val"][-1]["top1/article"]
+        )
     if (run / "finished").is_file():
         return float(list(csv.DictReader((run / "summary.csv").open()))[-1]["eval_top1"])
     return None
@@ -105,7 +146,11 @@ def seconds_per_step(command: list[str]) -> float:
     """Seconds of an optimizer step, loading included, from the first logged one to the last."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    steps = [(int(found[1]), time.perf_counter()) for line in process.stdout if (found := STEP.search(line))]
+    steps = [
+        (int(found[1]), time.perf_counter())
+        for line in process.stdout
+        if (found := STEP.search(line))
+    ]
     assert process.wait() == 0
     return (steps[-1][1] - steps[0][1]) / (steps[-1][0] - steps[0][0])
 
@@ -114,7 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--timm-script", type=Path)
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time; they share the cores")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="runs at a time; they share the cores"
+    )
     parser.add_argument("--only", help="make these runs, in this order, such as seed_1,sqrt_2048")
     parser.add_argument("--time", type=int, help="pairs of epochs to time")
     arguments = parser.parse_args()
@@ -124,14 +171,23 @@ def main() -> None:
     for path in Path(FASHION_FOLDER).glob("*.gz"):
         (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
     if arguments.time:
-        off = ("TRAIN.EPOCHS=1", "DATA.AUTOBATCH.ENABLED=False", "DATA.BATCH_SIZE=128", "TRAIN.LOG_EVERY=10")
+        off = (
+            "TRAIN.EPOCHS=1",
+            "DATA.AUTOBATCH.ENABLED=False",
+            "DATA.BATCH_SIZE=128",
+            "TRAIN.LOG_EVERY=10",
+        )
         commands = (ours(folder, "timed", 0, *off), timms(script, folder, "timm_timed", 0, 1))
         times = [[seconds_per_step(command) for command in commands] for _ in range(arguments.time)]
         mine, other = (statistics.median(column) for column in zip(*times, strict=True))
-        print(f"seconds per step: {mine:.4f}, timm's script {other:.4f}; ratio {mine / other:.3f} (medians)")
+        print(
+            f"seconds per step: {mine:.4f}, timm's script {other:.4f}; ratio {mine / other:.3f} (medians)"
+        )
         return
     jobs = {f"seed_{seed}": ours(folder, f"seed_{seed}", seed) for seed in SEEDS}
-    others = {f"timm_{seed}": timms(script, folder, f"timm_{seed}", seed) for seed in SEEDS if script}
+    others = {
+        f"timm_{seed}": timms(script, folder, f"timm_{seed}", seed) for seed in SEEDS if script
+    }
     batches = {f"{rule}_{size}": scaled(folder, size, rule) for size, rule in SCALED}
     pairs = [name for pair in zip_longest(jobs, others) for name in pair if name]
     first = 2 if script else 1
@@ -139,7 +195,12 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.processes) as pool:
         order = [*pairs[:first], *batches, *pairs[first:]]
         order = arguments.only.split(",") if arguments.only else order
-        list(pool.map(lambda name: train(folder, name, {**jobs, **others, **batches}[name], threads), order))
+        list(
+            pool.map(
+                lambda name: train(folder, name, {**jobs, **others, **batches}[name], threads),
+                order,
+            )
+        )
     for title, names in {
         "Linnaeus": jobs,
         "timm's script": others,
@@ -148,7 +209,9 @@ def main() -> None:
         found = [value for name in names if (value := accuracy(folder, name)) is not None]
         if found:
             spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
-            print(f"{title:14} {statistics.mean(found):.2f}{spread}  ({len(found)} of {len(names)} runs)")
+            print(
+                f"{title:14} {statistics.mean(found):.2f}{spread}  ({len(found)} of {len(names)} runs)"
+            )
 
 
 if __name__ == "__main__":

@@ -38,10 +38,17 @@ from tests.helpers.runs import weights
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = (
-    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=8",
-    "DATA.BATCH_SIZE=8", "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
-    "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=job", "TRAIN.EPOCHS=3", "TRAIN.AUTO_RESUME=True",
-)  # fmt: skip
+    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
+    "MODEL.NAME=test_resnet",
+    "DATA.IMG_SIZE=8",
+    "DATA.BATCH_SIZE=8",
+    "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+    "EXPERIMENT.DEVICE=cpu",
+    "EXPERIMENT.NAME=job",
+    "TRAIN.EPOCHS=3",
+    "TRAIN.AUTO_RESUME=True",
+)
 LIMIT_S = 120.0
 """Whatever lives so long after its fault is left behind."""
 
@@ -50,13 +57,25 @@ class Job:
     """A torchrun with its ranks, which end with this program."""
 
     def __init__(
-        self, folder: Path, *options: str, ranks: int = 2, forked: bool = True, module: str = "", **env: str
+        self,
+        folder: Path,
+        *options: str,
+        ranks: int = 2,
+        forked: bool = True,
+        module: str = "",
+        **env: str,
     ) -> None:
         self.log, self.seen = folder / "log.txt", set[psutil.Process]()
         command = [
-            "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m",
-            module or "tests.helpers.odd_ranks", *OPTIONS, *options,
-        ]  # fmt: skip
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            "-m",
+            module or "tests.helpers.odd_ranks",
+            *OPTIONS,
+            *options,
+        ]
         environment = {"PYTHONPATH": str(ROOT), "CI": "true", "OMP_NUM_THREADS": "1", **env}
         with self.log.open("w") as log:
             self.torchrun = forks.start(
@@ -114,7 +133,9 @@ def show(name: str, *options: str, **env: str) -> None:
         code, ended = job.end(), time.time()
         happened, text = Path(folder, "fault_happened"), job.log.read_text()
         began = happened.stat().st_mtime if happened.exists() else ended
-        told = re.findall(r"(?<=\[rank \d\] )rank \d: .*|rank \d \(.*: no heartbeat.*|stopped by \w+", text)
+        told = re.findall(
+            r"(?<=\[rank \d\] )rank \d: .*|rank \d \(.*: no heartbeat.*|stopped by \w+", text
+        )
         again = Job(Path(folder)).end()
         what = shorten(min(told), 90, placeholder=" …") if told else "nothing"
         then = "the run is complete" if again == 0 else f"exit code {again}"
@@ -146,7 +167,9 @@ def show_start(signal_name: str) -> None:
                 rank.send_signal(signal.SIGTERM)
         began = time.monotonic()
         has_ended = job.wait(lambda: not any(map(_lives, ranks)))
-        outcome = f"{time.monotonic() - began:5.1f} s" if has_ended else f"alive after {LIMIT_S:.0f} s"
+        outcome = (
+            f"{time.monotonic() - began:5.1f} s" if has_ended else f"alive after {LIMIT_S:.0f} s"
+        )
         job.torchrun.kill()
         job.end()
         print(f"torchrun gets {signal_name} while its ranks import torch: {outcome}", flush=True)
@@ -165,7 +188,9 @@ def show_random(count: int, num_ranks: int) -> None:
         target, moment_s = chance.randrange(-1, num_ranks), chance.uniform(0, 1.2 * duration_s)
         with tempfile.TemporaryDirectory() as folder:
             # A rank that is stopped before its first heartbeat is waited for as one that starts late.
-            job = Job(Path(folder), "DIST.START_MINUTES=0.5", ranks=num_ranks, forked=number % 2 == 0)
+            job = Job(
+                Path(folder), "DIST.START_MINUTES=0.5", ranks=num_ranks, forked=number % 2 == 0
+            )
             job.wait(job.has_ended, limit_s=moment_s)
             ranks = job.ranks()
             if target == -1 and name != "SIGSTOP":
@@ -182,14 +207,19 @@ def show_random(count: int, num_ranks: int) -> None:
             )
             if is_lost:
                 print(again.log.read_text())
-        for what, holds in zip(totals, (code is None, is_lost, not is_lost and not has_same), strict=True):
+        for what, holds in zip(
+            totals, (code is None, is_lost, not is_lost and not has_same), strict=True
+        ):
             totals[what] += holds
         to = "torchrun" if target == -1 else f"rank {target}"
         print(
             f"{name:<8} {to:<8} after {moment_s:5.1f} s: exit code {code!s:>4}, same bits {has_same}",
             flush=True,
         )
-    print(f"{count} signals, {num_ranks} ranks: " + ", ".join(f"{totals[what]} {what}" for what in totals))
+    print(
+        f"{count} signals, {num_ranks} ranks: "
+        + ", ".join(f"{totals[what]} {what}" for what in totals)
+    )
 
 
 def main() -> None:
@@ -211,11 +241,17 @@ def main() -> None:
     else:
         for kind in (options.kind,) if options.kind else (*KINDS, "hang"):
             # Elsewhere a rank that hangs is one that works for long.
-            places = ("while it joins", "in training", "in validation") if kind == "hang" else PLACES
+            places = (
+                ("while it joins", "in training", "in validation") if kind == "hang" else PLACES
+            )
             more = ("DIST.TIMEOUT_MINUTES=0.2",) if kind == "hang" else ()
             for place in (options.place,) if options.place else places:
                 for rank in (0, 1):
-                    show(f"{kind}, rank {rank}, {place}", *more, FAULT=f"{kind}:{rank}:{PLACES[place]}")
+                    show(
+                        f"{kind}, rank {rank}, {place}",
+                        *more,
+                        FAULT=f"{kind}:{rank}:{PLACES[place]}",
+                    )
 
 
 if __name__ == "__main__":

@@ -59,14 +59,45 @@ NUM_BRUTE_STEPS = 20
 SLACK = 0.005
 """Part of its promise that training may leave."""
 MODELS = (
-    "resnet18", "resnet50", "resnet101", "resnext50_32x4d", "wide_resnet50_2", "seresnet50", "densenet121",
-    "vgg16", "mobilenetv3_large_100", "mobilenetv2_100", "efficientnet_b0", "efficientnet_b3",
-    "efficientnetv2_rw_t", "regnetx_032", "regnety_032", "convnext_tiny", "convnext_base", "nfnet_l0",
-    "vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224", "vit_base_patch32_224",
-    "deit3_base_patch16_224", "swin_tiny_patch4_window7_224", "swin_base_patch4_window7_224", "mixer_b16_224",
-    "beit_base_patch16_224", "poolformer_s24", "maxvit_tiny_rw_224", "coatnet_0_rw_224", "inception_v3",
-    "xception41", "hrnet_w18", "dla60", "cspresnet50", "ghostnet_100", "mobilevit_s", "res2net50_26w_4s",
-)  # fmt: skip
+    "resnet18",
+    "resnet50",
+    "resnet101",
+    "resnext50_32x4d",
+    "wide_resnet50_2",
+    "seresnet50",
+    "densenet121",
+    "vgg16",
+    "mobilenetv3_large_100",
+    "mobilenetv2_100",
+    "efficientnet_b0",
+    "efficientnet_b3",
+    "efficientnetv2_rw_t",
+    "regnetx_032",
+    "regnety_032",
+    "convnext_tiny",
+    "convnext_base",
+    "nfnet_l0",
+    "vit_tiny_patch16_224",
+    "vit_small_patch16_224",
+    "vit_base_patch16_224",
+    "vit_base_patch32_224",
+    "deit3_base_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "swin_base_patch4_window7_224",
+    "mixer_b16_224",
+    "beit_base_patch16_224",
+    "poolformer_s24",
+    "maxvit_tiny_rw_224",
+    "coatnet_0_rw_224",
+    "inception_v3",
+    "xception41",
+    "hrnet_w18",
+    "dla60",
+    "cspresnet50",
+    "ghostnet_100",
+    "mobilevit_s",
+    "res2net50_26w_4s",
+)
 FEATURES = ("plain", "checkpointing", "channels-last", "accumulation")
 
 
@@ -81,7 +112,10 @@ def cases(seed: int, num_rows: int, gib: list[float]) -> Iterator[tuple[Case, fl
         feature = draw.choice(FEATURES)
         if feature == "checkpointing" and not can_checkpoint(model):
             feature = "plain"
-        yield Case(model, draw.choice([*FORMATS]), draw.choice([*OPTIMIZERS]), (feature,)), draw.choice(gib)
+        yield (
+            Case(model, draw.choice([*FORMATS]), draw.choice([*OPTIMIZERS]), (feature,)),
+            draw.choice(gib),
+        )
 
 
 def can_checkpoint(name: str) -> bool:
@@ -125,13 +159,21 @@ def searched(training: Training, tolerance: float) -> dict[str, Any]:
             peaks[trial.size] = trial.peak_bytes
 
     found = auto_find_batch_size(
-        training.step, training.batch, state=training.state, target_memory_fraction=FRACTION,
-        max_batch_size=100_000, tolerance=tolerance, observer=Peaks(),
-    )  # fmt: skip
+        training.step,
+        training.batch,
+        state=training.state,
+        target_memory_fraction=FRACTION,
+        max_batch_size=100_000,
+        tolerance=tolerance,
+        observer=Peaks(),
+    )
     return {
-        "size": found.batch_size, "trials": len(found.trials), "seconds": found.seconds,
-        "promise": peaks[found.batch_size], "budget": found.budget_bytes,
-    }  # fmt: skip
+        "size": found.batch_size,
+        "trials": len(found.trials),
+        "seconds": found.seconds,
+        "promise": peaks[found.batch_size],
+        "budget": found.budget_bytes,
+    }
 
 
 def predicted(case: Case, model: Any, size: int, buckets: Buckets | None = None) -> int | None:
@@ -146,7 +188,9 @@ def predicted(case: Case, model: Any, size: int, buckets: Buckets | None = None)
     return prediction.reserved_bytes(size)
 
 
-def trained(start: Callable[[], Training], size: int, num_steps: int, cap_bytes: int = 0) -> dict[str, Any]:
+def trained(
+    start: Callable[[], Training], size: int, num_steps: int, cap_bytes: int = 0
+) -> dict[str, Any]:
     """Whether real steps neither flushed the cache nor ran out of memory, and what they reserved."""
     if cap_bytes:
         total = torch.cuda.get_device_properties(0).total_memory
@@ -207,25 +251,42 @@ def row(case: Case, tolerance: float) -> dict[str, Any]:
     if not brute:
         raise RowError(f"brute force fits no size, the search {size}")
     above = "holds" if fits(brute + max(round(0.02 * brute), 1)) else "breaks"
-    return compared([found | real], num_bytes) | {"brute": [brute], "found/": [size / brute], "+2 %": [above]}
+    return compared([found | real], num_bytes) | {
+        "brute": [brute],
+        "found/": [size / brute],
+        "+2 %": [above],
+    }
 
 
 def row_of_ranks(case: Case, tolerance: float) -> dict[str, Any]:
     """Figures of a case on two ranks; errors as for `row`."""
     ranks: list[dict[str, Any]] = [{}, {}]
     for task in ("search", "training"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+        ]
         command += ["-m", "benchmarks.gpu_truth", "--case", json.dumps(dataclasses.asdict(case))]
-        command += [f"--tolerance={tolerance}", *(f"--size={rank['size']}" for rank in ranks[:1] if rank)]
+        command += [
+            f"--tolerance={tolerance}",
+            *(f"--size={rank['size']}" for rank in ranks[:1] if rank),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
+        answers = [
+            json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')
+        ]
         if len(answers) != 2:
             reason = re.search(r".*Error: .*", done.stderr)
             raise RowError(f"{task}: {reason[0] if reason else done.stderr[-500:]}")
         for answer in answers:
             ranks[answer["rank"]] |= answer
     size = ranks[0]["size"]
-    return compared(ranks, in_fork("prediction", lambda: predicted(case, case.built(), size, Buckets())))
+    return compared(
+        ranks, in_fork("prediction", lambda: predicted(case, case.built(), size, Buckets()))
+    )
 
 
 def on_one_rank(case: Case, tolerance: float, size: int | None) -> None:
@@ -241,34 +302,45 @@ def on_one_rank(case: Case, tolerance: float, size: int | None) -> None:
         answer = trained(lambda: training, size, NUM_STEPS)
         if "peak" not in answer:
             raise RowError(f"rank {rank} ran out of memory at the size found, {size}")
-    os.write(1, f"{json.dumps({'rank': rank, **answer})}\n".encode())  # one write: the ranks share a pipe
+    os.write(
+        1, f"{json.dumps({'rank': rank, **answer})}\n".encode()
+    )  # one write: the ranks share a pipe
     torch.distributed.destroy_process_group()
 
 
 def compared(ranks: list[dict[str, Any]], predicted_bytes: int | None) -> dict[str, Any]:
     """The row of one rank or more; a list has a value for each."""
     return {
-        "found": [ranks[0]["size"]], "trials": [ranks[0]["trials"]], "s": [ranks[0]["seconds"]],
+        "found": [ranks[0]["size"]],
+        "trials": [ranks[0]["trials"]],
+        "s": [ranks[0]["seconds"]],
         "promise": [rank["promise"] / GIB for rank in ranks],
         "training": [rank["peak"] / rank["promise"] - 1 for rank in ranks],
         "in use": [rank["in use"] for rank in ranks],
         "predicted": [predicted_bytes / rank["peak"] - 1 for rank in ranks if predicted_bytes],
-    }  # fmt: skip
+    }
 
 
 OF_EACH = {
-    "found": "d", "trials": "d", "s": ".1f", "promise": ".2f", "training": "+.2%", "in use": ".2%",
+    "found": "d",
+    "trials": "d",
+    "s": ".1f",
+    "promise": ".2f",
+    "training": "+.2%",
+    "in use": ".2%",
     "predicted": "+.2%",
-}  # fmt: skip
+}
 OF_ONE_RANK = {"brute": "d", "found/": ".1%", "+2 %": ""}
 
 
 def print_table(options: argparse.Namespace) -> None:
     """Print a row for each case, and the summary."""
     settings = [
-        f"{name}={value}" for name, value in os.environ.items()
-        if name.startswith(("PHANTOM_", "PYTORCH_")) and name not in ("PHANTOM_MACHINE", "PHANTOM_DIR")
-    ]  # fmt: skip
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(("PHANTOM_", "PYTORCH_"))
+        and name not in ("PHANTOM_MACHINE", "PHANTOM_DIR")
+    ]
     python = "python -m tests.phantom python" if is_on() else "python"
     print("$", *settings, python, "-m benchmarks.gpu_truth", shlex.join(sys.argv[1:]))
     card, gib = "phantom card", options.gib
@@ -278,7 +350,9 @@ def print_table(options: argparse.Namespace) -> None:
     print(f"{card}; torch {torch.__version__}, timm {timm.__version__}; seed {options.seed}\n")
     columns, width = (OF_EACH, 13) if options.ranks else (OF_EACH | OF_ONE_RANK, 8)
     line = "{:30} {:8} {:12} {:14} {:>5}".format
-    print(line("model", "format", "optimizer", "feature", "GiB"), *(f"{n:>{width}}" for n in columns))
+    print(
+        line("model", "format", "optimizer", "feature", "GiB"), *(f"{n:>{width}}" for n in columns)
+    )
     rows, chosen = [], [*cases(options.seed, options.rows, gib)]
     for case, own_gib in chosen:
         cards = ",".join(f"{one:g}" for one in (gib if options.ranks else [own_gib]))
@@ -286,7 +360,9 @@ def print_table(options: argparse.Namespace) -> None:
         print(line(case.model, case.format, case.optimizer, case.features[0], cards), end=" ")
         try:
             rows.append((row_of_ranks if options.ranks else row)(case, options.tolerance))
-            texts = {n: "/".join(format(v, form) for v in rows[-1][n]) for n, form in columns.items()}
+            texts = {
+                n: "/".join(format(v, form) for v in rows[-1][n]) for n, form in columns.items()
+            }
             print(*(f"{text or '-':>{width}}" for text in texts.values()), flush=True)
         except RowError as error:
             print(error, flush=True)
@@ -298,21 +374,27 @@ def print_summary(rows: list[dict[str, Any]], num_rows: int, is_of_one_rank: boo
     goals: dict[str, Callable[[dict[str, Any]], bool]] = {
         "every process ran to its end": lambda got: True,
         f"at most {FRACTION:.0%} of a card in use": lambda got: max(got["in use"]) <= FRACTION,
-        f"training at most its promise, and at most {SLACK:.1%} below":
-            lambda got: all(-SLACK <= part <= 0 for part in got["training"]),
-    }  # fmt: skip
+        f"training at most its promise, and at most {SLACK:.1%} below": lambda got: all(
+            -SLACK <= part <= 0 for part in got["training"]
+        ),
+    }
     if is_of_one_rank:
         goals["found at least 99 % of brute force"] = lambda got: got["found/"][0] >= 0.99
         goals["2 % above brute force breaks the budget"] = lambda got: got["+2 %"] == ["breaks"]
     print("\nrows that miss a goal; a failed row misses every one")
     for goal, is_met in goals.items():
         print(f"{goal:60} {num_rows - sum(map(is_met, rows))} of {num_rows}")
-    every = {name: [value for got in rows for value in got.get(name, [])] for name in OF_EACH | OF_ONE_RANK}
+    every = {
+        name: [value for got in rows for value in got.get(name, [])]
+        for name in OF_EACH | OF_ONE_RANK
+    }
     if kept := every["training"]:
         print(f"\ntraining against its promise   {min(kept):+.2%} to {max(kept):+.2%}")
         print(f"trials                         {fmean(every['trials']):.1f} on average")
     if shares := every["found/"]:
-        print(f"found, of brute force          {min(shares):.1%} at least, median {median(shares):.1%}")
+        print(
+            f"found, of brute force          {min(shares):.1%} at least, median {median(shares):.1%}"
+        )
     if errors := sorted(map(abs, every["predicted"])):
         ninth = errors[(9 * len(errors) + 9) // 10 - 1]
         print(
@@ -332,7 +414,9 @@ def main() -> None:
     )
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--ranks", action="store_true")
-    parser.add_argument("--case", type=lambda text: Case(**json.loads(text)), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--case", type=lambda text: Case(**json.loads(text)), help=argparse.SUPPRESS
+    )
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -33,9 +33,12 @@ HEADS = ("independent", "marginal")
 COMMON = ("MODEL.NAME=test_resnet", "DATA.DATASET.CHANNELS=1", "DATA.IMG_SIZE=8")
 DIGITS = ("DATA.DATASET.NAME=digits", "DATA.AUGMENT.CROP_SCALE=[1,1]")
 MADE_UP = (
-    "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_CLASSES=[3,9,27,81]", "DATA.DATASET.NUM_SAMPLES=1620",
-    "DATA.DATASET.NUM_SAMPLES_VAL=810", "DATA.AUGMENT.CROP_SCALE=[1,1]",
-)  # fmt: skip
+    "DATA.DATASET.NAME=synthetic",
+    "DATA.DATASET.NUM_CLASSES=[3,9,27,81]",
+    "DATA.DATASET.NUM_SAMPLES=1620",
+    "DATA.DATASET.NUM_SAMPLES_VAL=810",
+    "DATA.AUGMENT.CROP_SCALE=[1,1]",
+)
 CPU = torch.device("cpu")
 
 
@@ -53,14 +56,19 @@ def main() -> None:
         for unknown in arguments.unknown.split(","):
             for head in HEADS:
                 tokens = [
-                    *COMMON, *(DIGITS if dataset == "digits" else MADE_UP), f"MODEL.HEAD={head}",
-                    f"DATA.DATASET.UNKNOWN_FRACTION={unknown}", *arguments.opts,
-                ]  # fmt: skip
+                    *COMMON,
+                    *(DIGITS if dataset == "digits" else MADE_UP),
+                    f"MODEL.HEAD={head}",
+                    f"DATA.DATASET.UNKNOWN_FRACTION={unknown}",
+                    *arguments.opts,
+                ]
                 config = load_config(tokens).config
                 data = build_data(config.DATA, seed=0)
                 train, val = whole(data.train), whole(data.val)
                 results = [
-                    train_once(config, data, train, val, seed, arguments.epochs, arguments.batch_size)
+                    train_once(
+                        config, data, train, val, seed, arguments.epochs, arguments.batch_size
+                    )
                     for seed in range(arguments.seeds)
                 ]
                 report(dataset, unknown, head, results)
@@ -73,7 +81,13 @@ def whole(dataset: object) -> Batch:
 
 
 def train_once(
-    config: Config, data: DataBundle, train: Batch, val: Batch, seed: int, epochs: int, batch_size: int
+    config: Config,
+    data: DataBundle,
+    train: Batch,
+    val: Batch,
+    seed: int,
+    epochs: int,
+    batch_size: int,
 ) -> dict[str, float]:
     """Train from one seed; the metrics of validation after the last step."""
     seed_all(seed)

@@ -74,7 +74,9 @@ def main() -> None:
         f"Pillow {PIL.__version__}, Python {platform.python_version()}; {arguments.turns} turns of "
         f"{arguments.batches} x {arguments.batch_size} images of {arguments.img_size} pixels"
     )
-    print(f"{'images/s':18s} {'ours':>8s} {'torchvision':>12s} {'timm':>8s}   ours/torchvision   ours/timm")
+    print(
+        f"{'images/s':18s} {'ours':>8s} {'torchvision':>12s} {'timm':>8s}   ours/torchvision   ours/timm"
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder) / "train", arguments.images)
         write_images(Path(folder) / "val", NUM_CLASSES)
@@ -131,16 +133,28 @@ def check_alike(batches: list[Any], *, mixes: bool) -> None:
 def ours(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
     policy, mixup = case
     size = arguments.batch_size
-    config = load_config([
-        "DATA.DATASET.NAME=imagefolder", f"DATA.DATASET.ROOT={folder}", f"DATA.IMG_SIZE={arguments.img_size}",
-        f"DATA.AUGMENT.CROP_SCALE={list(SCALE)}", "DATA.AUGMENT.HFLIP=0.5", f"DATA.AUGMENT.MEAN={MEAN}",
-        f"DATA.AUGMENT.STD={STD}", f"DATA.AUGMENT.POLICY={'randaugment' if policy else 'none'}",
-        f"DATA.AUGMENT.MIXUP={1.0 if mixup else 0.0}", "DATA.NUM_WORKERS=0",
-    ]).config  # fmt: skip
+    config = load_config(
+        [
+            "DATA.DATASET.NAME=imagefolder",
+            f"DATA.DATASET.ROOT={folder}",
+            f"DATA.IMG_SIZE={arguments.img_size}",
+            f"DATA.AUGMENT.CROP_SCALE={list(SCALE)}",
+            "DATA.AUGMENT.HFLIP=0.5",
+            f"DATA.AUGMENT.MEAN={MEAN}",
+            f"DATA.AUGMENT.STD={STD}",
+            f"DATA.AUGMENT.POLICY={'randaugment' if policy else 'none'}",
+            f"DATA.AUGMENT.MIXUP={1.0 if mixup else 0.0}",
+            "DATA.NUM_WORKERS=0",
+        ]
+    ).config
     with build_loaders(
-        build_data(config.DATA, seed=0), config.DATA, World(torch.device("cpu")),
-        sizes=lambda epoch, skip: iter([size] * (arguments.images // size)), batch_size_val=size, seed=0,
-    ) as loaders:  # fmt: skip
+        build_data(config.DATA, seed=0),
+        config.DATA,
+        World(torch.device("cpu")),
+        sizes=lambda epoch, skip: iter([size] * (arguments.images // size)),
+        batch_size_val=size,
+        seed=0,
+    ) as loaders:
         epoch = 0
         while True:
             loaders.train.set_epoch(epoch)
@@ -150,20 +164,28 @@ def ours(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
 
 def torchvisions(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
     policy, mixup = case
-    transform = v2.Compose([
-        v2.RandomResizedCrop(arguments.img_size, SCALE, antialias=True), v2.RandomHorizontalFlip(0.5),
-        *([v2.RandAugment()] if policy else []),
-        v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD),
-    ])  # fmt: skip
+    transform = v2.Compose(
+        [
+            v2.RandomResizedCrop(arguments.img_size, SCALE, antialias=True),
+            v2.RandomHorizontalFlip(0.5),
+            *([v2.RandAugment()] if policy else []),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(MEAN, STD),
+        ]
+    )
     mix = v2.MixUp(num_classes=NUM_CLASSES)
 
     def collate(samples: list[Any]) -> Any:
         return mix(*default_collate(samples)) if mixup else default_collate(samples)
 
     loader = DataLoader(
-        ImageFolder(str(folder / "train"), transform), arguments.batch_size, shuffle=True, drop_last=True,
+        ImageFolder(str(folder / "train"), transform),
+        arguments.batch_size,
+        shuffle=True,
+        drop_last=True,
         collate_fn=collate,
-    )  # fmt: skip
+    )
     while True:
         yield from loader
 
@@ -175,12 +197,24 @@ def timms(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
         collate = FastCollateMixup(mixup_alpha=1.0, label_smoothing=0.0, num_classes=NUM_CLASSES)
     size = arguments.img_size
     loader = create_loader(
-        create_dataset("", str(folder), split="train"), input_size=(3, size, size),
-        batch_size=arguments.batch_size, is_training=True, use_prefetcher=True, scale=SCALE, hflip=0.5,
-        color_jitter=None, auto_augment=TIMM_POLICY if policy else None, interpolation="bilinear", mean=MEAN,
-        std=STD, num_workers=0, collate_fn=collate, device=torch.device("cpu"), pin_memory=False,
+        create_dataset("", str(folder), split="train"),
+        input_size=(3, size, size),
+        batch_size=arguments.batch_size,
+        is_training=True,
+        use_prefetcher=True,
+        scale=SCALE,
+        hflip=0.5,
+        color_jitter=None,
+        auto_augment=TIMM_POLICY if policy else None,
+        interpolation="bilinear",
+        mean=MEAN,
+        std=STD,
+        num_workers=0,
+        collate_fn=collate,
+        device=torch.device("cpu"),
+        pin_memory=False,
         persistent_workers=False,
-    )  # fmt: skip
+    )
     while True:
         yield from loader
 

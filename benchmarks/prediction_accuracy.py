@@ -135,7 +135,9 @@ def outcome_of(model: str, points: Points) -> Outcome:
     start, family = time.perf_counter(), family_of(model)
     try:
         elements, (first, second) = traces_of(model)
-        prediction = Prediction.of(first, second, base_bytes=BASE_BYTES, settings=AllocatorSettings())
+        prediction = Prediction.of(
+            first, second, base_bytes=BASE_BYTES, settings=AllocatorSettings()
+        )
     except (UntraceableError, RuntimeError) as error:
         return Outcome(model, family, (), time.perf_counter() - start, str(error).splitlines()[0])
     runs = tuple(Run(model, n, mib, predicted_mib(prediction, n, elements)) for n, mib in points)
@@ -193,7 +195,8 @@ def report(outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield line(family, families[family])
     yield "\nworst runs"
     worst = sorted(
-        ((run, outcome) for outcome in outcomes for run in outcome.runs), key=lambda p: -abs(p[0].error)
+        ((run, outcome) for outcome in outcomes for run in outcome.runs),
+        key=lambda p: -abs(p[0].error),
     )
     for run, outcome in worst[:10]:
         yield (
@@ -215,13 +218,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--curves", type=Path, default=CURVES)
-    parser.add_argument("--models", type=int, help="a random sample of so many models; all without it")
+    parser.add_argument(
+        "--models", type=int, help="a random sample of so many models; all without it"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--part", choices=("all", "fit", "held"), default="all")
     options = parser.parse_args(arguments)
     curves = read_curves(options.curves)
-    names = [n for n in sorted(curves) if options.part == "all" or is_fitted(n) == (options.part == "fit")]
+    names = [
+        n
+        for n in sorted(curves)
+        if options.part == "all" or is_fitted(n) == (options.part == "fit")
+    ]
     if options.models is not None:
         names = sorted(random.Random(options.seed).sample(names, min(options.models, len(names))))
     with ProcessPoolExecutor(options.jobs) as pool:

@@ -68,10 +68,18 @@ PAPER = {
 GPUMEMNET_CARD_MIB = 40_507
 
 ACTIVATIONS = {
-    "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "prelu": nn.PReLU, "elu": nn.ELU, "selu": nn.SELU,
-    "tanh": nn.Tanh, "softplus": nn.Softplus, "swish": nn.SiLU, "mish": nn.Mish, "gelu": nn.GELU,
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "prelu": nn.PReLU,
+    "elu": nn.ELU,
+    "selu": nn.SELU,
+    "tanh": nn.Tanh,
+    "softplus": nn.Softplus,
+    "swish": nn.SiLU,
+    "mish": nn.Mish,
+    "gelu": nn.GELU,
     "identity": nn.Identity,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -129,9 +137,13 @@ def read_rows(path: Path) -> Iterator[Row]:
             job = Job(**{**settings, "size": int(line["size"])})  # type: ignore[arg-type]
             peers = dict(part.split("=") for part in line["peers"].split(";") if part)
             yield Row(
-                job, int(line["batch_size"]), line["measured"], float(line["measured_mib"]),
-                int(line["card_mib"] or 0), {name: float(mib) for name, mib in peers.items()},
-            )  # fmt: skip
+                job,
+                int(line["batch_size"]),
+                line["measured"],
+                float(line["measured_mib"]),
+                int(line["card_mib"] or 0),
+                {name: float(mib) for name, mib in peers.items()},
+            )
 
 
 def read_gpumemnet(folder: Path) -> Iterator[Row]:
@@ -151,7 +163,9 @@ def read_gpumemnet(folder: Path) -> Iterator[Row]:
             model = line[""] or model
             size = (299 if model == "inception" else 224) if is_image(model) else 512
             job = Job(source, model, size, *(() if is_image(model) else ("AdamW", "end")))
-            peers = {key.strip(): float(mib) for key, mib in list(line.items())[3:] if mib.strip("- ")}
+            peers = {
+                key.strip(): float(mib) for key, mib in list(line.items())[3:] if mib.strip("- ")
+            }
             mib = float(line["Actual GPU memory"])
             yield Row(job, int(line["batch_size"]), "device", mib, GPUMEMNET_CARD_MIB, peers)
 
@@ -230,14 +244,19 @@ def mlp(job: Job) -> Built:
     for _ in range(depth + (parts["arch"] == "bottleneck")):
         previous = width
         if parts["arch"] != "uniform":
-            width = max(width - step_down if parts["arch"] == "gradual" else width // 2, num_classes)
+            width = max(
+                width - step_down if parts["arch"] == "gradual" else width // 2, num_classes
+            )
         layers.append(nn.Linear(previous, width))
         if parts["batchnorm"] == "True":
             layers.append(nn.BatchNorm1d(width))
         layers.append(ACTIVATIONS[parts["act"]]())
         if parts["dropout"] == "True":
             layers.append(nn.Dropout(0.1))
-    layers += [nn.Linear(width, num_classes), nn.Sigmoid() if num_classes == 1 else nn.Softmax(dim=1)]
+    layers += [
+        nn.Linear(width, num_classes),
+        nn.Sigmoid() if num_classes == 1 else nn.Softmax(dim=1),
+    ]
     return classifier(job, nn.Sequential(*layers), lambda n: torch.empty(n, job.size), num_classes)
 
 
@@ -256,7 +275,9 @@ class EncoderClassifier(nn.Module):
         self.head = nn.Linear(width, int(parts["num_classes"]))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.encoder(self.embedding(tokens) + self.positions).mean(dim=1))
+        logits: Tensor = self.head(
+            self.encoder(self.embedding(tokens) + self.positions).mean(dim=1)
+        )
         return logits
 
 
@@ -284,11 +305,15 @@ def language_model(job: Job) -> Built:
     config = getattr(transformers, f"{family}Config")(**settings, use_cache=False)
     # Without fused attention before transformers 5, where the runs were measured
     attention = "eager" if family in ("T5", "GPTNeo", "XLNet") else "sdpa"
-    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config, attn_implementation=attention)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(
+        config, attn_implementation=attention
+    )
     base = model.to(getattr(torch, job.dtype))
     is_fms, is_padded = job.source == "fms", job.source.startswith("xmem")
     keeps_outputs = is_padded or family == "GPTBigCode"
-    if family == "Mistral" and job.transformers < "4.40":  # each layer had a table of cosines and of sines
+    if (
+        family == "Mistral" and job.transformers < "4.40"
+    ):  # each layer had a table of cosines and of sines
         width = config.hidden_size // config.num_attention_heads
         shape = 2, config.num_hidden_layers, config.max_position_embeddings, width
         model.register_buffer("rotary", torch.empty(shape, dtype=base.dtype))
@@ -297,7 +322,10 @@ def language_model(job: Job) -> Built:
 
         rank, targets = re.fullmatch(r"r=(\d+) ?(.*)", job.lora).groups()  # type: ignore[union-attr]
         adapter = peft.LoraConfig(
-            r=int(rank), lora_dropout=0.1, task_type="CAUSAL_LM", target_modules=targets.split() or None
+            r=int(rank),
+            lora_dropout=0.1,
+            task_type="CAUSAL_LM",
+            target_modules=targets.split() or None,
         )
         model = peft.get_peft_model(model, adapter)
     if is_fms:
@@ -305,7 +333,9 @@ def language_model(job: Job) -> Built:
         if job.lora:
             model.enable_input_require_grads()
     if kind == "CausalLM" and (is_fms or is_padded):
-        makes_float32 = is_fms and family != "GPTBigCode" and not job.transformers.startswith("4.48")
+        makes_float32 = (
+            is_fms and family != "GPTBigCode" and not job.transformers.startswith("4.48")
+        )
         if makes_float32:  # the model then did; later the loss does
             base.lm_head.register_forward_hook(lambda module, inputs, output: output.float())
         base.loss_function = shifted_loss(upcasts=family != "GPTBigCode" and not makes_float32)
@@ -317,7 +347,9 @@ def language_model(job: Job) -> Built:
 
     def make_batch(n: int) -> dict[str, Tensor]:
         tokens = torch.zeros(n, job.size, dtype=torch.long)
-        labels = torch.zeros(n, dtype=torch.long) if kind == "SequenceClassification" else tokens.clone()
+        labels = (
+            torch.zeros(n, dtype=torch.long) if kind == "SequenceClassification" else tokens.clone()
+        )
         masks = {"attention_mask": torch.ones_like(tokens)} if is_padded else {}
         return {"input_ids": tokens, "labels": labels, **masks}
 
@@ -376,7 +408,9 @@ def figures_of(job: Job, points: Sequence[tuple[int, int]]) -> dict[str, Any]:
             prediction = Prediction.of(*traces, base_bytes=BASE_BYTES, settings=AllocatorSettings())
         else:
             made, plain = built(job), AllocatorSettings()
-            prediction = predict(made.step, made.make_batch, state=made.state, base_bytes=0, settings=plain)
+            prediction = predict(
+                made.step, made.make_batch, state=made.state, base_bytes=0, settings=plain
+            )
         prediction.peak_bytes(points[0][0])
         seconds, found = time.process_time() - start, {}
         for n, card_mib in points:
@@ -396,7 +430,9 @@ def figures_of(job: Job, points: Sequence[tuple[int, int]]) -> dict[str, Any]:
     return {"seconds": seconds, "points": found}
 
 
-def all_figures(rows: Sequence[Row], cache: Path | None, num_jobs: int) -> dict[Job, dict[str, Any]]:
+def all_figures(
+    rows: Sequence[Row], cache: Path | None, num_jobs: int
+) -> dict[Job, dict[str, Any]]:
     """The figures of each job; those in the cache, if they are of the same code, are not computed again."""
     code = sorted(Path(sys.modules[Prediction.__module__].__file__ or "").parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:16]
@@ -412,7 +448,9 @@ def all_figures(rows: Sequence[Row], cache: Path | None, num_jobs: int) -> dict[
         found = pool.map(figures_of, jobs, [sorted(points[job]) for job in jobs])
         for number, (key, value) in enumerate(zip(missing, found, strict=True), 1):
             known[key] = value
-            print(f"{number} of {len(missing)}: {keys[key].source} {keys[key].model}", file=sys.stderr)
+            print(
+                f"{number} of {len(missing)}: {keys[key].source} {keys[key].model}", file=sys.stderr
+            )
             if cache is not None:
                 with cache.open("a") as file:
                     print(json.dumps([key, value]), file=file)
@@ -422,18 +460,27 @@ def all_figures(rows: Sequence[Row], cache: Path | None, num_jobs: int) -> dict[
 # --- the table ---
 
 
-def line(name: str, part: str, pairs: Sequence[tuple[float, float]], base_mib: float | None = None) -> str:
+def line(
+    name: str, part: str, pairs: Sequence[tuple[float, float]], base_mib: float | None = None
+) -> str:
     """One method on one part: its predicted and measured MiB."""
     errors = [predicted / measured - 1 for predicted, measured in pairs]
     absolute = [abs(error) for error in errors]
     covered = sum(measured < COVER * predicted for predicted, measured in pairs) / len(pairs)
-    figures = statistics.median(absolute), quantile(absolute, 0.9), statistics.median(errors), covered
+    figures = (
+        statistics.median(absolute),
+        quantile(absolute, 0.9),
+        statistics.median(errors),
+        covered,
+    )
     percents = "".join(f"{100 * figure:>9.1f}" for figure in figures)
     base = "" if base_mib is None else f"{base_mib:>9.0f}"
     return f"  {name:<26}{part:<6}{len(pairs):>5}{percents}{base}"
 
 
-def report(rows: Sequence[Row], figures: dict[Job, dict[str, Any]], shows_rows: bool) -> Iterator[str]:
+def report(
+    rows: Sequence[Row], figures: dict[Job, dict[str, Any]], shows_rows: bool
+) -> Iterator[str]:
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.job.source, row.measured].append(row)
@@ -461,8 +508,12 @@ def table(found: dict[Row, dict[str, Any]], measured: str, shows_rows: bool) -> 
             return at["allocated"]
         return at.get(method, 0.0) or at["prediction"]
 
-    parts = {part: [row for row in found if row.is_fitted == (part == "fit")] for part in ("fit", "held")}
-    if measured == "run":  # of timm: its constants are in the prediction, its parts those of the models
+    parts = {
+        part: [row for row in found if row.is_fitted == (part == "fit")] for part in ("fit", "held")
+    }
+    if (
+        measured == "run"
+    ):  # of timm: its constants are in the prediction, its parts those of the models
         parts, methods = {"held": list(found)}, ["prediction", "with the card"]
     elif measured == "allocated":
         methods = ["prediction", "live tensors"]
@@ -504,8 +555,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gpumemnet", type=Path, help="clone of GPUMemNet's repository")
     parser.add_argument("--source", action="append", help="only this source; may be given again")
-    parser.add_argument("--limit", type=int, default=300, help="most rows of a source, drawn at random")
-    parser.add_argument("--models", type=int, default=120, help="timm models of the part `held`, at random")
+    parser.add_argument(
+        "--limit", type=int, default=300, help="most rows of a source, drawn at random"
+    )
+    parser.add_argument(
+        "--models", type=int, default=120, help="timm models of the part `held`, at random"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of both draws")
     parser.add_argument(
         "--cache", type=Path, help="file of predictions, reused until the predicting code changes"
@@ -515,15 +570,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows = [row for path in sorted(TABLES.glob("*.csv")) for row in read_rows(path)]
     if options.gpumemnet is None:
-        print("GPUMemNet is left out: name a clone of its repository with --gpumemnet", file=sys.stderr)
+        print(
+            "GPUMemNet is left out: name a clone of its repository with --gpumemnet",
+            file=sys.stderr,
+        )
     else:
         rows += read_gpumemnet(options.gpumemnet)
     curves = {name: runs for name, runs in read_curves(CURVES).items() if not is_fitted(name)}
-    for name in sorted(random.Random(options.seed).sample(sorted(curves), min(options.models, len(curves)))):
-        rows += [Row(Job("timm", name), n, "run", mib, GPUMEMNET_CARD_MIB) for n, mib in curves[name]]
+    for name in sorted(
+        random.Random(options.seed).sample(sorted(curves), min(options.models, len(curves)))
+    ):
+        rows += [
+            Row(Job("timm", name), n, "run", mib, GPUMEMNET_CARD_MIB) for n, mib in curves[name]
+        ]
     sources = sorted({row.job.source for row in rows})
     if not set(options.source or ()) <= set(sources):
-        print(f"--source {' '.join(options.source)}: the sources are {' '.join(sources)}", file=sys.stderr)
+        print(
+            f"--source {' '.join(options.source)}: the sources are {' '.join(sources)}",
+            file=sys.stderr,
+        )
         return 2
     drawn: list[Row] = []
     for source in options.source or sources:

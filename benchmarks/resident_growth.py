@@ -19,7 +19,12 @@ import torch.nn.functional as functional
 
 from linnaeus.autobatch.memory.device import device_memory
 
-MODELS = {"test_resnet": (128, 64), "test_vit": (160, 64), "test_convnext": (128, 32), "resnet18": (96, 32)}
+MODELS = {
+    "test_resnet": (128, 64),
+    "test_vit": (160, 64),
+    "test_convnext": (128, 32),
+    "resnet18": (96, 32),
+}
 """Image size and batch size of each model."""
 NUM_STEPS = 15
 MIB = 1024**2
@@ -31,7 +36,11 @@ def main() -> None:
         return
     for name in MODELS:
         command = [sys.executable, "-m", "benchmarks.resident_growth", name]
-        print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="", flush=True)
+        print(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout,
+            end="",
+            flush=True,
+        )
 
 
 def _growth(name: str) -> str:
@@ -42,7 +51,10 @@ def _growth(name: str) -> str:
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(size: int) -> None:
-        images, labels = torch.randn(size, 3, img_size, img_size), torch.zeros(size, dtype=torch.long)
+        images, labels = (
+            torch.randn(size, 3, img_size, img_size),
+            torch.zeros(size, dtype=torch.long),
+        )
         functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -321,7 +321,8 @@ def compare_ranks(settings: Sequence[Setting]) -> Iterator[str]:
             ProcessPoolExecutor(len(settings), multiprocessing.get_context("spawn")) as pool,
         ):
             ranks = [
-                pool.submit(search_as_rank, rank, name, settings, folder) for rank in range(len(settings))
+                pool.submit(search_as_rank, rank, name, settings, folder)
+                for rank in range(len(settings))
             ]
             sizes = []
             for rank in ranks:
@@ -363,7 +364,8 @@ def table(rounds: Sequence[Round], survived: dict[str, int], num_steps: int) -> 
 def ratio_to_ours(rounds: Sequence[Round], name: str, field: str) -> float:
     """Median over the rounds of this finder's value divided by ours."""
     return statistics.median(
-        getattr(round_[name], field) / (getattr(round_[OURS], field) or math.nan) for round_ in rounds
+        getattr(round_[name], field) / (getattr(round_[OURS], field) or math.nan)
+        for round_ in rounds
     )
 
 
@@ -390,13 +392,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", default="test_vit", help="a timm model")
     parser.add_argument("--img-size", type=int, default=128)
-    parser.add_argument("--memory-limit-gb", type=float, default=1.2, help="cap on the memory of the process")
+    parser.add_argument(
+        "--memory-limit-gb", type=float, default=1.2, help="cap on the memory of the process"
+    )
     parser.add_argument("--max-batch-size", type=int, default=8192)
-    parser.add_argument("--num-threads", type=int, default=1, help="few are less disturbed by other programs")
-    parser.add_argument("--steps", type=int, default=50, help="training steps to run at the size found")
+    parser.add_argument(
+        "--num-threads", type=int, default=1, help="few are less disturbed by other programs"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=50, help="training steps to run at the size found"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="2 compares two ranks instead")
-    parser.add_argument("--second-limit-gb", type=float, default=1.1, help="cap on the second rank's memory")
+    parser.add_argument(
+        "--ranks", type=int, choices=(1, 2), default=1, help="2 compares two ranks instead"
+    )
+    parser.add_argument(
+        "--second-limit-gb", type=float, default=1.1, help="cap on the second rank's memory"
+    )
     return parser.parse_args(argv)
 
 

@@ -34,17 +34,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from linnaeus.autobatch.predicted import START_FRACTION
-from linnaeus.autobatch.search import STRATEGIES, OutOfMemory, PredictedPoint, SearchResult, find_largest
+from linnaeus.autobatch.search import (
+    STRATEGIES,
+    OutOfMemory,
+    PredictedPoint,
+    SearchResult,
+    find_largest,
+)
 
 CURVES = Path(__file__).parent / "data" / "memory_curves.csv"
 CAPACITY_MIB = 40_000
 BUDGET_MIB = 0.8 * CAPACITY_MIB
 MAX_SIZE = 8192
 NOISE = 0.01
-USABLE_MIB = 39_000  # rows above this come from runs that met the end of the card they were measured on
+USABLE_MIB = (
+    39_000  # rows above this come from runs that met the end of the card they were measured on
+)
 MIB = 2**20
 
-HEADER = f"{'':<19}{'strategy':<11}  mean  p50  p90  max   beyond     fits  certified    ratio    >=99 %"
+HEADER = (
+    f"{'':<19}{'strategy':<11}  mean  p50  p90  max   beyond     fits  certified    ratio    >=99 %"
+)
 LEGEND = """\
 mean, p50, p90, max: trials per search
 beyond: trials per search that need more memory than the card has
@@ -286,8 +296,10 @@ def print_predicted(curves: dict[str, Points], seeds: Sequence[int], jobs: int) 
             replace(case, predicted=starts[model].of(mode)) if model in starts else case
             for model, case in zip(models, alone, strict=True)
         ]
-        runs = {name: [replay(case, mode, "guided") for case in cases]
-                for name, cases in (("alone", alone), ("predicted", predicted))}  # fmt: skip
+        runs = {
+            name: [replay(case, mode, "guided") for case in cases]
+            for name, cases in (("alone", alone), ("predicted", predicted))
+        }
         for name, each in runs.items():
             print(line(mode, name, summary(each)))
         longer = Counter(
@@ -299,13 +311,19 @@ def print_predicted(curves: dict[str, Points], seeds: Sequence[int], jobs: int) 
 
 
 def line(mode: Mode, strategy: str, row: dict[str, float]) -> str:
-    counts = f"{row['mean']:6.2f}{row['p50']:5.0f}{row['p90']:5.0f}{row['max']:5.0f}{row['beyond']:9.3f}"
-    fractions = f"{row['fits']:9.1%}{row['certified']:11.1%}{row['ratio']:9.3f}{row['near_best']:10.1%}"
+    counts = (
+        f"{row['mean']:6.2f}{row['p50']:5.0f}{row['p90']:5.0f}{row['max']:5.0f}{row['beyond']:9.3f}"
+    )
+    fractions = (
+        f"{row['fits']:9.1%}{row['certified']:11.1%}{row['ratio']:9.3f}{row['near_best']:10.1%}"
+    )
     return f"{mode.name:<19}{strategy:<11}{counts}{fractions}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Replay the search strategies on measured memory curves.")
+    parser = argparse.ArgumentParser(
+        description="Replay the search strategies on measured memory curves."
+    )
     parser.add_argument("--curves", type=Path, default=CURVES, help="CSV of measured peaks")
     parser.add_argument("--seeds", type=int, default=10, help="draws of noise for each curve")
     parser.add_argument("--predict", action="store_true", help="start from a prediction")
@@ -314,7 +332,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that predict")
     args = parser.parse_args(argv)
     if not args.curves.is_file():
-        print(f"{args.curves}: no such file; name the measured peaks with --curves FILE", file=sys.stderr)
+        print(
+            f"{args.curves}: no such file; name the measured peaks with --curves FILE",
+            file=sys.stderr,
+        )
         return 2
     curves = read_curves(args.curves)
     if args.models is not None and args.models < len(curves):

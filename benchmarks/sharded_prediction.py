@@ -19,9 +19,12 @@ import torch
 
 SIZES = ("8", "32")
 CASES = (
-    ("vit_base_patch16_224", "float32"), ("vit_base_patch16_224", "bf16"), ("resnet50", "float32"),
-    ("gpt", "float32"), ("gpt", "bf16"),
-)  # fmt: skip
+    ("vit_base_patch16_224", "float32"),
+    ("vit_base_patch16_224", "bf16"),
+    ("resnet50", "float32"),
+    ("gpt", "float32"),
+    ("gpt", "bf16"),
+)
 LINE = re.compile(r"torch (\d+) MiB, predicted (\d+) \(([+-][\d.]+)%\)")
 
 
@@ -31,21 +34,30 @@ def main() -> None:
     worlds = parser.parse_args().worlds.split(",")
     print("$ PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m benchmarks.sharded_prediction")
     print(f"phantom card; torch {torch.__version__}\n")
-    print(f"{'model':22} {'gathered':9} {'ranks':>5} {'batch':>5} {'MiB':>7} {'predicted':>9} {'error':>7}")
+    print(
+        f"{'model':22} {'gathered':9} {'ranks':>5} {'batch':>5} {'MiB':>7} {'predicted':>9} {'error':>7}"
+    )
     errors = []
     for model, kind in CASES:
-        for world, size in product(worlds, SIZES):  # each in a process of its own: leftovers change the pools
+        for world, size in product(
+            worlds, SIZES
+        ):  # each in a process of its own: leftovers change the pools
             options = [model, size, "--amp", kind, "--shards", world]
             done = subprocess.run(
                 [sys.executable, "-m", "tests.phantom.compare", *options],
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
+                capture_output=True,
+                text=True,
+                check=True,
+            )
             ((real, predicted, error),) = LINE.findall(done.stdout)
             errors.append(abs(float(error)))
             print(
-                f"{model:22} {kind:9} {world:>5} {size:>5} {real:>7} {predicted:>9} {error:>6}%", flush=True
+                f"{model:22} {kind:9} {world:>5} {size:>5} {real:>7} {predicted:>9} {error:>6}%",
+                flush=True,
             )
-    print(f"\nerror of {len(errors)} rows: median {median(errors):.2f} %, largest {max(errors):.2f} %")
+    print(
+        f"\nerror of {len(errors)} rows: median {median(errors):.2f} %, largest {max(errors):.2f} %"
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,10 @@ from linnaeus.autobatch import auto_find_batch_size
 from linnaeus.autobatch.memory.device import CudaMemory
 
 FRACTION, STEPS = 0.5, 3
-FORMATS = {"fp32": MixedPrecisionPolicy(), "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+FORMATS = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+}
 
 
 def build(how: str, dtype: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -64,7 +67,11 @@ def row(how: str, dtype: str) -> str:
 
     began = time.monotonic()
     found = auto_find_batch_size(
-        step, make_batch, state=(model, optimizer), max_batch_size=1 << 14, target_memory_fraction=FRACTION
+        step,
+        make_batch,
+        state=(model, optimizer),
+        max_batch_size=1 << 14,
+        target_memory_fraction=FRACTION,
     )
     seconds = time.monotonic() - began
     share = real_share(step, make_batch, memory, optimizer)
@@ -77,7 +84,10 @@ def row(how: str, dtype: str) -> str:
 
 
 def real_share(
-    step: Callable[[Any], None], make_batch: Callable[[int], Any], memory: CudaMemory, optimizer: Any
+    step: Callable[[Any], None],
+    make_batch: Callable[[int], Any],
+    memory: CudaMemory,
+    optimizer: Any,
 ) -> Callable[[int], float]:
     """A function of the size: the peak of real joint steps over the budget, of the rank where it is most."""
 
@@ -116,6 +126,8 @@ if __name__ == "__main__":
     HOST = torch_dist.new_group(backend="gloo")
     lines = [row(how, dtype) for how in options.how for dtype in options.dtype]
     if torch_dist.get_rank() == 0:
-        print(f"cards of {os.environ.get('PHANTOM_TOTAL_GIB', '?')} GiB", *lines, sep="\n", flush=True)
+        print(
+            f"cards of {os.environ.get('PHANTOM_TOTAL_GIB', '?')} GiB", *lines, sep="\n", flush=True
+        )
     torch_dist.barrier(HOST)
     os._exit(0)

@@ -18,10 +18,16 @@ import tempfile
 from pathlib import Path
 
 SETTINGS = (
-    "DATA.DATASET.NAME=digits", "DATA.IMG_SIZE=64", "MODEL.NAME=test_resnet", "EXPERIMENT.DEVICE=cpu",
-    "DATA.NUM_WORKERS=0", "TRAIN.EPOCHS=2", "DATA.AUTOBATCH.MAX_BATCH_SIZE=64",
-    "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.BATCH_SIZE_VAL=64",
-)  # fmt: skip
+    "DATA.DATASET.NAME=digits",
+    "DATA.IMG_SIZE=64",
+    "MODEL.NAME=test_resnet",
+    "EXPERIMENT.DEVICE=cpu",
+    "DATA.NUM_WORKERS=0",
+    "TRAIN.EPOCHS=2",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=64",
+    "DATA.AUTOBATCH.ENABLED_VAL=False",
+    "DATA.BATCH_SIZE_VAL=64",
+)
 
 
 def main() -> None:
@@ -51,11 +57,20 @@ def main() -> None:
 
 def _train(folder: Path, name: str, *settings: str) -> tuple[int, float]:
     """Train in a process of its own; return the batch size and the images per second of training."""
-    command = [sys.executable, "-m", "linnaeus.train", *SETTINGS, *settings, f"EXPERIMENT.NAME={name}"]
+    command = [
+        sys.executable,
+        "-m",
+        "linnaeus.train",
+        *SETTINGS,
+        *settings,
+        f"EXPERIMENT.NAME={name}",
+    ]
     subprocess.run(
-        [*command, f"EXPERIMENT.OUTPUT_DIR={folder}"], check=True, stdout=subprocess.DEVNULL,
+        [*command, f"EXPERIMENT.OUTPUT_DIR={folder}"],
+        check=True,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     result = json.loads((folder / name / "result.json").read_text())
     searched = folder / name / "autobatch.json"
     size = json.loads(searched.read_text())["train"]["batch_size"] if searched.exists() else 0

@@ -55,10 +55,17 @@ def images(n: int, side: int = 64) -> tuple[Tensor, Tensor]:
 
 def network(width: int = 64) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(3, width, 3, 2, 1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 2 * width, 3, 2, 1),
-        nn.BatchNorm2d(2 * width), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Dropout(0.2),
+        nn.Conv2d(3, width, 3, 2, 1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, 2, 1),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Dropout(0.2),
         nn.Linear(32 * width, CLASSES),
-    )  # fmt: skip
+    )
 
 
 def classifying(
@@ -101,7 +108,9 @@ def meters(outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
     _, found = outputs.topk(5, 1, True, True)
     right = found.t().eq(targets.view(1, -1).expand(5, -1))
     losses.update(loss.item(), len(targets))
-    top.update(right[:5].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / len(targets))[0].item(), 1)
+    top.update(
+        right[:5].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / len(targets))[0].item(), 1
+    )
     print(f"loss {losses.total / losses.count:.4f} top5 {top.total:.1f}", file=sys.stderr)
 
 
@@ -125,7 +134,9 @@ def chosen_classes(outputs: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
 
 
 def confident(outputs: Tensor, targets: Tensor, loss: Tensor) -> Tensor:
-    return F.cross_entropy(outputs[outputs.max(1).values > 0.9], targets[outputs.max(1).values > 0.9])
+    return F.cross_entropy(
+        outputs[outputs.max(1).values > 0.9], targets[outputs.max(1).values > 0.9]
+    )
 
 
 def stops_at_nan(outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
@@ -135,7 +146,9 @@ def stops_at_nan(outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
 
 STEPS |= {
     "MNIST example, loss.item() printed": lambda: classifying(after=formatted),
-    "ImageNet example with meters": lambda: classifying(after=meters, momentum=0.9, weight_decay=1e-4),
+    "ImageNet example with meters": lambda: classifying(
+        after=meters, momentum=0.9, weight_decay=1e-4
+    ),
     "losses and predictions kept on the host": lambda: classifying(after=kept_on_host),
     "stop at a loss that is not finite": lambda: classifying(after=stops_at_nan),
     "hard examples by top-k": lambda: classifying(after=hard_examples),
@@ -149,7 +162,7 @@ STEPS |= {
     "ASGD": lambda: classifying(optimizer=torch.optim.ASGD),
     "RMSprop with momentum": lambda: classifying(optimizer=torch.optim.RMSprop, momentum=0.9),
     "channels last": lambda: classifying(network().to(memory_format=torch.channels_last)),
-}  # fmt: skip
+}
 
 
 @named("timm ViT with mixup and drop path")
@@ -157,7 +170,9 @@ def _() -> Job:
     import timm
     from timm.loss import SoftTargetCrossEntropy
 
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=CLASSES, drop_path_rate=0.1)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=64, num_classes=CLASSES, drop_path_rate=0.1
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     loss = SoftTargetCrossEntropy()
 
@@ -243,7 +258,10 @@ def _() -> Job:
 @named("DCGAN with two optimizers")
 def _() -> Job:
     net = nn.Sequential(
-        nn.ConvTranspose2d(100, 128, 8), nn.BatchNorm2d(128), nn.ReLU(), nn.ConvTranspose2d(128, 3, 8, 8)
+        nn.ConvTranspose2d(100, 128, 8),
+        nn.BatchNorm2d(128),
+        nn.ReLU(),
+        nn.ConvTranspose2d(128, 3, 8, 8),
     )
     critic = nn.Sequential(network(), nn.Linear(CLASSES, 1))
     first, second = torch.optim.Adam(net.parameters()), torch.optim.Adam(critic.parameters())
@@ -294,7 +312,9 @@ def _() -> Job:
     def step(batch: Any) -> None:
         views = F.normalize(model(torch.cat([batch[0], batch[0].flip(3)])), dim=1)
         n = len(views)
-        scores = (views @ views.t())[~torch.eye(n, dtype=torch.bool, device=views.device)].view(n, n - 1)
+        scores = (views @ views.t())[~torch.eye(n, dtype=torch.bool, device=views.device)].view(
+            n, n - 1
+        )
         wanted = (torch.arange(n, device=views.device) + n // 2 - 1).clamp(max=n - 2)
         optimizer.zero_grad()
         F.cross_entropy(scores / 0.1, wanted).backward()
@@ -330,7 +350,9 @@ def _() -> Job:
     model[3].register_forward_hook(
         lambda layer, given, out: seen.update(out=out.detach().abs().mean().item())
     )
-    model[3].register_full_backward_hook(lambda layer, given, out: seen.update(grad=out[0].norm().item()))
+    model[3].register_full_backward_hook(
+        lambda layer, given, out: seen.update(grad=out[0].norm().item())
+    )
     model[3].weight.register_hook(lambda grad: seen.update(norm=grad.norm().item()))
     return classifying(model)
 
@@ -338,7 +360,9 @@ def _() -> Job:
 @named("optimizer steps in backward")
 def _() -> Job:
     model = network()
-    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    optimizers = {
+        parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()
+    }
 
     def update(parameter: Tensor) -> None:
         optimizers[parameter].step()
@@ -376,7 +400,9 @@ def _() -> Job:
 
     model = network()
     metric = MulticlassAccuracy(CLASSES, validate_args=False).to(device_of(model))
-    state, step, batches = classifying(model, after=lambda out, targets, loss: metric.update(out, targets))
+    state, step, batches = classifying(
+        model, after=lambda out, targets, loss: metric.update(out, targets)
+    )
     return (*state, metric), step, batches
 
 
@@ -441,7 +467,11 @@ def _() -> Job:
 @named("nn.Transformer with a padding mask")
 def _() -> Job:
     layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
-    body, first, head = nn.TransformerEncoder(layer, 2), nn.Embedding(5000, 128), nn.Linear(128, 5000)
+    body, first, head = (
+        nn.TransformerEncoder(layer, 2),
+        nn.Embedding(5000, 128),
+        nn.Linear(128, 5000),
+    )
     model = nn.ModuleList([body, first, head])
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -507,14 +537,34 @@ def hub(name: str, head: str = "ForCausalLM", **settings: Any) -> nn.Module:
     import transformers
 
     small = {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 5000, "n_embd": 128, "n_layer": 2,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 5000,
+        "n_embd": 128,
+        "n_layer": 2,
         "n_head": 4,
-        "d_model": 128, "d_ff": 256, "d_kv": 32, "num_layers": 2, "num_heads": 4, "ffn_dim": 256,
-        "word_embed_proj_dim": 128, "n_layers": 2, "n_heads": 4, "dim": 128, "hidden_dim": 256,
-        "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256,
-        "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    }  # fmt: skip
+        "d_model": 128,
+        "d_ff": 256,
+        "d_kv": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "ffn_dim": 256,
+        "word_embed_proj_dim": 128,
+        "n_layers": 2,
+        "n_heads": 4,
+        "dim": 128,
+        "hidden_dim": 256,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 256,
+        "decoder_ffn_dim": 256,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    }
     kind = type(transformers.AutoConfig.for_model(name))
     known = kind().to_dict()
     config = kind(**{key: value for key, value in small.items() if key in known} | settings)
@@ -532,8 +582,12 @@ def texts(n: int, mask: bool = True, **more: Any) -> dict[str, Tensor]:
     return batch
 
 
-def tuned(model: nn.Module, batches: Any = texts, optimizer: Any = torch.optim.AdamW, **options: Any) -> Job:
-    chosen = optimizer([p for p in model.parameters() if p.requires_grad], **{"lr": 1e-3, **options})
+def tuned(
+    model: nn.Module, batches: Any = texts, optimizer: Any = torch.optim.AdamW, **options: Any
+) -> Job:
+    chosen = optimizer(
+        [p for p in model.parameters() if p.requires_grad], **{"lr": 1e-3, **options}
+    )
 
     def step(batch: Any) -> None:
         with torch.autocast("cuda", torch.bfloat16):
@@ -562,7 +616,16 @@ def adafactor(parameters: Any, **options: Any) -> Any:
 STEPS |= {
     f"{name} with an attention mask": lambda name=name: tuned(hub(name))
     for name in (
-        "llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_neox", "opt", "mixtral", "bloom", "phi"
+        "llama",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "mixtral",
+        "bloom",
+        "phi",
     )
 } | {
     "llama without a mask": lambda: tuned(hub("llama"), unmasked),
@@ -571,11 +634,13 @@ STEPS |= {
     "llama with checkpointing, no mask": lambda: tuned(checkpointed(hub("llama")), unmasked),
     "bert, masked words": lambda: tuned(hub("bert", "ForMaskedLM")),
     "roberta, masked words": lambda: tuned(hub("roberta", "ForMaskedLM", pad_token_id=1)),
-    "distilbert, classification": lambda: tuned(hub("distilbert", "ForSequenceClassification"), labelled),
+    "distilbert, classification": lambda: tuned(
+        hub("distilbert", "ForSequenceClassification"), labelled
+    ),
     "t5 with an attention mask": lambda: tuned(hub("t5", "ForSeq2SeqLM", decoder_start_token_id=0)),
     "bart with an attention mask": lambda: tuned(hub("bart", "ForSeq2SeqLM")),
     "opt, Adafactor of transformers": lambda: tuned(hub("opt"), optimizer=adafactor),
-}  # fmt: skip
+}
 
 
 def unmasked(n: int) -> dict[str, Tensor]:
@@ -590,9 +655,16 @@ def labelled(n: int) -> dict[str, Tensor]:
 def _() -> Job:
     from transformers import CLIPConfig, CLIPModel
 
-    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = CLIPModel(
-        CLIPConfig(text_config={**small, "vocab_size": 5000}, vision_config={**small, "image_size": 64})
+        CLIPConfig(
+            text_config={**small, "vocab_size": 5000}, vision_config={**small, "image_size": 64}
+        )
     )
 
     def make(n: int) -> Any:
@@ -608,14 +680,19 @@ def _() -> Job:
     import peft
 
     model = checkpointed(hub("llama").to(torch.bfloat16))
-    model = peft.get_peft_model(model, peft.LoraConfig(r=8, task_type="CAUSAL_LM", lora_dropout=0.1))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=8, task_type="CAUSAL_LM", lora_dropout=0.1)
+    )
     model.enable_input_require_grads()
     return tuned(model)
 
 
 def log_probabilities(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Of each sequence, of the words that count, as DPO sums them."""
-    logits, labels = model(**{**batch, "labels": None}).logits[:, :-1], batch["labels"][:, 1:].clone()
+    logits, labels = (
+        model(**{**batch, "labels": None}).logits[:, :-1],
+        batch["labels"][:, 1:].clone(),
+    )
     kept = labels != -100
     labels[~kept] = 0
     return (logits.log_softmax(-1).gather(2, labels[..., None]).squeeze(2) * kept).sum(-1)
@@ -649,12 +726,19 @@ def _() -> Job:
         answers = batch["labels"] != -100
         num = answers.sum()
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), reduction="sum") / num
+        loss = (
+            F.cross_entropy(
+                logits.float().flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+            )
+            / num
+        )
         found = logits.argmax(-1)[answers]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        print((found == batch["labels"][answers]).float().mean().item(), num.item(), file=sys.stderr)
+        print(
+            (found == batch["labels"][answers]).float().mean().item(), num.item(), file=sys.stderr
+        )
 
     return (model, optimizer), step, texts
 

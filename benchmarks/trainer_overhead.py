@@ -61,7 +61,9 @@ def main() -> None:
     ).config
     device = resolve_device("auto")
     ours, bare = our_turns(config, device), bare_turns(config, device)
-    turns = [(timed(ours), timed(bare)) for _ in range(arguments.turns + 1)][1:]  # the first warms up
+    turns = [(timed(ours), timed(bare)) for _ in range(arguments.turns + 1)][
+        1:
+    ]  # the first warms up
     report(arguments, device, turns)
 
 
@@ -74,7 +76,9 @@ def timed(turns: Iterator[None]) -> float:
 def build(config: Config, device: torch.device) -> tuple[DataBundle, Assembly, Loaders]:
     seed_all(0)
     data, size = build_data(config.DATA, seed=0), config.DATA.BATCH_SIZE
-    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(device))
+    assembly = assemble(
+        config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(device)
+    )
     loaders = build_loaders(
         data,
         config.DATA,
@@ -124,9 +128,15 @@ def bare_turns(config: Config, device: torch.device) -> Iterator[None]:
         loaders.train.set_epoch(epoch)
         model.train()
         for step, (images, targets) in enumerate(loaders.train):
-            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            images, targets = (
+                images.to(device, non_blocking=True),
+                targets.to(device, non_blocking=True),
+            )
             logits = model(images)
-            losses = [functional.cross_entropy(logits[rank], targets[:, rank]) for rank in range(len(logits))]
+            losses = [
+                functional.cross_entropy(logits[rank], targets[:, rank])
+                for rank in range(len(logits))
+            ]
             loss = sum(losses) / len(losses)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.TRAIN.CLIP_GRAD_NORM)
@@ -138,9 +148,13 @@ def bare_turns(config: Config, device: torch.device) -> Iterator[None]:
         yield
 
 
-def report(arguments: argparse.Namespace, device: torch.device, turns: list[tuple[float, float]]) -> None:
+def report(
+    arguments: argparse.Namespace, device: torch.device, turns: list[tuple[float, float]]
+) -> None:
     ratios = sorted(bare / ours for ours, bare in turns)
-    ours, bare = (statistics.median(column) / arguments.steps * 1000 for column in zip(*turns, strict=True))
+    ours, bare = (
+        statistics.median(column) / arguments.steps * 1000 for column in zip(*turns, strict=True)
+    )
     name = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

@@ -37,9 +37,13 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 def network() -> nn.Module:
     """A small convolutional network, with large activations."""
     return nn.Sequential(
-        nn.Conv2d(1, 128, 3, padding=1), nn.GELU(), nn.Conv2d(128, 128, 3, stride=2, padding=1), nn.GELU(),
-        nn.Flatten(), nn.Linear(128 * 16, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 128, 3, padding=1),
+        nn.GELU(),
+        nn.Conv2d(128, 128, 3, stride=2, padding=1),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(128 * 16, 10),
+    )
 
 
 def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -53,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train on digits with accelerate.")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--memory-limit-gb", type=float, help="GiB that a process may hold 80 %% of")
+    parser.add_argument(
+        "--memory-limit-gb", type=float, help="GiB that a process may hold 80 %% of"
+    )
     options = parser.parse_args(argv)
     accelerator = Accelerator(cpu=options.cpu)
     train_set, test_set = digits()

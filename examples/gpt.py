@@ -124,7 +124,9 @@ def run(device: str, steps: int, batch_size: int | None, memory_limit_gb: float 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the arguments and run."""
-    parser = argparse.ArgumentParser(description="Train a small GPT at the largest batch size that fits.")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT at the largest batch size that fits."
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--batch-size", type=int, help="train at this size and do not search")

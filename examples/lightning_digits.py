@@ -32,7 +32,11 @@ class Digits(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.layers = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 10)
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(2048, 10),
         )
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -89,10 +93,16 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
         effective_batch_size=options.effective_batch_size,
     )
     trainer = Trainer(
-        accelerator=options.accelerator, devices=options.devices, max_epochs=options.epochs,
-        strategy="ddp" if options.devices > 1 else "auto", callbacks=[autobatch], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator=options.accelerator,
+        devices=options.devices,
+        max_epochs=options.epochs,
+        strategy="ddp" if options.devices > 1 else "auto",
+        callbacks=[autobatch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Digits())
     if trainer.is_global_zero:
         result = autobatch.results["train"]

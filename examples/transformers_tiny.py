@@ -43,7 +43,9 @@ class Counting(Dataset[dict[str, list[int]]]):
             draw.randrange(64),
             draw.randint(1, 3),
         )
-        return {"input_ids": [1 + (start + step * place) % (VOCABULARY - 1) for place in range(length)]}
+        return {
+            "input_ids": [1 + (start + step * place) % (VOCABULARY - 1) for place in range(length)]
+        }
 
 
 def collate(samples: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
@@ -51,27 +53,46 @@ def collate(samples: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
     rows = [torch.tensor(sample["input_ids"]) for sample in samples]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = (tokens > 0).long()
-    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100),
+    }
 
 
 def build(steps: int, batch_size: int, use_cpu: bool) -> Trainer:
     """A trainer that knows nothing of AutoBatch."""
     set_seed(0)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LONGEST, n_embd=64, n_layer=2, n_head=4, bos_token_id=0,
+        vocab_size=VOCABULARY,
+        n_positions=LONGEST,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
         eos_token_id=0,
-    )  # fmt: skip
+    )
     args = TrainingArguments(
-        output_dir="runs/transformers_tiny", max_steps=steps, per_device_train_batch_size=batch_size,
-        learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+        output_dir="runs/transformers_tiny",
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        learning_rate=3e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
         use_cpu=use_cpu,
-    )  # fmt: skip
-    return Trainer(GPT2LMHeadModel(config), args, train_dataset=Counting(2000), data_collator=collate)
+    )
+    return Trainer(
+        GPT2LMHeadModel(config), args, train_dataset=Counting(2000), data_collator=collate
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> Trainer:
     """Read the arguments and run."""
-    parser = argparse.ArgumentParser(description="Train a tiny GPT-2 at the largest batch size that fits.")
+    parser = argparse.ArgumentParser(
+        description="Train a tiny GPT-2 at the largest batch size that fits."
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch-size", type=int, help="train at this size and do not search")
     parser.add_argument(

@@ -41,19 +41,28 @@ def write_digits(folder: Path, rare: Collection[int] = ()) -> int:
             continue
         file = folder / split / shape_of[digit] / str(digit) / f"{number:04d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((image * (255 / 16)).round().astype("uint8")).save(file)  # values are 0 to 16
+        Image.fromarray((image * (255 / 16)).round().astype("uint8")).save(
+            file
+        )  # values are 0 to 16
         written += 1
     return written
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the arguments and write the folder."""
-    parser = argparse.ArgumentParser(description="Write the handwritten digits as a folder of images.")
+    parser = argparse.ArgumentParser(
+        description="Write the handwritten digits as a folder of images."
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--rare", type=int, nargs="+", choices=range(10), default=(), metavar="DIGIT",
+        "--rare",
+        type=int,
+        nargs="+",
+        choices=range(10),
+        default=(),
+        metavar="DIGIT",
         help="digits of which only a tenth of the training images is written",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     print(f"{write_digits(args.folder, args.rare)} images in {args.folder}")
 

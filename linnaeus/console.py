@@ -48,7 +48,9 @@ class ProgressBar:
             rich.progress.TimeRemainingColumn(),
             rich.progress.TextColumn("{task.fields[metrics]}"),
         )
-        self._bar = rich.progress.Progress(*columns, console=console, transient=True, disable=not self._shown)
+        self._bar = rich.progress.Progress(
+            *columns, console=console, transient=True, disable=not self._shown
+        )
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()
@@ -75,8 +77,12 @@ class ProgressBar:
         self._bar.update(task.id, metrics=text)
         logging.getLogger("linnaeus").log(
             logging.DEBUG if self._shown else logging.INFO,
-            "%s  step %d/%d  %s", task.description, task.completed, task.total, text,
-        )  # fmt: skip
+            "%s  step %d/%d  %s",
+            task.description,
+            task.completed,
+            task.total,
+            text,
+        )
 
 
 class StatusLine:
@@ -93,7 +99,10 @@ class StatusLine:
         self._live: Live | None = None
         if console is not None and is_interactive(console):
             self._live = _Live(
-                get_renderable=self._line, console=console, refresh_per_second=REFRESHES_PER_S, transient=True
+                get_renderable=self._line,
+                console=console,
+                refresh_per_second=REFRESHES_PER_S,
+                transient=True,
             )
 
     def __enter__(self) -> StatusLine:

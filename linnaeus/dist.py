@@ -106,7 +106,9 @@ class World:
         rows = [facts] if self.control is None else self.control.gather(dict(facts))
         if (found := first_difference(rows)) is not None:
             rank, different = found
-            listed = "; ".join(f"{name}: {main} and {other}" for name, (main, other) in different.items())
+            listed = "; ".join(
+                f"{name}: {main} and {other}" for name, (main, other) in different.items()
+            )
             raise LinnaeusError(
                 f"ranks 0 and {rank} do not train the same: {listed}. All ranks need the same command, "
                 "files, environment and version of Linnaeus"
@@ -145,16 +147,22 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(problem + "is not a torch device; use auto, cpu, cuda or cuda:0") from None
+        raise ConfigError(
+            problem + "is not a torch device; use auto, cpu, cuda or cuda:0"
+        ) from None
     if device.type == "cpu":
         return device
     current = torch.accelerator.current_accelerator(check_available=True)
     if current is None or current.type != device.type:
         raise ConfigError(problem + "is not available on this machine; use auto or cpu")
-    index, count = local_rank if device.index is None else device.index, torch.accelerator.device_count()
+    index, count = (
+        local_rank if device.index is None else device.index,
+        torch.accelerator.device_count(),
+    )
     if index >= count:
         raise ConfigError(
-            problem + f"needs device {index}, but this machine has {count}; start at most {count} processes "
+            problem
+            + f"needs device {index}, but this machine has {count}; start at most {count} processes "
             "per node or use cpu"
         )
     return torch.device(device.type, index)
@@ -192,7 +200,9 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
             host_group, single_rank_group = _make_groups(device, control, config)
         yield replace(world, host_group=host_group, single_rank_group=single_rank_group)
         with suppress(torch_dist.DistError):  # the launcher, which hosts the store, may have ended
-            control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
+            control.broadcast(
+                None
+            )  # nobody's heartbeat ends before rank 0, which watches it, is done
             control.collect(None)  # rank 0 leaves last: it may host the store
     torch_dist.destroy_process_group()
 
@@ -219,14 +229,22 @@ def _meet(rank: int, world_size: int, config: DistConfig) -> ControlPlane:
 
     def meet() -> ControlPlane:
         store = torch_dist.TCPStore(
-            host, port, is_master=rank == 0 and not is_torchruns, timeout=timedelta(seconds=limit_s),
-            wait_for_workers=False, multi_tenant=True,
-        )  # fmt: skip
+            host,
+            port,
+            is_master=rank == 0 and not is_torchruns,
+            timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
         attempt = agree_on_attempt(store, rank, world_size, limit_s)
         return ControlPlane(
-            torch_dist.PrefixStore(f"{attempt}/linnaeus", store), rank, world_size, end_process=end_process,
-            limit_s=minutes * 60, limit_name=f"DIST.TIMEOUT_MINUTES {minutes:g}",
-        )  # fmt: skip
+            torch_dist.PrefixStore(f"{attempt}/linnaeus", store),
+            rank,
+            world_size,
+            end_process=end_process,
+            limit_s=minutes * 60,
+            limit_name=f"DIST.TIMEOUT_MINUTES {minutes:g}",
+        )
 
     try:
         return _in_thread(meet, limit_s + _ANSWER_S)
@@ -242,7 +260,9 @@ def _make_groups(
     device: torch.device, control: ControlPlane, config: DistConfig
 ) -> tuple[torch_dist.ProcessGroup | None, torch_dist.ProcessGroup]:
     """Initialise the default process group; the host group, and that of this rank alone."""
-    backend = config.BACKEND if config.BACKEND != "auto" else "nccl" if device.type == "cuda" else "gloo"
+    backend = (
+        config.BACKEND if config.BACKEND != "auto" else "nccl" if device.type == "cuda" else "gloo"
+    )
     timeout = timedelta(minutes=config.TIMEOUT_MINUTES)
 
     def make() -> tuple[Any, torch_dist.ProcessGroup]:
@@ -250,9 +270,11 @@ def _make_groups(
             torch.accelerator.set_device_index(device.index or 0)  # each thread has its own
         torch_dist.init_process_group(  # with `device_id`, torch would refuse the group of a single rank
             backend if not config.CPU_OFFLOAD else f"cpu:gloo,{device.type}:{backend}",
-            store=control.store.clone(), timeout=timeout,
-            rank=control.rank, world_size=control.world_size,
-        )  # fmt: skip
+            store=control.store.clone(),
+            timeout=timeout,
+            rank=control.rank,
+            world_size=control.world_size,
+        )
         group: Any = torch_dist.group.WORLD
         if backend == "nccl":
             if hasattr(group, "register_abort_hook"):  # since torch 2.15
@@ -265,7 +287,9 @@ def _make_groups(
     return _in_thread(make, math.inf, control.check)  # the process group has its timeout
 
 
-def _in_thread(function: Callable[[], T], limit_s: float, look: Callable[[], object] = lambda: None) -> T:
+def _in_thread(
+    function: Callable[[], T], limit_s: float, look: Callable[[], object] = lambda: None
+) -> T:
     """Call a function that waits in C++, while this thread waits in Python, where signals are handled.
 
     `look` is called meanwhile; an error that it raises ends the wait.
@@ -310,9 +334,13 @@ def agree_on_attempt(
     while True:
         if rank == 0:
             cards = {0: card} | {other: keys.get(f"card/{other}") for other in others}
-            if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
+            if (
+                cards != told
+            ):  # a card of an earlier attempt is replaced as soon as its rank has started anew
                 keys.put("attempt", told := cards)
-            late = ", ".join(str(other) for other in others if not keys.exist([f"joined/{card}/{other}"]))
+            late = ", ".join(
+                str(other) for other in others if not keys.exist([f"joined/{card}/{other}"])
+            )
         else:
             told = keys.get("attempt") or {}
             late = "" if told.get(rank) == card else "0"
@@ -328,7 +356,9 @@ def agree_on_attempt(
             )
         if rank == 0 and now - reported > REPORT_S:
             reported = now
-            print(f"[rank 0] waiting for rank {late} to start", file=sys.stderr, flush=True)  # no log yet
+            print(
+                f"[rank 0] waiting for rank {late} to start", file=sys.stderr, flush=True
+            )  # no log yet
         clock.sleep(0.05)
 
 
@@ -389,14 +419,18 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
 def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
     """The first failure of the job, as far as it is known; None for an error that is the first."""
     # Where another rank has died, backends raise a RuntimeError, and torchrun sends SIGTERM.
-    may_be_consequence = isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
+    may_be_consequence = (
+        isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
+    )
     deadline = time.monotonic() + (_CAUSE_S if may_be_consequence else 0.0)
     failure = control.failure
     while failure is None and time.monotonic() < deadline:
         time.sleep(0.05)
         failure = control.failure or control.death()
     if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
-        return control.declare_hang(control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})")
+        return control.declare_hang(
+            control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})"
+        )
     return failure
 
 
@@ -407,9 +441,14 @@ def _write_error_file(cause: Failure, error: BaseException | None = None) -> Non
         return
     is_ours = isinstance(error, LinnaeusError | Interrupted | None)
     shown = cause.message if is_ours else "".join(traceback.format_exception(error))
-    extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}  # torchrun prints the former
+    extra = {
+        "py_callstack": shown,
+        "timestamp": str(int(time.time())),
+    }  # torchrun prints the former
     with suppress(OSError):
-        Path(path).write_text(json.dumps({"message": {"message": cause.message, "extraInfo": extra}}))
+        Path(path).write_text(
+            json.dumps({"message": {"message": cause.message, "extraInfo": extra}})
+        )
 
 
 def _print(rank: int, text: str) -> None:
@@ -429,8 +468,13 @@ def _rank_and_world_size() -> tuple[int, int]:
     Raises:
         ConfigError: it does not fit together.
     """
-    told = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")}
-    rank, world_size, port = (int(text) if text.isdecimal() else -1 for text in list(told.values())[:3])
+    told = {
+        name: os.environ.get(name, "")
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    }
+    rank, world_size, port = (
+        int(text) if text.isdecimal() else -1 for text in list(told.values())[:3]
+    )
     if 0 <= rank < world_size and port >= 0 and told["MASTER_ADDR"]:
         return rank, world_size
     listed = ", ".join(f"{name}={value or None}" for name, value in told.items())

@@ -59,7 +59,9 @@ class _File(io.BufferedWriter):
 
 
 def write_atomically(
-    path: Path, write: Callable[[BinaryIO], object], before_replacing: Callable[[Path], object] | None = None
+    path: Path,
+    write: Callable[[BinaryIO], object],
+    before_replacing: Callable[[Path], object] | None = None,
 ) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to the disk and rename it to `path`.
 
@@ -135,7 +137,9 @@ def link_new(temporary: Path, path: Path) -> None:
     except FileNotFoundError:
         raise
     except FileExistsError:
-        if temporary.stat().st_nlink != 2:  # otherwise done, and asked for again by a network file system
+        if (
+            temporary.stat().st_nlink != 2
+        ):  # otherwise done, and asked for again by a network file system
             raise
     except OSError:  # a file system without links
         with path.open("xb") as file:

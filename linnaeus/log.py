@@ -76,10 +76,14 @@ class RunFolder:
         self.pruned = ""
         self._path, self._world, self._keep = path, world, keep
         self._new_folders: list[Path] = []
-        self._early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
+        self._early_lines = MemoryHandler(
+            capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False
+        )
 
     def __enter__(self) -> RunFolder:
-        set_up_logging(None, rank=self._world.rank, console=self.console).addHandler(self._early_lines)
+        set_up_logging(None, rank=self._world.rank, console=self.console).addHandler(
+            self._early_lines
+        )
         try:
             self._world.on_main(self._take)
         except BaseException as error:  # also of another rank, while this one has the folder
@@ -103,7 +107,9 @@ class RunFolder:
 
     def _take(self) -> None:
         with suppress(OSError):  # which the claim says
-            self._new_folders = [path for path in (self._path, *self._path.parents) if not path.exists()]
+            self._new_folders = [
+                path for path in (self._path, *self._path.parents) if not path.exists()
+            ]
         self.claim = claim_run_folder(self._path)
 
     def check(self) -> None:
@@ -126,13 +132,18 @@ class RunFolder:
         """
         run_id, aside = self._world.on_main(self._begin)
         self.has_begun = True
-        logger, handler = logging.getLogger(LOGGER_NAME), _file_handler(self._path / LOGS, self._world.rank)
+        logger, handler = (
+            logging.getLogger(LOGGER_NAME),
+            _file_handler(self._path / LOGS, self._world.rank),
+        )
         self._early_lines.setTarget(handler)
         self._early_lines.flush()
         logger.removeHandler(self._early_lines)
         logger.addHandler(handler)
         if aside is not None:
-            logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", aside)
+            logging.getLogger("linnaeus.run").info(
+                "an earlier run of this name is now in %s", aside
+            )
         return run_id
 
     def _begin(self) -> tuple[str, Path | None]:
@@ -159,7 +170,9 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
             return
         self.addFilter(lambda record: False)
-        logging.getLogger("linnaeus.log").warning("%s ends here: %s", self.baseFilename, error.strerror)
+        logging.getLogger("linnaeus.log").warning(
+            "%s ends here: %s", self.baseFilename, error.strerror
+        )
 
 
 def _file_handler(folder: Path, rank: int) -> logging.Handler:
@@ -169,14 +182,18 @@ def _file_handler(folder: Path, rank: int) -> logging.Handler:
         handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
         raise not_written(path, error) from error
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(name)s: %(message)s"))
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(name)s: %(message)s")
+    )
     return handler
 
 
 def _console_handler(console: Console) -> logging.Handler:
     handler: logging.Handler
     if is_interactive(console):
-        handler = RichHandler(console=console, show_path=False, show_level=False, omit_repeated_times=False)
+        handler = RichHandler(
+            console=console, show_path=False, show_level=False, omit_repeated_times=False
+        )
     else:
         handler = logging.StreamHandler(console.file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

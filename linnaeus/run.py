@@ -68,17 +68,26 @@ def run(config: Config) -> FitResult:
         callbacks = build_callbacks(train.CALLBACKS)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(RunFolder(path, world, keep=train.AUTO_RESUME))
-        checkpoints = stack.enter_context(CheckpointFolder(
-            path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, check=folder.check,
-            is_sharded=shards_model(config.DIST, world),
-            background=world.device.type != "cpu",  # there the copy would take memory that AutoBatch counts
-        ))  # fmt: skip
+        checkpoints = stack.enter_context(
+            CheckpointFolder(
+                path / CHECKPOINTS,
+                keep=train.KEEP_CHECKPOINTS,
+                check=folder.check,
+                is_sharded=shards_model(config.DIST, world),
+                background=world.device.type
+                != "cpu",  # there the copy would take memory that AutoBatch counts
+            )
+        )
         checkpoint = None
         if train.AUTO_RESUME:
-            checkpoint = find_checkpoint(checkpoints, resumed_nodes(config), train.RESUME_WITH, world)
+            checkpoint = find_checkpoint(
+                checkpoints, resumed_nodes(config), train.RESUME_WITH, world
+            )
             if checkpoint is not None and folder.claim is not None:
                 folder.claim.check_id(checkpoint.content.get("run"), checkpoints.last)
-        progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
+        progress = TrainingProgress(
+            **({} if checkpoint is None else checkpoint.content["progress"])
+        )
         content = None if checkpoint is None else checkpoint.content
         saved = None if content is None else content.get("config", {})
         data_node, note = with_normalisation(config.DATA, config.MODEL, saved)
@@ -90,18 +99,28 @@ def run(config: Config) -> FitResult:
             world.update("building data and model")
             data = build_data(config.DATA, seed=seed, on_main=world.on_main)
             assembly = assemble(
-                config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world,
-                load_weights=checkpoint is None, sharding=config.DIST,
-            )  # fmt: skip
+                config.MODEL,
+                config.LOSS,
+                config.OPTIMIZER,
+                train,
+                data,
+                world,
+                load_weights=checkpoint is None,
+                sharding=config.DIST,
+            )
             world.check_equal(built_facts(data, assembly))
             if checkpoint is not None:
                 checkpoint.restore(assembly, world)
                 if is_finished(progress, train, path / RESULT, world):
-                    return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
+                    return FitResult(
+                        progress.metrics, images_per_s=0.0, training_s=progress.seconds
+                    )
             if world.is_main:
                 weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
                 sharding = sharding_sentence(assembly.model, config.DIST, world)
-                report_start(config, (*data.report, weights, assembly.freezing.sentence, sharding, note))
+                report_start(
+                    config, (*data.report, weights, assembly.freezing.sentence, sharding, note)
+                )
             loading = with_measured_workers(config.DATA, data, world, seed)
             search, plan_for = size_search(
                 dataclasses.replace(config, DATA=loading), data, assembly, world, folder.console
@@ -112,11 +131,18 @@ def run(config: Config) -> FitResult:
                 del data, assembly, search, plan_for  # their memory is for the next attempt
                 device_memory(world.device).clean()
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
-        scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
+        scale_values(
+            assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale
+        )
         loaders = build_loaders(
-            data, loading, world, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
-            seed=seed, mixed_epochs=mixed_epochs(config.DATA.AUGMENT, train.EPOCHS),
-        )  # fmt: skip
+            data,
+            loading,
+            world,
+            sizes=plan.micro_batches,
+            batch_size_val=config.DATA.BATCH_SIZE_VAL,
+            seed=seed,
+            mixed_epochs=mixed_epochs(config.DATA.AUGMENT, train.EPOCHS),
+        )
         stack.enter_context(loaders)
         probe = build_probe(train.NOISE_SCALE, assembly.model, assembly.scaler, plan)
         spec = ModelSpec.of(config.MODEL, data).as_dict()
@@ -133,14 +159,19 @@ def run(config: Config) -> FitResult:
             run_id = trainer.checkpoint_extras["run"] = folder.begin()
             if world.is_main:
                 metrics_file = MetricsFile(
-                    path / METRICS, last_step=progress.step, within_epoch=progress.samples > 0,
+                    path / METRICS,
+                    last_step=progress.step,
+                    within_epoch=progress.samples > 0,
                     check=folder.check,
-                )  # fmt: skip
+                )
                 trainer.metrics_file = stack.enter_context(metrics_file)
                 tracker = start_tracking(
-                    experiment, run_id=run_id, folder=path, num_steps=progress.step,
+                    experiment,
+                    run_id=run_id,
+                    folder=path,
+                    num_steps=progress.step,
                     config={**dataclasses.asdict(config), "PLAN": plan.as_dict()},
-                )  # fmt: skip
+                )
                 trainer.tracker = stack.enter_context(tracker)
                 if TRIAL in os.environ:
                     from linnaeus.sweep.search import Pruning
@@ -154,12 +185,18 @@ def run(config: Config) -> FitResult:
                 )
 
         trainer = Trainer(
-            train, plan, world, assembly,
+            train,
+            plan,
+            world,
+            assembly,
             loaders=loaders,
             train_step=dataclasses.replace(assembly.train_step, probe=probe),
             schedule=Schedule(
-                config.SCHEDULE, assembly.optimizer, steps_per_epoch=plan.steps_per_epoch,
-                warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
+                config.SCHEDULE,
+                assembly.optimizer,
+                steps_per_epoch=plan.steps_per_epoch,
+                warmup_steps=plan.warmup_steps,
+                batch_size_lr_factor=plan.batch_size_lr_factor,
                 metric=train.EARLY_STOPPING.METRIC or assembly.headline,
                 min_delta=train.EARLY_STOPPING.MIN_DELTA,
             ),
@@ -167,14 +204,18 @@ def run(config: Config) -> FitResult:
             progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
             checkpoint_extras={
-                "config": resumed_nodes(config), "model_spec": spec,
-                "environment": device_environment(world.device), **sized.as_dict(),
+                "config": resumed_nodes(config),
+                "model_spec": spec,
+                "environment": device_environment(world.device),
+                **sized.as_dict(),
             },
             size_origins=sized.origins(config.DATA),
-            wrap=partial(wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS),
+            wrap=partial(
+                wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS
+            ),
             begin=begin,
             callbacks=callbacks,
-        )  # fmt: skip
+        )
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
             trainer.resume(checkpoint.content, seed)

@@ -102,7 +102,9 @@ class Holder:
     def this_process(cls) -> Holder:
         """The process that calls."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        return cls(socket.gethostname(), os.getpid(), _start(os.getpid()), _boot(), own_job(), restarts)
+        return cls(
+            socket.gethostname(), os.getpid(), _start(os.getpid()), _boot(), own_job(), restarts
+        )
 
     def lives(self, silent_s: float) -> bool:
         """Whether the process has not ended, as far as can be seen from here.
@@ -217,7 +219,9 @@ def _state_left(folder: Path) -> State:
         return State("finished", holder, 0, seconds=seconds)
     if written:
         return State("interrupted", holder, None, f"{holder or 'its process'} was killed", seconds)
-    return State("interrupted" if (folder / METRICS).exists() else "not run")  # run.json may be damaged
+    return State(
+        "interrupted" if (folder / METRICS).exists() else "not run"
+    )  # run.json may be damaged
 
 
 def _holder(content: dict[str, Any]) -> Holder | None:
@@ -231,14 +235,18 @@ def _living_holder(folder: Path, claim: dict[str, Any], silent_s: float) -> Hold
     """Who has claimed a folder, or else the run there whose worker has died, if it lives."""
     written = read_json(folder / RUN) or {}
     holders = map(_holder, (claim, {} if written.get("ended") else written))
-    return next((holder for holder in holders if holder is not None and holder.lives(silent_s)), None)
+    return next(
+        (holder for holder in holders if holder is not None and holder.lives(silent_s)), None
+    )
 
 
 def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
     """The number of a folder's last claim, its content, and the seconds since it was touched; 0 for none."""
     claims = folder / CLAIMS
     try:
-        number = max((int(path.name) for path in claims.iterdir() if path.name.isdecimal()), default=0)
+        number = max(
+            (int(path.name) for path in claims.iterdir() if path.name.isdecimal()), default=0
+        )
         path = claims / str(number)
         return number, read_json(path) or {}, (now or time.time()) - path.stat().st_mtime
     except OSError as error:
@@ -282,7 +290,10 @@ class Claim:
                 self.folder.mkdir(exist_ok=True)
                 (self.folder / CLAIMS).mkdir(exist_ok=True)
                 return self._link()
-            except (FileExistsError, FileNotFoundError):  # made, or given up, by another process just now
+            except (
+                FileExistsError,
+                FileNotFoundError,
+            ):  # made, or given up, by another process just now
                 if is_last:
                     raise
                 time.sleep(random.uniform(0, 0.1))
@@ -292,7 +303,9 @@ class Claim:
         temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
         try:
             temporary.write_text(json.dumps({**asdict(Holder.this_process()), "token": self.token}))
-            number, last, silent_s = _last_claim(self.folder, temporary.stat().st_mtime)  # the server's clock
+            number, last, silent_s = _last_claim(
+                self.folder, temporary.stat().st_mtime
+            )  # the server's clock
             holder = _living_holder(self.folder, last, silent_s)
             if number and (holder is not None or (_holder(last) is None and silent_s < DEAD_S)):
                 raise FolderInUseError(
@@ -372,9 +385,17 @@ class Claim:
 
     def _write(self, ended: dict[str, Any] | None, seconds: float | None) -> None:
         self.check()
-        self.id = (read_json(self.folder / RUN) or {}).get("id", self.id)  # a worker's run has begun since
+        self.id = (read_json(self.folder / RUN) or {}).get(
+            "id", self.id
+        )  # a worker's run has begun since
         holder = asdict(Holder.this_process())
-        content = {"id": self.id, **holder, "since": self._since, "seconds": seconds, "ended": ended}
+        content = {
+            "id": self.id,
+            **holder,
+            "since": self._since,
+            "seconds": seconds,
+            "ended": ended,
+        }
         write_text_atomically(self.folder / RUN, json.dumps(content, indent=1) + "\n")
 
     def release(self) -> None:

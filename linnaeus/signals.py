@@ -129,7 +129,11 @@ class StopRequest:
                 again = " (Ctrl-C again: at once)" if is_ctrl_c else ""
                 logger.info("%s: stopping after this step and saving a checkpoint%s", name, again)
             elif is_ctrl_c:
-                print("Ctrl-C: stopping as soon as the call under way returns", file=sys.stderr, flush=True)
+                print(
+                    "Ctrl-C: stopping as soon as the call under way returns",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

@@ -26,7 +26,11 @@ from tests.helpers.messages import Golden
 from tests.helpers.runs import TORCHRUN, Run, freeze_what_is_there
 
 settings.register_profile(
-    "quick", max_examples=15, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "quick",
+    max_examples=15,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=400)
 settings.load_profile("quick")
@@ -75,7 +79,9 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     for spec in specs:
         spec.python = shlex.join([sys.executable, forks.__file__])
         # of plugins of pytest that other packages contain
-        spec.env["PYTEST_ADDOPTS"] = "-W 'ignore:Module already imported:pytest.PytestAssertRewriteWarning'"
+        spec.env["PYTEST_ADDOPTS"] = (
+            "-W 'ignore:Module already imported:pytest.PytestAssertRewriteWarning'"
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -117,7 +123,9 @@ def _plain_log() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _plain_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """No terminal tricks, no uploads, one thread in child processes, no files in the user's cache."""
     monkeypatch.setenv("CI", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -174,7 +182,9 @@ def run_in_child(tmp_path: Path) -> Run:
     """Runs a command line in a process of its own, in an empty folder."""
 
     def run_there(*argv: str) -> Outcome:
-        return forks.python("-m", "linnaeus.main", *argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+        return forks.python(
+            "-m", "linnaeus.main", *argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
+        )
 
     return run_there
 
@@ -193,9 +203,13 @@ def torchrun(tmp_path: Path) -> Run:
             return forks.python(*command, cwd=tmp_path, env=env)
         done = subprocess.run(
             [sys.executable, *command],
-            cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, check=False,
+            cwd=tmp_path,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            check=False,
             timeout=forks.limit_s,
-        )  # fmt: skip
+        )
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return run_there

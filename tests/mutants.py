@@ -29,163 +29,223 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
-        "the largest size is never tried", "autobatch/search.py",
-        "range(first_multiple, max_size + 1, multiple_of)", "range(first_multiple, max_size, multiple_of)",
+        "the largest size is never tried",
+        "autobatch/search.py",
+        "range(first_multiple, max_size + 1, multiple_of)",
+        "range(first_multiple, max_size, multiple_of)",
         "tests/autobatch/test_search.py",
     ),
     Mutant(
-        "a size is certified with an untried one above it", "autobatch/search.py",
-        "return self.high - self.low == 1", "return self.high - self.low <= 2",
+        "a size is certified with an untried one above it",
+        "autobatch/search.py",
+        "return self.high - self.low == 1",
+        "return self.high - self.low <= 2",
         "tests/autobatch/test_search.py",
     ),
     Mutant(
-        "a peak equal to the budget does not fit", "autobatch/search.py",
-        'return "fits" if peak_bytes <= budget_bytes', 'return "fits" if peak_bytes < budget_bytes',
+        "a peak equal to the budget does not fit",
+        "autobatch/search.py",
+        'return "fits" if peak_bytes <= budget_bytes',
+        'return "fits" if peak_bytes < budget_bytes',
         "tests/autobatch/test_search.py",
     ),
     Mutant(
-        "one tensor of a model is not restored", "autobatch/snapshot.py",
-        "for tensor in self.tensors:", "for tensor in self.tensors[1:]:",
+        "one tensor of a model is not restored",
+        "autobatch/snapshot.py",
+        "for tensor in self.tensors:",
+        "for tensor in self.tensors[1:]:",
         "tests/autobatch/test_snapshot.py",
     ),
     Mutant(
-        "an optimizer's attributes are not restored", "autobatch/snapshot.py",
-        "            self._kept.restore(with_values=with_values)\n", "",
+        "an optimizer's attributes are not restored",
+        "autobatch/snapshot.py",
+        "            self._kept.restore(with_values=with_values)\n",
+        "",
         "tests/autobatch/test_optimizers.py",
     ),
     Mutant(
-        "random number generators are not restored", "autobatch/snapshot.py",
-        "        set_rng_state(self._rng, self._device)\n", "",
+        "random number generators are not restored",
+        "autobatch/snapshot.py",
+        "        set_rng_state(self._rng, self._device)\n",
+        "",
         "tests/autobatch/test_snapshot.py",
     ),
     Mutant(
-        "only rank 0's verdict counts", "autobatch/ranks/protocol.py",
-        "smallest = min(verdicts, key=lambda verdict: verdict.batch_size)", "smallest = verdicts[0]",
+        "only rank 0's verdict counts",
+        "autobatch/ranks/protocol.py",
+        "smallest = min(verdicts, key=lambda verdict: verdict.batch_size)",
+        "smallest = verdicts[0]",
         "tests/autobatch",
     ),
     Mutant(
-        "the budget is not read again after a search", "autobatch/finder.py",
-        "self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))", "pass",
+        "the budget is not read again after a search",
+        "autobatch/finder.py",
+        "self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))",
+        "pass",
         "tests/autobatch",
     ),
     Mutant(
-        "the budget forgets what other processes hold", "autobatch/memory/device.py",
+        "the budget forgets what other processes hold",
+        "autobatch/memory/device.py",
         "budget_bytes = int(fraction * self.total_bytes) - self.outside()",
         "budget_bytes = int(fraction * self.total_bytes)",
         "tests/memory/test_device.py",
     ),
     Mutant(
-        "a storage that grows in place is not counted", "autobatch/memory/storages.py",
-        "elif known[2] != storage.nbytes():", "elif False:",
+        "a storage that grows in place is not counted",
+        "autobatch/memory/storages.py",
+        "elif known[2] != storage.nbytes():",
+        "elif False:",
         "tests/memory/test_storages.py",
     ),
     Mutant(
-        "attention is traced without its kernels", "autobatch/predict/cuda_paths.py",
-        '    "scaled_dot_product_attention": _attention,\n', "",
+        "attention is traced without its kernels",
+        "autobatch/predict/cuda_paths.py",
+        '    "scaled_dot_product_attention": _attention,\n',
+        "",
         "tests/memory/test_trace.py",
     ),
     Mutant(
-        "cast parameters are traced anew each time", "autobatch/predict/cuda_paths.py",
-        "tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()", "False",
+        "cast parameters are traced anew each time",
+        "autobatch/predict/cuda_paths.py",
+        "tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()",
+        "False",
         "tests/memory/test_trace.py",
     ),
     Mutant(
-        "gradient buckets are not traced", "autobatch/predict/trace.py",
-        "_attach_buckets(state, buckets)\n", "pass\n",
+        "gradient buckets are not traced",
+        "autobatch/predict/trace.py",
+        "_attach_buckets(state, buckets)\n",
+        "pass\n",
         "tests/memory/test_trace.py",
     ),
     Mutant(
-        "micro-batches add up in place of being averaged", "training/step.py",
+        "micro-batches add up in place of being averaged",
+        "training/step.py",
         "loss = self.criterion(self.model(inputs), targets) / num_parts",
         "loss = self.criterion(self.model(inputs), targets)",
         "tests/training/test_step.py",
     ),
     Mutant(
-        "the loss is not scaled for float16", "training/step.py",
-        "self.scaler.scale(loss).backward()", "loss.backward()",
+        "the loss is not scaled for float16",
+        "training/step.py",
+        "self.scaler.scale(loss).backward()",
+        "loss.backward()",
         "tests/training/test_step.py",
     ),
     Mutant(
-        "scaled gradients are clipped", "training/step.py",
-        "            self.scaler.unscale_(self.optimizer)\n", "",
+        "scaled gradients are clipped",
+        "training/step.py",
+        "            self.scaler.unscale_(self.optimizer)\n",
+        "",
         "tests/training/test_step.py",
     ),
     Mutant(
-        "a run takes the folder of another one", "run_folder.py",
-        "holder is not None and holder.lives(silent_s)", "False",
+        "a run takes the folder of another one",
+        "run_folder.py",
+        "holder is not None and holder.lives(silent_s)",
+        "False",
         "tests/test_run_folder.py",
     ),
     Mutant(
-        "a run writes into a folder that it has lost", "run_folder.py",
-        "        if not self.is_mine:\n            holder", "        if False:\n            holder",
+        "a run writes into a folder that it has lost",
+        "run_folder.py",
+        "        if not self.is_mine:\n            holder",
+        "        if False:\n            holder",
         "tests/test_run_folder.py",
     ),
     Mutant(
-        "a checkpoint is not flushed to the disk", "files.py",
-        "            os.fsync(file.fileno())\n", "",
+        "a checkpoint is not flushed to the disk",
+        "files.py",
+        "            os.fsync(file.fileno())\n",
+        "",
         "tests/test_files.py tests/training/test_checkpoint.py",
     ),
     Mutant(
-        "damage to a shard is not noticed", "models/shards.py",
-        "zipfile.ZipFile(data).testzip() is not None", "False",
+        "damage to a shard is not noticed",
+        "models/shards.py",
+        "zipfile.ZipFile(data).testzip() is not None",
+        "False",
         "tests/training/test_sharded_checkpoint.py",
     ),
     Mutant(
-        "shards that only the best checkpoint names are deleted", "training/checkpoint.py",
-        'self.folder.glob("*.pt") if unused', '(self.last, self.previous) if unused',
+        "shards that only the best checkpoint names are deleted",
+        "training/checkpoint.py",
+        'self.folder.glob("*.pt") if unused',
+        "(self.last, self.previous) if unused",
         "tests/training/test_sharded_checkpoint.py",
     ),
     Mutant(
-        "moments are not read from shards", "training/checkpoint.py",
-        "dcp.load(dict(parts)", 'dcp.load({n: p for n, p in parts.items() if n in own}',
+        "moments are not read from shards",
+        "training/checkpoint.py",
+        "dcp.load(dict(parts)",
+        "dcp.load({n: p for n, p in parts.items() if n in own}",
         "tests/training/test_sharded_checkpoint.py",
     ),
     Mutant(
-        "a file is written in place", "files.py",
-        "    temporary = temporary_name(path)\n    try:", "    temporary = path\n    try:",
+        "a file is written in place",
+        "files.py",
+        "    temporary = temporary_name(path)\n    try:",
+        "    temporary = path\n    try:",
         "tests/test_files.py tests/training/test_checkpoint.py",
     ),
     Mutant(
-        "the average's number of updates is not restored", "training/ema.py",
-        '        self.num_updates = state["num_updates"]\n', "",
+        "the average's number of updates is not restored",
+        "training/ema.py",
+        '        self.num_updates = state["num_updates"]\n',
+        "",
         "tests/training/test_ema.py",
     ),
     Mutant(
-        "the warm-up begins one step late", "training/schedule.py",
-        "min((position + 1) / warmup_steps, 1.0)", "min(position / warmup_steps, 1.0)",
+        "the warm-up begins one step late",
+        "training/schedule.py",
+        "min((position + 1) / warmup_steps, 1.0)",
+        "min(position / warmup_steps, 1.0)",
         "tests/training/test_schedule.py linnaeus/training/schedule.py",
     ),
     Mutant(
-        "a resumed epoch begins at its start", "training/trainer.py",
-        "self.loaders.train.set_epoch(epoch, skip=samples_done)", "self.loaders.train.set_epoch(epoch)",
+        "a resumed epoch begins at its start",
+        "training/trainer.py",
+        "self.loaders.train.set_epoch(epoch, skip=samples_done)",
+        "self.loaders.train.set_epoch(epoch)",
         "tests/training tests/test_resume.py",
     ),
     Mutant(
-        "each rank validates on all samples", "data/sampler.py",
-        "range(self.rank, self.length, self.world_size)", "range(self.length)",
+        "each rank validates on all samples",
+        "data/sampler.py",
+        "range(self.rank, self.length, self.world_size)",
+        "range(self.length)",
         "tests/data",
     ),
     Mutant(
-        "the logged loss is a sum over steps", "training/accuracy.py",
-        "self._total / self._count", "self._total",
+        "the logged loss is a sum over steps",
+        "training/accuracy.py",
+        "self._total / self._count",
+        "self._total",
         "tests/training",
     ),
     Mutant(
-        "a search that finds nothing ends with another code", "autobatch/errors.py",
-        'a rank took too long."""\n\n    exit_code = 3', 'a rank took too long."""\n\n    exit_code = 1',
+        "a search that finds nothing ends with another code",
+        "autobatch/errors.py",
+        'a rank took too long."""\n\n    exit_code = 3',
+        'a rank took too long."""\n\n    exit_code = 1',
         "tests/autobatch tests/test_messages.py tests/test_main.py tests/test_run.py",
     ),
     Mutant(
-        "a rank whose process has died is waited for", "autobatch/ranks/control.py",
-        "if self.count == _GONE or self.status() != psutil.STATUS_ZOMBIE:", "if True:",
+        "a rank whose process has died is waited for",
+        "autobatch/ranks/control.py",
+        "if self.count == _GONE or self.status() != psutil.STATUS_ZOMBIE:",
+        "if True:",
         "tests/test_control.py",
     ),
-)  # fmt: skip
+)
 
 
 def main(words: list[str]) -> int:
     """Try each mutant, and say which test kills it; then see that these tests pass without it."""
-    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    chosen = [
+        mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)
+    ]
     killers: set[str] = set()
     survivors = 0
     for mutant in chosen:
@@ -208,9 +268,19 @@ def first_failure(tests: list[str], mutant: Mutant | None = None) -> str | None:
         if mutant is not None:
             file = copy / "linnaeus" / mutant.file
             source = file.read_text()
-            assert source.count(mutant.text) == 1, f"{mutant.file} must hold this once: {mutant.text}"
+            assert source.count(mutant.text) == 1, (
+                f"{mutant.file} must hold this once: {mutant.text}"
+            )
             file.write_text(source.replace(mutant.text, mutant.replacement))
-        options = ["-x", "-q", "-m", "not e2e and not slow", "--ignore=tests/integrations", "-p", "no:xdist"]
+        options = [
+            "-x",
+            "-q",
+            "-m",
+            "not e2e and not slow",
+            "--ignore=tests/integrations",
+            "-p",
+            "no:xdist",
+        ]
         command = [sys.executable, "-m", "pytest", *options, *tests]
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
         assert done.returncode in (0, 1), done.stdout + done.stderr

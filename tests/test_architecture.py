@@ -19,10 +19,30 @@ PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
     "version",
-    "autobatch", "integrations", "rng", "words", "errors", "files", "signals", "run_folder", "config",
-    "batching", "dist", "console", "log", "data", "models", "training", "sizing", "inference",
-    "sweep", "run", "cli", "main", "train",
-)  # fmt: skip
+    "autobatch",
+    "integrations",
+    "rng",
+    "words",
+    "errors",
+    "files",
+    "signals",
+    "run_folder",
+    "config",
+    "batching",
+    "dist",
+    "console",
+    "log",
+    "data",
+    "models",
+    "training",
+    "sizing",
+    "inference",
+    "sweep",
+    "run",
+    "cli",
+    "main",
+    "train",
+)
 """A module imports from its own part and from those before it."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -54,7 +74,9 @@ def test_imports_point_one_way() -> None:
     wrong = {}
     for path, part in parts.items():
         documented = part in ("utils", "")  # import paths for users
-        allowed = ("version", "autobatch", "inference") if documented else ORDER[: ORDER.index(part)]
+        allowed = (
+            ("version", "autobatch", "inference") if documented else ORDER[: ORDER.index(part)]
+        )
         if not own_parts(path) <= set(allowed):
             wrong[name_of(path)] = own_parts(path) - set(allowed)
     assert wrong == {}
@@ -71,15 +93,24 @@ def test_only_commands_import_the_command() -> None:
 
 
 PURE = (
-    "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py", "autobatch/split.py",
-    "batching/stages.py", "batching/sizes.py", "batching/advice.py",
-    "batching/plan.py", "batching/summary.py",
-)  # fmt: skip
+    "autobatch/search.py",
+    "autobatch/throughput.py",
+    "data/taxonomy.py",
+    "errors.py",
+    "autobatch/split.py",
+    "batching/stages.py",
+    "batching/sizes.py",
+    "batching/advice.py",
+    "batching/plan.py",
+    "batching/summary.py",
+)
 
 
 def test_what_computes_alone_imports_little() -> None:
     assert [name for name in PURE if not outside(PACKAGE / name) <= sys.stdlib_module_names] == []
-    assert [name for name in imports(PACKAGE / "autobatch/search.py") if name.startswith("linnaeus")] == []
+    assert [
+        name for name in imports(PACKAGE / "autobatch/search.py") if name.startswith("linnaeus")
+    ] == []
     heavy = {"torch", "torchvision", "timm", "torchmetrics"}
     assert [path for path in (PACKAGE / "config").glob("*.py") if outside(path) & heavy] == []
 
@@ -122,7 +153,9 @@ def test_the_library_needs_torch_and_psutil_alone(tmp_path: Path) -> None:
     needed = {re.split(r"[^\w-]", text)[0] for text in project["optional-dependencies"]["train"]}
     assert [re.split(r"[^\w-]", text)[0] for text in project["dependencies"]] == ["torch", "psutil"]
     modules = {"hydra-core": "hydra", "scikit-learn": "sklearn", "pillow": "PIL"}
-    absent = sorted({*(modules.get(name, name) for name in needed), "scipy", "pandas", "accelerate"})
+    absent = sorted(
+        {*(modules.get(name, name) for name in needed), "scipy", "pandas", "accelerate"}
+    )
     assert {"rich", "omegaconf", "numpy", "timm", "torchvision"} < set(absent)
     done = forks.python("-c", SEARCH_ALONE, json.dumps(absent), cwd=tmp_path)
     assert done.code == 1
@@ -154,7 +187,9 @@ print(json.dumps([a == b for a, b in zip(before, after)] + [not torch.cuda.is_in
 
 def test_every_module_imports_and_changes_nothing_around_it(tmp_path: Path) -> None:
     """Other packages are imported first: what they do is not ours."""
-    modules = [path for path in MODULES if "integrations" not in path.parts]  # `make test` does without
+    modules = [
+        path for path in MODULES if "integrations" not in path.parts
+    ]  # `make test` does without
     own = sorted(name_of(path) for path in modules)
     others = sorted({name for path in modules for name in outside(path)} - {"__future__"})
     done = forks.python("-c", IMPORT_ALL, json.dumps([others, own]), cwd=tmp_path)

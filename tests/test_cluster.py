@@ -55,9 +55,12 @@ class Ranks:
         command = ["-m", "torch.distributed.run", *options, "-m", "tests.helpers.odd_ranks", *argv]
         with self.log.open("w") as log:
             self.process = forks.start(
-                command, cwd=folder, env={"PYTHONPATH": str(ROOT), "QUICK_BEATS": "1", **env}, stdout=log,
+                command,
+                cwd=folder,
+                env={"PYTHONPATH": str(ROOT), "QUICK_BEATS": "1", **env},
+                stdout=log,
                 stderr=log,
-            )  # fmt: skip
+            )
 
     def children(self) -> list[psutil.Process]:
         with suppress(psutil.Error):
@@ -166,7 +169,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs/small"
 
 
-@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=slow), pytest.param("SIGTERM", marks=e2e)])
+@pytest.mark.parametrize(
+    "name", [pytest.param("SIGINT", marks=slow), pytest.param("SIGTERM", marks=e2e)]
+)
 def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
     tmp_path: Path, undisturbed: Path, name: str
 ) -> None:
@@ -182,7 +187,9 @@ def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=e2e), pytest.param(1, marks=slow)])
-def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path: Path, num_ranks: int) -> None:
+def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(
+    tmp_path: Path, num_ranks: int
+) -> None:
     options = ("--standalone", f"--nproc_per_node={num_ranks}")
     job = Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=400", options=options)
     job.wait_for("runs/small/checkpoints/last.pt")
@@ -194,26 +201,38 @@ def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path: Pat
 
 
 @slow
-def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
     options = [option for option in JOB if not option.startswith(("MODEL.", "DATA.AUTOBATCH"))]
     options += [
         "MODEL._target_=tests.helpers.odd_ranks.Perceptron",
-        "TRAIN.EFFECTIVE_BATCH_SIZE=16", "TRAIN.EPOCHS=8",
-        "TRAIN.LOG_EVERY=1", "SCHEDULE.NAME=cosine", "SCHEDULE.WARMUP_EPOCHS=1",
-    ]  # fmt: skip
+        "TRAIN.EFFECTIVE_BATCH_SIZE=16",
+        "TRAIN.EPOCHS=8",
+        "TRAIN.LOG_EVERY=1",
+        "SCHEDULE.NAME=cosine",
+        "SCHEDULE.WARMUP_EPOCHS=1",
+    ]
     alone, moved = tmp_path / "alone", tmp_path / "moved"
 
     def run_on(num_ranks: int, folder: Path, **env: str) -> int:
-        return Ranks(
-            folder, *options, options=("--standalone", f"--nproc_per_node={num_ranks}"), **env
-        ).end().code  # fmt: skip
+        return (
+            Ranks(
+                folder, *options, options=("--standalone", f"--nproc_per_node={num_ranks}"), **env
+            )
+            .end()
+            .code
+        )
 
     for folder in (alone, moved):
         folder.mkdir()
     assert run_on(1, alone) == 0
     for num_ranks, epoch in ((1, 2), (2, 4), (4, 6)):
         (moved / "fault_happened").unlink(missing_ok=True)
-        assert run_on(num_ranks, moved, FAULT=f"SIGUSR1:{num_ranks - 1}:training in epoch {epoch}") != 0
+        assert (
+            run_on(num_ranks, moved, FAULT=f"SIGUSR1:{num_ranks - 1}:training in epoch {epoch}")
+            != 0
+        )
     assert run_on(1, moved) == 0
     folders = [folder / "runs/small" for folder in (moved, alone)]
     rates = [{line["step"]: line["lr"] for line in lines_of(folder)} for folder in folders]
@@ -226,9 +245,13 @@ def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happe
 @slow
 def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
     options = (
-        "--nnodes=2", "--nproc_per_node=1", "--max-restarts=1", "--rdzv_id=a", "--rdzv_backend=c10d",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--max-restarts=1",
+        "--rdzv_id=a",
+        "--rdzv_backend=c10d",
         f"--rdzv_endpoint=localhost:{free_ports(1)[0]}",
-    )  # fmt: skip
+    )
     env = {"FAULT": "SIGKILL:1:training in epoch 2"}
     agents = [Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=4", options=options, **env) for _ in range(2)]
     ended = [agent.end() for agent in agents]
@@ -237,7 +260,9 @@ def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
 
 
 @slow
-def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(tmp_path: Path) -> None:
+def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(
+    tmp_path: Path,
+) -> None:
     ended = run_job(tmp_path, "DIST.TIMEOUT_MINUTES=0.1", FAULT="hang:1:training in epoch 2")
     assert ended.code != 0
     assert re.search(r"\[rank 1\] rank 0: .*DIST.TIMEOUT_MINUTES", ended.text), ended.text
@@ -250,22 +275,38 @@ def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_allowed(
     tmp_path: Path, is_asked_to_stop: bool
 ) -> None:
     """Such as that of a torchrun that is stopped, or another program's port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, (tmp_path / "log.txt").open("w") as log:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        (tmp_path / "log.txt").open("w") as log,
+    ):
         listener.settimeout(forks.limit_s)
         rank = forks.start(
-            ["-m", "linnaeus.main", *JOB, f"DIST.START_MINUTES={30 if is_asked_to_stop else 0.001}"],
-            cwd=tmp_path, stdout=log, stderr=log,
+            [
+                "-m",
+                "linnaeus.main",
+                *JOB,
+                f"DIST.START_MINUTES={30 if is_asked_to_stop else 0.001}",
+            ],
+            cwd=tmp_path,
+            stdout=log,
+            stderr=log,
             env={
-                "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(listener.getsockname()[1]), "TORCHELASTIC_ERROR_FILE": f"{tmp_path}/error",
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listener.getsockname()[1]),
+                "TORCHELASTIC_ERROR_FILE": f"{tmp_path}/error",
             },
-        )  # fmt: skip
+        )
         with listener.accept()[0]:
             if is_asked_to_stop:
                 rank.send_signal(signal.SIGTERM)
             code = rank.wait(forks.limit_s)
     told = json.loads((tmp_path / "error").read_text())["message"]["message"]
-    assert (code, told in (tmp_path / "log.txt").read_text()) == (143 if is_asked_to_stop else 1, True)
+    assert (code, told in (tmp_path / "log.txt").read_text()) == (
+        143 if is_asked_to_stop else 1,
+        True,
+    )
     assert ("SIGTERM" if is_asked_to_stop else "DIST.START_MINUTES") in told
 
 
@@ -274,13 +315,21 @@ def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path: Pa
     with (tmp_path / "log.txt").open("w") as log:
         torchrun = forks.start(
             ["-m", "torch.distributed.run", *TWO, "-m", "linnaeus.main", *JOB],
-            cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log, children_fork=False,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+            children_fork=False,
+        )
 
     def importing() -> list[psutil.Process]:
         with suppress(psutil.Error):
             ranks = psutil.Process(torchrun.pid).children()
-            return [rank for rank in ranks if any("libtorch" in part.path for part in rank.memory_maps())]
+            return [
+                rank
+                for rank in ranks
+                if any("libtorch" in part.path for part in rank.memory_maps())
+            ]
         return []
 
     wait_until(lambda: len(importing()) == 2, torchrun)
@@ -304,12 +353,17 @@ MARKS = {
     ("kind", "rank", "place"),
     [
         pytest.param(
-            kind, rank, place, id=f"{kind}-{rank}-{place.replace(' ', '_')}",
+            kind,
+            rank,
+            place,
+            id=f"{kind}-{rank}-{place.replace(' ', '_')}",
             marks=MARKS.get((kind, rank, place), slow),
         )
-        for kind in KINDS for rank in (0, 1) for place in PLACES
+        for kind in KINDS
+        for rank in (0, 1)
+        for place in PLACES
     ],
-)  # fmt: skip
+)
 def test_a_fault_ends_all_with_its_cause_and_the_next_start_goes_on(
     tmp_path: Path, kind: str, rank: int, place: str
 ) -> None:
@@ -319,12 +373,16 @@ def test_a_fault_ends_all_with_its_cause_and_the_next_start_goes_on(
     if kind == "deaf":
         assert ended.code == 0, ended.text
         logs = (path.read_text() for path in tmp_path.glob("runs/small/logs/*.log"))
-        assert re.search(rf"rank {rank} \(.*no heartbeat", "".join([ended.text, *logs])), "it is named"
+        assert re.search(rf"rank {rank} \(.*no heartbeat", "".join([ended.text, *logs])), (
+            "it is named"
+        )
     elif kind in ("SIGTERM", "SIGUSR1") and trains:
         assert kind in ended.text
     else:
         assert ended.code != 0
-        cause = {"error": "ValueError", "SIGKILL": "process died", "SIGSTOP": "is stopped"}.get(kind, kind)
+        cause = {"error": "ValueError", "SIGKILL": "process died", "SIGSTOP": "is stopped"}.get(
+            kind, kind
+        )
         assert re.search(rf"\[rank {1 - rank}\] rank {rank}: .*{cause}", ended.text), ended.text
     again = run_job(tmp_path)
     assert again.code == 0, again.text

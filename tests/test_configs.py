@@ -19,10 +19,16 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 RARE = ("1", "3", "8", "9")
 SMALLER = (
-    "EXPERIMENT.DEVICE=cpu", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=16", "TRAIN.EPOCHS=2",
-    "DATA.AUTOBATCH.MAX_BATCH_SIZE=64", "DATA.DATASET.VAL_FRACTION=0.9", "TRAIN.VALIDATE_EVERY=2",
-    "DATA.DATASET.NUM_SAMPLES=64", "DATA.DATASET.NUM_SAMPLES_VAL=16",
-)  # fmt: skip
+    "EXPERIMENT.DEVICE=cpu",
+    "MODEL.NAME=test_resnet",
+    "DATA.IMG_SIZE=16",
+    "TRAIN.EPOCHS=2",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=64",
+    "DATA.DATASET.VAL_FRACTION=0.9",
+    "TRAIN.VALIDATE_EVERY=2",
+    "DATA.DATASET.NUM_SAMPLES=64",
+    "DATA.DATASET.NUM_SAMPLES_VAL=16",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +59,14 @@ def test_the_digits_are_written_as_nested_folders_and_rare_ones_are_left_out(dat
     assert {split for split, *_ in files} == {"train", "val"}
     assert len({(shape, digit) for _, shape, digit, _ in files}) == 10  # each digit has one shape
     assert 0.19 < sum(split == "val" for split, *_ in files) / 1797 < 0.21
-    rare = [file.relative_to(data / "digits_rare").parts for file in (data / "digits_rare").rglob("*.png")]
+    rare = [
+        file.relative_to(data / "digits_rare").parts
+        for file in (data / "digits_rare").rglob("*.png")
+    ]
     for split, shape, digit in {file[:3] for file in files}:
-        whole, found = (sum(one[:3] == (split, shape, digit) for one in group) for group in (files, rare))
+        whole, found = (
+            sum(one[:3] == (split, shape, digit) for one in group) for group in (files, rare)
+        )
         assert found == (whole // 10 if split == "train" and digit in RARE else whole) > 0
 
 
@@ -79,10 +90,16 @@ def test_an_experiment_trains(config: Path, run: Run, less_data: Path, tmp_path:
     for arguments in earlier_runs(config):
         earlier = run(*arguments, *SMALLER, "TRAIN.EPOCHS=1")
         assert earlier.code == 0, earlier.err
-    own_data = [f"DATA.DATASET.ROOT={tmp_path}/data"] if "NAME: fashion_mnist" in config.read_text() else []
+    own_data = (
+        [f"DATA.DATASET.ROOT={tmp_path}/data"]
+        if "NAME: fashion_mnist" in config.read_text()
+        else []
+    )
     outcome = run("--cfg", str(config), *SMALLER, *own_data)
     assert outcome.code == 0, outcome.err
-    assert (tmp_path / "runs" / config.stem / "result.json").is_file(), "EXPERIMENT.NAME is the file's name"
+    assert (tmp_path / "runs" / config.stem / "result.json").is_file(), (
+        "EXPERIMENT.NAME is the file's name"
+    )
 
 
 def test_every_header_has_the_command_and_its_result() -> None:

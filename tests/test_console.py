@@ -35,13 +35,17 @@ def test_a_person_watches_a_terminal_outside_ci(
     assert is_interactive(Console(file=io.StringIO(), force_terminal=is_terminal)) is expected
 
 
-def test_a_terminal_shows_a_bar_and_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_bar_and_no_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     console, output = terminal(monkeypatch)
     set_up_logging(tmp_path, rank=0, console=console)
     show_an_epoch(console)
     assert "3/5" in output.getvalue()
     assert "\x1b[" in output.getvalue()
-    assert (tmp_path / "rank0.log").read_text().count("epoch 1/2  step 3/5  loss 0.1235  lr 0.002") == 1
+    assert (tmp_path / "rank0.log").read_text().count(
+        "epoch 1/2  step 3/5  loss 0.1235  lr 0.002"
+    ) == 1
     close_logging()
     before = output.getvalue()
     show_an_epoch(None)  # on other ranks
@@ -49,7 +53,9 @@ def test_a_terminal_shows_a_bar_and_no_lines(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("where", ["no terminal", "CI"])
-def test_elsewhere_there_is_a_plain_line_and_no_bar(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_elsewhere_there_is_a_plain_line_and_no_bar(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     console, output = terminal(monkeypatch) if where == "CI" else plain_console()
     monkeypatch.setenv("CI", "true" if where == "CI" else "")
     set_up_logging(None, rank=0, console=console)

@@ -18,7 +18,12 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from linnaeus.autobatch.ranks import control
-from linnaeus.autobatch.ranks.control import ControlPlane, Failure, ForeignFailureError, OverdueError
+from linnaeus.autobatch.ranks.control import (
+    ControlPlane,
+    Failure,
+    ForeignFailureError,
+    OverdueError,
+)
 from linnaeus.dist import agree_on_attempt
 from linnaeus.errors import LinnaeusError
 from tests.helpers.planes import Script, nothing, planes, ranks, script
@@ -69,7 +74,9 @@ def test_a_value_larger_than_the_store_takes_at_once_arrives_whole() -> None:
     assert not [key for key in store.list_keys() if "value/0/" in key], "it is forgotten"
 
 
-def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "linnaeus.autobatch.ranks.control")
     main, other = planes(name_of=lambda rank: rank + 2)
     waited: list[tuple[int, str]] = []
@@ -170,7 +177,9 @@ def as_process(pid: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("is_zombie", [True, False])
-def test_a_rank_whose_process_has_died_is_named(is_zombie: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_process_has_died_is_named(
+    is_zombie: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     main, third, other = planes(3)
     with as_process(process.pid, monkeypatch):

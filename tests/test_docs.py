@@ -30,10 +30,14 @@ from tests.helpers.trained import PLAIN, picture, save_run, spec_of
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALLER = (
-    "EXPERIMENT.DEVICE=cpu", "TRAIN.EPOCHS=1", "DATA.IMG_SIZE=32", "DATA.BATCH_SIZE=4", "DATA.NUM_WORKERS=1",
+    "EXPERIMENT.DEVICE=cpu",
+    "TRAIN.EPOCHS=1",
+    "DATA.IMG_SIZE=32",
+    "DATA.BATCH_SIZE=4",
+    "DATA.NUM_WORKERS=1",
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=64",
     "DATA.AUTOBATCH.MEMORY_LIMIT_GB=null",  # the process of the tests may hold more than an example's limit
-)  # fmt: skip
+)
 SMALL_MODEL = ("MODEL.NAME=test_resnet",)
 PRETRAINED_MODEL = ("MODEL.NAME=local-dir:hub",)  # stands in for the hub
 
@@ -105,7 +109,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "birds/checkpoints").mkdir(parents=True)
     state = {f"backbone.{name}": tensor for name, tensor in source.state_dict().items()}
     progress = {"epoch": 12, "samples": 0, "step": 12}
-    torch.save({"progress": progress, "state": {"model": state}}, path / "birds/checkpoints/best.pt")
+    torch.save(
+        {"progress": progress, "state": {"model": state}}, path / "birds/checkpoints/best.pt"
+    )
     return path
 
 
@@ -116,7 +122,9 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, experiment: None, pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desk(
+    tmp_path: Path, experiment: None, pretrained: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A folder with what the commands speak of."""
     (tmp_path / "my_package.py").write_text(MY_PACKAGE)
     for split, count in (("train", 6), ("val", 2)):
@@ -131,7 +139,9 @@ def desk(tmp_path: Path, experiment: None, pretrained: Path, monkeypatch: pytest
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/birds").symlink_to(pretrained / "birds")
     shutil.copytree(tmp_path / "birds" / "val", tmp_path / "birds2026")
-    table = "image,level1,level2\nbirds/val/Passeriformes/Parus_major/0.jpg,Passeriformes,Parus_major\n"
+    table = (
+        "image,level1,level2\nbirds/val/Passeriformes/Parus_major/0.jpg,Passeriformes,Parus_major\n"
+    )
     (tmp_path / "test.csv").write_text(table)
     birds = sorted((tmp_path / "birds").rglob("*.jpg"))
     rows = (f"{path},{('fox;owl', 'owl', ';')[n % 3]}\n" for n, path in enumerate(birds))
@@ -146,7 +156,11 @@ def desk(tmp_path: Path, experiment: None, pretrained: Path, monkeypatch: pytest
 def train_what_is_evaluated(line: str, desk: Path) -> None:
     """Train the run of a command that evaluates one; nothing for another command."""
     if "evaluate" in shlex.split(line):
-        own = ["DATA.DATASET.NAME=imagefolder", f"DATA.DATASET.ROOT={desk}/birds", "EXPERIMENT.NAME=birds"]
+        own = [
+            "DATA.DATASET.NAME=imagefolder",
+            f"DATA.DATASET.ROOT={desk}/birds",
+            "EXPERIMENT.NAME=birds",
+        ]
         assert cli([*own, *SMALLER, *SMALL_MODEL]) == 0
 
 
@@ -164,7 +178,9 @@ def smaller(tokens: list[str]) -> list[str]:
     model = () if own_model else PRETRAINED_MODEL if is_pretrained else SMALL_MODEL
     if "MODEL.LORA.RANK=8" in tokens:
         model = ("MODEL.NAME=test_vit", "MODEL.PRETRAINED=False")  # the other has no attention
-    steps = () if "--cfg" in tokens else ("DATA.BATCH_SIZE=64",)  # the default data are all the digits
+    steps = (
+        () if "--cfg" in tokens else ("DATA.BATCH_SIZE=64",)
+    )  # the default data are all the digits
     return [*tokens, *SMALLER, *steps, *model]
 
 
@@ -180,7 +196,8 @@ OF_ONE_PROCESS = [
     command
     for command in of_kind("linnaeus ")
     if command not in (*SWEEPS, *ON_SLURM, *COMPARISONS, *PREDICTIONS, *EXPORTS)
-    and not {"--status", "--hf"} & {*command[1].split()}  # the latter: tests/integrations/test_language.py
+    and not {"--status", "--hf"}
+    & {*command[1].split()}  # the latter: tests/integrations/test_language.py
 ]
 
 
@@ -193,7 +210,8 @@ def mark_of(page: str, line: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("page", "line"), [pytest.param(*command, marks=mark_of(*command)) for command in OF_ONE_PROCESS]
+    ("page", "line"),
+    [pytest.param(*command, marks=mark_of(*command)) for command in OF_ONE_PROCESS],
 )
 def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: Run) -> None:
     argv = tokens_of(line, desk)[1:]
@@ -234,9 +252,13 @@ def test_a_prediction_works(page: str, line: str, trained: Path, run: Run) -> No
 def test_the_page_about_prediction_shows_what_python_gives(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/predict.md").read_text(), re.M | re.S)
+    (program,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/predict.md").read_text(), re.M | re.S
+    )
     exec(compile(program, "predict.md", "exec"), {})
-    assert re.findall(r"^photos/[01].jpg \('.+', 0\.\d+\) \w+ > .+ %", capsys.readouterr().out, re.M)
+    assert re.findall(
+        r"^photos/[01].jpg \('.+', 0\.\d+\) \w+ > .+ %", capsys.readouterr().out, re.M
+    )
 
 
 @pytest.mark.slow
@@ -260,7 +282,10 @@ def test_exports_work_and_are_used_without_linnaeus(trained: Path, run: Run) -> 
         assert set(found) <= set(best)
         for level, shown in found.items():
             name, _, probability = shown.rpartition(" ")
-            assert (name, float(probability)) == (best[level][0], pytest.approx(best[level][1], rel=0.05))
+            assert (name, float(probability)) == (
+                best[level][0],
+                pytest.approx(best[level][1], rel=0.05),
+            )
 
 
 @pytest.mark.parametrize(("page", "line"), COMPARISONS)
@@ -273,10 +298,14 @@ def test_a_comparison_works(page: str, line: str, desk: Path, run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "line"), SWEEPS)
-def test_a_sweep_works(page: str, line: str, desk: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_works(
+    page: str, line: str, desk: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     line = re.sub(r"--trials \d+", "--trials 2", line)
-    few = re.sub(r"(BATCH_SIZE|SEED)=([^, ]+),[^ ]*", r"\1=\2,9", " ".join(tokens_of(line, desk)[1:])).split()
+    few = re.sub(
+        r"(BATCH_SIZE|SEED)=([^, ]+),[^ ]*", r"\1=\2,9", " ".join(tokens_of(line, desk)[1:])
+    ).split()
     smaller_runs = [token for token in smaller(few) if token != "DATA.BATCH_SIZE=4"]
     outcome = run(*smaller_runs)
     assert outcome.code == 0, outcome.out + outcome.err
@@ -289,7 +318,9 @@ def test_a_command_of_several_processes_works(page: str, line: str, desk: Path) 
     tokens = re.sub(r"--nproc_per_node=\d+", "--standalone --nproc_per_node=2", line)
     train_what_is_evaluated(line, desk)
     command = [sys.executable, "-m", "torch.distributed.run", *smaller(tokens_of(tokens, desk)[1:])]
-    done = subprocess.run(command, cwd=desk, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=desk, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -307,8 +338,12 @@ def test_a_script_works(page: str, line: str, desk: Path) -> None:
     _, script, *argv = tokens_of(line, desk)
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *argv],
-        cwd=desk, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+        cwd=desk,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -325,25 +360,40 @@ def test_a_script_is_the_same_program_as_its_command(script: str, command: str, 
 
 
 def test_what_the_pages_name_is_there() -> None:
-    known = ("git clone ", "make ", "source ", "eval ", "python examples/", "torchrun ", "linnaeus ")
+    known = (
+        "git clone ",
+        "make ",
+        "source ",
+        "eval ",
+        "python examples/",
+        "torchrun ",
+        "linnaeus ",
+    )
     assert [line for line, _ in COMMANDS if not line.startswith(known)] == []
     assert len(of_kind("linnaeus train ")) >= 10
     files, targets = set(), {line.split()[1] for _, line in of_kind("make ")}
     for page in PAGES:
         text = page.read_text()
-        files |= {ROOT / name for name in re.findall(r"benchmarks/(?:results/)?\w+\.(?:py|txt)", text)}
+        files |= {
+            ROOT / name for name in re.findall(r"benchmarks/(?:results/)?\w+\.(?:py|txt)", text)
+        }
         links = re.findall(r"\]\(([^)#:]+\.(?:md|png|svg|html))(?:#[\w-]+)?\)", text)
         files |= {page.parent / target for target in links}
         targets |= set(re.findall(r"`make ([\w-]+)`", text))
     assert len(files) > 20
     assert [file for file in files if not file.is_file()] == []
     assert {"train", "test"} <= targets
-    assert [target for target in targets if f"\n{target}:" not in (ROOT / "Makefile").read_text()] == []
+    assert [
+        target for target in targets if f"\n{target}:" not in (ROOT / "Makefile").read_text()
+    ] == []
 
 
 STRATEGIES = {
-    "guided": "guided", "bisection": "binary", "doubling": "power", "doubling, then bisection": "binsearch",
-}  # fmt: skip
+    "guided": "guided",
+    "bisection": "binary",
+    "doubling": "power",
+    "doubling, then bisection": "binsearch",
+}
 """By the name that the pages give each; the benchmark prints the value."""
 
 
@@ -351,10 +401,14 @@ STRATEGIES = {
 def test_the_table_of_strategies_is_what_the_benchmark_printed(page: str) -> None:
     printed = (ROOT / "benchmarks" / "results" / "search_replay.txt").read_text()
     line = r"^(exact|multiple of 8) +(\w+) +([\d.]+)(?: +\S+){6} +([\d.]+) +\S+$"
-    figures = {(mode, strategy): rest for mode, strategy, *rest in re.findall(line, printed, re.MULTILINE)}
+    figures = {
+        (mode, strategy): rest for mode, strategy, *rest in re.findall(line, printed, re.MULTILINE)
+    }
     expected = {}
     for name, strategy in STRATEGIES.items():
-        (exact, ratio), (multiple, _) = (figures[mode, strategy] for mode in ("exact", "multiple of 8"))
+        (exact, ratio), (multiple, _) = (
+            figures[mode, strategy] for mode in ("exact", "multiple of 8")
+        )
         expected[name] = (f"{float(exact):.1f}", f"{float(multiple):.1f}", f"{float(ratio):.2f}")
     row = r"^\| ([a-z, ]+)(?: \(.+\))? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
     rows = re.findall(row, (ROOT / page).read_text(), re.MULTILINE)
@@ -363,7 +417,9 @@ def test_the_table_of_strategies_is_what_the_benchmark_printed(page: str) -> Non
 
 def test_the_yaml_of_every_page_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for page in PAGES:
-        for number, text in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)):
+        for number, text in enumerate(
+            re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)
+        ):
             if text.startswith("apiVersion:"):
                 continue  # for Kubernetes
             file = tmp_path / f"{page.stem}{number}.yaml"

@@ -88,7 +88,9 @@ def test_a_file_is_whole_before_it_replaces_the_other(tmp_path: Path) -> None:
     assert seen == [("new", "old")]
     with pytest.raises(RuntimeError):
         write_atomically(
-            path, lambda file: file.write(b"newer"), before_replacing=lambda _: raise_(RuntimeError())
+            path,
+            lambda file: file.write(b"newer"),
+            before_replacing=lambda _: raise_(RuntimeError()),
         )
     assert path.read_text() == "new"
     assert names(tmp_path) == {"file"}
@@ -96,7 +98,9 @@ def test_a_file_is_whole_before_it_replaces_the_other(tmp_path: Path) -> None:
 
 def test_a_disk_without_room_is_told_from_other_errors(tmp_path: Path) -> None:
     folder = tmp_path / "not made yet"
-    full, quota, other = (OSError(number, os.strerror(number)) for number in (ENOSPC, EDQUOT, EROFS))
+    full, quota, other = (
+        OSError(number, os.strerror(number)) for number in (ENOSPC, EDQUOT, EROFS)
+    )
     assert "3 GiB" in why_not_written(full, folder, 3 * 2**30)
     assert str(folder) in why_not_written(full, folder, 3 * 2**30)
     assert "quota" in why_not_written(quota, folder, 1)

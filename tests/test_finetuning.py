@@ -14,10 +14,18 @@ from torch import Tensor
 from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
 
 FROZEN = (
-    *SMALL, "MODEL.FREEZE=backbone", "DATA.BATCH_SIZE=32", "TRAIN.EPOCHS=3", "TRAIN.UNFREEZE_EPOCH=2",
-    "MODEL.DROP_RATE=0.2", "TRAIN.EMA.ENABLED=True", "TRAIN.LOG_EVERY=1", "TRAIN.CHECKPOINT_EVERY_STEPS=1",
-    "TRAIN.KEEP_CHECKPOINTS=99", "TRAIN.AUTO_RESUME=True",
-)  # fmt: skip
+    *SMALL,
+    "MODEL.FREEZE=backbone",
+    "DATA.BATCH_SIZE=32",
+    "TRAIN.EPOCHS=3",
+    "TRAIN.UNFREEZE_EPOCH=2",
+    "MODEL.DROP_RATE=0.2",
+    "TRAIN.EMA.ENABLED=True",
+    "TRAIN.LOG_EVERY=1",
+    "TRAIN.CHECKPOINT_EVERY_STEPS=1",
+    "TRAIN.KEEP_CHECKPOINTS=99",
+    "TRAIN.AUTO_RESUME=True",
+)
 """Three epochs of three steps, each with its own checkpoint; in the first epoch only the heads train."""
 
 
@@ -37,7 +45,9 @@ def resumed_at(step: int, source: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_frozen_trains_from_its_epoch_on_and_resumes_anywhere(run: Run, tmp_path: Path) -> None:
+def test_what_is_frozen_trains_from_its_epoch_on_and_resumes_anywhere(
+    run: Run, tmp_path: Path
+) -> None:
     outcome = run(*FROZEN, "EXPERIMENT.NAME=whole")
     assert outcome.code == 0, outcome.err
     assert "45 of 49" in outcome.out
@@ -50,7 +60,9 @@ def test_what_is_frozen_trains_from_its_epoch_on_and_resumes_anywhere(run: Run, 
         outcome = run(*FROZEN, f"EXPERIMENT.NAME=resumed{step}")
         assert outcome.code == 0, outcome.err
         assert_same_bits(weights(whole), weights(folder))
-        last = [torch.load(path / "checkpoints/last.pt", weights_only=True) for path in (whole, folder)]
+        last = [
+            torch.load(path / "checkpoints/last.pt", weights_only=True) for path in (whole, folder)
+        ]
         averages = [content["state"]["ema"]["module"] for content in last]
         assert_same_bits(*averages)
     assert run(*FROZEN, "EXPERIMENT.NAME=always", "TRAIN.UNFREEZE_EPOCH=null").code == 0
@@ -60,8 +72,13 @@ def test_what_is_frozen_trains_from_its_epoch_on_and_resumes_anywhere(run: Run, 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun: Run, tmp_path: Path) -> None:
-    options = (*FROZEN, "DATA.BATCH_SIZE=24", "TRAIN.EPOCHS=2", "TRAIN.NOISE_SCALE.ENABLED=True",
-               "TRAIN.NOISE_SCALE.EVERY=1")  # fmt: skip
+    options = (
+        *FROZEN,
+        "DATA.BATCH_SIZE=24",
+        "TRAIN.EPOCHS=2",
+        "TRAIN.NOISE_SCALE.ENABLED=True",
+        "TRAIN.NOISE_SCALE.EVERY=1",
+    )
     outcome = torchrun(2, *options, "EXPERIMENT.NAME=whole")
     assert outcome.code == 0, outcome.err
     whole, folder = tmp_path / "runs/whole", tmp_path / "runs/resumed"
@@ -74,11 +91,20 @@ def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun: Run, tmp_path: 
 
 
 @pytest.mark.usefixtures("few_timed_steps")
-def test_autobatch_finds_the_size_of_the_unfrozen_model_and_changes_no_bit(run: Run, tmp_path: Path) -> None:
-    options = (*FROZEN, "TRAIN.EPOCHS=2", "TRAIN.CHECKPOINT_EVERY_STEPS=99", "DATA.DATASET.NUM_SAMPLES=48")
+def test_autobatch_finds_the_size_of_the_unfrozen_model_and_changes_no_bit(
+    run: Run, tmp_path: Path
+) -> None:
+    options = (
+        *FROZEN,
+        "TRAIN.EPOCHS=2",
+        "TRAIN.CHECKPOINT_EVERY_STEPS=99",
+        "DATA.DATASET.NUM_SAMPLES=48",
+    )
     search = (
-        "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
-    )  # fmt: skip
+        "DATA.AUTOBATCH.ENABLED=True",
+        "DATA.AUTOBATCH.ENABLED_VAL=False",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
+    )
     assert run(*options, *search, "EXPERIMENT.NAME=found").code == 0
     saved = ("--cfg", str(tmp_path / "runs/found/config.yaml"), "DATA.AUTOBATCH.ENABLED=False")
     assert run(*saved, "EXPERIMENT.NAME=by_hand").code == 0
@@ -90,9 +116,13 @@ def test_a_run_starts_from_another_with_its_normalisation(run: Run, tmp_path: Pa
     mean, std = "DATA.AUGMENT.MEAN=[0.1,0.2,0.3]", "DATA.AUGMENT.STD=[0.4,0.5,0.6]"
     assert run(*SMALL, mean, std, "TRAIN.EPOCHS=1", "EXPERIMENT.NAME=first").code == 0
     second = (
-        *SMALL, "MODEL.WEIGHTS=runs/first", "DATA.DATASET.NUM_CLASSES=[2,7]", "TRAIN.EPOCHS=1",
-        "EXPERIMENT.NAME=second", "TRAIN.AUTO_RESUME=True",
-    )  # fmt: skip
+        *SMALL,
+        "MODEL.WEIGHTS=runs/first",
+        "DATA.DATASET.NUM_CLASSES=[2,7]",
+        "TRAIN.EPOCHS=1",
+        "EXPERIMENT.NAME=second",
+        "TRAIN.AUTO_RESUME=True",
+    )
     outcome = run(*second)
     assert outcome.code == 0, outcome.err
     assert "runs/first/checkpoints/best.pt" in "".join(outcome.out.split())
@@ -107,14 +137,21 @@ def test_a_run_starts_from_another_with_its_normalisation(run: Run, tmp_path: Pa
 @pytest.mark.e2e
 def test_layers_with_rates_of_their_own_resume_with_them(run: Run, tmp_path: Path) -> None:
     options = (
-        *FROZEN, "MODEL.FREEZE=none", "TRAIN.UNFREEZE_EPOCH=null", "OPTIMIZER.LAYER_DECAY=0.5",
-        "OPTIMIZER.HEAD_LR_SCALE=4", "TRAIN.EPOCHS=2",
-    )  # fmt: skip
+        *FROZEN,
+        "MODEL.FREEZE=none",
+        "TRAIN.UNFREEZE_EPOCH=null",
+        "OPTIMIZER.LAYER_DECAY=0.5",
+        "OPTIMIZER.HEAD_LR_SCALE=4",
+        "TRAIN.EPOCHS=2",
+    )
     assert run(*options, "EXPERIMENT.NAME=whole").code == 0
     resumed_at(3, tmp_path / "runs/whole", tmp_path / "runs/resumed")
     assert run(*options, "EXPERIMENT.NAME=resumed").code == 0
     assert_same_bits(weights(tmp_path / "runs/whole"), weights(tmp_path / "runs/resumed"))
-    lines = [json.loads(line) for line in (tmp_path / "runs/resumed/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "runs/resumed/metrics.jsonl").read_text().splitlines()
+    ]
     content = torch.load(tmp_path / "runs/resumed/checkpoints/step_00000004.pt", weights_only=True)
     groups = content["state"]["optimizer"]["param_groups"]
     [nominal] = [line["lr"] for line in lines if line["split"] == "train" and line["step"] == 5]

@@ -11,7 +11,9 @@ from pathlib import Path
 from tests.helpers import forks
 from tests.helpers.runs import wait_until
 
-WAITS = "import os, pathlib, signal; pathlib.Path('pid').write_text(str(os.getpid())); signal.pause()"
+WAITS = (
+    "import os, pathlib, signal; pathlib.Path('pid').write_text(str(os.getpid())); signal.pause()"
+)
 
 
 def test_a_client_that_is_killed_ends_its_fork_alone(tmp_path: Path) -> None:

@@ -28,10 +28,17 @@ from tests.helpers.small_runs import NAME, PLAIN, lines_of
 from tests.helpers.trained import ONE_RANK
 
 IMAGES = (
-    "DATA.DATASET={NAME: manifest, ROOT: images, LABEL_SEPARATOR: ';', RANKS: [animal]}", "DATA.IMG_SIZE=16",
-    "MODEL._target_=tests.helpers.label_sets.Pixels", "DATA.AUGMENT.CROP_SCALE=[1,1]", "DATA.BATCH_SIZE=32",
-    "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=sets", "TRAIN.EPOCHS=4", "OPTIMIZER.LR=0.01", "LOSS.NAME=bce",
-)  # fmt: skip
+    "DATA.DATASET={NAME: manifest, ROOT: images, LABEL_SEPARATOR: ';', RANKS: [animal]}",
+    "DATA.IMG_SIZE=16",
+    "MODEL._target_=tests.helpers.label_sets.Pixels",
+    "DATA.AUGMENT.CROP_SCALE=[1,1]",
+    "DATA.BATCH_SIZE=32",
+    "EXPERIMENT.DEVICE=cpu",
+    "EXPERIMENT.NAME=sets",
+    "TRAIN.EPOCHS=4",
+    "OPTIMIZER.LR=0.01",
+    "LOSS.NAME=bce",
+)
 INDEX = index_labels(["tag"], [("b;a",), (None,), ("c; a",), (";",)], ";")
 TARGETS = torch.tensor([[1.0, 0, 1], [-1, 1, 0], [-1, -1, -1], [0, 0, 0]])
 
@@ -54,7 +61,9 @@ def test_the_run_is_evaluated_and_predicted_alike(folder: Path, run: Run, tmp_pa
         found["classes"][1],
     )
     assert found["logged"]["same"]
-    assert logged["map/animal"] == found["metrics"]["map/animal"] == animal["map"] > 0.9, "0.33 by chance"
+    assert logged["map/animal"] == found["metrics"]["map/animal"] == animal["map"] > 0.9, (
+        "0.33 by chance"
+    )
     assert logged["f1/animal"] == animal["macro_f1"]
     assert json.loads((folder / "runs/sets/result.json").read_text())["headline"] == "map/animal"
 
@@ -84,16 +93,29 @@ def test_exported_files_give_the_predictions(folder: Path) -> None:
         assert (trained.export(kind, images=[image]).difference or 0) < 1e-6
     program = torch.export.load(folder / "runs/sets/export/model.pt2").module()
     values = program(trained.transform(image)[None])["animal"][0].tolist()
-    assert dict(seen.levels["animal"]) == pytest.approx(dict(zip(NAMES, values, strict=True)), abs=1e-6)
+    assert dict(seen.levels["animal"]) == pytest.approx(
+        dict(zip(NAMES, values, strict=True)), abs=1e-6
+    )
     assert sum(values) != pytest.approx(1, abs=1e-3), "not a softmax"
-    (few,) = load_run(folder / "runs/sets/export/model.safetensors").predict(image, top=1, threshold=1e-6)
+    (few,) = load_run(folder / "runs/sets/export/model.safetensors").predict(
+        image, top=1, threshold=1e-6
+    )
     assert few.levels["animal"] == seen.levels["animal"][:1]
 
 
 def test_autobatch_and_an_interruption_change_no_bit(run: Run, tmp_path: Path) -> None:
-    options = [*PLAIN, "DATA.DATASET._target_=tests.helpers.label_sets.Sets", "LOSS.NAME=asymmetric",
-               "DATA.BATCH_SIZE=16", "TRAIN.AUTO_RESUME=True"]  # fmt: skip
-    search = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "DATA.BATCH_SIZE=2")
+    options = [
+        *PLAIN,
+        "DATA.DATASET._target_=tests.helpers.label_sets.Sets",
+        "LOSS.NAME=asymmetric",
+        "DATA.BATCH_SIZE=16",
+        "TRAIN.AUTO_RESUME=True",
+    ]
+    search = (
+        "DATA.AUTOBATCH.ENABLED=True",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=16",
+        "DATA.BATCH_SIZE=2",
+    )
     assert run(*options, f"{NAME}whole").code == run(*options, *search, f"{NAME}found").code == 0
     assert run(*options, f"{NAME}parts", "DATA.DATASET.interrupt_after=150").code == 130
     assert run(*options, f"{NAME}parts").code == 0
@@ -106,10 +128,16 @@ def test_autobatch_and_an_interruption_change_no_bit(run: Run, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "option",
-    ["LOSS.NAME=focal", "LOSS.CLASS_WEIGHTS=balanced", "DATA.SAMPLER=balanced", "DATA.DATASET.NAME=digits",
-     "MODEL={NAME: test_resnet, HEAD: marginal}", "DATA.DATASET.LABEL_SEPARATOR=''",
-     "DATA.DATASET.RANKS=[animal,number]"],
-)  # fmt: skip
+    [
+        "LOSS.NAME=focal",
+        "LOSS.CLASS_WEIGHTS=balanced",
+        "DATA.SAMPLER=balanced",
+        "DATA.DATASET.NAME=digits",
+        "MODEL={NAME: test_resnet, HEAD: marginal}",
+        "DATA.DATASET.LABEL_SEPARATOR=''",
+        "DATA.DATASET.RANKS=[animal,number]",
+    ],
+)
 def test_what_needs_one_label_names_its_key(
     folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
@@ -145,7 +173,10 @@ def test_manifest_cells_and_mixing() -> None:
     assert LabelIndex.from_dict(json.loads(json.dumps(INDEX.as_dict()))) == INDEX
     cells = ["a", "a;b", "a;c", "b;a", "a;c", ";"] * 5
     _, val = hold_out(
-        Listing("", Path(), [*map(str, range(30))], [(cell,) for cell in cells]), 0.2, [], INDEX.taxonomy
+        Listing("", Path(), [*map(str, range(30))], [(cell,) for cell in cells]),
+        0.2,
+        [],
+        INDEX.taxonomy,
     )
     assert len(val.paths) == 6
     assert {*"abc"} <= {*str(val.lineages)}

@@ -41,7 +41,9 @@ def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: in
     assert output.getvalue().endswith(" epoch 7\n") if rank == 0 else output.getvalue() == ""
     assert output.getvalue().count("\n") <= 1
     close_logging()
-    assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
+    assert not [
+        file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))
+    ]
 
 
 @pytest.fixture
@@ -55,7 +57,9 @@ def earlier(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_run_that_has_not_begun_leaves_nothing_behind(earlier: Path, begins: bool, keep: bool) -> None:
+def test_a_run_that_has_not_begun_leaves_nothing_behind(
+    earlier: Path, begins: bool, keep: bool
+) -> None:
     new = earlier.parent / "group/new"
     for folder in (earlier, new):
 
@@ -75,7 +79,9 @@ def test_a_run_that_has_not_begun_leaves_nothing_behind(earlier: Path, begins: b
         assert names(earlier) == {"config.yaml", "result.json"}
         return
     assert names(earlier.parent) == {"r1", "group"} | (set() if keep else {"r1.1"})
-    assert names(earlier) == {"logs", "run.json"} | ({"config.yaml", "result.json"} if keep else set())
+    assert names(earlier) == {"logs", "run.json"} | (
+        {"config.yaml", "result.json"} if keep else set()
+    )
     assert "early" in (new / "logs/rank0.log").read_text()
 
 
@@ -117,18 +123,28 @@ def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_p
         file.write(step=5, epoch=0, split="train", values={"loss": 2.0})
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(record["step"], record["loss"]) for record in records] == [
-        (1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0),
-    ]  # fmt: skip
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 1.0),
+        (5, 2.0),
+    ]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        b"{}", b'{"step": NaN, "split": "val"}', b"\xff\xfe{}", b"[" * 100_000, b'{"step": 1, "spl',
+        b"{}",
+        b'{"step": NaN, "split": "val"}',
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"step": 1, "spl',
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("at_end", [False, True])
-def test_a_line_that_is_no_record_is_dropped_on_resuming(tmp_path: Path, line: bytes, at_end: bool) -> None:
+def test_a_line_that_is_no_record_is_dropped_on_resuming(
+    tmp_path: Path, line: bytes, at_end: bool
+) -> None:
     path = tmp_path / "metrics.jsonl"
     records = [
         json.dumps({"step": step, "split": "train", "größe\u2028": 1}, ensure_ascii=False).encode()

@@ -52,7 +52,9 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's default takes seconds to set up
+    monkeypatch.setenv(
+        "MLFLOW_ALLOW_FILE_STORE", "true"
+    )  # MLflow's default takes seconds to set up
     plain = (*PLAIN, "DATA.BATCH_SIZE=25", "TRAIN.EPOCHS=2")
     assert run(*plain).code == 0
     command = (*plain, NAME + "dies", "EXPERIMENT.LOGGERS=tensorboard,csv,mlflow")
@@ -84,7 +86,10 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
 
     rows = [*csv.DictReader((folder / "metrics.csv").read_text().splitlines())]
     assert (
-        {*events.Tags()["scalars"]} == {*found.data.metrics} == {*rows[0]} - {"epoch", "step"} == {*written}
+        {*events.Tags()["scalars"]}
+        == {*found.data.metrics}
+        == {*rows[0]} - {"epoch", "step"}
+        == {*written}
     )
     assert [(row["epoch"], row["step"]) for row in rows] == [("1", "4"), ("2", "8")]
     assert all(float(rows[1][name]) == values[-1][1] for name, values in written.items())
@@ -93,10 +98,12 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        ("EXPERIMENT.LOGGERS=mlflow", "linnaeus[mlflow]"), (callback("Tracker"), "CALLBACKS[0]"),
-        (callback(arguments=",dies:1"), "'dies'"), ("TRAIN.CALLBACKS=stop", "CALLBACKS[0]"),
+        ("EXPERIMENT.LOGGERS=mlflow", "linnaeus[mlflow]"),
+        (callback("Tracker"), "CALLBACKS[0]"),
+        (callback(arguments=",dies:1"), "'dies'"),
+        ("TRAIN.CALLBACKS=stop", "CALLBACKS[0]"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_installed_or_no_callback_is_said_before_the_run(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, named: str
 ) -> None:
@@ -107,7 +114,9 @@ def test_what_is_not_installed_or_no_callback_is_said_before_the_run(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_logger_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logger_that_fails_is_left_out_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     tracker = Tracker(first=None, second=Tracker(third=None))
     for step in (1, 2):
         tracker.log({}, step=step)

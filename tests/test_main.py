@@ -49,7 +49,9 @@ def test_a_module_alone_trains(module: str, tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(ROOT)}
     with (tmp_path / "log").open("w+") as log:
         process = forks.start(["-m", module], cwd=tmp_path, env=env, stdout=log, stderr=log)
-        wait_until((tmp_path / "runs" / "digits" / "metrics.jsonl").exists, process, tmp_path / "log")
+        wait_until(
+            (tmp_path / "runs" / "digits" / "metrics.jsonl").exists, process, tmp_path / "log"
+        )
         process.kill()
         assert process.wait(50) == -9
 

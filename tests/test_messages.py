@@ -21,12 +21,21 @@ from tests.helpers.messages import Golden, error_of
 from tests.helpers.runs import Run
 
 COMMAND_LINES = (
-    "+DATA.FOO=1", "EPOCHS", "--fractions", "--cfg broken.yaml", "analyse", "xyzzy",
-    "-cd . sweep TRAIN.EPOCHS=1,2", "EXPERIMENT.SEED=-1", "TRAIN.EPOCHS=0 DATA.BATCHSIZE=3",
-)  # fmt: skip
+    "+DATA.FOO=1",
+    "EPOCHS",
+    "--fractions",
+    "--cfg broken.yaml",
+    "analyse",
+    "xyzzy",
+    "-cd . sweep TRAIN.EPOCHS=1,2",
+    "EXPERIMENT.SEED=-1",
+    "TRAIN.EPOCHS=0 DATA.BATCHSIZE=3",
+)
 
 
-def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(
+    golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken.yaml").write_text("DATA: [1,\n")
     messages = {line: run(*line.split(), "--print-config").err for line in COMMAND_LINES}
 
@@ -45,7 +54,9 @@ def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.
     messages["a folder that was renamed"] = error_of(claim.check)
     claim.release()
     messages["a folder that cannot be made"] = error_of(claim_run_folder, file / "r1")
-    messages["a file that cannot be written"] = error_of(MetricsFile, tmp_path / "none/metrics.jsonl")
+    messages["a file that cannot be written"] = error_of(
+        MetricsFile, tmp_path / "none/metrics.jsonl"
+    )
     no_quota = OSError(EDQUOT, os.strerror(EDQUOT))
     text = why_not_written(no_quota, tmp_path, 3 * 2**30)
     messages["no quota"] = re.sub(r"has .* GiB free", "has ... GiB free", text)
@@ -59,4 +70,10 @@ def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.
     messages["ranks that differ"] = error_of(world.check_equal, alike)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     messages["tasks without torchrun"] = error_of(join("cpu", DistConfig()).__enter__)
-    golden("program", messages, folder=tmp_path, host=socket.gethostname(), process=f"process {os.getpid()}")
+    golden(
+        "program",
+        messages,
+        folder=tmp_path,
+        host=socket.gethostname(),
+        process=f"process {os.getpid()}",
+    )

@@ -16,10 +16,16 @@ from tests.helpers.small_runs import assert_same_states
 
 RESUMABLE = (
     *(option for option in SMALL if not option.startswith(("MODEL.", "DATA.DATASET."))),
-    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset", "DATA.IMG_SIZE=8",
-    "MODEL._target_=tests.helpers.odd_ranks.Perceptron", "MODEL.drop=0.2", "TRAIN.EMA.ENABLED=True",
-    "TRAIN.AUTO_RESUME=True", "TRAIN.CHECKPOINT_EVERY_STEPS=4", "TRAIN.LOG_EVERY=1", "TRAIN.EPOCHS=4",
-)  # fmt: skip
+    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
+    "DATA.IMG_SIZE=8",
+    "MODEL._target_=tests.helpers.odd_ranks.Perceptron",
+    "MODEL.drop=0.2",
+    "TRAIN.EMA.ENABLED=True",
+    "TRAIN.AUTO_RESUME=True",
+    "TRAIN.CHECKPOINT_EVERY_STEPS=4",
+    "TRAIN.LOG_EVERY=1",
+    "TRAIN.EPOCHS=4",
+)
 """Four epochs of six steps."""
 pytestmark = pytest.mark.timeout(300)  # whole runs, of which some are quick tests all the same
 
@@ -42,7 +48,9 @@ def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """What the metrics say, without the figures that depend on the machine."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{name: record.get(name) for name in ("step", "split", "loss", "lr")} for record in records]
+    return [
+        {name: record.get(name) for name in ("step", "split", "loss", "lr")} for record in records
+    ]
 
 
 def assert_same_run(run: Path, other: Path) -> None:
@@ -81,7 +89,9 @@ def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "new_interpreters", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new interpreters"]
+    "new_interpreters",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["forks", "new interpreters"],
 )
 def test_two_processes(torchrun: Run, tmp_path: Path, new_interpreters: bool) -> None:
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8", "TRAIN.EPOCHS=1")

@@ -24,7 +24,9 @@ e2e = pytest.mark.e2e
 class Crashing(Clusters):
     """Reading so many samples of a split ends the run with an error."""
 
-    def __init__(self, split: str, crash_in: str = "", crash_after: int = 0, **options: Any) -> None:
+    def __init__(
+        self, split: str, crash_in: str = "", crash_after: int = 0, **options: Any
+    ) -> None:
         super().__init__(split, **options)
         self.until_crash = crash_after if split == crash_in else 0
 
@@ -37,9 +39,15 @@ class Crashing(Clusters):
 
 DATASET = "DATA.DATASET"
 RESUMABLE = (
-    *PLAIN, f"{DATASET}._target_={__name__}.Crashing", "MODEL.drop=0.3", "TRAIN.EMA.ENABLED=True",
-    "TRAIN.AUTO_RESUME=True", "DATA.BATCH_SIZE=8", "SCHEDULE.WARMUP_STEPS=4", "SCHEDULE.MIN_LR_FRACTION=0.1",
-)  # fmt: skip
+    *PLAIN,
+    f"{DATASET}._target_={__name__}.Crashing",
+    "MODEL.drop=0.3",
+    "TRAIN.EMA.ENABLED=True",
+    "TRAIN.AUTO_RESUME=True",
+    "DATA.BATCH_SIZE=8",
+    "SCHEDULE.WARMUP_STEPS=4",
+    "SCHEDULE.MIN_LR_FRACTION=0.1",
+)
 """Three epochs of 12 steps, 100 samples each. Later tokens override these."""
 
 
@@ -60,20 +68,28 @@ def crashed(split: str, after: int) -> tuple[str, str]:
 
 def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
     paths = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in paths
+    }
 
 
 def rates_at(positions: list[float], total_steps: int) -> list[float]:
-    factor = lr_factor(ScheduleConfig(MIN_LR_FRACTION=0.1), steps_per_epoch=[total_steps], warmup_steps=4)
+    factor = lr_factor(
+        ScheduleConfig(MIN_LR_FRACTION=0.1), steps_per_epoch=[total_steps], warmup_steps=4
+    )
     return [0.01 * factor(position) for position in positions]
 
 
 @e2e
 @pytest.mark.parametrize(
     ("after", "epoch", "now", "effective"),
-    [(36, 0, "DATA.BATCH_SIZE=20", 20), (132, 1, "TRAIN.ACCUMULATION_STEPS=3", 24),
-     (132, 1, "DATA.BATCH_SIZE=2", 2)],
-)  # fmt: skip
+    [
+        (36, 0, "DATA.BATCH_SIZE=20", 20),
+        (132, 1, "TRAIN.ACCUMULATION_STEPS=3", 24),
+        (132, 1, "DATA.BATCH_SIZE=2", 2),
+    ],
+)
 def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
     run: Run, tmp_path: Path, after: int, epoch: int, now: str, effective: int
 ) -> None:
@@ -113,7 +129,9 @@ def test_other_processes_go_on_at_the_same_place(run: Run, torchrun: Run, tmp_pa
     assert rates[first] == pytest.approx(rates_at([position], after["plan"]["TOTAL_STEPS"])[0])
     assert after["state"]["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.001)
     states = after["state"]["optimizer"]["param_groups"]
-    assert [group["step"] for group in states] == [steps[-1]] * len(states)  # lamb counts in its groups
+    assert [group["step"] for group in states] == [steps[-1]] * len(
+        states
+    )  # lamb counts in its groups
 
 
 @e2e
@@ -170,9 +188,15 @@ FRESH = (*RESUMABLE, "TRAIN.AUTO_RESUME=False", "TRAIN.EPOCHS=1")
 @e2e
 @pytest.mark.parametrize(
     ("reason", "resume"),
-    [("weights", False), ("data", True), ("loss", False), ("plan", True), ("first batch", False),
-     ("first batch", True)],
-)  # fmt: skip
+    [
+        ("weights", False),
+        ("data", True),
+        ("loss", False),
+        ("plan", True),
+        ("first batch", False),
+        ("first batch", True),
+    ],
+)
 def test_a_start_that_fails_leaves_the_earlier_run_alone(
     run: Run, tmp_path: Path, reason: str, resume: bool
 ) -> None:
@@ -188,13 +212,17 @@ def test_a_start_that_fails_leaves_the_earlier_run_alone(
 
 
 @e2e
-def test_a_resumed_run_that_fails_in_its_first_step_is_what_it_was(run: Run, tmp_path: Path) -> None:
+def test_a_resumed_run_that_fails_in_its_first_step_is_what_it_was(
+    run: Run, tmp_path: Path
+) -> None:
     options = (*FRESH, "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=2")
     assert run(*FRESH).code == 0
     before = files_of(tmp_path / "runs")
     assert run(*options, *crashed("train", 3)).code == 1
     assert files_of(tmp_path / "runs") == before
-    assert run(*options, *crashed("train", 12)).code == 1  # the negative control: it has trained one step
+    assert (
+        run(*options, *crashed("train", 12)).code == 1
+    )  # the negative control: it has trained one step
     after = files_of(tmp_path / "runs")
     assert "plain/result.json" not in after
     assert after["plain/config.yaml"] != before["plain/config.yaml"]
@@ -218,7 +246,9 @@ def test_a_finished_run_is_left_as_it_is_but_for_a_missing_result(run: Run, tmp_
     ("crash", "at_step", "samples"),
     [
         (crashed("train", 75), 8, 64),
-        pytest.param(crashed("val", 1), 12, 96, marks=e2e),  # its steps are done, its validation is not
+        pytest.param(
+            crashed("val", 1), 12, 96, marks=e2e
+        ),  # its steps are done, its validation is not
         pytest.param(crashed("val", 120), 24, 96, marks=e2e),
     ],
 )
@@ -244,14 +274,21 @@ def test_a_run_that_died_within_an_epoch_ends_as_if_it_had_not(
 
 
 STOPPING = (
-    "TRAIN.EARLY_STOPPING.METRIC=loss", "TRAIN.EARLY_STOPPING.PATIENCE=2", "TRAIN.EARLY_STOPPING.MIN_DELTA=9",
-    "TRAIN.EPOCHS=6", "SCHEDULE.PATIENCE=0", "SCHEDULE.GAMMA=0.5", "OPTIMIZER.LR=1.0",
+    "TRAIN.EARLY_STOPPING.METRIC=loss",
+    "TRAIN.EARLY_STOPPING.PATIENCE=2",
+    "TRAIN.EARLY_STOPPING.MIN_DELTA=9",
+    "TRAIN.EPOCHS=6",
+    "SCHEDULE.PATIENCE=0",
+    "SCHEDULE.GAMMA=0.5",
+    "OPTIMIZER.LR=1.0",
     "TRAIN.EMA.ENABLED=False",
-)  # fmt: skip
+)
 """No validation improves on the first by more than 9: the run ends after three epochs."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[e2e][: n != "plateau"]) for n in SCHEDULES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[e2e][: n != "plateau"]) for n in SCHEDULES]
+)
 def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
     run: Run, tmp_path: Path, name: str
 ) -> None:
@@ -265,12 +302,18 @@ def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
     assert_same_bits(weights(plain), weights(whole))
     assert curve(plain) == curve(whole)
     ours, theirs = (json.loads((each / "result.json").read_text()) for each in (plain, whole))
-    assert {key for key in ours if ours[key] != theirs[key]} == {"run", "training_s", "images_per_s"}
+    assert {key for key in ours if ours[key] != theirs[key]} == {
+        "run",
+        "training_s",
+        "images_per_s",
+    }
     assert ours["stopped_early"]
     assert validations_of(plain) == [12, 24, 36]
     assert run(*options, f"{NAME}other", "DATA.BATCH_SIZE=20").code == 0
     config = ScheduleConfig(name, PATIENCE=0, GAMMA=0.5, MIN_LR_FRACTION=0.1)
-    factor = lr_factor(config, steps_per_epoch=[5] * 6, warmup_steps=4)(12)  # two steps into epoch 3
+    factor = lr_factor(config, steps_per_epoch=[5] * 6, warmup_steps=4)(
+        12
+    )  # two steps into epoch 3
     fraction = saved["schedule"]["_last_lr"][0] if name == "plateau" else 1.0
     assert curve(other)[1][saved["progress"]["step"]] == pytest.approx(factor * fraction)
     if name == "plateau":
@@ -284,7 +327,13 @@ def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
 @e2e
 @pytest.mark.distributed
 def test_ranks_stop_early_together(torchrun: Run, tmp_path: Path) -> None:
-    options = (*RESUMABLE, *STOPPING, "SCHEDULE.NAME=plateau", "TRAIN.VALIDATE_EVERY=2", "TRAIN.EPOCHS=9")
+    options = (
+        *RESUMABLE,
+        *STOPPING,
+        "SCHEDULE.NAME=plateau",
+        "TRAIN.VALIDATE_EVERY=2",
+        "TRAIN.EPOCHS=9",
+    )
     assert torchrun(2, *options).code == 0
     folder = tmp_path / "runs/plain"
     assert [line["epoch"] for line in lines_of(folder, "val")] == [2, 4, 6]
@@ -293,11 +342,18 @@ def test_ranks_stop_early_together(torchrun: Run, tmp_path: Path) -> None:
 
 
 @e2e
-def test_a_loss_that_is_not_finite_is_found_before_the_next_checkpoint(run: Run, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_found_before_the_next_checkpoint(
+    run: Run, tmp_path: Path
+) -> None:
     options = (
-        *RESUMABLE, "TRAIN.CHECKPOINT_EVERY_STEPS=1", "TRAIN.LOG_EVERY=100", "OPTIMIZER.NAME=sgd",
-        "OPTIMIZER.LR=1e30", "TRAIN.CLIP_GRAD_NORM=None", "SCHEDULE.WARMUP_STEPS=0",
-    )  # fmt: skip
+        *RESUMABLE,
+        "TRAIN.CHECKPOINT_EVERY_STEPS=1",
+        "TRAIN.LOG_EVERY=100",
+        "OPTIMIZER.NAME=sgd",
+        "OPTIMIZER.LR=1e30",
+        "TRAIN.CLIP_GRAD_NORM=None",
+        "SCHEDULE.WARMUP_STEPS=0",
+    )
     outcome = run(*options)
     assert outcome.code == 1
     assert (

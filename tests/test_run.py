@@ -23,23 +23,37 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("searched")
     own = ("TRAIN.EMA.ENABLED=True", "MODEL.DROP_RATE=0.1", "DATA.AUGMENT.ROTATION=10")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("linnaeus.autobatch.trial.MIN_TIMED_S", 0.0)  # how fast a size is does not matter
+        patch.setattr(
+            "linnaeus.autobatch.trial.MIN_TIMED_S", 0.0
+        )  # how fast a size is does not matter
         assert cli([*SMALL, *AUTOBATCH, *own, f"EXPERIMENT.OUTPUT_DIR={folder}"]) == 0
     return folder / "small"
 
 
 def test_files_of_a_run(searched: Path) -> None:
     assert {path.name for path in searched.iterdir()} == {
-        "config.yaml", "model.json", "autobatch.json", "metrics.jsonl", "result.json", "run.json",
-        "checkpoints", "logs",
-    }  # fmt: skip
+        "config.yaml",
+        "model.json",
+        "autobatch.json",
+        "metrics.jsonl",
+        "result.json",
+        "run.json",
+        "checkpoints",
+        "logs",
+    }
     assert {path.name for path in (searched / "checkpoints").iterdir()} == {
-        "last.pt", "previous.pt", "best.pt",
-    }  # fmt: skip
+        "last.pt",
+        "previous.pt",
+        "best.pt",
+    }
     found = json.loads((searched / "autobatch.json").read_text())
     assert found.keys() == {"train", "val", "environment"}
     train = found["train"]
-    assert (train["batch_size"], train["limited_by"], train["certified"]) == (24, "max_batch_size", True)
+    assert (train["batch_size"], train["limited_by"], train["certified"]) == (
+        24,
+        "max_batch_size",
+        True,
+    )
     assert (found["val"]["batch_size"], found["val"]["limited_by"]) == (31, "dataset")
     assert all(trial["status"] == "fits" for trial in train["trials"])
     assert 0 < train["trials"][0]["peak_bytes"] <= train["budget_bytes"] <= train["total_bytes"]
@@ -52,7 +66,11 @@ def test_files_of_a_run(searched: Path) -> None:
     result = json.loads((searched / "result.json").read_text())
     last = lines_of(searched, "val")[-1]
     assert result["metrics"] == {name: last[name] for name in result["metrics"]}
-    assert (result["headline"], result["effective_batch"], result["world_size"]) == ("top1/rank2", 24, 1)
+    assert (result["headline"], result["effective_batch"], result["world_size"]) == (
+        "top1/rank2",
+        24,
+        1,
+    )
     assert result["training_s"] * result["images_per_s"] == pytest.approx(2 * 96, rel=0.05)
 
 
@@ -78,11 +96,19 @@ def test_grey_photographs_with_the_preset(run: Run, tmp_path: Path) -> None:
             Image.new("L", (40, 30), 10 * number).save(tmp_path / "grey" / name / f"{number}.png")
     (tmp_path / "grey/cats/broken.png").write_text("no image")
     outcome = run(
-        "data=imagefolder", "DATA.ON_BAD_IMAGE=skip", "DATA.DATASET.ROOT=grey",
-        "DATA.DATASET.CHANNELS", "1", "DATA.IMG_SIZE=32", "MODEL.NAME=test_resnet",
-        "DATA.BATCH_SIZE=4", "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu",
-        "LOSS._target_=torch.nn.CrossEntropyLoss", "LOSS.weight=[1,3]",
-    )  # fmt: skip
+        "data=imagefolder",
+        "DATA.ON_BAD_IMAGE=skip",
+        "DATA.DATASET.ROOT=grey",
+        "DATA.DATASET.CHANNELS",
+        "1",
+        "DATA.IMG_SIZE=32",
+        "MODEL.NAME=test_resnet",
+        "DATA.BATCH_SIZE=4",
+        "TRAIN.EPOCHS=1",
+        "EXPERIMENT.DEVICE=cpu",
+        "LOSS._target_=torch.nn.CrossEntropyLoss",
+        "LOSS.weight=[1,3]",
+    )
     assert outcome.code == 0, outcome.err
     assert "workers" not in outcome.out + outcome.err
     assert "broken.png" in outcome.out
@@ -98,7 +124,9 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("options", [pytest.param(text, marks=mark) for text, mark in SWITCHES.items()])
+@pytest.mark.parametrize(
+    "options", [pytest.param(text, marks=mark) for text, mark in SWITCHES.items()]
+)
 def test_switches(run: Run, options: str) -> None:
     outcome = run(*SMALL, "TRAIN.EPOCHS=1", *options.split(), *AUTOBATCH)
     assert outcome.code == 0, outcome.err
@@ -109,9 +137,17 @@ BAD = [
     (IMAGES + "nowhere MODEL.NAME resnet5O", 2, "resnet50"),  # names are checked before the data
     ("LOSS._target_=torch.nn.CrossEntropyLoss", 2, "LOSS"),  # there are two ranks
     (IMAGES + "images", 1, "images/b/000.png"),
-    ("TRAIN.EARLY_STOPPING.METRIC=acc DATA.AUTOBATCH.ENABLED=True", 2, "loss, top1/rank1, top1/rank2"),
+    (
+        "TRAIN.EARLY_STOPPING.METRIC=acc DATA.AUTOBATCH.ENABLED=True",
+        2,
+        "loss, top1/rank1, top1/rank2",
+    ),
     ("OPTIMIZER.LR=1e9 OPTIMIZER.NAME=sgd TRAIN.CLIP_GRAD_NORM=None", 1, "OPTIMIZER.LR"),
-    ("DATA.AUTOBATCH.ENABLED=True DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05", 3, "DATA.AUTOBATCH.MEMORY_LIMIT_GB"),
+    (
+        "DATA.AUTOBATCH.ENABLED=True DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05",
+        3,
+        "DATA.AUTOBATCH.MEMORY_LIMIT_GB",
+    ),
 ]
 
 
@@ -125,13 +161,18 @@ def test_a_mistake_has_its_exit_code_and_names_its_key(
     assert outcome.code == code
     assert text in outcome.err
     assert "Traceback" not in outcome.err + outcome.out
-    assert (tmp_path / "runs").exists() == ("LR=1e9" in options), "only a step that is done leaves a folder"
+    assert (tmp_path / "runs").exists() == ("LR=1e9" in options), (
+        "only a step that is done leaves a folder"
+    )
 
 
 def test_a_model_with_too_few_outputs_is_refused(run: Run) -> None:
     outcome = run(
-        f"DATA.DATASET._target_={OWN}.Points", "MODEL._target_=torch.nn.Linear", "MODEL.in_features=2",
-        "MODEL.out_features=3", "EXPERIMENT.DEVICE=cpu",
-    )  # fmt: skip
+        f"DATA.DATASET._target_={OWN}.Points",
+        "MODEL._target_=torch.nn.Linear",
+        "MODEL.in_features=2",
+        "MODEL.out_features=3",
+        "EXPERIMENT.DEVICE=cpu",
+    )
     assert outcome.code == 2
     assert "[batch, 4]" in outcome.err

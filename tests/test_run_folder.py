@@ -151,7 +151,9 @@ def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path: Pat
     assert read_state(folder).status == "finished"
 
 
-def test_a_run_shares_the_claim_of_its_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_shares_the_claim_of_its_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It gives nothing up, and a third process has the folder when both are gone."""
     worker = Claim(folder)
     monkeypatch.setenv(SHARED_CLAIM, worker.token)
@@ -203,7 +205,9 @@ def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(fold
     Claim(folder).release()
 
 
-def test_a_job_that_is_not_in_the_queue_has_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_not_in_the_queue_has_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = {"12_3"}
     monkeypatch.setattr(run_folder, "_queue", lambda moment: [*queue])
     elsewhere(folder, SILENT_S + 60, job="12_3")
@@ -226,7 +230,9 @@ def test_slurm_is_asked_once_and_without_an_answer_a_job_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     squeue = tmp_path / "squeue"
-    squeue.write_text(f"#!/bin/sh\necho >> {tmp_path}/asked; [ -e {tmp_path}/away ] && exit 1; echo 12_3 7\n")
+    squeue.write_text(
+        f"#!/bin/sh\necho >> {tmp_path}/asked; [ -e {tmp_path}/away ] && exit 1; echo 12_3 7\n"
+    )
     squeue.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(run_folder, "QUEUE_S", 1e9)
@@ -266,7 +272,9 @@ def test_of_several_that_see_a_dead_holder_one_takes_the_folder(tmp_path: Path) 
             os.close(descriptor)
 
 
-def test_a_file_system_without_links_or_locks_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_links_or_locks_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise PermissionError
 
@@ -317,7 +325,9 @@ def test_the_last_line_is_the_run_s_own(tmp_path: Path) -> None:
     assert last_line(tmp_path, begin) == ""
     with output.open("a") as file:
         file.write("x" * TAIL_BYTES + "\nno memory\n\n")
-        file.write("E1123 10:00:00.000 7 site-packages/torch/distributed/elastic/api.py:1] failed\nmore\n")
+        file.write(
+            "E1123 10:00:00.000 7 site-packages/torch/distributed/elastic/api.py:1] failed\nmore\n"
+        )
     assert last_line(tmp_path, begin) == "no memory"
 
 
@@ -327,7 +337,9 @@ def test_a_run_that_has_lost_its_folder_writes_nothing_more(folder: Path, how: s
     claim.begin()
     claim.check()
     if how == "taken over":  # it was silent for too long
-        (folder / CLAIMS / "2").write_text((folder / CLAIMS / "1").read_text().replace(claim.token, "other"))
+        (folder / CLAIMS / "2").write_text(
+            (folder / CLAIMS / "1").read_text().replace(claim.token, "other")
+        )
     else:
         folder.rename(folder.with_name("away"))
     if how == "replaced":
@@ -358,10 +370,14 @@ def test_a_checkpoint_of_another_run_is_refused_with_both_ids(folder: Path) -> N
 @pytest.mark.parametrize(
     ("code", "pruned", "expected"),
     [
-        (0, False, "finished"), (130, False, "interrupted"), (143, False, "interrupted"),
-        (143, True, "pruned"), (1, False, "failed"), (-9, False, "failed"),
+        (0, False, "finished"),
+        (130, False, "interrupted"),
+        (143, False, "interrupted"),
+        (143, True, "pruned"),
+        (1, False, "failed"),
+        (-9, False, "failed"),
     ],
-)  # fmt: skip
+)
 def test_how_a_run_has_ended(folder: Path, code: int, pruned: bool, expected: str) -> None:
     claim = Claim(folder)
     claim.begin()

@@ -55,7 +55,9 @@ def test_ctrl_c_is_answered_before_its_handler_runs(
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-def test_a_signal_to_a_forked_process_is_not_taken_for_one_to_this(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_signal_to_a_forked_process_is_not_taken_for_one_to_this(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Such as SIGTERM to a loader's worker."""
     caplog.set_level("INFO")
     with StopRequest().listening() as request, request.deferred():

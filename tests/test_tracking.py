@@ -102,7 +102,9 @@ def recorded(folder: Path) -> list[Record]:
 
 
 def items(entries: Any) -> dict[str, Any]:
-    return {entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
+    return {
+        entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in entries
+    }
 
 
 def of_kind(run: list[Record], kind: str) -> list[Any]:
@@ -120,7 +122,9 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) 
 
 
 @pytest.mark.e2e
-def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary(tmp_path: Path) -> None:
+def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary(
+    tmp_path: Path,
+) -> None:
     folder, outcome = tmp_path, record(tmp_path)
     [run_folder] = (folder / "logs/wandb").glob("offline-run-*")
     assert outcome.err.splitlines()[1].endswith(f"wandb sync {run_folder.relative_to(folder)}")
@@ -128,7 +132,11 @@ def test_a_run_without_a_key_is_recorded_offline_with_metrics_tables_and_summary
     assert not (folder / "wandb").exists()
     run = recorded(folder)
     [identity] = of_kind(run, "run")
-    assert (identity.project, identity.display_name, identity.run_group) == ("insects", "beetles", "first")
+    assert (identity.project, identity.display_name, identity.run_group) == (
+        "insects",
+        "beetles",
+        "first",
+    )
     assert identity.run_id == "abc123"
     assert list(identity.tags) == ["small", "fast"]
     assert items(identity.config.update)["DATA"] == {"BATCH_SIZE": 64}

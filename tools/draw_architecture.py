@@ -96,8 +96,12 @@ def drawing(package: Path = PACKAGE) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the graph, or write it into the page."""
-    parser = argparse.ArgumentParser(description="Draw the parts of the package from their imports.")
-    parser.add_argument("--write", action="store_true", help=f"put it into {PAGE.relative_to(ROOT)}")
+    parser = argparse.ArgumentParser(
+        description="Draw the parts of the package from their imports."
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"put it into {PAGE.relative_to(ROOT)}"
+    )
     if not parser.parse_args(argv).write:
         print(drawing(), end="")
         return

@@ -19,15 +19,44 @@ _INTRODUCTION = """\
 `linnaeus train --print-config` prints all keys as YAML. A default in `${...}` follows another key. The search
 of this site finds keys by name; each row can be linked to: `#DATA.BATCH_SIZE`. Keys that few need are folded.
 """
-_FEW_NEED = frozenset({
-    "CHANNELS", "DISTRIBUTE_BN", "FIND_UNUSED_PARAMETERS", "FOLDER_NAMES", "IMAGE_COLUMN", "LENGTH",
-    "LOG_LEVEL", "MAX_TRIALS", "MEMORY_LIMIT_GB", "NOISE", "NUM_SAMPLES", "NUM_SAMPLES_VAL",
-    "NUM_SPEC_SAMPLES", "OBJECTIVE", "PIN_MEMORY", "PREDICT", "PREFETCH_FACTOR", "RESUME_WITH", "START",
-    "START_MINUTES", "START_VAL", "STEPS_PER_TRIAL", "STRATEGY", "TIMEOUT_MINUTES", "UNFREEZE_EPOCH",
-    "UNKNOWN_FRACTION",
-})  # fmt: skip
+_FEW_NEED = frozenset(
+    {
+        "CHANNELS",
+        "DISTRIBUTE_BN",
+        "FIND_UNUSED_PARAMETERS",
+        "FOLDER_NAMES",
+        "IMAGE_COLUMN",
+        "LENGTH",
+        "LOG_LEVEL",
+        "MAX_TRIALS",
+        "MEMORY_LIMIT_GB",
+        "NOISE",
+        "NUM_SAMPLES",
+        "NUM_SAMPLES_VAL",
+        "NUM_SPEC_SAMPLES",
+        "OBJECTIVE",
+        "PIN_MEMORY",
+        "PREDICT",
+        "PREFETCH_FACTOR",
+        "RESUME_WITH",
+        "START",
+        "START_MINUTES",
+        "START_VAL",
+        "STEPS_PER_TRIAL",
+        "STRATEGY",
+        "TIMEOUT_MINUTES",
+        "UNFREEZE_EPOCH",
+        "UNKNOWN_FRACTION",
+    }
+)
 """Last components of the keys that are folded, beside those that follow another key."""
-_NAMES = {int: "whole number", float: "number", str: "text", bool: "True or False", Any: "see the text"}
+_NAMES = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "True or False",
+    Any: "see the text",
+}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -38,7 +67,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def reference() -> str:
     """The page of all keys, in Markdown: a table for each group of keys."""
-    return "\n".join([_INTRODUCTION, *(line for path, doc in NODES.items() for line in _section(path, doc))])
+    return "\n".join(
+        [_INTRODUCTION, *(line for path, doc in NODES.items() for line in _section(path, doc))]
+    )
 
 
 def _section(path: Path, doc: str) -> Iterator[str]:

@@ -99,20 +99,38 @@ def auto_find_batch_size(
         check_bounds(bounds)
         check_choice("mode", mode, get_args(Mode))
         if max_batch_size is None and strategy == "binary":
-            raise ValueError("strategy is 'binary', which needs max_batch_size; 'binsearch' does not")
+            raise ValueError(
+                "strategy is 'binary', which needs max_batch_size; 'binsearch' does not"
+            )
         settings = SearchSettings(
-            target_memory_fraction, min_batch_size, max_batch_size, steps_per_trial, strategy, tolerance,
-            multiple_of, memory_limit_gb, max_trials, timeout_minutes, objective, start, predict,
-        )  # fmt: skip
+            target_memory_fraction,
+            min_batch_size,
+            max_batch_size,
+            steps_per_trial,
+            strategy,
+            tolerance,
+            multiple_of,
+            memory_limit_gb,
+            max_trials,
+            timeout_minutes,
+            objective,
+            start,
+            predict,
+        )
         state = listed(state)
         neighbours: Sequence[int] = ()
         if control is not None:
             bounds = _agreed_bounds(control, settings, mode, state, bounds or {})
             neighbours = control.neighbours()
         make_finder = partial(
-            BatchSizeFinder, state=state, mode=mode, device=device, bounds=bounds, observer=observer,
+            BatchSizeFinder,
+            state=state,
+            mode=mode,
+            device=device,
+            bounds=bounds,
+            observer=observer,
             neighbours=neighbours,
-        )  # fmt: skip
+        )
         trace = partial(predict_step, step, make_batch, state=state, mode=mode)
 
         def search(**chosen: Any) -> AutoBatchResult:
@@ -126,7 +144,9 @@ def auto_find_batch_size(
                     status.update(f"{mode}: trying batch size {size}")
                     renew_wrappers()
 
-                return make_finder(alone, makes_alone, settings, before_trial=before_trial, predict=trace)
+                return make_finder(
+                    alone, makes_alone, settings, before_trial=before_trial, predict=trace
+                )
 
             with stepping_alone(() if control is None else state) as renew_wrappers:
                 return search_on_ranks(finder_for, settings, control, **chosen)
@@ -135,13 +155,18 @@ def auto_find_batch_size(
         if control is None or not is_sharded(state):
             return found
         status = RankStatus(control=control)
-        return confirm_jointly(found, partial(make_finder, step, make_batch), search, status, settings)
+        return confirm_jointly(
+            found, partial(make_finder, step, make_batch), search, status, settings
+        )
 
 
 def _agreed_bounds(
-    control: ControlPlane, settings: SearchSettings, mode: Mode, state: Sequence[Any],
+    control: ControlPlane,
+    settings: SearchSettings,
+    mode: Mode,
+    state: Sequence[Any],
     bounds: Mapping[str, int],
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Check that all ranks ask for the same and can step alone; of each upper bound, the lowest."""
     shared = asdict(replace(settings, memory_limit_gb=None))
     kinds = [type(part).__name__ for part in state]
@@ -200,7 +225,9 @@ def predict_memory(
         AutoBatchError: the step uses an optimizer that is not in `state`.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    from linnaeus.autobatch.predict.trace import Buckets  # it imports more of torch than a search needs
+    from linnaeus.autobatch.predict.trace import (
+        Buckets,
+    )  # it imports more of torch than a search needs
 
     check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))

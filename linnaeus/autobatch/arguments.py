@@ -38,9 +38,11 @@ def check_count(name: str, value: Any) -> None:
 
 
 _COMPARISONS = {
-    "gt": ("above", operator.gt), "ge": ("at least", operator.ge),
-    "lt": ("below", operator.lt), "le": ("at most", operator.le),
-}  # fmt: skip
+    "gt": ("above", operator.gt),
+    "ge": ("at least", operator.ge),
+    "lt": ("below", operator.lt),
+    "le": ("at most", operator.le),
+}
 
 
 def check_number(name: str, value: Any, **bounds: float) -> None:
@@ -57,7 +59,9 @@ def check_bounds(bounds: Any) -> None:
     if bounds is None:
         return
     if not isinstance(bounds, Mapping):
-        raise TypeError(f"bounds is {kind_of(bounds)}; it must be a dictionary, such as {{'dataset': 1437}}")
+        raise TypeError(
+            f"bounds is {kind_of(bounds)}; it must be a dictionary, such as {{'dataset': 1437}}"
+        )
     for name, bound in bounds.items():
         if not isinstance(name, str):
             raise TypeError(f"bounds has the key {name!r}; its keys must be text")

@@ -24,7 +24,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
-from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver, nothing_fits
+from linnaeus.autobatch.observer import (
+    Purpose,
+    SearchLimits,
+    SearchLog,
+    SearchObserver,
+    nothing_fits,
+)
 from linnaeus.autobatch.optimizers import check_restorable, unlisted_optimizers_refused
 from linnaeus.autobatch.predicted import START_FRACTION, moments_bytes, traced
 from linnaeus.autobatch.result import AutoBatchResult, Mode, PredictedStart, Timing
@@ -108,10 +114,14 @@ class BatchSizeFinder:
         try:
             self.memory = device_memory(_device(state, device), neighbours)
         except NotImplementedError as error:
-            raise AutoBatchError(f"AutoBatch ({mode}): {error}. Give a batch size of your own.") from error
+            raise AutoBatchError(
+                f"AutoBatch ({mode}): {error}. Give a batch size of your own."
+            ) from error
         self.trials: list[TrialRecord] = []
         self.budget_bytes = 0
-        self._outside_bytes = self._held_at_start = 0  # outside and inside the allocator at the start
+        self._outside_bytes = self._held_at_start = (
+            0  # outside and inside the allocator at the start
+        )
         self._known: dict[int, TrialRecord] = {}
         self._names = names
         largest = UNBOUNDED if settings.max_batch_size is None else settings.max_batch_size
@@ -119,16 +129,26 @@ class BatchSizeFinder:
         self._bound, self._max_size = upper_bound(mode, self.min_size, largest, bounds or {}, names)
         limit_gb = settings.memory_limit_gb
         self._limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
-        self.total_bytes = min(self.memory.total_bytes, self._limit_bytes or self.memory.total_bytes)
+        self.total_bytes = min(
+            self.memory.total_bytes, self._limit_bytes or self.memory.total_bytes
+        )
         self._is_limited = self.total_bytes < self.memory.total_bytes
         self._batches_per_step = batches_per_step
         self._observer = observer or SearchLog(mode)
         self._state = state
         self._make_runner = partial(
-            TrialRunner, step, make_batch, state=state, memory=self.memory,
-            num_steps=settings.steps_per_trial, training=mode == "train", train_once=train_once,
-            before_trial=before_trial, names=names, empties_cache=empties_cache,
-        )  # fmt: skip
+            TrialRunner,
+            step,
+            make_batch,
+            state=state,
+            memory=self.memory,
+            num_steps=settings.steps_per_trial,
+            training=mode == "train",
+            train_once=train_once,
+            before_trial=before_trial,
+            names=names,
+            empties_cache=empties_cache,
+        )
         self._trace = predict if settings.predict and self.memory.device.type == "cuda" else None
         self._prediction: Prediction | None = None
         self._trace_seconds = 0.0
@@ -152,7 +172,9 @@ class BatchSizeFinder:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def find(self, settings: SearchSettings | None = None, *, confirm: bool = True) -> AutoBatchResult:
+    def find(
+        self, settings: SearchSettings | None = None, *, confirm: bool = True
+    ) -> AutoBatchResult:
         """Find the largest size within a fraction of the device's memory, or the size of another objective.
 
         Args:
@@ -165,27 +187,44 @@ class BatchSizeFinder:
             AutoBatchError: no size fits.
         """
         settings = settings or self.settings
-        fraction, start, tolerance = settings.target_memory_fraction, settings.start, settings.tolerance
+        fraction, start, tolerance = (
+            settings.target_memory_fraction,
+            settings.start,
+            settings.tolerance,
+        )
         self._warn_about_promise(fraction)
         started = time.monotonic()
         deadline = started + settings.timeout_minutes * 60
         num_before = len(self.trials)
         before_bytes = self.budget_bytes
         self._set_budget(self._first_budget(fraction))
-        if self._runner.empties_cache:  # what nearly fills this budget has not emptied it under a larger one
+        if (
+            self._runner.empties_cache
+        ):  # what nearly fills this budget has not emptied it under a larger one
             low, high = NEARLY_FULL * self.budget_bytes, NEARLY_FULL * before_bytes
             known = self._known.values()
-            self._known = {each.size: each for each in known if not low < (each.peak_bytes or 0) <= high}
+            self._known = {
+                each.size: each for each in known if not low < (each.peak_bytes or 0) <= high
+            }
         self._outside_bytes, self._held_at_start = self.memory.outside(), self.held_bytes
         self._observer.search_started(self._limits(fraction))
-        predicted = self._predicted_start() if settings.strategy == "guided" and start is None else None
+        predicted = (
+            self._predicted_start() if settings.strategy == "guided" and start is None else None
+        )
         # Not `_search`: the fewer frames lie above a trial, the easier is its traceback to read.
-        found = find_largest(self._runner, **self._arguments(
-            known=self._known.values(), strategy=settings.strategy, tolerance=tolerance,
-            max_trials=settings.max_trials, start=start if predicted is None else predicted.batch_size,
-            predicted=None if predicted is None else self._point(predicted),
-            fixed_bytes=self.held_bytes, deadline_s=deadline - time.monotonic(),
-        ))  # fmt: skip
+        found = find_largest(
+            self._runner,
+            **self._arguments(
+                known=self._known.values(),
+                strategy=settings.strategy,
+                tolerance=tolerance,
+                max_trials=settings.max_trials,
+                start=start if predicted is None else predicted.batch_size,
+                predicted=None if predicted is None else self._point(predicted),
+                fixed_bytes=self.held_bytes,
+                deadline_s=deadline - time.monotonic(),
+            ),
+        )
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, fraction, tolerance, deadline)
@@ -208,7 +247,9 @@ class BatchSizeFinder:
     @property
     def _other_bytes(self) -> int:
         """What the process holds beside the state of the step: no trace sees it."""
-        moments = moments_bytes(self._state) - self._moments_at_start  # a search of validation allocates them
+        moments = (
+            moments_bytes(self._state) - self._moments_at_start
+        )  # a search of validation allocates them
         other_bytes = self.held_bytes - self._snapshot.host_bytes - moments
         return max(other_bytes, 0) + self.memory.placement_bytes
 
@@ -222,17 +263,28 @@ class BatchSizeFinder:
         other_bytes, seconds = self._other_bytes, self._trace_seconds
         limit_bytes = int(START_FRACTION * self.budget_bytes) - other_bytes
         sizes = range(self.min_size, self._max_size + 1)
-        size = largest_within(sizes, limit_bytes, prediction.peak_bytes)  # without retries, as in a trial
+        size = largest_within(
+            sizes, limit_bytes, prediction.peak_bytes
+        )  # without retries, as in a trial
         if size is None:
             return None
         logger.info(
-            "AutoBatch %s: starting at batch size %d, as predicted (%.1f s)", self.mode, size, seconds
+            "AutoBatch %s: starting at batch size %d, as predicted (%.1f s)",
+            self.mode,
+            size,
+            seconds,
         )
-        return PredictedStart(size, max(prediction.slope(size), 0.0), other_bytes, round(seconds, 3))
+        return PredictedStart(
+            size, max(prediction.slope(size), 0.0), other_bytes, round(seconds, 3)
+        )
 
     def _predicted_bytes(self, size: int, other_bytes: int) -> int | None:
         """What the process is predicted to hold at its peak; None where no search has asked for a start."""
-        return None if self._prediction is None else self._prediction.reserved_bytes(size) + other_bytes
+        return (
+            None
+            if self._prediction is None
+            else self._prediction.reserved_bytes(size) + other_bytes
+        )
 
     def _point(self, start: PredictedStart) -> PredictedPoint | None:
         """What a start says, for `find_largest`; None if one more sample is to need no memory."""
@@ -265,10 +317,13 @@ class BatchSizeFinder:
             candidates = Candidates(self.min_size, newest.size, self.settings.multiple_of)
             last = len(candidates) - 1
             found = self._search(
-                "confirmation", max_size=newest.size, known=[newest], tolerance=tolerance,
+                "confirmation",
+                max_size=newest.size,
+                known=[newest],
+                tolerance=tolerance,
                 start=candidates[max(last - max(1, int(tolerance * last)), 0)],
                 deadline_s=deadline - time.monotonic(),
-            )  # fmt: skip
+            )
             if found.size is None and found.limited_by == "timeout":
                 found = self._without_further_trials()
             self._read_budget_again(fraction)
@@ -278,7 +333,9 @@ class BatchSizeFinder:
         """The largest size that fits according to its newest trial, with what has come to be held since."""
         grown_bytes = max(self.held_bytes - self._held_at_start, 0)
         known = self._known.values()
-        found = self._search(budget_bytes=self.budget_bytes - grown_bytes, known=known, deadline_s=0)
+        found = self._search(
+            budget_bytes=self.budget_bytes - grown_bytes, known=known, deadline_s=0
+        )
         return replace(found, certified=False, limited_by="timeout")
 
     def _read_budget_again(self, fraction: float) -> bool:
@@ -305,7 +362,9 @@ class BatchSizeFinder:
     def _warn_about_promise(self, fraction: float) -> None:
         """Warn, once for each cause, that training may need more memory than a trial of its size."""
         for caveat in () if self.trials else self.memory.caveats():
-            _warn_once(f"warning: training may need more memory than AutoBatch measures, because {caveat}")
+            _warn_once(
+                f"warning: training may need more memory than AutoBatch measures, because {caveat}"
+            )
         if fraction > FULL_FRACTION:
             within = f" within {last_part(self._names.memory_limit_gb)}" if self._is_limited else ""
             _warn_once(
@@ -319,8 +378,12 @@ class BatchSizeFinder:
         measured = [trial for trial in self._known.values() if trial.peak_bytes is not None]
         if not measured:
             return
-        smallest, largest = (choose(measured, key=lambda trial: trial.size) for choose in (min, max))
-        if largest.size >= 2 * smallest.size and (largest.peak_bytes or 0) <= (smallest.peak_bytes or 0):
+        smallest, largest = (
+            choose(measured, key=lambda trial: trial.size) for choose in (min, max)
+        )
+        if largest.size >= 2 * smallest.size and (largest.peak_bytes or 0) <= (
+            smallest.peak_bytes or 0
+        ):
             _warn_once(
                 f"warning: batch size {largest.size} needs no more memory than {smallest.size}. Check that "
                 f"{self._names.batch_maker} returns as many samples as it is asked for"
@@ -331,17 +394,27 @@ class BatchSizeFinder:
     ) -> AutoBatchResult:
         fraction = settings.target_memory_fraction
         if found.size is None:
-            raise AutoBatchError(nothing_fits(
-                self.mode, self._limits(fraction), self.memory.device, trials=self.trials,
-                limited_by=found.limited_by, min_batch_size=settings.min_batch_size,
-                held_bytes=self.held_bytes, outside=self._outside(), names=self._names,
-                predicted_bytes=self._predicted_bytes(self.min_size, self._other_bytes),
-            ))  # fmt: skip
+            raise AutoBatchError(
+                nothing_fits(
+                    self.mode,
+                    self._limits(fraction),
+                    self.memory.device,
+                    trials=self.trials,
+                    limited_by=found.limited_by,
+                    min_batch_size=settings.min_batch_size,
+                    held_bytes=self.held_bytes,
+                    outside=self._outside(),
+                    names=self._names,
+                    predicted_bytes=self._predicted_bytes(self.min_size, self._other_bytes),
+                )
+            )
         self._warn_about_equal_peaks()
         size = found.size
         limited_by = self._bound if found.limited_by == "max_batch_size" else found.limited_by
         for place, trial in enumerate(self.trials[num_before:], start=num_before):
-            self.trials[place] = replace(trial, status=status_of(trial.peak_bytes, self.budget_bytes))
+            self.trials[place] = replace(
+                trial, status=status_of(trial.peak_bytes, self.budget_bytes)
+            )
         return AutoBatchResult(
             mode=self.mode,
             batch_size=size,
@@ -362,7 +435,9 @@ class BatchSizeFinder:
             max_batch_size=settings.max_batch_size,
         )
 
-    def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
+    def prefer_throughput(
+        self, result: AutoBatchResult, *, timeout_minutes: float = 60.0
+    ) -> AutoBatchResult:
         """Reduce the size found to the smallest one that is within 5 % of the best samples per second."""
         started = time.monotonic()
         self._set_budget(result.budget_bytes)
@@ -415,10 +490,15 @@ class BatchSizeFinder:
     def _arguments(self, purpose: Purpose = "trial", **others: Any) -> dict[str, Any]:
         """Those of `find_largest`, under the budget of this finder and, unless given, within its bounds."""
         return {
-            "budget_bytes": self.budget_bytes, "min_size": self.min_size, "max_size": self._max_size,
-            "multiple_of": self.settings.multiple_of, "clock": time.monotonic, "on_trial": self._record,
-            "on_start": lambda size: self._observer.trial_started(size, purpose), **others,
-        }  # fmt: skip
+            "budget_bytes": self.budget_bytes,
+            "min_size": self.min_size,
+            "max_size": self._max_size,
+            "multiple_of": self.settings.multiple_of,
+            "clock": time.monotonic,
+            "on_trial": self._record,
+            "on_start": lambda size: self._observer.trial_started(size, purpose),
+            **others,
+        }
 
     def _record(self, trial: TrialRecord) -> None:
         self.trials.append(trial)
@@ -445,10 +525,13 @@ class BatchSizeFinder:
 
     def _limits(self, fraction: float) -> SearchLimits:
         return SearchLimits(
-            min_size=self.min_size, max_size=self._max_size, budget_bytes=self.budget_bytes,
-            target_memory_fraction=fraction, total_bytes=self.total_bytes,
+            min_size=self.min_size,
+            max_size=self._max_size,
+            budget_bytes=self.budget_bytes,
+            target_memory_fraction=fraction,
+            total_bytes=self.total_bytes,
             total_name=last_part(self._names.memory_limit_gb) if self._is_limited else "",
-        )  # fmt: skip
+        )
 
 
 @functools.cache
@@ -465,7 +548,9 @@ def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.de
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def smallest_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_size: int) -> int:
+def smallest_size(
+    state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_size: int
+) -> int:
     """The smallest size to try: 2 for training with BatchNorm, which refuses one value per channel."""
     modules = (module for part in state if isinstance(part, nn.Module) for module in part.modules())
     if mode == "train" and any(isinstance(module, _BatchNorm) for module in modules):

@@ -57,7 +57,11 @@ def longest(
         if lengths is None:
             measure = length if callable(length) else num_values
             # Not every dataset that is read by index says where it ends.
-            rows = dataset if hasattr(dataset, "__iter__") else map(dataset.__getitem__, range(len(dataset)))
+            rows = (
+                dataset
+                if hasattr(dataset, "__iter__")
+                else map(dataset.__getitem__, range(len(dataset)))
+            )
             measured = ((_integer(measure(sample)), sample) for sample in rows)
             samples = [sample for _, sample in heapq.nlargest(n, measured, key=itemgetter(0))]
         else:
@@ -111,14 +115,18 @@ def largest_first(
         logger.info(text, num_samples, "the batch of each, for which all are read")
         sizes = [_batch_values(collate, dataset[index]) for index in range(num_samples)]
         # Of batches that differ in their number of tensors, those that all have are compared.
-        worst = [max(range(num_samples), key=each.__getitem__) for each in zip(*sizes, strict=False)]
+        worst = [
+            max(range(num_samples), key=each.__getitem__) for each in zip(*sizes, strict=False)
+        ]
         return torch.tensor(list(dict.fromkeys([*worst, *_descending(map(sum, sizes)).tolist()])))
 
 
 def _batch_values(collate: Callable[[list[Any]], Any], sample: Any) -> tuple[int, ...]:
     """Values of each tensor and array in a batch of a sample and its copy; else the number of all leaves."""
     leaves = list(nest.leaves(collate([copy.copy(sample), copy.copy(sample)])))
-    found = [num_values(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) or nest.is_array(leaf)]
+    found = [
+        num_values(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) or nest.is_array(leaf)
+    ]
     return tuple(found) or (len(leaves),)
 
 
@@ -133,7 +141,9 @@ def _follow(lengths: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> bool:
 
 def _descending(lengths: Iterable[Any]) -> torch.Tensor:
     """The indices of these lengths, the largest first; of equal ones, in their order."""
-    return torch.tensor([_integer(number) for number in lengths]).argsort(descending=True, stable=True)
+    return torch.tensor([_integer(number) for number in lengths]).argsort(
+        descending=True, stable=True
+    )
 
 
 def num_values(sample: Any) -> int:
@@ -143,7 +153,9 @@ def num_values(sample: Any) -> int:
     (3, 3)
     """
     if isinstance(sample, Mapping):
-        return sum(map(num_values, [sample["input_ids"]] if "input_ids" in sample else sample.values()))
+        return sum(
+            map(num_values, [sample["input_ids"]] if "input_ids" in sample else sample.values())
+        )
     if isinstance(sample, str | bytes):
         return len(sample)
     if isinstance(sample, torch.Tensor):
@@ -151,7 +163,11 @@ def num_values(sample: Any) -> int:
     if nest.is_array(sample):
         return int(sample.size)
     if isinstance(sample, list | tuple):
-        return len(sample) if sample and isinstance(sample[0], int | float) else sum(map(num_values, sample))
+        return (
+            len(sample)
+            if sample and isinstance(sample[0], int | float)
+            else sum(map(num_values, sample))
+        )
     return 1
 
 
@@ -164,11 +180,15 @@ def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> S
     columns = getattr(dataset, "column_names", None)
     if isinstance(length, str):
         if length not in (columns or ()):
-            raise ValueError(f"length is {length!r}; the dataset's columns are {columns or 'unknown'}")
+            raise ValueError(
+                f"length is {length!r}; the dataset's columns are {columns or 'unknown'}"
+            )
         return dataset[length]  # type: ignore[no-any-return]
     if length is not None:
         if not hasattr(length, "__len__") or len(length) != len(dataset):
-            needed = f"a column's name, a function, or one number for each of the {len(dataset)} samples"
+            needed = (
+                f"a column's name, a function, or one number for each of the {len(dataset)} samples"
+            )
             raise ValueError(f"length must be {needed}")
         return length
     if isinstance(dataset, torch.utils.data.Subset):

@@ -87,5 +87,7 @@ def _rebuilt(original: Any, values: Any) -> Any:
         rebuilt = copy.copy(original)
         rebuilt.update(values)
     if isinstance(rebuilt, dict) and hasattr(rebuilt, "__dict__"):
-        vars(rebuilt).update(vars(original))  # a module's state dict has versions in its `_metadata`
+        vars(rebuilt).update(
+            vars(original)
+        )  # a module's state dict has versions in its `_metadata`
     return rebuilt

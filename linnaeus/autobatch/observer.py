@@ -19,7 +19,12 @@ from linnaeus.autobatch.settings import Names
 Purpose = Literal["warm-up", "trial", "confirmation", "timing"]
 """Why a size is run: to load kernels, to find the size, to run the size found again, or to time it."""
 
-_DOING = {"warm-up": "warming up with", "trial": "trying", "confirmation": "confirming", "timing": "timing"}
+_DOING = {
+    "warm-up": "warming up with",
+    "trial": "trying",
+    "confirmation": "confirming",
+    "timing": "timing",
+}
 logger = logging.getLogger("linnaeus.autobatch")
 
 
@@ -92,9 +97,11 @@ class SearchLog(SearchObserver):
             self._fraction = limits.target_memory_fraction
             logger.info(
                 "AutoBatch %s: trying batch sizes from %d to %d; budget %s",
-                self.mode, limits.min_size, limits.max_size,
+                self.mode,
+                limits.min_size,
+                limits.max_size,
                 budget_of_total(limits.budget_bytes, limits.total_bytes, limits.total_name),
-            )  # fmt: skip
+            )
 
     def trial_started(self, size: int, purpose: Purpose) -> None:
         """Log the size at DEBUG."""
@@ -104,17 +111,31 @@ class SearchLog(SearchObserver):
     def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
         """Log the result."""
         self.num_trials += 1
-        peak = "" if trial.peak_bytes is None else f", {gib(trial.peak_bytes)} of {gib(budget_bytes)} GiB"
+        peak = (
+            ""
+            if trial.peak_bytes is None
+            else f", {gib(trial.peak_bytes)} of {gib(budget_bytes)} GiB"
+        )
         logger.info(
             "%s, trial %d: batch size %d %s%s, %.1f s%s",
-            self.mode, self.num_trials, trial.size, trial.status, peak, trial.seconds,
-            self.note and f", {self.note}", extra=self.extra,
-        )  # fmt: skip
+            self.mode,
+            self.num_trials,
+            trial.size,
+            trial.status,
+            peak,
+            trial.seconds,
+            self.note and f", {self.note}",
+            extra=self.extra,
+        )
 
     def size_timed(self, timing: Timing) -> None:
         """Log the speed."""
         logger.info(
-            "%s, timing: batch size %d: %s", self.mode, timing.batch_size, speed(timing), extra=self.extra
+            "%s, timing: batch size %d: %s",
+            self.mode,
+            timing.batch_size,
+            speed(timing),
+            extra=self.extra,
         )
 
 
@@ -140,10 +161,18 @@ def budget_of_total(budget_bytes: int, total_bytes: int, total_name: str = "") -
 
 
 def nothing_fits(
-    mode: Mode, limits: SearchLimits, device: torch.device, *, trials: Sequence[TrialRecord],
-    limited_by: str, min_batch_size: int, held_bytes: int, outside: str, names: Names,
+    mode: Mode,
+    limits: SearchLimits,
+    device: torch.device,
+    *,
+    trials: Sequence[TrialRecord],
+    limited_by: str,
+    min_batch_size: int,
+    held_bytes: int,
+    outside: str,
+    names: Names,
     predicted_bytes: int | None,
-) -> str:  # fmt: skip
+) -> str:
     """The message of a search without a result.
 
     Args:
@@ -153,9 +182,16 @@ def nothing_fits(
         outside: says what is held outside the allocator.
         predicted_bytes: what the process is predicted to hold with the smallest size; None if unknown.
     """
-    settings = {"timeout": ("time", names.timeout_minutes), "max_trials": ("trials", names.max_trials)}
+    settings = {
+        "timeout": ("time", names.timeout_minutes),
+        "max_trials": ("trials", names.max_trials),
+    }
     what, setting = settings.get(limited_by, ("", ""))
-    reason = f"the {what} ran out ({setting}) before a batch size fitted" if what else "no batch size fits"
+    reason = (
+        f"the {what} ran out ({setting}) before a batch size fitted"
+        if what
+        else "no batch size fits"
+    )
     origin = f"({names.memory_limit_gb})" if limits.total_name else f"on {device}"
     sizes = limits.budget_bytes, limits.total_bytes, held_bytes
     budget, total, held = (f"{num_bytes / GIB:.2f} GiB" for num_bytes in sizes)
@@ -170,7 +206,10 @@ def nothing_fits(
     if held_bytes < limits.budget_bytes:  # else no size is small enough
         smallest = f"{names.min_batch_size} or " if min_batch_size > 1 else ""
         checkpointing = f"{names.checkpointing} or " if mode == "train" else ""
-        remedies += [f"lower {smallest}{names.sample_size}", f"use {checkpointing}{names.half_precision}"]
+        remedies += [
+            f"lower {smallest}{names.sample_size}",
+            f"use {checkpointing}{names.half_precision}",
+        ]
     remedies.append(f"choose a smaller {names.model}")
     raised = [names.target_memory_fraction] if limits.target_memory_fraction < 1 else []
     raised += [names.memory_limit_gb] if limits.total_name else []

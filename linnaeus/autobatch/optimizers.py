@@ -31,7 +31,9 @@ class UnlistedOptimizerError(AutoBatchError):
         optimizer: the name of its type.
     """
 
-    def __init__(self, optimizer: str, remedy: str = "Add it: state=(model, optimizer, ...)") -> None:
+    def __init__(
+        self, optimizer: str, remedy: str = "Add it: state=(model, optimizer, ...)"
+    ) -> None:
         self.optimizer = optimizer
         super().__init__(
             f"AutoBatch: the step uses an optimizer, {optimizer}, that is not in state, so its state and the "
@@ -50,13 +52,17 @@ def unlisted_optimizers_refused(state: Sequence[Any], snapshot: Snapshot) -> Ite
     """
     known = set(map(id, snapshot.optimizers))
     tensors = {id(parameter) for part in state for parameter in parameters_of(part)}
-    kinds = {id(kind) for kind in subclasses(torch.optim.Optimizer)}  # quicker than to ask each object
+    kinds = {
+        id(kind) for kind in subclasses(torch.optim.Optimizer)
+    }  # quicker than to ask each object
     existing = weakref.WeakSet(part for part in gc.get_objects() if id(type(part)) in kinds)
 
     def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if id(optimizer) in known:
             return
-        if optimizer in existing or any(id(parameter) in tensors for parameter in parameters_of(optimizer)):
+        if optimizer in existing or any(
+            id(parameter) in tensors for parameter in parameters_of(optimizer)
+        ):
             raise UnlistedOptimizerError(type(optimizer).__name__)
 
     handle = register_optimizer_step_pre_hook(refuse)
@@ -122,5 +128,9 @@ def _fingerprint(leaf: Any) -> Any:
         return leaf.dtype, leaf.shape, int(bits.sum(dtype=torch.int64))
     if isinstance(leaf, bool | int | float | complex | str | bytes | None):
         return leaf
-    held = [part for part in nest.leaves(getattr(leaf, "__dict__", ())) if not hasattr(part, "__dict__")]
-    return repr(leaf), [part if isinstance(part, int | float | str) else repr(part) for part in held]
+    held = [
+        part for part in nest.leaves(getattr(leaf, "__dict__", ())) if not hasattr(part, "__dict__")
+    ]
+    return repr(leaf), [
+        part if isinstance(part, int | float | str) else repr(part) for part in held
+    ]

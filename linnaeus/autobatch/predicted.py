@@ -63,7 +63,9 @@ def predict_step(
         for module in modules:
             module.train(mode == "train")
 
-    return predict(step, make_batch, state=state, buckets=buckets, base_bytes=base_bytes, before=prepare)
+    return predict(
+        step, make_batch, state=state, buckets=buckets, base_bytes=base_bytes, before=prepare
+    )
 
 
 def moments_bytes(state: Sequence[Any]) -> int:

@@ -204,7 +204,9 @@ def find_largest(
     """
     began, candidates = clock(), Candidates(min_size, max_size, multiple_of)
     if not len(candidates):
-        raise ValueError(f"multiple_of is {multiple_of}; it has no multiple from {min_size} to {max_size}")
+        raise ValueError(
+            f"multiple_of is {multiple_of}; it has no multiple from {min_size} to {max_size}"
+        )
     if start is None and predicted is not None:
         start = predicted.size
     search = _Search(candidates, budget_bytes, start, fixed_bytes, predicted, tolerance)
@@ -379,7 +381,9 @@ class _Search:
         error = self.peaks[size] - self.predicted.at(size)
         if abs(error) > TRUSTED * (self.budget_bytes - self.fixed_bytes):
             return False
-        error_between = error - (self.peaks[others[0]] - self.predicted.at(others[0])) if others else 0.0
+        error_between = (
+            error - (self.peaks[others[0]] - self.predicted.at(others[0])) if others else 0.0
+        )
         return abs(error_between) <= SHORT * self.budget_bytes
 
     def predicted_slope(self, size: int) -> float | None:
@@ -422,7 +426,10 @@ class _Search:
         if self.tolerance and not self.unbounded:
             least = self.candidates[self.high - 1] / (1 + self.tolerance)
             last = max(bisect.bisect_left(self.candidates, least), self.low + 1)
-        first, last = min(first, last), max(first, last)  # in a narrow bracket both outcomes settle it
+        first, last = (
+            min(first, last),
+            max(first, last),
+        )  # in a narrow bracket both outcomes settle it
         return max(first, min(index, last))
 
     def add(self, trial: TrialRecord) -> None:
@@ -451,7 +458,11 @@ def _guided(search: _Search) -> int:
     if (num_more := len(search.trials) - GUIDED_TRIALS) >= 0:
         return search.low + 2**num_more if search.unbounded else _middle(search)
     if not search.peaks:
-        first = FIRST_SIZE if search.unbounded else min(FIRST_SIZE, search.candidates[search.high] / GROWTH)
+        first = (
+            FIRST_SIZE
+            if search.unbounded
+            else min(FIRST_SIZE, search.candidates[search.high] / GROWTH)
+        )
         return search.candidates.nearest(first)
     return _where_the_line_meets_the_budget(search)
 
@@ -476,7 +487,9 @@ def _where_the_line_meets_the_budget(search: _Search) -> int:
 
 def _anchor(search: _Search) -> int:
     """The measured size that the line goes through: an end of the bracket if it left a peak."""
-    ends = (search.candidates[i] for i in (search.low, search.high) if 0 <= i < len(search.candidates))
+    ends = (
+        search.candidates[i] for i in (search.low, search.high) if 0 <= i < len(search.candidates)
+    )
     measured = [size for size in ends if size in search.peaks]
     return min(measured or search.peaks, key=search.distance)
 
@@ -493,7 +506,10 @@ def _slope(search: _Search, anchor: int) -> float | None:
     flattest = MIN_STEEPNESS * proportional
     fourfold = (search.budget_bytes - search.peaks[anchor]) / ((GROWTH - 1) * anchor)
     is_far = search.unbounded or search.candidates[search.high] > GROWTH * anchor
-    return next((slope for slope in slopes if slope >= flattest), max(flattest, fourfold) if is_far else None)
+    return next(
+        (slope for slope in slopes if slope >= flattest),
+        max(flattest, fourfold) if is_far else None,
+    )
 
 
 def _middle(search: _Search) -> int:

@@ -14,7 +14,9 @@ from linnaeus.autobatch.search import STRATEGIES
 Objective = Literal["memory", "throughput"]
 
 
-def _setting(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float) -> Any:
+def _setting(
+    default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float
+) -> Any:
     """Declare a setting: its default, one sentence, and the strings or the range that it may be in."""
     return field(default=default, metadata={"doc": doc, "choices": choices, "bounds": bounds})
 
@@ -31,21 +33,31 @@ class SearchSettings:
         0.8, "fraction of the device's total memory that all processes together may use", gt=0, le=1
     )
     min_batch_size: int = _setting(1, "smallest batch size that the search may try", ge=1)
-    max_batch_size: int | None = _setting(512, "largest size tried; None: what bounds and memory allow", ge=1)
+    max_batch_size: int | None = _setting(
+        512, "largest size tried; None: what bounds and memory allow", ge=1
+    )
     steps_per_trial: int = _setting(2, "optimizer steps that one trial runs", ge=1)
     strategy: str = _setting(
-        "guided", "how sizes are chosen: `guided` by the memory measured, `binary` by bisection, `power` by "
-        "doubling, `binsearch` by doubling and then bisection", choices=tuple(STRATEGIES),
-    )  # fmt: skip
+        "guided",
+        "how sizes are chosen: `guided` by the memory measured, `binary` by bisection, `power` by "
+        "doubling, `binsearch` by doubling and then bisection",
+        choices=tuple(STRATEGIES),
+    )
     tolerance: float = _setting(
-        0.01, "the search ends when the size found is proven to be within this fraction of the largest; 0 "
-        "finds the largest", ge=0, lt=1,
-    )  # fmt: skip
+        0.01,
+        "the search ends when the size found is proven to be within this fraction of the largest; 0 "
+        "finds the largest",
+        ge=0,
+        lt=1,
+    )
     multiple_of: int = _setting(
         1, "above this, only its multiples are tried; below it, every size may be", ge=1
     )
     memory_limit_gb: float | None = _setting(
-        None, "GiB; this process may hold the target fraction of it, whatever others use", gt=0, lt=math.inf
+        None,
+        "GiB; this process may hold the target fraction of it, whatever others use",
+        gt=0,
+        lt=math.inf,
     )
     max_trials: int = _setting(
         25, "trials after which the search ends with the largest size that fitted", ge=1
@@ -54,14 +66,19 @@ class SearchSettings:
         60.0, "deadline of the search, and how long the other ranks wait for it", gt=0
     )
     objective: Objective = _setting(
-        "memory", "`memory` finds the largest size that fits; `throughput` the smallest size within 5 % of "
-        "the highest number of samples per second", choices=get_args(Objective),
-    )  # fmt: skip
-    start: int | None = _setting(None, "size to try first, such as the answer of an earlier run", ge=1)
+        "memory",
+        "`memory` finds the largest size that fits; `throughput` the smallest size within 5 % of "
+        "the highest number of samples per second",
+        choices=get_args(Objective),
+    )
+    start: int | None = _setting(
+        None, "size to try first, such as the answer of an earlier run", ge=1
+    )
     predict: bool = _setting(
-        True, "on CUDA devices, `guided` starts from the size that a trace of the step predicts, and tries "
-        "fewer sizes"
-    )  # fmt: skip
+        True,
+        "on CUDA devices, `guided` starts from the size that a trace of the step predicts, and tries "
+        "fewer sizes",
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -94,10 +111,15 @@ class SearchSettings:
         (6, 6, 1)
         """
         return replace(
-            self, min_batch_size=min(self.min_batch_size, size), max_batch_size=size, start=size,
-            multiple_of=self.multiple_of if size % self.multiple_of == 0 else 1, strategy="guided",
-            objective="memory", predict=False,
-        )  # fmt: skip
+            self,
+            min_batch_size=min(self.min_batch_size, size),
+            max_batch_size=size,
+            start=size,
+            multiple_of=self.multiple_of if size % self.multiple_of == 0 else 1,
+            strategy="guided",
+            objective="memory",
+            predict=False,
+        )
 
 
 @dataclass(frozen=True)

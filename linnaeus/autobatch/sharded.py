@@ -46,7 +46,11 @@ def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
     waiting = [module._get_fsdp_state() for module in sharded]
     while waiting:
         part = waiting.pop()
-        if id(part) not in found and type(part).__module__.startswith(_FSDP) and hasattr(part, "__dict__"):
+        if (
+            id(part) not in found
+            and type(part).__module__.startswith(_FSDP)
+            and hasattr(part, "__dict__")
+        ):
             found[id(part)] = part
             for value in vars(part).values():
                 waiting += value if isinstance(value, list | tuple) else [value]
@@ -138,7 +142,9 @@ def on_meta(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
         for part in parts:
             held = vars(part)
             held.update({name: meta for name in ("device", "_device") if name in held})
-            held.update({name: torch.cpu for name in ("device_handle", "_device_handle") if name in held})
+            held.update(
+                {name: torch.cpu for name in ("device_handle", "_device_handle") if name in held}
+            )
             if "all_gather_outputs" in held:
                 held["all_gather_outputs"] = []
                 held.pop("_unsharded_param", None)
@@ -156,10 +162,15 @@ def reset_of(modules: Sequence[nn.Module]) -> Callable[[], None]:
     for module in sharded:
         module.reshard()
     parts = parts_of(sharded)
-    hooks = [value for each in sharded for name, value in vars(each).items() if name.endswith("hooks")]
-    inner = [value for part in parts for value in vars(part).values() if type(value) in (list, dict, set)]
+    hooks = [
+        value for each in sharded for name, value in vars(each).items() if name.endswith("hooks")
+    ]
+    inner = [
+        value for part in parts for value in vars(part).values() if type(value) in (list, dict, set)
+    ]
     registered = [
-        module._parameters for module in dict.fromkeys(m for each in sharded for m in each.modules())
+        module._parameters
+        for module in dict.fromkeys(m for each in sharded for m in each.modules())
     ]
     containers = [*map(vars, parts), *inner, *hooks, *registered]
     contents = [copy.copy(container) for container in containers]

@@ -43,7 +43,9 @@ class Snapshot:
     """
 
     def __init__(self, state: Sequence[Any], device: torch.device) -> None:
-        self._reset_sharding = reset_of(modules_of(state))  # first, so that no gathered parameters are kept
+        self._reset_sharding = reset_of(
+            modules_of(state)
+        )  # first, so that no gathered parameters are kept
         self.optimizers: list[Any] = []
         always: list[Any] = []
         kept: list[Any] = []  # what training keeps allocated: a validation is measured beside it
@@ -57,7 +59,9 @@ class Snapshot:
             elif is_optimizer(part):
                 kept.append(part)
             elif isinstance(part, torch.amp.GradScaler):
-                always.append(vars(part))  # its state dict lacks the progress of an interrupted step
+                always.append(
+                    vars(part)
+                )  # its state dict lacks the progress of an interrupted step
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
                 self._others.append((part, nest.map_leaves(_saved, part.state_dict())))
             elif restore_of_generator(part) is not None:
@@ -73,7 +77,9 @@ class Snapshot:
             for module in modules
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
-        self._kinds = [(module, type(module)) for module in modules if not _mirrors_native_state(module)]
+        self._kinds = [
+            (module, type(module)) for module in modules if not _mirrors_native_state(module)
+        ]
         always += (part for module in modules for part in (module._parameters, module._buffers))
         kept += (vars(module) for module, _ in self._kinds)
         self._always = Contents(always)
@@ -100,7 +106,9 @@ class Snapshot:
 
     def stepping_optimizers(self) -> list[Any]:
         """The optimizers that run torch's hooks when they step: a wrapper may not, but those inside it do."""
-        return [part for part in self.optimizers if "_optimizer_load_state_dict_pre_hooks" in vars(part)]
+        return [
+            part for part in self.optimizers if "_optimizer_load_state_dict_pre_hooks" in vars(part)
+        ]
 
     def check_restored(self) -> None:
         """Raise AutoBatchError if an object's `load_state_dict` does not put back its `state_dict`."""
@@ -165,7 +173,9 @@ def is_optimizer(part: Any) -> bool:
     """Whether it is an optimizer, or looks like one and has an optimizer inside."""
     if isinstance(part, torch.optim.Optimizer | nn.Module):
         return not isinstance(part, nn.Module)
-    looks_like_one = hasattr(type(part), "step") and hasattr(type(part), "zero_grad")  # no scheduler does
+    looks_like_one = hasattr(type(part), "step") and hasattr(
+        type(part), "zero_grad"
+    )  # no scheduler does
     return looks_like_one and isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer)
 
 
@@ -239,7 +249,9 @@ class Contents:
                 waiting.extend(value)
             elif isinstance(value, Tensor):
                 if not value.is_meta:
-                    learns = isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad)
+                    learns = isinstance(value, nn.Parameter) or (
+                        value.is_leaf and value.requires_grad
+                    )
                     self.tensors.append(_ParameterCopy(value) if learns else _TensorCopy(value))
             elif nest.is_array(value) and value.flags.writeable:
                 self._writes.append(partial(operator.setitem, value, ..., value.copy()))
@@ -253,7 +265,9 @@ class Contents:
         for container, content in self._containers:
             if not _holds(container, content):
                 container.clear()
-                container.update(content) if hasattr(container, "update") else container.extend(content)
+                container.update(content) if hasattr(container, "update") else container.extend(
+                    content
+                )
         for tensor in self.tensors:
             tensor.restore(with_value=with_values or not isinstance(tensor, _ParameterCopy))
         for write in self._writes:
@@ -266,7 +280,9 @@ def _holds(container: Any, content: Any) -> bool:
         return not container and not content
     if isinstance(content, set):
         return bool(container == content)
-    if isinstance(content, dict) and not all(map(operator.is_, container.values(), content.values())):
+    if isinstance(content, dict) and not all(
+        map(operator.is_, container.values(), content.values())
+    ):
         return False
     return all(map(operator.is_, container, content))
 
@@ -305,7 +321,11 @@ class _TensorCopy(_Value):
     def restore(self, *, with_value: bool = True) -> None:
         """Put the value back; into new memory where shape, dtype or device have changed."""
         tensor, value = self.tensor, self.on_host
-        has_changed = (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, self._device)
+        has_changed = (tensor.shape, tensor.dtype, tensor.device) != (
+            value.shape,
+            value.dtype,
+            self._device,
+        )
         if has_changed or (with_value and tensor.is_sparse):
             tensor.data = self.on_device()
         elif with_value:

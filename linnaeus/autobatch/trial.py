@@ -95,7 +95,9 @@ class TrialRunner:
     budget_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.empties_cache &= self.training and self.num_steps > 1 and self.memory.device.type != "cpu"
+        self.empties_cache &= (
+            self.training and self.num_steps > 1 and self.memory.device.type != "cpu"
+        )
         self._optimizers = self.snapshot.stepping_optimizers()
         self._modules = [part for part in self.state if isinstance(part, nn.Module)]
         self._is_prepared = self.training
@@ -225,7 +227,9 @@ class TrialRunner:
             if not self.memory.refused(error):
                 if not (0 < self._largest_fitted < size and exceeds_a_kernel(error)):
                     raise
-                logger.warning("warning: batch size %d fails where smaller ones fit: %s", size, message)
+                logger.warning(
+                    "warning: batch size %d fails where smaller ones fit: %s", size, message
+                )
             release_frames(error)
             failures.append(message)
 

@@ -28,7 +28,12 @@ LARGE_DATASET_FRACTION = 0.1
 
 
 def plan_warnings(
-    train: TrainConfig, facts: Facts, splits: Sequence[Split], *, optimizer: str, learning_rate: float
+    train: TrainConfig,
+    facts: Facts,
+    splits: Sequence[Split],
+    *,
+    optimizer: str,
+    learning_rate: float,
 ) -> list[str]:
     """Every warning that applies to the splits of a run, each once.
 
@@ -63,7 +68,9 @@ def _accumulation(facts: Facts, splits: Sequence[Split], key: str) -> str | None
         "TRAIN.GRADIENT_CHECKPOINTING True"
     )
     if fewest <= MANY_ACCUMULATION_STEPS:
-        remedy = f"{key} {split.samples_per_rank // fewest * fewest * facts.world_size} divides better"
+        remedy = (
+            f"{key} {split.samples_per_rank // fewest * fewest * facts.world_size} divides better"
+        )
     return (
         f"{split.accumulation_steps} accumulation steps of {counted(split.micro_batch_size, 'sample')} make "
         f"each optimizer step slow; {remedy}"

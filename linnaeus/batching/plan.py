@@ -88,7 +88,9 @@ class BatchPlan:
     @cached_property
     def samples_per_epoch(self) -> tuple[int, ...]:
         """Samples that each epoch really uses, over all ranks."""
-        return tuple(sum(s.num_steps * s.effective_batch_size for s in stages) for stages in self.epochs)
+        return tuple(
+            sum(s.num_steps * s.effective_batch_size for s in stages) for stages in self.epochs
+        )
 
     @cached_property
     def total_steps(self) -> int:
@@ -105,12 +107,16 @@ class BatchPlan:
 
         The sizes of a step's micro-batches differ by one where they do not divide its samples.
         """
-        epochs = tuple(tuple(stage.limited(max_micro_batch_size) for stage in each) for each in self.epochs)
+        epochs = tuple(
+            tuple(stage.limited(max_micro_batch_size) for stage in each) for each in self.epochs
+        )
         largest = max(chain.from_iterable(epochs), key=lambda stage: stage.effective_batch_size)
         return replace(
-            self, micro_batch_size=largest.micro_batch_size, accumulation_steps=largest.accumulation_steps,
+            self,
+            micro_batch_size=largest.micro_batch_size,
+            accumulation_steps=largest.accumulation_steps,
             epochs=epochs,
-        )  # fmt: skip
+        )
 
     @property
     def smallest_micro_batch(self) -> int:
@@ -205,9 +211,16 @@ class BatchPlan:
             "TOTAL_STEPS": self.total_steps,
         }
         if self.changes:  # a row for every optimizer step from which on the sizes differ
-            rows: list[list[Any]] = [["FROM_STEP", "MICRO_BATCH", "ACCUMULATION_STEPS", "EFFECTIVE_BATCH"]]
+            rows: list[list[Any]] = [
+                ["FROM_STEP", "MICRO_BATCH", "ACCUMULATION_STEPS", "EFFECTIVE_BATCH"]
+            ]
             for start, stage in zip([0, *self._stage_ends], self.stages, strict=False):
-                row = [start, stage.micro_batch_size, stage.accumulation_steps, stage.effective_batch_size]
+                row = [
+                    start,
+                    stage.micro_batch_size,
+                    stage.accumulation_steps,
+                    stage.effective_batch_size,
+                ]
                 if rows[-1][1:] != row[1:]:
                     rows.append(row)
             plan["STAGES"] = rows
@@ -237,7 +250,9 @@ def plan_batches(
     (32, 2, 84)
     """
     if facts.num_samples < facts.world_size:
-        raise DataError(f"{facts.num_samples} training samples are too few for {facts.world_size} processes")
+        raise DataError(
+            f"{facts.num_samples} training samples are too few for {facts.world_size} processes"
+        )
     splits, epochs = plan_epochs(train, facts)
     sizes = [split.samples_per_rank * facts.world_size for split in splits]  # effective batch sizes
     lr_rule = decay_rule = "none"
@@ -269,7 +284,9 @@ def plan_batches(
         lr_scales=lr_scales,
         keep_rest=keeps_rest(train),
         notes=(*unused_keys(train), *notes),
-        warnings=tuple(plan_warnings(train, facts, splits, optimizer=name, learning_rate=learning_rate)),
+        warnings=tuple(
+            plan_warnings(train, facts, splits, optimizer=name, learning_rate=learning_rate)
+        ),
     )
 
 

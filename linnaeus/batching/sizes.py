@@ -71,7 +71,9 @@ def max_samples_per_rank(train: TrainConfig, facts: Facts) -> int | None:
     return max(size for _, size in sizes) // facts.world_size
 
 
-def plan_epochs(train: TrainConfig, facts: Facts) -> tuple[list[Split], tuple[tuple[Stage, ...], ...]]:
+def plan_epochs(
+    train: TrainConfig, facts: Facts
+) -> tuple[list[Split], tuple[tuple[Stage, ...], ...]]:
     """The splits of the run in the order of their use, and the stages of each epoch.
 
     Raises:
@@ -82,9 +84,13 @@ def plan_epochs(train: TrainConfig, facts: Facts) -> tuple[list[Split], tuple[tu
         _check_split(key, size, facts)
     schedule, changes = train.BATCH_SCHEDULE, _size_changes(train, facts)
     epochs = split_epochs(
-        changes, schedule.UNIT, train.EPOCHS, facts.epoch_samples_per_rank, facts.world_size,
+        changes,
+        schedule.UNIT,
+        train.EPOCHS,
+        facts.epoch_samples_per_rank,
+        facts.world_size,
         keep_rest=keeps_rest(train),
-    )  # fmt: skip
+    )
     num_steps = sum(stage.num_steps for stages in epochs for stage in stages)
     if schedule.UNIT == "steps" and changes[-1].start >= num_steps:
         key = "MILESTONES" if schedule.NAME == "milestones" else "LENGTH"
@@ -151,7 +157,9 @@ def _contradictions(train: TrainConfig) -> list[str]:
         if schedule.LENGTH is None:
             problems.append(f"{SCHEDULE}.LENGTH: needs a value where {SCHEDULE}.UNIT is steps")
     elif train.EPOCHS < 2:
-        problems.append(f"{SCHEDULE}: a batch that changes by epochs needs TRAIN.EPOCHS of at least 2")
+        problems.append(
+            f"{SCHEDULE}: a batch that changes by epochs needs TRAIN.EPOCHS of at least 2"
+        )
     elif schedule.LENGTH is not None and schedule.LENGTH >= train.EPOCHS:
         problems.append(
             f"{SCHEDULE}.LENGTH: {schedule.LENGTH} epochs are not before the last of TRAIN.EPOCHS "
@@ -160,7 +168,9 @@ def _contradictions(train: TrainConfig) -> list[str]:
     sizes = {key: size for key, size in ends.items() if size is not None}
     for key, size in sizes.items():
         if size != (last := [*sizes.values()][-1]):
-            problems.append(f"{key}: {size} is not the last size of {SCHEDULE}, {last}; leave it null")
+            problems.append(
+                f"{key}: {size} is not the last size of {SCHEDULE}, {last}; leave it null"
+            )
     return problems
 
 
@@ -178,7 +188,8 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
     if size % world_size:
         below = size - size % world_size
         return (
-            f"{name}: {size} does not divide by {world_size} processes; {below} or {below + world_size} would"
+            f"{name}: {size} does not divide by {world_size} processes; "
+            f"{below} or {below + world_size} would"
         )
     return None
 
@@ -208,7 +219,9 @@ def _check_split(name: str, size: int, facts: Facts) -> None:
 
 def _constant_split(train: TrainConfig, facts: Facts) -> Split:
     if train.EFFECTIVE_BATCH_SIZE is not None:
-        return split_samples(train.EFFECTIVE_BATCH_SIZE // facts.world_size, facts.max_micro_batch_size)
+        return split_samples(
+            train.EFFECTIVE_BATCH_SIZE // facts.world_size, facts.max_micro_batch_size
+        )
     micro_batch_size = min(facts.max_micro_batch_size, facts.epoch_samples_per_rank)
     num_micro_batches = facts.epoch_samples_per_rank // micro_batch_size
     return Split(micro_batch_size, min(train.ACCUMULATION_STEPS, num_micro_batches))

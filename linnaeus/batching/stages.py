@@ -64,7 +64,9 @@ class SizeChange(NamedTuple):
     split: Split
 
 
-def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: int) -> list[SizeChange]:
+def growth(
+    name: str, first: int, last: int, length: int, max_micro_batch_size: int
+) -> list[SizeChange]:
     """Let `samples_per_rank` go from `first` at position 0 to `last` at position `length`, at least 1.
 
     In between, the values of the line or the exponential (`name`: `linear`, `exponential`) are rounded down
@@ -87,7 +89,9 @@ def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: 
         samples = min(max(samples // micro_batch_size * micro_batch_size, low), high)
         if samples != starts[-1][1]:
             starts.append((position, samples))
-    return milestones([*starts, (length, last)] if starts[-1][1] != last else starts, max_micro_batch_size)
+    return milestones(
+        [*starts, (length, last)] if starts[-1][1] != last else starts, max_micro_batch_size
+    )
 
 
 def milestones(starts: Sequence[tuple[int, int]], max_micro_batch_size: int) -> list[SizeChange]:
@@ -96,27 +100,41 @@ def milestones(starts: Sequence[tuple[int, int]], max_micro_batch_size: int) -> 
     >>> [(change.start, change.split.accumulation_steps) for change in milestones([(0, 8), (5, 24)], 8)]
     [(0, 1), (5, 3)]
     """
-    base_size = split_samples(min(samples for _, samples in starts), max_micro_batch_size).micro_batch_size
+    base_size = split_samples(
+        min(samples for _, samples in starts), max_micro_batch_size
+    ).micro_batch_size
     changes = []
     for start, samples in starts:
         size = _doubled(base_size, samples, max_micro_batch_size)
         is_multiple = samples % size == 0
-        split = Split(size, samples // size) if is_multiple else split_samples(samples, max_micro_batch_size)
+        split = (
+            Split(size, samples // size)
+            if is_multiple
+            else split_samples(samples, max_micro_batch_size)
+        )
         changes.append(SizeChange(start, split))
     return changes
 
 
 def _doubled(base_size: int, samples_per_rank: int, max_micro_batch_size: int) -> int:
     """The micro-batch size: `base_size`, doubled while there would be many accumulation steps and it fits."""
-    while samples_per_rank // base_size > MANY_ACCUMULATION_STEPS and 2 * base_size <= max_micro_batch_size:
+    while (
+        samples_per_rank // base_size > MANY_ACCUMULATION_STEPS
+        and 2 * base_size <= max_micro_batch_size
+    ):
         base_size *= 2
     return base_size
 
 
 def split_epochs(
-    changes: Sequence[SizeChange], unit: str, num_epochs: int, samples_per_epoch: int, world_size: int, *,
+    changes: Sequence[SizeChange],
+    unit: str,
+    num_epochs: int,
+    samples_per_epoch: int,
+    world_size: int,
+    *,
     keep_rest: bool,
-) -> tuple[tuple[Stage, ...], ...]:  # fmt: skip
+) -> tuple[tuple[Stage, ...], ...]:
     """The stages of each epoch, in which each rank sees `samples_per_epoch`.
 
     Args:
@@ -136,11 +154,15 @@ def split_epochs(
                 steps = min(steps, changes[following].start - step)
             if steps == 0:
                 break
-            stages.append(Stage(split.samples_per_rank, split.accumulation_steps, world_size, steps))
+            stages.append(
+                Stage(split.samples_per_rank, split.accumulation_steps, world_size, steps)
+            )
             step, samples_left = step + steps, samples_left - steps * split.samples_per_rank
         size = split.micro_batch_size
         if keep_rest and (num_micro_batches := samples_left // size):
-            stages.append(Stage(num_micro_batches * size, num_micro_batches, world_size, num_steps=1))
+            stages.append(
+                Stage(num_micro_batches * size, num_micro_batches, world_size, num_steps=1)
+            )
             step += 1
         epochs.append(tuple(stages))
     return tuple(epochs)

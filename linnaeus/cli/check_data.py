@@ -32,26 +32,37 @@ def run(_: Namespace, config: Config) -> int:
     from linnaeus.data.image_files import ImageFiles
 
     started = time.monotonic()
-    data = build_data(config.DATA, seed=config.EXPERIMENT.SEED, on_main=lambda _: {})  # all is read below
+    data = build_data(
+        config.DATA, seed=config.EXPERIMENT.SEED, on_main=lambda _: {}
+    )  # all is read below
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
-        raise ConfigError("DATA.DATASET: has no image files; check-data reads imagefolder and manifest")
+        raise ConfigError(
+            "DATA.DATASET: has no image files; check-data reads imagefolder and manifest"
+        )
     files = data.train.files + data.val.files
     damaged, num_known = find_damaged(files)
     seconds = time.monotonic() - started
     print(*data.report, sep="\n")
-    print(f"{counted(len(files), 'image')} checked in {seconds:.1f} s, {num_known} of them known from before")
+    print(
+        f"{counted(len(files), 'image')} checked in {seconds:.1f} s, {num_known} of them known from before"
+    )
     if damaged:
         lines = [f"{counted(len(damaged), 'image')} cannot be read:"]
         lines += [f"  {files[i]}: {reason}" for i, reason in damaged.items()]
-        raise DataError("\n".join([*lines, "Remove or replace them, or set DATA.ON_BAD_IMAGE skip"]))
+        raise DataError(
+            "\n".join([*lines, "Remove or replace them, or set DATA.ON_BAD_IMAGE skip"])
+        )
     return 0
 
 
 PARSER = CommandParser(
-    "check-data", print_config="print the configuration, resolved, and exit", description="""\
+    "check-data",
+    print_config="print the configuration, resolved, and exit",
+    description="""\
 Reads all images of training and validation, and names the damaged ones. Intact files are remembered by path,
 size and time of modification, and not read again: neither here nor by a run with DATA.ON_BAD_IMAGE skip.
-""", details="""\
+""",
+    details="""\
 examples:
   linnaeus check-data data=imagefolder DATA.DATASET.ROOT /data/birds
   linnaeus check-data data=manifest DATA.DATASET.ROOT=/data/leaves
@@ -59,4 +70,4 @@ examples:
 
 exit codes: 0 all images can be read, 1 damaged images or wrong labels, 2 configuration, 130 Ctrl-C
 """,
-)  # fmt: skip
+)

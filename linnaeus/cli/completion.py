@@ -46,7 +46,9 @@ def candidates(words: Sequence[str], word: str) -> dict[str, str]:
     (['DATA.AUTOBATCH.STRATEGY='], ['bf16'])
     """
     begin, found = _candidates(words, word)
-    matching = {f"{begin}{name}": text for name, text in found.items() if f"{begin}{name}".startswith(word)}
+    matching = {
+        f"{begin}{name}": text for name, text in found.items() if f"{begin}{name}".startswith(word)
+    }
     if matching:
         return matching
     from argcomplete.completers import FilesCompleter
@@ -64,10 +66,14 @@ def _candidates(words: Sequence[str], word: str) -> tuple[str, dict[str, str]]:
     parser: CommandParser = part_of(command, "PARSER")
     options = {name: action for action in parser._actions for name in action.option_strings}
     name, has_value, _ = word.partition("=")
-    begin = word[: max(word.rfind(","), len(name)) + 1] if has_value else word[: word.rfind(",") + 1]
+    begin = (
+        word[: max(word.rfind(","), len(name)) + 1] if has_value else word[: word.rfind(",") + 1]
+    )
     option = options.get(name if has_value else words[-1] if words else "")
     if option is not None and option.nargs != 0:
-        choices = option.choices or [part for part in str(option.metavar).split("|") if part.islower()]
+        choices = option.choices or [
+            part for part in str(option.metavar).split("|") if part.islower()
+        ]
         return begin, dict.fromkeys(choices, "")
     if word.startswith("-"):
         return "", {name: action.help or "" for name, action in options.items()}

@@ -67,7 +67,9 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     problems += [f"RUN: name one run, and not {word} too" for word in words]
     if not options.format and not any(problem.startswith("--format") for problem in problems):
         problems.append(f"--format: is missing; give one of {', '.join(FORMATS)}")
-    problems += [f"--images: {word}: {problem}" for word in options.images if (problem := problem_of(word))]
+    problems += [
+        f"--images: {word}: {problem}" for word in options.images if (problem := problem_of(word))
+    ]
     if STDIN in options.images:
         problems.append("--images: takes no list from standard input")
     if problems:
@@ -85,12 +87,18 @@ def run(options: Options) -> int:
     from linnaeus.inference.trained import load_run
 
     with StopRequest().listening():
-        trained = load_run(options.run, checkpoint=options.checkpoint or "best", device=options.device)
+        trained = load_run(
+            options.run, checkpoint=options.checkpoint or "best", device=options.device
+        )
         print(trained.description, file=sys.stderr)
         exported = export_run(
-            trained, options.format, options.output, outputs=options.outputs, level=options.level,
+            trained,
+            options.format,
+            options.output,
+            outputs=options.outputs,
+            level=options.level,
             images=options.images,
-        )  # fmt: skip
+        )
     print(f"{exported.path}  {exported.num_bytes / 1e6:.2f} MB")
     verdict = "equal"
     if exported.difference is not None:
@@ -100,21 +108,33 @@ def run(options: Options) -> int:
 
 
 PARSER = CommandParser(
-    "export", words="RUN --format FORMAT [options]", description=DESCRIPTION, details=DETAILS, takes_run=True,
+    "export",
+    words="RUN --format FORMAT [options]",
+    description=DESCRIPTION,
+    details=DETAILS,
+    takes_run=True,
     takes_overrides=False,
-)  # fmt: skip
+)
 PARSER.option("--format", "|".join(FORMATS), partial(read_choice, FORMATS), "kind of file")
 PARSER.option(
-    "--output", "FILE", Path, "file, or folder for timm; one that is there is replaced; default: "
+    "--output",
+    "FILE",
+    Path,
+    "file, or folder for timm; one that is there is replaced; default: "
     "export/model.<ending> or export/timm in the run's folder",
-)  # fmt: skip
+)
 PARSER.option(
-    "--outputs", "|".join(OUTPUTS), partial(read_choice, OUTPUTS),
+    "--outputs",
+    "|".join(OUTPUTS),
+    partial(read_choice, OUTPUTS),
     "what ONNX and torch.export files give; default probabilities",
-)  # fmt: skip
+)
 PARSER.option("--level", "NAME", str, "rank whose head timm gets; default: the finest")
 PARSER.option(
-    "--images", "FILE ...", list, "files, folders and patterns for the check, up to the next option",
+    "--images",
+    "FILE ...",
+    list,
+    "files, folders and patterns for the check, up to the next option",
     takes=lambda _: True,
-)  # fmt: skip
+)
 PARSER.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")

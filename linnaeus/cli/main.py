@@ -43,7 +43,16 @@ COMMANDS = {
     "export": "a trained run as safetensors, ONNX, torch.export or timm files",
 }
 """The commands, each with what it does."""
-NOT_WITH_TORCHRUN = ("check-data", "analyze", "plan", "sweep", "work", "compare", "predict", "export")
+NOT_WITH_TORCHRUN = (
+    "check-data",
+    "analyze",
+    "plan",
+    "sweep",
+    "work",
+    "compare",
+    "predict",
+    "export",
+)
 """Commands of one process; sweeps and workers start those of their runs."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
@@ -76,7 +85,10 @@ def cli(argv: Sequence[str] | None = None) -> int:
                 print(request, end="")
             return 0
         launch = request[0].launch
-        submits = launch.launcher == "slurm" and command not in ("sweep", "work")  # which submit workers
+        submits = launch.launcher == "slurm" and command not in (
+            "sweep",
+            "work",
+        )  # which submit workers
         if rank is not None and (submits or command in NOT_WITH_TORCHRUN):
             raise ConfigError(
                 f"torchrun: {command} takes no processes from it; run it alone: linnaeus {shlex.join(tokens)}"
@@ -98,7 +110,10 @@ def cli(argv: Sequence[str] | None = None) -> int:
                 experiment = request[1].EXPERIMENT
                 folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
             print(
-                submit_command(launch, command, launch.argv, command not in NOT_WITH_TORCHRUN, folder), end=""
+                submit_command(
+                    launch, command, launch.argv, command not in NOT_WITH_TORCHRUN, folder
+                ),
+                end="",
             )
             return 0
         exit_code: int = part_of(command, "run")(*request)
@@ -138,7 +153,9 @@ def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
     Raises:
         ConfigError: the first word is like a command's, and a mistake; or the command comes later.
     """
-    command, rest = (tokens[0], tokens[1:]) if tokens and tokens[0] in COMMANDS else ("train", tokens)
+    command, rest = (
+        (tokens[0], tokens[1:]) if tokens and tokens[0] in COMMANDS else ("train", tokens)
+    )
     if command in ("train", "sweep") and any(token in MULTIRUN for token in rest):
         return "sweep", [token for token in rest if token not in MULTIRUN]
     if command != "train" or {"-h", "--help", "--version"}.intersection(tokens):

@@ -69,9 +69,16 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, command: str, *, description: str, details: str, print_config: str = "",
-        takes_run: bool = False, takes_overrides: bool = True, words: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        command: str,
+        *,
+        description: str,
+        details: str,
+        print_config: str = "",
+        takes_run: bool = False,
+        takes_overrides: bool = True,
+        words: str | None = None,
+    ) -> None:
         if words is None:
             words = "RUN [options]" if takes_run else "[--cfg FILE] [options] [group=preset ...]"
             words += " [KEY VALUE | KEY=VALUE ...]"
@@ -79,7 +86,9 @@ class CommandParser(argparse.ArgumentParser):
             usage=f"linnaeus {command} {words}",
             description=description,
             epilog=details,
-            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=24, width=110),
+            formatter_class=partial(
+                argparse.RawDescriptionHelpFormatter, max_help_position=24, width=110
+            ),
             add_help=False,
             allow_abbrev=False,
         )
@@ -98,24 +107,44 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument("--cfg", metavar="FILE", help=text)
             text = "a folder of groups and files of your own"
             self.add_argument("--config-dir", "-cd", metavar="DIR", help=text)
-            self.add_argument("--config-name", "-cn", metavar="NAME", help="a file of it, as with --cfg")
+            self.add_argument(
+                "--config-name", "-cn", metavar="NAME", help="a file of it, as with --cfg"
+            )
             text = "may come before the keys; changes nothing"
             self.add_argument("--opts", action="store_true", help=text)
         if takes_run:
-            text = "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself"
+            text = (
+                "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself"
+            )
             self.option("--checkpoint", "best|last|FILE", str, text)
         self.option(
-            "--launcher", "local|slurm", partial(read_choice, ("local", "slurm")),
-            "where to run: this machine (default), or a job of SLURM", launches=True,
-        )  # fmt: skip
+            "--launcher",
+            "local|slurm",
+            partial(read_choice, ("local", "slurm")),
+            "where to run: this machine (default), or a job of SLURM",
+            launches=True,
+        )
         self.option(
-            "--slurm", "KEY=VALUE ...", _read_sbatch, "options of sbatch, such as partition=gpu time=4:00:00",
-            takes=_is_sbatch, launches=True,
-        )  # fmt: skip
-        self._add(_Option(launches=True), "--dry-run", text="print what would be started, and start nothing")
+            "--slurm",
+            "KEY=VALUE ...",
+            _read_sbatch,
+            "options of sbatch, such as partition=gpu time=4:00:00",
+            takes=_is_sbatch,
+            launches=True,
+        )
+        self._add(
+            _Option(launches=True),
+            "--dry-run",
+            text="print what would be started, and start nothing",
+        )
 
     def _add(
-        self, option: _Option, *names: str, text: str, metavar: str | None = None, choices: Iterable[str] = ()
+        self,
+        option: _Option,
+        *names: str,
+        text: str,
+        metavar: str | None = None,
+        choices: Iterable[str] = (),
     ) -> None:
         kind: dict[str, Any] = {"action": "store_true"}
         if option.read is not None:
@@ -125,9 +154,16 @@ class CommandParser(argparse.ArgumentParser):
         self._options |= dict.fromkeys(names, option)
 
     def option(
-        self, name: str, metavar: str, read: Callable[[Any], Any], text: str, keys: Sequence[str] = (),
-        takes: Callable[[str], bool] | None = None, launches: bool = False, choices: Iterable[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        metavar: str,
+        read: Callable[[Any], Any],
+        text: str,
+        keys: Sequence[str] = (),
+        takes: Callable[[str], bool] | None = None,
+        launches: bool = False,
+        choices: Iterable[str] = (),
+    ) -> None:
         """Add an option with a value.
 
         Args:
@@ -168,7 +204,9 @@ class CommandParser(argparse.ArgumentParser):
             if not _is_option(name):
                 words.append(argv[begin])
             elif name in ("--install-completion", "--show-completion"):
-                return [], [f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"]
+                return [], [
+                    f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"
+                ]
             elif self.takes_overrides and name in OPTIONS:
                 words.append(argv[begin])  # with the word that follows, if it is the value
             elif option is None:
@@ -231,9 +269,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def _take_run(self, words: list[str], options: object) -> list[str]:
         """Move the first word to `options.run`; returns the problem with it as a list of at most one."""
-        if not words or ((words[0].startswith("-") or "=" in words[0]) and not Path(words[0]).exists()):
+        if not words or (
+            (words[0].startswith("-") or "=" in words[0]) and not Path(words[0]).exists()
+        ):
             found = f", not {words[0]!r}" if words else ""
-            return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
+            return [
+                f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"
+            ]
         path = Path(expanded(words.pop(0)))
         vars(options)["run"] = path
         if path.is_file() and vars(options)["checkpoint"] is not None:
@@ -279,7 +321,9 @@ def read_request(
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
     words, problems = parser.words(argv, options)
-    from linnaeus.config.load import load_config  # here: help and completion do not wait for OmegaConf
+    from linnaeus.config.load import (
+        load_config,
+    )  # here: help and completion do not wait for OmegaConf
 
     problems += check(options, words)
     try:

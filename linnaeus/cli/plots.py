@@ -34,8 +34,18 @@ LABELS_APART = 1.3
 """Least factor between two batch sizes that both have a label."""
 LINES_PER_PANEL = 18
 """Labels beside a panel that find room below each other."""
-FONTS = ("Noto Sans CJK", "Source Han Sans", "WenQuanYi", "PingFang", "Hiragino Sans", "Microsoft YaHei",
-         "Yu Gothic", "Malgun Gothic", "Arial Unicode MS", "Droid Sans Fallback")  # fmt: skip
+FONTS = (
+    "Noto Sans CJK",
+    "Source Han Sans",
+    "WenQuanYi",
+    "PingFang",
+    "Hiragino Sans",
+    "Microsoft YaHei",
+    "Yu Gothic",
+    "Malgun Gothic",
+    "Arial Unicode MS",
+    "Droid Sans Fallback",
+)
 """How the names of fonts begin that have Chinese, Japanese and Korean letters."""
 _STYLE = {
     "text.color": INK,
@@ -57,9 +67,15 @@ _STYLE = {
 
 @contextmanager
 def drawing(
-    path: Path, title: str, figures: Figures, columns: Sequence[str], *, num_rows: int = 1,
-    num_columns: int = 2, panel_height: float = 4.8,
-) -> Iterator[list[list[Axes]]]:  # fmt: skip
+    path: Path,
+    title: str,
+    figures: Figures,
+    columns: Sequence[str],
+    *,
+    num_rows: int = 1,
+    num_columns: int = 2,
+    panel_height: float = 4.8,
+) -> Iterator[list[list[Axes]]]:
     """Draw in the panels, rows of them; the picture is written at the end of the context, atomically.
 
     The path's ending is the format. `figures` are the rows of an HTML page's table, `columns` its columns. A
@@ -74,7 +90,10 @@ def drawing(
     from matplotlib.font_manager import fontManager
 
     installed = sorted({font.name for font in fontManager.ttflist if font.name.startswith(FONTS)})
-    with mpl.rc_context({**_STYLE, "font.family": ["sans-serif", *installed]}), warnings.catch_warnings():
+    with (
+        mpl.rc_context({**_STYLE, "font.family": ["sans-serif", *installed]}),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a reader sees the box
         figure = Figure((6.4 * num_columns, panel_height * num_rows), layout="constrained")
         lines = textwrap.fill(title, CHARACTERS_PER_PANEL * num_columns, break_on_hyphens=False)
@@ -119,14 +138,18 @@ def label_heights(axes: Axes, labels: Sequence[tuple[float, str]], colour: str) 
     place = -1.0
     for height, text in sorted(labels):
         place = max((height - bottom) / (top - bottom), place + 1 / LINES_PER_PANEL)
-        axes.text(1.01, place, text, transform=axes.transAxes, color=colour, va="center", fontsize=9)
+        axes.text(
+            1.01, place, text, transform=axes.transAxes, color=colour, va="center", fontsize=9
+        )
 
 
 def _html_page(svg: str, title: str, columns: Sequence[str], figures: Figures) -> str:
     """The picture and its figures in one file that needs nothing else."""
 
     def shown(value: Any) -> str:
-        return "" if value is None else html.escape(f"{value:,}" if type(value) is int else str(value))
+        return (
+            "" if value is None else html.escape(f"{value:,}" if type(value) is int else str(value))
+        )
 
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)

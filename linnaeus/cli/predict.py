@@ -83,7 +83,9 @@ def read(argv: Sequence[str]) -> tuple[Options]:
         problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
     for word in options.images:
         if (Path(word) / CHECKPOINTS).is_dir():
-            problems.append(f"IMAGES: {word}: is a run, and RUN comes first: linnaeus predict {word} IMAGES")
+            problems.append(
+                f"IMAGES: {word}: is a run, and RUN comes first: linnaeus predict {word} IMAGES"
+            )
         elif problem := problem_of(word):
             problems.append(f"IMAGES: {word}: {problem}")
     if options.images.count(STDIN) > 1:
@@ -112,7 +114,9 @@ def run(options: Options) -> int:
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with StopRequest().listening():
-            trained = load_run(options.run, checkpoint=options.checkpoint or "best", device=options.device)
+            trained = load_run(
+                options.run, checkpoint=options.checkpoint or "best", device=options.device
+            )
             logger.info("%s", trained.description)
             return _predict(trained, options, console)
     except BrokenPipeError:
@@ -127,9 +131,12 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     from linnaeus.console import ProgressBar
 
     predictor = trained.predictor(
-        top=options.top, path=options.path, threshold=options.threshold, batch_size=options.batch_size,
+        top=options.top,
+        path=options.path,
+        threshold=options.threshold,
+        batch_size=options.batch_size,
         num_workers=options.workers,
-    )  # fmt: skip
+    )
     unreadable = list[Unreadable]()
     if STDIN in options.images:  # names of files may be no valid UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
@@ -146,13 +153,17 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
             else:
                 unreadable.append(found)
                 if len(unreadable) <= NUM_NAMED:
-                    logger.warning("left out: %s: %s", printable(found.source), printable(found.reason))
+                    logger.warning(
+                        "left out: %s: %s", printable(found.source), printable(found.reason)
+                    )
             bar.advance(1)
     total = f"{counted(writer.number, 'image')} predicted"
     if unreadable:
         total += f", {counted(len(unreadable), 'unreadable one')} left out"
     is_written = writer.number > 0 or not unreadable
-    logger.info("%s%s", total, f": {options.output.resolve()}" if options.output and is_written else "")
+    logger.info(
+        "%s%s", total, f": {options.output.resolve()}" if options.output and is_written else ""
+    )
     return 0 if is_written else 1
 
 
@@ -190,7 +201,9 @@ class Writer:
             table.writerows([cells.values()] if self.number else [cells, cells.values()])
         elif self.ending:
             content = prediction.as_dict()
-            name = str(prediction.source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            name = (
+                str(prediction.source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            )
             text = json.dumps({**content, "path": name}, ensure_ascii=False)
             begin = ",\n" if self.number else "[\n"
             self.file.write(f"{begin}{text}" if self.ending == ".json" else f"{text}\n")
@@ -213,12 +226,19 @@ def _cells(prediction: Prediction) -> dict[str, str]:
     cells = {"path": str(prediction.source)}
     if prediction.separator:
         for level, classes in prediction.levels.items():
-            cells[level] = prediction.separator.join(name for name, _ in classes) or prediction.separator
-            cells[f"{level}_probability"] = prediction.separator.join(f"{p:.6g}" for _, p in classes)
+            cells[level] = (
+                prediction.separator.join(name for name, _ in classes) or prediction.separator
+            )
+            cells[f"{level}_probability"] = prediction.separator.join(
+                f"{p:.6g}" for _, p in classes
+            )
         return cells
     for level, classes in prediction.levels.items():
         for number, (name, probability) in enumerate(classes, start=1):
-            cells |= {f"{level}_{number}": name, f"{level}_{number}_probability": f"{probability:.6g}"}
+            cells |= {
+                f"{level}_{number}": name,
+                f"{level}_{number}_probability": f"{probability:.6g}",
+            }
     if (path := prediction.path) is not None:
         cells |= {f"consistent_{level}": name for level, name in path.classes.items()}
         cells["consistent_probability"] = f"{path.probability:.6g}"
@@ -231,7 +251,8 @@ def _text(prediction: Prediction) -> str:
     from linnaeus.inference.prediction import percent
 
     rows = {
-        printable(name): "   ".join(f"{printable(label)} {percent(p)}" for label, p in classes) or "none"
+        printable(name): "   ".join(f"{printable(label)} {percent(p)}" for label, p in classes)
+        or "none"
         for name, classes in prediction.levels.items()
     }
     if prediction.path is not None:
@@ -288,29 +309,45 @@ def printable(text: str) -> str:
 
 
 PARSER = CommandParser(
-    "predict", words="RUN IMAGES... [options]", description=DESCRIPTION, details=DETAILS, takes_run=True,
+    "predict",
+    words="RUN IMAGES... [options]",
+    description=DESCRIPTION,
+    details=DETAILS,
+    takes_run=True,
     takes_overrides=False,
-)  # fmt: skip
+)
 PARSER.option(
-    "--output", "FILE", read_table,
+    "--output",
+    "FILE",
+    read_table,
     "write .csv, .json or .jsonl by its ending, instead of printing; the file appears when all is done",
-)  # fmt: skip
+)
 PARSER.option(
-    "--top", "K", read_count, "classes for each taxonomic rank; default 5, or all from the threshold on"
-)  # fmt: skip
+    "--top",
+    "K",
+    read_count,
+    "classes for each taxonomic rank; default 5, or all from the threshold on",
+)
 PARSER.option(
-    "--threshold", "P", partial(read_number, "probability", most=1),
+    "--threshold",
+    "P",
+    partial(read_number, "probability", most=1),
     "least probability of a label, for runs with several labels per image; default 0.5",
-)  # fmt: skip
+)
 PARSER.switch(
-    "--path", "add the most probable path through the taxonomy, on which each class is the parent of the next"
+    "--path",
+    "add the most probable path through the taxonomy, on which each class is the parent of the next",
 )
 PARSER.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")
 PARSER.option(
-    "--batch-size", "N", read_count,
+    "--batch-size",
+    "N",
+    read_count,
     "images in a batch; default: the largest that fits, at most 512 (64 on the CPU)",
-)  # fmt: skip
+)
 PARSER.option(
-    "--workers", "N", lambda text: 0 if text == "0" else read_count(text),
+    "--workers",
+    "N",
+    lambda text: 0 if text == "0" else read_count(text),
     "threads that load images; 0 for none; default: one for each CPU core, at most 8",
-)  # fmt: skip
+)

@@ -113,10 +113,14 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
             raise ConfigError(problems)
         return options, Sweep.read(Path(rest[0]).expanduser()), []
     if options.status and not rest and not problems:
-        raise ConfigError("--status: give the folder of a sweep, such as runs/my_exp, or its whole command")
+        raise ConfigError(
+            "--status: give the folder of a sweep, such as runs/my_exp, or its whole command"
+        )
     if options.search is None:
         for_search = {"--trials": options.trials is not None, "--no-prune": options.no_prune}
-        problems += [f"{name}: is for --search optuna" for name, given in for_search.items() if given]
+        problems += [
+            f"{name}: is for --search optuna" for name, given in for_search.items() if given
+        ]
         grid = read_grid(rest)
         line, points = grid.line, grid.combinations
         problems += line.problems + grid.problems
@@ -137,7 +141,12 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
     folder = Path(plans[0][1].EXPERIMENT.OUTPUT_DIR)
     entries = plans if options.search is None else plans[:1]
     sweep = Sweep.of(
-        folder, rest, entries, metric=options.metric, trials=options.trials, prune=not options.no_prune
+        folder,
+        rest,
+        entries,
+        metric=options.metric,
+        trials=options.trials,
+        prune=not options.no_prune,
     )
     if not options.launch.dry_run:
         sweep.check()
@@ -189,7 +198,9 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         if options.predict_gpu:
             from linnaeus.cli.sweep_predict import check_predictions  # here: only this needs torch
 
-            check_predictions(plans, options.predict_gpu, console, world_size=shares[0].num_processes)
+            check_predictions(
+                plans, options.predict_gpu, console, world_size=shares[0].num_processes
+            )
         if options.launch.dry_run:
             console.print(_dry_run(options, sweep, shares), markup=False, soft_wrap=True, end="")
             return 0
@@ -231,7 +242,9 @@ def _study(sweep: Sweep) -> Study | None:
 
 def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
     """The runs of a sweep: all of a grid, those of a search that were asked for."""
-    return sweep.grid() if study is None else [*{run.folder: run for _, run in study.runs()}.values()]
+    return (
+        sweep.grid() if study is None else [*{run.folder: run for _, run in study.runs()}.values()]
+    )
 
 
 def _comparison(sweep: Sweep, study: Study | None, options: Options) -> Comparison:
@@ -279,15 +292,21 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
     if left := len(table.with_status("running", "interrupted", "not run")):
         logger.info(
             "%s left; the same command goes on, and linnaeus work %s is one more worker",
-            counted(left, "run"), shlex.quote(str(sweep.folder)),
-        )  # fmt: skip
+            counted(left, "run"),
+            shlex.quote(str(sweep.folder)),
+        )
     return table
 
 
 def _watch(
-    options: Options, sweep: Sweep, study: Study | None, console: Console, goes_on: Callable[[], bool],
-    received: Sequence[int], pause_s: float,
-) -> None:  # fmt: skip
+    options: Options,
+    sweep: Sweep,
+    study: Study | None,
+    console: Console,
+    goes_on: Callable[[], bool],
+    received: Sequence[int],
+    pause_s: float,
+) -> None:
     """Show the table as long as workers work: live on a terminal, elsewhere a line for each change.
 
     Args:
@@ -401,13 +420,17 @@ def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
     shares = divide(launch.jobs, gpus, sorted(os.sched_getaffinity(0)) if launch.jobs > 1 else [])
     if launch.jobs > 1 and not launch.dry_run:
         logger.info(
-            "%s, each with its share: %s", counted(launch.jobs, "worker"), " | ".join(map(str, shares))
+            "%s, each with its share: %s",
+            counted(launch.jobs, "worker"),
+            " | ".join(map(str, shares)),
         )
     if 0 < len(gpus) < launch.jobs:
         logger.warning(
             "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
-            "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer", launch.jobs, counted(len(gpus), "GPU"),
-        )  # fmt: skip
+            "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer",
+            launch.jobs,
+            counted(len(gpus), "GPU"),
+        )
     return shares
 
 
@@ -421,17 +444,22 @@ def _start_workers(sweep: Sweep, shares: Sequence[Share]) -> list[subprocess.Pop
                 os.sched_setaffinity(0, share.cores or cores)  # which the worker inherits
                 workers.append(
                     subprocess.Popen(
-                        share.command(sweep.folder), env={**os.environ, **share.env()},
-                        stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                        share.command(sweep.folder),
+                        env={**os.environ, **share.env()},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
                         start_new_session=True,  # Ctrl-C is for this process alone
                     )
-                )  # fmt: skip
+                )
             finally:
                 os.sched_setaffinity(0, cores)
     return workers
 
 
-def _watch_workers(watch: Watch, sweep: Sweep, shares: Sequence[Share], received: Sequence[int]) -> None:
+def _watch_workers(
+    watch: Watch, sweep: Sweep, shares: Sequence[Share], received: Sequence[int]
+) -> None:
     """Start workers here, watch them, and pass signals on to them."""
     workers, num_passed_on = _start_workers(sweep, shares), 0
 
@@ -450,7 +478,9 @@ def _watch_workers(watch: Watch, sweep: Sweep, shares: Sequence[Share], received
             sweep.check_is_there()
             log = sweep.folder / f"logs/worker{number}.txt"
             last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            logger.warning("worker %d has ended with %d: %s (%s)", number, worker.returncode, last, log)
+            logger.warning(
+                "worker %d has ended with %d: %s (%s)", number, worker.returncode, last, log
+            )
 
 
 # Workers on SLURM.
@@ -476,8 +506,10 @@ def _watch_jobs(watch: Watch, options: Options, sweep: Sweep, received: Sequence
     number = submit(sweep.folder / "slurm", _script(options, sweep))
     logger.info(
         "submitted as SLURM job %s; linnaeus sweep --status %s shows the runs, and scancel %s ends them",
-        number, shlex.quote(str(sweep.folder)), number,
-    )  # fmt: skip
+        number,
+        shlex.quote(str(sweep.folder)),
+        number,
+    )
     watch(lambda: not received and is_queued(number, now=True), received, LOOK_AT_QUEUE_S)
     if received:
         logger.info("SLURM job %s goes on; scancel %s ends it, with checkpoints", number, number)
@@ -491,7 +523,11 @@ def _dry_run(options: Options, sweep: Sweep, shares: Sequence[Share]) -> str:
     lines.append(f"# {counted(len(shares), 'worker')}: {' | '.join(map(str, shares))}")
     lines.append("# they take these runs, one after another:")
     lines += [f"#   {run.title}" for run in sweep.grid()]
-    lines += [f"#   {sweep.trials} trials, whose values Optuna chooses"] if sweep.trials is not None else []
+    lines += (
+        [f"#   {sweep.trials} trials, whose values Optuna chooses"]
+        if sweep.trials is not None
+        else []
+    )
     for share in shares:
         env = [f"{name}={value}" for name, value in share.env().items()]
         lines.append(shlex.join([*env, *share.command(sweep.folder)]))
@@ -505,30 +541,42 @@ PARSER = CommandParser(
     print_config="print the configuration of each run, and exit",
 )
 PARSER.option(
-    "--metric", "NAME", str,
+    "--metric",
+    "NAME",
+    str,
     "validation metric that is compared; default: top-1 of the finest rank, or the loss",
-)  # fmt: skip
+)
 PARSER.option(
-    "--plot", "FILE", read_plot,
+    "--plot",
+    "FILE",
+    read_plot,
     "picture: .png, .svg or .html by its ending; default sweep.png beside the runs",
-)  # fmt: skip
+)
 PARSER.option(
-    "--jobs", "N", read_count,
+    "--jobs",
+    "N",
+    read_count,
     "workers, and so runs at once; default: one on this machine, one for each run on SLURM (4 in a search)",
     launches=True,
-)  # fmt: skip
+)
 PARSER.option(
-    "--search", "optuna", partial(read_choice, ["optuna"]),
+    "--search",
+    "optuna",
+    partial(read_choice, ["optuna"]),
     "choose the values of each run by the results of those before, in place of all combinations",
-)  # fmt: skip
+)
 PARSER.option("--trials", "N", read_count, "runs of a search in all, repeated points included")
 PARSER.switch(
     "--no-prune",
     "let a search's runs train to their end even if they are worse than the median of the others",
 )
-PARSER.switch("--status", "show how far the runs are; the folder of a sweep may be all that follows")
+PARSER.switch(
+    "--status", "show how far the runs are; the folder of a sweep may be all that follows"
+)
 PARSER.option(
-    "--predict-gpu", "NAME,...", read_gpus,
+    "--predict-gpu",
+    "NAME,...",
+    read_gpus,
     "show the batch sizes predicted for these GPUs, which need not be here, before a run starts; start none "
     "where nothing is predicted to fit on any of them",
-)  # fmt: skip
+)

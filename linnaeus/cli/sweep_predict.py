@@ -51,7 +51,9 @@ def check_predictions(
                 setup = Setup(config, data, World(META), RankStatus(line.update), console)
                 predict_sizes(gpus, setup, options, analysis)
         except LinnaeusError as error:  # the run itself says it better, if it is a mistake
-            logger.warning("%s: batch sizes are not predicted: %s", title, " ".join(str(error).split()))
+            logger.warning(
+                "%s: batch sizes are not predicted: %s", title, " ".join(str(error).split())
+            )
             continue
         finally:
             gc.collect()
@@ -68,7 +70,9 @@ def check_predictions(
             logger.warning("%s: nothing is predicted to fit on %s", title, ", ".join(reasons))
     if nowhere:
         raise AutoBatchError(
-            "no run was started: nothing is predicted to fit for\n" + "\n".join(nowhere) + "\nLeave these "
+            "no run was started: nothing is predicted to fit for\n"
+            + "\n".join(nowhere)
+            + "\nLeave these "
             "values out of the sweep, name a larger GPU, or leave --predict-gpu out to try them all the same."
         )
 
@@ -77,7 +81,9 @@ def groups_of(plans: Sequence[Plan]) -> dict[str, list[Config]]:
     """The configurations, in their order, by the swept values that their sizes may depend on."""
     groups: dict[str, list[Config]] = {}
     for point, config in plans:
-        kept = {key: text for key, text in point.values.items() if not key.startswith(_WITHOUT_MEMORY)}
+        kept = {
+            key: text for key, text in point.values.items() if not key.startswith(_WITHOUT_MEMORY)
+        }
         groups.setdefault(title_of(kept) or "all", []).append(config)
     return groups
 
@@ -86,7 +92,9 @@ def _up_to_configured(data: DataConfig) -> DataConfig:
     """The node, with each size that is not searched as the bound of the sizes that are predicted."""
     autobatch = data.AUTOBATCH
     if not autobatch.ENABLED:
-        autobatch = replace(autobatch, MIN_BATCH_SIZE=1, MAX_BATCH_SIZE=data.BATCH_SIZE, MULTIPLE_OF=1)
+        autobatch = replace(
+            autobatch, MIN_BATCH_SIZE=1, MAX_BATCH_SIZE=data.BATCH_SIZE, MULTIPLE_OF=1
+        )
     if not autobatch.ENABLED_VAL:
         autobatch = replace(autobatch, MIN_BATCH_SIZE_VAL=1, MAX_BATCH_SIZE_VAL=data.BATCH_SIZE_VAL)
     return replace(data, AUTOBATCH=autobatch)
@@ -95,7 +103,11 @@ def _up_to_configured(data: DataConfig) -> DataConfig:
 def _why_not(row: Row, data: DataConfig) -> str | None:
     """Why a run does not fit on the row's GPU; None where it does."""
     suffix = "" if row.mode == "train" else "_VAL"
-    if row.batch_size is None or getattr(data.AUTOBATCH, f"ENABLED{suffix}") or row.limited_by != "memory":
+    if (
+        row.batch_size is None
+        or getattr(data.AUTOBATCH, f"ENABLED{suffix}")
+        or row.limited_by != "memory"
+    ):
         return row.reason
     size = getattr(data, f"BATCH_SIZE{suffix}")
     return f"DATA.BATCH_SIZE{suffix} is {size}; at most {row.batch_size} is predicted to fit on {row.device}"

@@ -76,8 +76,10 @@ def run(_: Namespace, config: Config) -> int:
 
 
 PARSER = CommandParser(
-    "[train]", description=DESCRIPTION, details=DETAILS,
+    "[train]",
+    description=DESCRIPTION,
+    details=DETAILS,
     print_config="print the whole configuration, resolved, and exit",
-)  # fmt: skip
+)
 PARSER.switch("--multirun", "the command sweep: -m KEY=a,b is sweep KEY=a,b", short="-m")
 PARSER.switch("--version", "print the version of Linnaeus and exit")

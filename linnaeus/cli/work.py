@@ -51,7 +51,9 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     if options.launch.launcher == "slurm" and options.nproc is not None:
         problems.append("--nproc: on SLURM a run has a process for each GPU; give gpus-per-node=N")
     if options.launch.launcher == "local" and options.launch.jobs is not None:
-        problems.append("--jobs: is for --launcher slurm; here, start linnaeus work once for each worker")
+        problems.append(
+            "--jobs: is for --launcher slurm; here, start linnaeus work once for each worker"
+        )
     if problems:
         raise ConfigError(problems)
     options.folder = Path(words[0]).expanduser()
@@ -81,7 +83,13 @@ def run(options: Options) -> int:
 
 
 PARSER = CommandParser(
-    "work", words="FOLDER [options]", description=DESCRIPTION, details=DETAILS, takes_overrides=False
+    "work",
+    words="FOLDER [options]",
+    description=DESCRIPTION,
+    details=DETAILS,
+    takes_overrides=False,
 )
-PARSER.option("--jobs", "N", read_count, "workers, with --launcher slurm; default: 1", launches=True)
+PARSER.option(
+    "--jobs", "N", read_count, "workers, with --launcher slurm; default: 1", launches=True
+)
 PARSER.option("--nproc", "N", read_count, "processes of each run, with torchrun; default: 1")

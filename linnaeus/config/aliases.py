@@ -31,7 +31,9 @@ def alias(word: str, value: str | None = None) -> str | None:
     """
     name = word.partition("=")[0].lstrip("-+~").lower().replace("-", "_")
     name = "hydra" if name.startswith(("hydra.", "hydra/")) else name
-    meaning = aliases().get(name) or aliases().get(name.rpartition(".")[2] if name[-2:-1] != "." else "")
+    meaning = aliases().get(name) or aliases().get(
+        name.rpartition(".")[2] if name[-2:-1] != "." else ""
+    )
     if meaning is None or not re.fullmatch(r"[\w.]+=\S+", meaning):
         return meaning
     typed = value or word.partition("=")[2]
@@ -59,6 +61,10 @@ def unknown_key(path: Path, value: str) -> str:
 def not_a_value(path: Path, text: object) -> str:
     """How to set what is below a group of keys, or to choose a preset for it."""
     group = "/".join(path).lower()
-    if isinstance(text, str) and re.fullmatch(r"[A-Za-z][\w.-]*", text) and names_in(group, [PRESETS]):
+    if (
+        isinstance(text, str)
+        and re.fullmatch(r"[A-Za-z][\w.-]*", text)
+        and names_in(group, [PRESETS])
+    ):
         return f"; did you mean {group}={text}?"
     return f"; set the keys below it, such as {next(dotted(key) for key in KEYS if key[: len(path)] == path)}"

@@ -55,7 +55,9 @@ class _Repository(ConfigRepository):  # type: ignore[misc]
     def config_exists(self, config_path: str) -> bool:
         return self.files.get(config_path) is not None
 
-    def get_group_options(self, group_name: str, results_filter: ObjectType | None = None) -> list[str]:
+    def get_group_options(
+        self, group_name: str, results_filter: ObjectType | None = None
+    ) -> list[str]:
         return names_in(group_name, self.files.folders)
 
 
@@ -87,7 +89,9 @@ def order_files(
     for choice in sorted(choices, key=_depth):
         found = ask(skip_missing=True)
         known = {*found.overrides.known_choices}
-        listed = {file.config_path.rpartition("/")[0] for file in found.defaults}  # also by a list of names
+        listed = {
+            file.config_path.rpartition("/")[0] for file in found.defaults
+        }  # also by a list of names
         known |= listed - {key.partition("@")[0] for key in known}
         if choice.key.partition("/")[0] == EXPERIMENT:  # it may change what nobody has chosen
             lowest += [group for group in available() if group not in (*known, *lowest)]

@@ -53,7 +53,11 @@ class Files:
         """The file at a path such as `model/resnet50`; None where there is none."""
         path = path.removesuffix(".yaml").removesuffix(".yml")
         places = (folder / f"{path}{suffix}" for folder in self.folders for suffix in SUFFIXES)
-        file = None if path in self.read else next((place for place in places if place.is_file()), None)
+        file = (
+            None
+            if path in self.read
+            else next((place for place in places if place.is_file()), None)
+        )
         if file is not None:
             preset = "=".join(path.rsplit("/", 1)) if file.is_relative_to(PRESETS) else None
             self.read[path] = read_file(str(file), "defaults", preset)
@@ -77,9 +81,15 @@ def read_file(name: str, asked_by: str, preset: str | None = None) -> File:
         hint = suggest_path(path) if isinstance(error, FileNotFoundError) else ""
         hint = "; it is a URL: download it, and name the file" if "://" in name else hint
         file.problem = f"{name}: {str(error.strerror).lower()} ({asked_by}){hint}"
-    except Exception as error:  # PyYAML and OmegaConf raise errors of many kinds for what is not a mapping
+    except (
+        Exception
+    ) as error:  # PyYAML and OmegaConf raise errors of many kinds for what is not a mapping
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        reason = getattr(error, "problem", None) or str(error).partition("\n")[0] or "not keys with values"
+        reason = (
+            getattr(error, "problem", None)
+            or str(error).partition("\n")[0]
+            or "not keys with values"
+        )
         reason = "values are nested too deeply" if isinstance(error, RecursionError) else reason
         file.problem = f"{name}{f', line {mark.line + 1}' if mark else ''}: broken YAML: {reason}"
     else:
@@ -96,8 +106,14 @@ def read_file(name: str, asked_by: str, preset: str | None = None) -> File:
 def _tree(content: Any, node: yaml.Node | None, name: str, preset: str | None) -> Any:
     """The values with the lines on which they begin; a value that `<<` merges in has none."""
     if isinstance(content, dict) and content:
-        nodes = {key.value: child for key, child in node.value} if isinstance(node, yaml.MappingNode) else {}
-        return {key: _tree(child, nodes.get(str(key)), name, preset) for key, child in content.items()}
+        nodes = (
+            {key.value: child for key, child in node.value}
+            if isinstance(node, yaml.MappingNode)
+            else {}
+        )
+        return {
+            key: _tree(child, nodes.get(str(key)), name, preset) for key, child in content.items()
+        }
     origin = f"{name}, line {node.start_mark.line + 1}" if node else name
     return Setting(_as_typed(content, node), f"preset {preset}" if preset else origin, preset)
 

@@ -85,7 +85,9 @@ PLUGGABLE_PATHS: frozenset[Path] = frozenset(tuple(name.split(".")) for name in 
 def is_open(path: Path) -> bool:
     """Whether any key may stand at a path: below a node that a `_target_` may replace, or below a mapping."""
     above = [path[:size] for size in range(1, len(path))]
-    return any(node in PLUGGABLE_PATHS or (node in KEYS and KEYS[node].is_mapping) for node in above)
+    return any(
+        node in PLUGGABLE_PATHS or (node in KEYS and KEYS[node].is_mapping) for node in above
+    )
 
 
 def closest(name: str) -> str | None:
@@ -97,7 +99,9 @@ def closest(name: str) -> str | None:
     ('DATA.BATCH_SIZE', 'DATA.BATCH_SIZE', 'DATA.AUTOBATCH.ENABLED')
     """
     wanted = name.upper()
-    score, _, best = max((_likeness(wanted, dotted(path)), -len(path), dotted(path)) for path in KEYS)
+    score, _, best = max(
+        (_likeness(wanted, dotted(path)), -len(path), dotted(path)) for path in KEYS
+    )
     return best if score >= 0.77 else None
 
 
@@ -116,7 +120,12 @@ def suggest(word: str, candidates: Collection[str]) -> str:
 def available(*folders: FilePath) -> dict[str, list[str]]:
     """Names of the presets of each group, and of the files of some folders; nested groups included."""
     folders = (PRESETS, *folders)
-    found = {path.relative_to(top).as_posix() for top in folders for path in top.rglob("*") if path.is_dir()}
+    found = {
+        path.relative_to(top).as_posix()
+        for top in folders
+        for path in top.rglob("*")
+        if path.is_dir()
+    }
     return {group: names for group in sorted(found) if (names := names_in(group, folders))}
 
 
@@ -138,5 +147,7 @@ def node_of(group: str) -> str | None:
         return "_global_"
     if node in NODES or (node in KEYS and KEYS[node].is_mapping):
         return dotted(node)
-    above = next((node[:size] for size in range(1, len(node)) if node[:size] in PLUGGABLE_PATHS), None)
+    above = next(
+        (node[:size] for size in range(1, len(node)) if node[:size] in PLUGGABLE_PATHS), None
+    )
     return dotted((*above, *names[len(above) :])) if above else None

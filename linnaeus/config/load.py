@@ -45,7 +45,9 @@ class LoadedConfig:
         if self.settings is None:
             return to_yaml(self.config)
         defaults = {path: Setting(key.default, "default") for path, key in KEYS.items()}
-        lines = _with_origins(escape(dataclasses.asdict(self.config)), {**defaults, **self.settings})
+        lines = _with_origins(
+            escape(dataclasses.asdict(self.config)), {**defaults, **self.settings}
+        )
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -70,7 +72,9 @@ def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> 
     problems = [*line.problems, *given.problems]
     for path, problem in resolved.wrong.items():
         # A file that cannot be read may set a `_target_`, so the keys that these nodes take are unknown.
-        if given.is_complete or not any(path[: len(node)] == node != path for node in PLUGGABLE_PATHS):
+        if given.is_complete or not any(
+            path[: len(node)] == node != path for node in PLUGGABLE_PATHS
+        ):
             problems.append(f"{dotted(path)}: {problem}")
     if problems or resolved.config is None:
         raise ConfigError(problems)
@@ -108,7 +112,9 @@ class _Dumper(yaml.SafeDumper):
 def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     # Line breaks and the like survive only in double quotes.
     needs_quotes = not text.isprintable() or _MISREAD.fullmatch(text)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if needs_quotes else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if needs_quotes else None
+    )
 
 
 def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
@@ -138,7 +144,9 @@ def _dump(plain: Any) -> str:
     return text
 
 
-def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str, Any] | None = None) -> None:
+def save_config(
+    config: Config, path: str | os.PathLike[str], plan: Mapping[str, Any] | None = None
+) -> None:
     """Write the configuration as YAML, atomically; arguments as for `to_yaml`.
 
     Raises:
@@ -149,10 +157,14 @@ def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str,
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, lambda file: file.write(to_yaml(config, plan).encode()))
     except OSError as error:
-        raise ConfigError(f"{target}: cannot be written: {error.strerror} (EXPERIMENT.OUTPUT_DIR)") from error
+        raise ConfigError(
+            f"{target}: cannot be written: {error.strerror} (EXPERIMENT.OUTPUT_DIR)"
+        ) from error
 
 
-def _with_origins(node: Mapping[str, Any], origins: Mapping[Path, Setting], path: Path = ()) -> Iterator[str]:
+def _with_origins(
+    node: Mapping[str, Any], origins: Mapping[Path, Setting], path: Path = ()
+) -> Iterator[str]:
     """The lines of a node as YAML, with a comment that says where each value comes from."""
     for name, value in node.items():
         here = (*path, name)

@@ -21,7 +21,9 @@ OPTIONS = ("--print-config", "--origin", *SOURCES, "--opts")
 """Every option of the configuration; a command has others beside them."""
 expanded = os.path.expanduser  # that of Path fails for an unknown user
 _KEY = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
-_GROUP = re.compile(r"(\+\+|\+|~)?([a-z][\w-]*(?:/[\w-]+)*(?:@\w+(?:\.\w+)*)?)(?:=(.*))?", re.DOTALL)
+_GROUP = re.compile(
+    r"(\+\+|\+|~)?([a-z][\w-]*(?:/[\w-]+)*(?:@\w+(?:\.\w+)*)?)(?:=(.*))?", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         elif not match or not _is_key(match[2]):
             line.stray.append(token)
             hint = f"; did you mean --cfg {token}?" if token.endswith((".yaml", ".yml")) else ""
-            line.problems.append(f"{token!r}: neither KEY VALUE, KEY=VALUE, group=preset nor an option{hint}")
+            line.problems.append(
+                f"{token!r}: neither KEY VALUE, KEY=VALUE, group=preset nor an option{hint}"
+            )
         elif not tokens or _begins_next(tokens[0]):
             line.problems.append(f"{match[2]}: key without a value (command line)")
         else:

@@ -24,10 +24,19 @@ from linnaeus.config.keys import (
     dotted,
     strip_optional,
     suggest,
-)  # fmt: skip
+)
 from linnaeus.config.schema import Config
 from linnaeus.config.tree import COMMAND_LINE, leaves, sweep_hint
-from linnaeus.config.values import MISSING, WANTED, Setting, convert, escape, register, show, untyped
+from linnaeus.config.values import (
+    MISSING,
+    WANTED,
+    Setting,
+    convert,
+    escape,
+    register,
+    show,
+    untyped,
+)
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -81,8 +90,12 @@ class Resolver:
                 if leaf not in NODES:
                     self.wrong[leaf] = f"no such key ({origin}){unknown_key(leaf, str(text))}"
                 elif setting.value not in (None, {}):  # an empty section of a file sets nothing
-                    problem = f"is a group of keys, not a key that takes {show(setting.value)} ({origin})"
-                    self.wrong[leaf] = problem + not_a_value(leaf, text if origin == COMMAND_LINE else None)
+                    problem = (
+                        f"is a group of keys, not a key that takes {show(setting.value)} ({origin})"
+                    )
+                    self.wrong[leaf] = problem + not_a_value(
+                        leaf, text if origin == COMMAND_LINE else None
+                    )
         elif not (key.is_mapping and child.value in (None, {})):
             self.settings[path] = child
             try:
@@ -134,12 +147,18 @@ class Resolver:
                 return f"has no value yet, and needs one ({origin})"
             return f"{show(given)} cannot be resolved: {_reason(error)} ({origin})"
         if key is None:
-            is_dotted_path = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
+            is_dotted_path = isinstance(value, str) and all(
+                part.isidentifier() for part in value.split(".")
+            )
             if path[-1] == TARGET and path[:-1] in self._free and not is_dotted_path:
                 return f"{show(value)} is not the dotted path of a class or function ({origin})"
             return None
-        texts = [text for text in (value if isinstance(value, list) else [value]) if text is not None]
-        if key.choices and (other := next((text for text in texts if text not in key.choices), None)):
+        texts = [
+            text for text in (value if isinstance(value, list) else [value]) if text is not None
+        ]
+        if key.choices and (
+            other := next((text for text in texts if text not in key.choices), None)
+        ):
             meaning = alias(str(other))
             is_here = meaning is not None and dotted(path) in meaning
             hint = f"; {meaning}" if is_here else suggest(str(other), key.choices)
@@ -156,7 +175,9 @@ class Resolver:
     def _check_bounds_of_sizes(self) -> None:
         """MIN_BATCH_SIZE is at most MAX_BATCH_SIZE."""
         for suffix in ("", "_VAL"):
-            low, high = (("DATA", "AUTOBATCH", f"{bound}_BATCH_SIZE{suffix}") for bound in ("MIN", "MAX"))
+            low, high = (
+                ("DATA", "AUTOBATCH", f"{bound}_BATCH_SIZE{suffix}") for bound in ("MIN", "MAX")
+            )
             if low in self.wrong or high in self.wrong:
                 continue
             least, most = (self._typed.DATA.AUTOBATCH[path[-1]] for path in (low, high))
@@ -190,9 +211,12 @@ def _assign(typed: Any, path: Path, value: Any) -> None:
 
 def _without_presets(tree: dict[Any, Any]) -> dict[Any, Any]:
     kept = {
-        name: _without_presets(child) if isinstance(child, dict) else child for name, child in tree.items()
+        name: _without_presets(child) if isinstance(child, dict) else child
+        for name, child in tree.items()
     }
-    return {name: child for name, child in kept.items() if child and not getattr(child, "preset", None)}
+    return {
+        name: child for name, child in kept.items() if child and not getattr(child, "preset", None)
+    }
 
 
 def _reason(error: Exception) -> str:
@@ -200,12 +224,16 @@ def _reason(error: Exception) -> str:
     if isinstance(error, InterpolationKeyError):
         name = reason.split("'")[1] if "'" in reason else ""
         real = closest(name)
-        return f"there is no key {name}" + (f"; did you mean {real}?" if real and real != name else "")
+        return f"there is no key {name}" + (
+            f"; did you mean {real}?" if real and real != name else ""
+        )
     return "it refers to itself" if "ecursi" in reason else reason
 
 
 def _out_of_bounds(key: Key, value: Any) -> str | None:
-    numbers = [number for number in (value if isinstance(value, list) else [value]) if number is not None]
+    numbers = [
+        number for number in (value if isinstance(value, list) else [value]) if number is not None
+    ]
     bounds = key.bounds.items()
     if all(getattr(operator, name)(number, bound) for number in numbers for name, bound in bounds):
         return None

@@ -54,15 +54,21 @@ def key(
 def _search_key(setting: str, doc: str | None = None, *, unit: str | None = None) -> Any:
     """Declare the key of one of `SearchSettings`, by default with its sentence."""
     declared = SearchSettings.__dataclass_fields__[setting]
-    bounds = {name: bound for name, bound in declared.metadata["bounds"].items() if math.isfinite(bound)}
+    bounds = {
+        name: bound for name, bound in declared.metadata["bounds"].items() if math.isfinite(bound)
+    }
     choices = declared.metadata["choices"]
-    return key(declared.default, doc or declared.metadata["doc"], unit=unit, choices=choices, **bounds)
+    return key(
+        declared.default, doc or declared.metadata["doc"], unit=unit, choices=choices, **bounds
+    )
 
 
 def _image_size(value: Any) -> str | None:
     """An image size is a positive whole number, or [height, width]."""
     sides = value if isinstance(value, list) else [value]
-    if value is None or (len(sides) in (1, 2) and all(type(side) is int and side > 0 for side in sides)):
+    if value is None or (
+        len(sides) in (1, 2) and all(type(side) is int and side > 0 for side in sides)
+    ):
         return None
     return "must be a positive whole number or [height, width]"
 
@@ -104,7 +110,9 @@ def _separator(value: str | None) -> str | None:
 
 
 def _crop_scale(value: list[float]) -> str | None:
-    return None if len(value) == 2 and value[0] <= value[1] else "must be [low, high] with low <= high"
+    return (
+        None if len(value) == 2 and value[0] <= value[1] else "must be [low, high] with low <= high"
+    )
 
 
 def _weights_source(value: str | None) -> str | None:
@@ -128,7 +136,9 @@ class WandbConfig:
 
     ENABLED: bool = key(False, "record the run with Weights & Biases, as `wandb` in LOGGERS does")
     PROJECT: str = key("linnaeus", "project, or experiment of MLflow, in which the run is recorded")
-    ENTITY: str | None = key(None, "user or team that owns the project; null is the account's default")
+    ENTITY: str | None = key(
+        None, "user or team that owns the project; null is the account's default"
+    )
     GROUP: str | None = key(None, "group of runs that this run belongs to; null is no group")
     TAGS: list[str] = key(list, "tags of the run")
 
@@ -140,9 +150,13 @@ class ExperimentConfig:
     NAME: str = key("digits", "name of the run, and of its folder in OUTPUT_DIR", check=_run_name)
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
     SEED: int = key(0, "seed of initial weights, sample order and augmentation", ge=0, lt=2**63)
-    DEVICE: str = key("auto", "torch device such as `cpu`, `cuda` or `cuda:1`; `auto` prefers an accelerator")
+    DEVICE: str = key(
+        "auto", "torch device such as `cpu`, `cuda` or `cuda:1`; `auto` prefers an accelerator"
+    )
     LOGGERS: list[str] = key(
-        list, "where metrics go beside `metrics.jsonl`", choices=("wandb", "tensorboard", "csv", "mlflow")
+        list,
+        "where metrics go beside `metrics.jsonl`",
+        choices=("wandb", "tensorboard", "csv", "mlflow"),
     )
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
 
@@ -152,53 +166,77 @@ class DatasetConfig:
     """Where the samples and their labels come from."""
 
     NAME: str = key(
-        "digits", "kind of dataset",
+        "digits",
+        "kind of dataset",
         choices=("digits", "fashion_mnist", "synthetic", "imagefolder", "manifest"),
-    )  # fmt: skip
-    ROOT: Any = key(
-        None, "folder of the images (`imagefolder`), folder that relative paths start from (`manifest`; null "
-        "is the manifest's own folder), or folder of the four files of `fashion_mnist` (null is that of "
-        "Debian's package); a list joins the samples of several", check=_roots,
-    )  # fmt: skip
-    TRAIN: str | None = key(
-        None, "training folder or manifest file, relative to ROOT; null is `train.csv`, or the folder "
-        "`train` where ROOT has splits, else ROOT itself",
-    )  # fmt: skip
-    VAL: str | None = key(
-        None, "validation folder or manifest file, relative to ROOT; null is `val` or `val.csv` where it "
-        "exists, else samples are held out of the training data",
-    )  # fmt: skip
-    ALLOW_COARSE: bool = key(
-        True, "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses"
     )
-    VAL_FRACTION: float = key(0.2, "fraction held out where the data has no validation split", gt=0, lt=1)
+    ROOT: Any = key(
+        None,
+        "folder of the images (`imagefolder`), folder that relative paths start from (`manifest`; null "
+        "is the manifest's own folder), or folder of the four files of `fashion_mnist` (null is that of "
+        "Debian's package); a list joins the samples of several",
+        check=_roots,
+    )
+    TRAIN: str | None = key(
+        None,
+        "training folder or manifest file, relative to ROOT; null is `train.csv`, or the folder "
+        "`train` where ROOT has splits, else ROOT itself",
+    )
+    VAL: str | None = key(
+        None,
+        "validation folder or manifest file, relative to ROOT; null is `val` or `val.csv` where it "
+        "exists, else samples are held out of the training data",
+    )
+    ALLOW_COARSE: bool = key(
+        True,
+        "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses",
+    )
+    VAL_FRACTION: float = key(
+        0.2, "fraction held out where the data has no validation split", gt=0, lt=1
+    )
     FOLDER_NAMES: str = key(
-        "auto", "how folder names give labels: with `nested`, each level of folders is a taxonomic rank; "
+        "auto",
+        "how folder names give labels: with `nested`, each level of folders is a taxonomic rank; "
         "`inat2021` reads names such as `00000_Animalia_Chordata_...`; `auto` decides by the names",
         choices=("auto", "nested", "inat2021"),
-    )  # fmt: skip
+    )
     IMAGE_COLUMN: str | None = key(
-        None, "manifest column that holds the image paths, or their names without the ending; null is "
+        None,
+        "manifest column that holds the image paths, or their names without the ending; null is "
         "`image`, or else the first one with a usual name such as `path`, `filename`, `image_id` or `id`",
-    )  # fmt: skip
+    )
     RANKS: list[str] | None = key(
-        None, "names of the taxonomic ranks, coarse to fine; null takes them from the data", check=_not_empty
+        None,
+        "names of the taxonomic ranks, coarse to fine; null takes them from the data",
+        check=_not_empty,
     )
     LABEL_SEPARATOR: str | None = key(
-        None, "what stands between the names in a cell of a manifest where an image has several labels, "
-        "such as `;`; null is one label for each image and rank", check=_separator,
-    )  # fmt: skip
-    CHANNELS: int = key(3, "channels of an image: any number for `synthetic`, 1 or 3 for files", gt=0)
+        None,
+        "what stands between the names in a cell of a manifest where an image has several labels, "
+        "such as `;`; null is one label for each image and rank",
+        check=_separator,
+    )
+    CHANNELS: int = key(
+        3, "channels of an image: any number for `synthetic`, 1 or 3 for files", gt=0
+    )
     NUM_CLASSES: list[int] = key(
-        lambda: [4, 16], "classes per taxonomic rank of `synthetic`, coarse to fine", ge=2, check=_not_empty
+        lambda: [4, 16],
+        "classes per taxonomic rank of `synthetic`, coarse to fine",
+        ge=2,
+        check=_not_empty,
     )
     NUM_SAMPLES: int = key(1024, "training samples of `synthetic`", gt=0)
     NUM_SAMPLES_VAL: int = key(256, "validation samples of `synthetic`", gt=0)
-    NOISE: float = key(64.0, "standard deviation of the noise of `synthetic`, on the 0-255 scale", ge=0)
+    NOISE: float = key(
+        64.0, "standard deviation of the noise of `synthetic`, on the 0-255 scale", ge=0
+    )
     UNKNOWN_FRACTION: float = key(
-        0.0, "fraction of the training samples of `digits`, `fashion_mnist` and `synthetic` whose label is "
-        "known down to a random rank above the finest only", ge=0, lt=1,
-    )  # fmt: skip
+        0.0,
+        "fraction of the training samples of `digits`, `fashion_mnist` and `synthetic` whose label is "
+        "known down to a random rank above the finest only",
+        ge=0,
+        lt=1,
+    )
 
 
 @dataclass
@@ -206,72 +244,113 @@ class AugmentConfig:
     """Training augmentation, and the normalisation of both splits (torchvision v2)."""
 
     CROP_SCALE: list[float] = key(
-        lambda: [0.8, 1.0], "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a "
-        "centre crop", gt=0, le=1, check=_crop_scale,
-    )  # fmt: skip
+        lambda: [0.8, 1.0],
+        "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a centre crop",
+        gt=0,
+        le=1,
+        check=_crop_scale,
+    )
     HFLIP: float = key(0.0, "probability of a horizontal flip", ge=0, le=1)
-    ROTATION: float = key(0.0, "largest random rotation to either side", unit="degrees", ge=0, le=180)
-    COLOR_JITTER: float = key(0.0, "strength of random changes of brightness, contrast and saturation", ge=0)
-    POLICY: str = key("none", "torchvision's policy", choices=("none", "randaugment", "trivialaugment"))
+    ROTATION: float = key(
+        0.0, "largest random rotation to either side", unit="degrees", ge=0, le=180
+    )
+    COLOR_JITTER: float = key(
+        0.0, "strength of random changes of brightness, contrast and saturation", ge=0
+    )
+    POLICY: str = key(
+        "none", "torchvision's policy", choices=("none", "randaugment", "trivialaugment")
+    )
     ERASING: float = key(0.0, "probability that a random rectangle is erased", ge=0, le=1)
     MIXUP: float = key(
-        0.0, "alpha of Mixup, which blends pairs of images of a micro-batch; 0 is off. Where CUTMIX is on "
-        "too, each batch takes one of both at random", ge=0,
-    )  # fmt: skip
-    CUTMIX: float = key(0.0, "alpha of CutMix, which pastes a rectangle of another image; 0 is off", ge=0)
+        0.0,
+        "alpha of Mixup, which blends pairs of images of a micro-batch; 0 is off. Where CUTMIX is on "
+        "too, each batch takes one of both at random",
+        ge=0,
+    )
+    CUTMIX: float = key(
+        0.0, "alpha of CutMix, which pastes a rectangle of another image; 0 is off", ge=0
+    )
     MIX_OFF_EPOCHS: int = key(0, "last epochs, without MIXUP and CUTMIX", unit="epochs", ge=0)
-    CROP_FRACTION: float = key(1.0, "fraction of the side that validation's centre crop keeps", gt=0, le=1)
+    CROP_FRACTION: float = key(
+        1.0, "fraction of the side that validation's centre crop keeps", gt=0, le=1
+    )
     MEAN: list[float] | None = key(
-        None, "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
-        "each; for grey images, three values here and in STD become one"
-    )  # fmt: skip
-    STD: list[float] | None = key(None, "standard deviation of each channel; null as for MEAN", gt=0)
+        None,
+        "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
+        "each; for grey images, three values here and in STD become one",
+    )
+    STD: list[float] | None = key(
+        None, "standard deviation of each channel; null as for MEAN", gt=0
+    )
 
 
 @dataclass
 class AutoBatchConfig:
     """The search for the largest memory-safe batch size."""
 
-    ENABLED: bool = key(False, "search for the training batch size, which replaces `DATA.BATCH_SIZE`")
-    ENABLED_VAL: bool = key("${DATA.AUTOBATCH.ENABLED}", "the same for validation, `DATA.BATCH_SIZE_VAL`")
+    ENABLED: bool = key(
+        False, "search for the training batch size, which replaces `DATA.BATCH_SIZE`"
+    )
+    ENABLED_VAL: bool = key(
+        "${DATA.AUTOBATCH.ENABLED}", "the same for validation, `DATA.BATCH_SIZE_VAL`"
+    )
     TARGET_MEMORY_FRACTION: float = _search_key("target_memory_fraction")
     TARGET_MEMORY_FRACTION_VAL: float = key(
-        "${DATA.AUTOBATCH.TARGET_MEMORY_FRACTION}", "TARGET_MEMORY_FRACTION of validation", gt=0, le=1
+        "${DATA.AUTOBATCH.TARGET_MEMORY_FRACTION}",
+        "TARGET_MEMORY_FRACTION of validation",
+        gt=0,
+        le=1,
     )
     MIN_BATCH_SIZE: int = _search_key("min_batch_size")
-    MIN_BATCH_SIZE_VAL: int = key("${DATA.AUTOBATCH.MIN_BATCH_SIZE}", "MIN_BATCH_SIZE of validation", ge=1)
-    MAX_BATCH_SIZE: int | None = _search_key("max_batch_size", "largest size; null: as data and memory allow")
+    MIN_BATCH_SIZE_VAL: int = key(
+        "${DATA.AUTOBATCH.MIN_BATCH_SIZE}", "MIN_BATCH_SIZE of validation", ge=1
+    )
+    MAX_BATCH_SIZE: int | None = _search_key(
+        "max_batch_size", "largest size; null: as data and memory allow"
+    )
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
     )
     START: int | None = _search_key(
-        "start", "size to try first, such as that of another run; null: in a sweep that of its newest run"
+        "start",
+        "size to try first, such as that of another run; null: in a sweep that of its newest run",
     )
     START_VAL: int | None = _search_key("start", "START of validation")
     STEPS_PER_TRIAL: int = _search_key("steps_per_trial")
-    STEPS_PER_TRIAL_VAL: int = key("${DATA.AUTOBATCH.STEPS_PER_TRIAL}", "validation batches per trial", ge=1)
+    STEPS_PER_TRIAL_VAL: int = key(
+        "${DATA.AUTOBATCH.STEPS_PER_TRIAL}", "validation batches per trial", ge=1
+    )
     LOG_LEVEL: str = key(
-        "INFO", "level of the `linnaeus.autobatch` logger during a search: INFO shows each trial, WARNING "
-        "none", choices=_LOG_LEVELS,
-    )  # fmt: skip
-    LOG_LEVEL_VAL: str = key("${DATA.AUTOBATCH.LOG_LEVEL}", "LOG_LEVEL of validation", choices=_LOG_LEVELS)
+        "INFO",
+        "level of the `linnaeus.autobatch` logger during a search: INFO shows each trial, WARNING "
+        "none",
+        choices=_LOG_LEVELS,
+    )
+    LOG_LEVEL_VAL: str = key(
+        "${DATA.AUTOBATCH.LOG_LEVEL}", "LOG_LEVEL of validation", choices=_LOG_LEVELS
+    )
     OBJECTIVE: str = _search_key("objective")
     STRATEGY: str = _search_key("strategy")
     PREDICT: bool = _search_key("predict")
     TOLERANCE: float = _search_key("tolerance")
     MULTIPLE_OF: int = _search_key("multiple_of")
     MEMORY_LIMIT_GB: float | None = _search_key(
-        "memory_limit_gb", "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever others "
-        "use", unit="GiB",
-    )  # fmt: skip
+        "memory_limit_gb",
+        "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
+        unit="GiB",
+    )
     MAX_TRIALS: int = _search_key("max_trials")
     TIMEOUT_MINUTES: float = _search_key("timeout_minutes", unit="minutes")
     FIT: list[str] = key(
-        lambda: ["none"], "what is switched on in turn until the wanted training size fits: `none`, "
+        lambda: ["none"],
+        "what is switched on in turn until the wanted training size fits: `none`, "
         "`checkpointing` (TRAIN.GRADIENT_CHECKPOINTING True), `shard` (DIST.SHARDING full)",
-        choices=("none", "checkpointing", "shard"), check=_fit,
-    )  # fmt: skip
-    NUM_SPEC_SAMPLES: int = key(32, "samples read to find the largest shape, which trials use", ge=1)
+        choices=("none", "checkpointing", "shard"),
+        check=_fit,
+    )
+    NUM_SPEC_SAMPLES: int = key(
+        32, "samples read to find the largest shape, which trials use", ge=1
+    )
 
 
 @dataclass
@@ -280,28 +359,42 @@ class DataConfig:
 
     DATASET: Any = key(DatasetConfig, "the dataset, or a `_target_` node")
     BATCH_SIZE: int = key(
-        64, "samples of a training micro-batch, per process; where TRAIN.EFFECTIVE_BATCH_SIZE or "
-        "TRAIN.BATCH_SCHEDULE is set, the upper bound of the micro-batch size", ge=1,
-    )  # fmt: skip
-    BATCH_SIZE_VAL: int = key("${DATA.BATCH_SIZE}", "samples of a validation batch, per process", ge=1)
+        64,
+        "samples of a training micro-batch, per process; where TRAIN.EFFECTIVE_BATCH_SIZE or "
+        "TRAIN.BATCH_SCHEDULE is set, the upper bound of the micro-batch size",
+        ge=1,
+    )
+    BATCH_SIZE_VAL: int = key(
+        "${DATA.BATCH_SIZE}", "samples of a validation batch, per process", ge=1
+    )
     IMG_SIZE: Any = key(
-        None, "side of a square image, or [height, width]; null is the dataset's own size (224 for files)",
-        unit="pixels", check=_image_size,
-    )  # fmt: skip
+        None,
+        "side of a square image, or [height, width]; null is the dataset's own size (224 for files)",
+        unit="pixels",
+        check=_image_size,
+    )
     NUM_WORKERS: int | None = key(
-        None, "loader processes per training process; 0 loads in the latter; null measures at the start how "
-        "many load image files fastest, and is 0 for other data", ge=0,
-    )  # fmt: skip
+        None,
+        "loader processes per training process; 0 loads in the latter; null measures at the start how "
+        "many load image files fastest, and is 0 for other data",
+        ge=0,
+    )
     PREFETCH_FACTOR: int = key(2, "batches that each loader process prepares ahead", ge=1)
-    PIN_MEMORY: bool = key(True, "put batches into page-locked host memory, for faster copies (CUDA only)")
+    PIN_MEMORY: bool = key(
+        True, "put batches into page-locked host memory, for faster copies (CUDA only)"
+    )
     ON_BAD_IMAGE: str = key(
-        "raise", "a damaged or missing image is an error (`raise`), or is left out after a check of all "
-        "files (`skip`)", choices=("raise", "skip"),
-    )  # fmt: skip
+        "raise",
+        "a damaged or missing image is an error (`raise`), or is left out after a check of all "
+        "files (`skip`)",
+        choices=("raise", "skip"),
+    )
     SAMPLER: str = key(
-        "shuffle", "training samples of an epoch: `shuffle` takes each once; `balanced` draws as many, with "
-        "replacement, each class of the finest taxonomic rank equally often", choices=("shuffle", "balanced"),
-    )  # fmt: skip
+        "shuffle",
+        "training samples of an epoch: `shuffle` takes each once; `balanced` draws as many, with "
+        "replacement, each class of the finest taxonomic rank equally often",
+        choices=("shuffle", "balanced"),
+    )
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and normalisation")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
 
@@ -314,9 +407,11 @@ class LoraConfig:
     ALPHA: float | None = key(None, "adapters are scaled by ALPHA / RANK; null is RANK", gt=0)
     DROPOUT: float = key(0.0, "probability of dropout before an adapter", ge=0, lt=1)
     TARGETS: list[str] = key(
-        lambda: ["qkv", "proj"], "linear layers of the backbone that get one: ends of their names, or "
-        "patterns such as `blocks.*.mlp.fc?`; the default is the attention of timm's ViTs", check=_not_empty,
-    )  # fmt: skip
+        lambda: ["qkv", "proj"],
+        "linear layers of the backbone that get one: ends of their names, or "
+        "patterns such as `blocks.*.mlp.fc?`; the default is the attention of timm's ViTs",
+        check=_not_empty,
+    )
 
 
 @dataclass
@@ -324,26 +419,33 @@ class ModelConfig:
     """The network: a timm backbone with a head for all taxonomic ranks."""
 
     NAME: str = key(
-        "resnet10t", "name of any timm model, with the tag of its weights or not; `hf-hub:OWNER/MODEL` is "
+        "resnet10t",
+        "name of any timm model, with the tag of its weights or not; `hf-hub:OWNER/MODEL` is "
         "one of the Hugging Face hub, `local-dir:FOLDER` one in a folder",
-    )  # fmt: skip
+    )
     PRETRAINED: bool = key(False, "start from NAME's weights in timm, on the hub or in its folder")
     HEAD: str = key(
-        "independent", "`independent` has a linear layer for each taxonomic rank; `marginal` has one over "
+        "independent",
+        "`independent` has a linear layer for each taxonomic rank; `marginal` has one over "
         "the finest classes, and the probability of a coarser class is the sum over the classes below it",
         choices=("independent", "marginal"),
-    )  # fmt: skip
+    )
     WEIGHTS: str | None = key(
-        None, "start from the weights of another run (its folder), of one of its checkpoints, or of a file "
+        None,
+        "start from the weights of another run (its folder), of one of its checkpoints, or of a file "
         "(.pt, .pth or .safetensors); null is random weights, unless PRETRAINED",
-    )  # fmt: skip
+    )
     FREEZE: Any = key(
-        "none", "what does not train: `none`, `backbone`, or patterns of parameter names such as "
-        "`backbone.layer1.*` (one, or a list)", check=_freeze,
-    )  # fmt: skip
+        "none",
+        "what does not train: `none`, `backbone`, or patterns of parameter names such as "
+        "`backbone.layer1.*` (one, or a list)",
+        check=_freeze,
+    )
     LORA: LoraConfig = key(LoraConfig, "low-rank adapters on a frozen backbone")
     DROP_RATE: float = key(0.0, "probability of dropout before the heads", ge=0, lt=1)
-    DROP_PATH_RATE: float = key(0.0, "probability of stochastic depth, for models that have it", ge=0, lt=1)
+    DROP_PATH_RATE: float = key(
+        0.0, "probability of stochastic depth, for models that have it", ge=0, lt=1
+    )
     KWARGS: dict[str, Any] = key(dict, "further arguments of `timm.create_model`")
 
 
@@ -352,17 +454,22 @@ class LossConfig:
     """The loss of each taxonomic rank, averaged over the samples; an unknown label adds 0."""
 
     NAME: str = key(
-        "cross_entropy", "kind of loss: `cross_entropy`, `bce` (binary cross-entropy, a mean over the "
+        "cross_entropy",
+        "kind of loss: `cross_entropy`, `bce` (binary cross-entropy, a mean over the "
         "classes), `focal` (of the softmax's probabilities), or for several labels per image `asymmetric`",
         choices=("cross_entropy", "bce", "focal", "asymmetric"),
-    )  # fmt: skip
+    )
     LABEL_SMOOTHING: float = key(0.0, "label smoothing", ge=0, lt=1)
     FOCAL_GAMMA: float = key(2.0, "exponent of `focal`; 0 is cross-entropy", ge=0)
     CLASS_WEIGHTS: str | None = key(
-        None, "`balanced` weights each class by the inverse of its training samples; a file (.csv, .json, "
-        ".yaml) gives weights by class name; null is 1 each", check=_weights_source,
-    )  # fmt: skip
-    RANK_WEIGHTS: list[float] | None = key(None, "weight of each rank, coarse to fine; null is 1 each", ge=0)
+        None,
+        "`balanced` weights each class by the inverse of its training samples; a file (.csv, .json, "
+        ".yaml) gives weights by class name; null is 1 each",
+        check=_weights_source,
+    )
+    RANK_WEIGHTS: list[float] | None = key(
+        None, "weight of each rank, coarse to fine; null is 1 each", ge=0
+    )
 
 
 @dataclass
@@ -373,18 +480,27 @@ class OptimizerConfig:
     LR: float = key(2e-3, "peak learning rate, before LR_SCALING", gt=0)
     WEIGHT_DECAY: float = key(0.05, "weight decay; biases and norms have none", ge=0)
     LR_SCALING: str = key(
-        "none", "LR grows with the effective batch size over BASE_BATCH_SIZE: `linear` (SGD), `sqrt` (Adam) "
-        "or `none`", choices=("none", "linear", "sqrt"),
-    )  # fmt: skip
+        "none",
+        "LR grows with the effective batch size over BASE_BATCH_SIZE: `linear` (SGD), `sqrt` (Adam) "
+        "or `none`",
+        choices=("none", "linear", "sqrt"),
+    )
     WEIGHT_DECAY_SCALING: str = key(
-        "none", "WEIGHT_DECAY grows with the square root of the effective batch size over BASE_BATCH_SIZE, "
-        "or not", choices=("none", "sqrt"),
-    )  # fmt: skip
-    BASE_BATCH_SIZE: int = key(256, "effective batch size of LR and WEIGHT_DECAY", unit="samples", ge=1)
+        "none",
+        "WEIGHT_DECAY grows with the square root of the effective batch size over BASE_BATCH_SIZE, "
+        "or not",
+        choices=("none", "sqrt"),
+    )
+    BASE_BATCH_SIZE: int = key(
+        256, "effective batch size of LR and WEIGHT_DECAY", unit="samples", ge=1
+    )
     LAYER_DECAY: float | None = key(
-        None, "learning rate of a layer as a fraction of that of the layer behind it; the heads have LR; "
-        "null is the same rate for all", gt=0, le=1,
-    )  # fmt: skip
+        None,
+        "learning rate of a layer as a fraction of that of the layer behind it; the heads have LR; "
+        "null is the same rate for all",
+        gt=0,
+        le=1,
+    )
     HEAD_LR_SCALE: float = key(1.0, "learning rate of the heads as a multiple of LR", gt=0)
     KWARGS: dict[str, Any] = key(dict, "further arguments of the optimizer")
 
@@ -408,33 +524,55 @@ class ScheduleConfig:
 
     NAME: str = key("cosine", "decay after the warm-up", choices=tuple(SCHEDULES))
     WARMUP_EPOCHS: float | None = key(
-        None, "length of the linear warm-up; null is none, unless OPTIMIZER.LR_SCALING needs one. "
-        "`onecycle` rises along a cosine, and null is 30 % of all optimizer steps", unit="epochs", ge=0,
-    )  # fmt: skip
-    WARMUP_FRACTION: float | None = key(
-        None, "the warm-up as a fraction of all optimizer steps; overrides WARMUP_EPOCHS", ge=0, le=1
+        None,
+        "length of the linear warm-up; null is none, unless OPTIMIZER.LR_SCALING needs one. "
+        "`onecycle` rises along a cosine, and null is 30 % of all optimizer steps",
+        unit="epochs",
+        ge=0,
     )
-    WARMUP_STEPS: int | None = key(None, "warm-up in optimizer steps; overrides the two above", ge=0)
+    WARMUP_FRACTION: float | None = key(
+        None,
+        "the warm-up as a fraction of all optimizer steps; overrides WARMUP_EPOCHS",
+        ge=0,
+        le=1,
+    )
+    WARMUP_STEPS: int | None = key(
+        None, "warm-up in optimizer steps; overrides the two above", ge=0
+    )
     MIN_LR_FRACTION: float = key(
-        0.01, "final learning rate, as a fraction of the peak; with `plateau` the lowest one", ge=0, le=1
+        0.01,
+        "final learning rate, as a fraction of the peak; with `plateau` the lowest one",
+        ge=0,
+        le=1,
     )
     STEP_EPOCHS: int | None = key(
-        None, "`step`: epochs between two drops; null is a third of TRAIN.EPOCHS, rounded up", unit="epochs",
+        None,
+        "`step`: epochs between two drops; null is a third of TRAIN.EPOCHS, rounded up",
+        unit="epochs",
         ge=1,
-    )  # fmt: skip
+    )
     MILESTONES: list[int] | None = key(
-        None, "`multistep`: finished epochs at which the rate drops; null is half and three quarters of "
-        "TRAIN.EPOCHS, rounded up", unit="epochs", ge=1, check=_not_empty,
-    )  # fmt: skip
+        None,
+        "`multistep`: finished epochs at which the rate drops; null is half and three quarters of "
+        "TRAIN.EPOCHS, rounded up",
+        unit="epochs",
+        ge=1,
+        check=_not_empty,
+    )
     GAMMA: float = key(0.1, "`step`, `multistep`, `plateau`: factor of each drop", gt=0, lt=1)
     PATIENCE: int = key(
-        5, "`plateau`: validations without improvement that are tolerated; the next one lowers the rate. "
-        "Metric and MIN_DELTA are those of TRAIN.EARLY_STOPPING", unit="validations", ge=0,
-    )  # fmt: skip
+        5,
+        "`plateau`: validations without improvement that are tolerated; the next one lowers the rate. "
+        "Metric and MIN_DELTA are those of TRAIN.EARLY_STOPPING",
+        unit="validations",
+        ge=0,
+    )
     DECAY_EPOCHS: float | None = key(
-        None, "`wsd`: length of the decay at the end; null is a fifth of what follows the warm-up",
-        unit="epochs", gt=0,
-    )  # fmt: skip
+        None,
+        "`wsd`: length of the decay at the end; null is a fifth of what follows the warm-up",
+        unit="epochs",
+        gt=0,
+    )
     START_LR_FRACTION: float = key(
         0.04, "`onecycle`: learning rate of the first step, as a fraction of the peak", gt=0, le=1
     )
@@ -445,7 +583,9 @@ class EmaConfig:
     """Exponential moving average of the weights."""
 
     ENABLED: bool = key(False, "keep an average of the weights, and validate with it")
-    DECAY: float = key(0.9998, "fraction of the average that is kept at each optimizer step", gt=0, lt=1)
+    DECAY: float = key(
+        0.9998, "fraction of the average that is kept at each optimizer step", gt=0, lt=1
+    )
 
 
 @dataclass
@@ -453,30 +593,42 @@ class BatchScheduleConfig:
     """An effective batch size that changes during training."""
 
     NAME: str = key(
-        "constant", "how the effective batch size goes from FIRST to LAST; `milestones` takes its sizes "
-        "from MILESTONES", choices=("constant", "linear", "exponential", "milestones"),
-    )  # fmt: skip
+        "constant",
+        "how the effective batch size goes from FIRST to LAST; `milestones` takes its sizes "
+        "from MILESTONES",
+        choices=("constant", "linear", "exponential", "milestones"),
+    )
     FIRST: int | None = key(None, "effective batch size at the start", unit="samples", ge=1)
     LAST: int | None = key(
-        None, "effective batch size at the end; null is the size without a schedule", unit="samples", ge=1
+        None,
+        "effective batch size at the end; null is the size without a schedule",
+        unit="samples",
+        ge=1,
     )
     UNIT: str = key("epochs", "unit of LENGTH and MILESTONES", choices=("epochs", "steps"))
     LENGTH: int | None = key(
-        None, "epochs or optimizer steps until LAST is reached; null reaches it in the last epoch", ge=1
+        None,
+        "epochs or optimizer steps until LAST is reached; null reaches it in the last epoch",
+        ge=1,
     )
     MILESTONES: list[list[int]] = key(
-        list, "pairs of [epoch or step from 0, effective batch size from there on], such as [[30, 512]]",
+        list,
+        "pairs of [epoch or step from 0, effective batch size from there on], such as [[30, 512]]",
         check=_milestones,
-    )  # fmt: skip
+    )
 
 
 @dataclass
 class NoiseScaleConfig:
     """The gradient noise scale: the effective batch size beyond which more samples per step gain little."""
 
-    ENABLED: bool = key(False, "measure it, over several micro-batches per step or several processes")
+    ENABLED: bool = key(
+        False, "measure it, over several micro-batches per step or several processes"
+    )
     EVERY: int = key(10, "optimizer steps from one measurement to the next", ge=1)
-    DECAY: float = key(0.98, "fraction of the running averages kept at each measurement", ge=0, lt=1)
+    DECAY: float = key(
+        0.98, "fraction of the running averages kept at each measurement", ge=0, lt=1
+    )
 
 
 @dataclass
@@ -484,13 +636,16 @@ class EarlyStoppingConfig:
     """The end of a run whose validation no longer improves."""
 
     PATIENCE: int | None = key(
-        None, "validations without an improvement after which the run ends; null trains all epochs",
-        unit="validations", ge=1,
-    )  # fmt: skip
+        None,
+        "validations without an improvement after which the run ends; null trains all epochs",
+        unit="validations",
+        ge=1,
+    )
     METRIC: str | None = key(
-        None, "metric of the validation that has to improve, such as `loss`; `plateau` watches it too; null "
+        None,
+        "metric of the validation that has to improve, such as `loss`; `plateau` watches it too; null "
         "is the one that decides which checkpoint is best",
-    )  # fmt: skip
+    )
     MIN_DELTA: float = key(0.0, "an improvement is larger than this", ge=0)
 
 
@@ -501,76 +656,114 @@ class TrainConfig:
     EPOCHS: int = key(12, "passes over the training data", ge=1)
     EARLY_STOPPING: EarlyStoppingConfig = key(EarlyStoppingConfig, "end before the last epoch")
     UNFREEZE_EPOCH: int | None = key(
-        None, "the first epoch, counted from 1, in which what MODEL.FREEZE has frozen trains too; null "
-        "keeps it frozen", ge=1,
-    )  # fmt: skip
-    EFFECTIVE_BATCH_SIZE: int | None = key(
-        None, "samples per optimizer step over all processes, from which micro-batch size and accumulation "
-        "steps follow; null is DATA.BATCH_SIZE x processes x ACCUMULATION_STEPS", unit="samples", ge=1,
-    )  # fmt: skip
-    ACCUMULATION_STEPS: int = key(
-        1, "micro-batches per optimizer step, unless EFFECTIVE_BATCH_SIZE or BATCH_SCHEDULE is set", ge=1
+        None,
+        "the first epoch, counted from 1, in which what MODEL.FREEZE has frozen trains too; null "
+        "keeps it frozen",
+        ge=1,
     )
-    BATCH_SCHEDULE: BatchScheduleConfig = key(BatchScheduleConfig, "effective batch size that changes")
+    EFFECTIVE_BATCH_SIZE: int | None = key(
+        None,
+        "samples per optimizer step over all processes, from which micro-batch size and accumulation "
+        "steps follow; null is DATA.BATCH_SIZE x processes x ACCUMULATION_STEPS",
+        unit="samples",
+        ge=1,
+    )
+    ACCUMULATION_STEPS: int = key(
+        1,
+        "micro-batches per optimizer step, unless EFFECTIVE_BATCH_SIZE or BATCH_SCHEDULE is set",
+        ge=1,
+    )
+    BATCH_SCHEDULE: BatchScheduleConfig = key(
+        BatchScheduleConfig, "effective batch size that changes"
+    )
     NOISE_SCALE: NoiseScaleConfig = key(NoiseScaleConfig, "gradient noise scale")
     AMP: str = key("off", "type of automatic mixed precision", choices=("off", "bf16", "fp16"))
-    CLIP_GRAD_NORM: float | None = key(1.0, "largest norm of the whole gradient; null does not clip", gt=0)
+    CLIP_GRAD_NORM: float | None = key(
+        1.0, "largest norm of the whole gradient; null does not clip", gt=0
+    )
     EMA: EmaConfig = key(EmaConfig, "average of the weights")
-    GRADIENT_CHECKPOINTING: bool = key(False, "recompute activations in the backward pass to save memory")
+    GRADIENT_CHECKPOINTING: bool = key(
+        False, "recompute activations in the backward pass to save memory"
+    )
     CHANNELS_LAST: bool = key(False, "use the channels-last memory format for model and images")
     COMPILE: bool = key(False, "compile the model with torch.compile")
     ON_OUT_OF_MEMORY: str = key(
-        "raise", "when training runs out of memory: `raise` ends the run and says what held the memory; "
+        "raise",
+        "when training runs out of memory: `raise` ends the run and says what held the memory; "
         "`split` takes the optimizer step again with micro-batches of half the size, and goes on with these. "
         "With several processes `split` ends the run with a checkpoint, from which AUTO_RESUME goes on so",
         choices=("raise", "split"),
-    )  # fmt: skip
+    )
     SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all processes")
     DISTRIBUTE_BN: str = key(
-        "reduce", "BatchNorm's running statistics before a validation: `reduce` averages them over the "
+        "reduce",
+        "BatchNorm's running statistics before a validation: `reduce` averages them over the "
         "processes, `broadcast` takes those of rank 0, `none` leaves each process its own, and then the "
-        "logged validation is not that of the checkpoint", choices=("reduce", "broadcast", "none"),
-    )  # fmt: skip
+        "logged validation is not that of the checkpoint",
+        choices=("reduce", "broadcast", "none"),
+    )
     DETERMINISTIC: bool = key(False, "use deterministic kernels only")
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
-    VALIDATE_EVERY: int = key(1, "epochs between two validations; the last epoch is always validated", ge=1)
-    CHECKPOINT_EVERY: int = key(1, "epochs between two checkpoints; the last epoch always has one", ge=1)
-    CHECKPOINT_EVERY_STEPS: int | None = key(None, "optimizer steps between checkpoints; null: none", ge=1)
-    CHECKPOINT_EVERY_MINUTES: float | None = key(
-        None, "time between two checkpoints within an epoch; null writes none by time", unit="minutes", gt=0
+    VALIDATE_EVERY: int = key(
+        1, "epochs between two validations; the last epoch is always validated", ge=1
     )
-    KEEP_CHECKPOINTS: int = key(0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0)
+    CHECKPOINT_EVERY: int = key(
+        1, "epochs between two checkpoints; the last epoch always has one", ge=1
+    )
+    CHECKPOINT_EVERY_STEPS: int | None = key(
+        None, "optimizer steps between checkpoints; null: none", ge=1
+    )
+    CHECKPOINT_EVERY_MINUTES: float | None = key(
+        None,
+        "time between two checkpoints within an epoch; null writes none by time",
+        unit="minutes",
+        gt=0,
+    )
+    KEEP_CHECKPOINTS: int = key(
+        0, "checkpoints kept beside `last.pt`, `previous.pt` and `best.pt`", ge=0
+    )
     AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
-    CALLBACKS: list[Any] = key(list, "`_target_` nodes of objects whose methods the training loop calls")
+    CALLBACKS: list[Any] = key(
+        list, "`_target_` nodes of objects whose methods the training loop calls"
+    )
     RESUME_WITH: str | None = key(
-        None, "what a resumed run takes from this configuration although its checkpoint has another value: "
+        None,
+        "what a resumed run takes from this configuration although its checkpoint has another value: "
         "`lr` takes the learning rate, the weight decay, their scaling and SCHEDULE; null refuses a change",
         choices=("lr",),
-    )  # fmt: skip
+    )
 
 
 @dataclass
 class DistConfig:
     """Processes under torchrun."""
 
-    BACKEND: str = key("auto", "`auto` is nccl on CUDA, else gloo", choices=("auto", "nccl", "gloo"))
-    FIND_UNUSED_PARAMETERS: bool = key(False, "allow steps in which some parameters get no gradient")
+    BACKEND: str = key(
+        "auto", "`auto` is nccl on CUDA, else gloo", choices=("auto", "nccl", "gloo")
+    )
+    FIND_UNUSED_PARAMETERS: bool = key(
+        False, "allow steps in which some parameters get no gradient"
+    )
     TIMEOUT_MINUTES: float = key(10.0, "timeout of collectives in training", unit="minutes", gt=0)
     START_MINUTES: float = key(30.0, "longest wait for processes to start", unit="minutes", gt=0)
     SHARDING: str = key(
-        "none", "`full` gives each process a part of every parameter, gradient and optimizer state (FSDP2), "
+        "none",
+        "`full` gives each process a part of every parameter, gradient and optimizer state (FSDP2), "
         "`hybrid` does so within a node and keeps a copy on each node, `none` gives each process all",
         choices=("none", "full", "hybrid"),
-    )  # fmt: skip
+    )
     SHARD_BLOCKS: list[str] | None = key(
-        None, "submodules that are gathered one at a time, by name or class, with wildcards; null takes what "
-        "stands repeatedly in a Sequential or ModuleList"
-    )  # fmt: skip
+        None,
+        "submodules that are gathered one at a time, by name or class, with wildcards; null takes what "
+        "stands repeatedly in a Sequential or ModuleList",
+    )
     PARAM_DTYPE: str = key("fp32", "number format of gathered parameters", choices=("fp32", "bf16"))
     REDUCE_DTYPE: str = key(
         "fp32", "number format in which sharded gradients are summed", choices=("fp32", "bf16")
     )
-    RESHARD_AFTER_FORWARD: bool = key(True, "free gathered parameters between forward and backward pass")
+    RESHARD_AFTER_FORWARD: bool = key(
+        True, "free gathered parameters between forward and backward pass"
+    )
     CPU_OFFLOAD: bool = key(False, "keep parts of parameters and optimizer state in host memory")
 
 
@@ -578,10 +771,14 @@ class DistConfig:
 class Config:
     """The whole configuration. Only `run` and the commands see it; every builder gets its own node."""
 
-    EXPERIMENT: ExperimentConfig = key(ExperimentConfig, "name, place, seed, device and tracking of the run")
+    EXPERIMENT: ExperimentConfig = key(
+        ExperimentConfig, "name, place, seed, device and tracking of the run"
+    )
     DATA: DataConfig = key(DataConfig, "dataset, loading, batch sizes and AutoBatch")
     MODEL: Any = key(ModelConfig, "the network, or a `_target_` node")
-    LOSS: Any = key(LossConfig, "the loss, or a `_target_` node whose value is a mean over the samples")
+    LOSS: Any = key(
+        LossConfig, "the loss, or a `_target_` node whose value is a mean over the samples"
+    )
     OPTIMIZER: Any = key(OptimizerConfig, "the optimizer, or a `_target_` node")
     SCHEDULE: ScheduleConfig = key(ScheduleConfig, "learning rate over the run")
     TRAIN: TrainConfig = key(TrainConfig, "loop, step, precision, checkpoints")

@@ -14,7 +14,17 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from linnaeus.config.files import File, Files, read_file
-from linnaeus.config.keys import KEYS, NODES, PRESETS, Path, closest, dotted, is_open, names_in, suggest
+from linnaeus.config.keys import (
+    KEYS,
+    NODES,
+    PRESETS,
+    Path,
+    closest,
+    dotted,
+    is_open,
+    names_in,
+    suggest,
+)
 from linnaeus.config.overrides import CommandLine, Override
 from linnaeus.config.values import Bare, Setting, from_command_line, show, tree_of, untyped
 
@@ -60,9 +70,15 @@ def read_tree(line: CommandLine, below: Mapping[Any, Any]) -> Given:
 def _read_files(line: CommandLine, given: Given) -> None:
     """Read the files into the tree. Plain files just follow one another; for groups Hydra finds the order."""
     own = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
-    given.problems += [f"{folder}: no such folder (--config-dir)" for folder in own if not folder.is_dir()]
+    given.problems += [
+        f"{folder}: no such folder (--config-dir)" for folder in own if not folder.is_dir()
+    ]
     files = Files(
-        [*own, *(FilePath(name).parent for option, name in line.sources if option == "--cfg"), PRESETS]
+        [
+            *own,
+            *(FilePath(name).parent for option, name in line.sources if option == "--cfg"),
+            PRESETS,
+        ]
     )
     roots: dict[str, File] = {}
     for option, name in line.sources:
@@ -78,12 +94,16 @@ def _read_files(line: CommandLine, given: Given) -> None:
     if line.groups or any(file.defaults is not None for file in roots.values()):
         from linnaeus.config import compose  # here, because Hydra takes long to import
 
-        wrong = {group: compose.problem_of(choice, files, own) for group, choice in line.groups.items()}
+        wrong = {
+            group: compose.problem_of(choice, files, own) for group, choice in line.groups.items()
+        }
         given.problems += filter(None, wrong.values())
         choices = [choice for group, choice in line.groups.items() if not wrong[group]]
         try:
             order, given.chosen = compose.order_files(files, [*roots], choices)
-        except Exception as error:  # Hydra raises errors of many kinds for a list that it cannot read
+        except (
+            Exception
+        ) as error:  # Hydra raises errors of many kinds for a list that it cannot read
             given.is_complete = False
             if not any(file.problem for file in files.read.values()):
                 given.problems.append(compose.sentence(error, files))
@@ -96,7 +116,9 @@ def _read_files(line: CommandLine, given: Given) -> None:
     given.problems += unread
     given.is_complete &= not unread
     if given.is_complete:
-        given.warnings = _warnings(given.tree, files, tuple(file.name for file in roots.values()), line)
+        given.warnings = _warnings(
+            given.tree, files, tuple(file.name for file in roots.values()), line
+        )
 
 
 def sweep_hint(key: str, typed: str) -> str:
@@ -115,7 +137,9 @@ def _warnings(tree: Any, files: Files, own: tuple[str, ...], line: CommandLine) 
         for choice in line.groups.values()
         if (file := files.read.get(f"{choice.key}/{choice.text}"))
         for key, setting in leaves(file.tree)
-        if (winner := winners.get(key)) and winner.origin.startswith(own) and dotted(key) not in typed
+        if (winner := winners.get(key))
+        and winner.origin.startswith(own)
+        and dotted(key) not in typed
         if untyped(winner, check=False) != untyped(setting, check=False)
     ]
 
@@ -136,7 +160,9 @@ def merge(tree: dict[Any, Any], other: Mapping[Any, Any]) -> None:
         if isinstance(child, Mapping):
             tree[name] = here if isinstance(here, dict) else {}
             merge(tree[name], child)
-        elif child.value != {} or not isinstance(here, dict):  # an empty mapping sets nothing below it
+        elif child.value != {} or not isinstance(
+            here, dict
+        ):  # an empty mapping sets nothing below it
             tree[name] = child
 
 

@@ -29,15 +29,24 @@ from linnaeus.config.keys import strip_optional
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
 WANTED: Mapping[Any, str] = {
-    bool: "true or false", str: "text", int: "a whole number", float: "a number",
-    list: "a list such as [a, b]", dict: "a mapping such as {name: value}",
-}  # fmt: skip
+    bool: "true or false",
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    list: "a list such as [a, b]",
+    dict: "a mapping such as {name: value}",
+}
 """What a key of each type takes."""
 _BOOLS = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,9 @@ def untyped(value: Any, *, check: bool = True) -> Any:
         return {key: untyped(item, check=check) for key, item in value.items()}
     if isinstance(value, list):
         return [untyped(item, check=check) for item in value]
-    return _interpolation(value, None) if check and isinstance(value, str) and "${" in value else value
+    return (
+        _interpolation(value, None) if check and isinstance(value, str) and "${" in value else value
+    )
 
 
 def convert(value: Any, hint: Any) -> Any:
@@ -181,7 +192,11 @@ def number(value: Any, kind: type) -> int | float:
     hint = ""
     try:
         found = evaluate(value) if isinstance(value, str) else value
-        if type(found) in (int, float) and math.isfinite(found) and (kind is float or found % 1 == 0):
+        if (
+            type(found) in (int, float)
+            and math.isfinite(found)
+            and (kind is float or found % 1 == 0)
+        ):
             return kind(found)  # type: ignore[no-any-return]
     except ZeroDivisionError:
         raise ValueError(f"{show(value)} divides by zero") from None

@@ -64,7 +64,11 @@ def batch_size(batch: Batch) -> int:
 
 
 def to_device(
-    batch: Batch, device: torch.device | str, *, non_blocking: bool = False, channels_last: bool = False
+    batch: Batch,
+    device: torch.device | str,
+    *,
+    non_blocking: bool = False,
+    channels_last: bool = False,
 ) -> Batch:
     """Move every tensor of a batch, in nests of tuples, lists and dicts too.
 
@@ -102,7 +106,11 @@ class BatchSpec:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Batch], num_samples: int, seed: int = 0
+        self,
+        dataset: Dataset[Any],
+        collate: Callable[[list[Any]], Batch],
+        num_samples: int,
+        seed: int = 0,
     ) -> None:
         length = len(dataset)  # type: ignore[arg-type]
         if length == 0:
@@ -117,7 +125,9 @@ class BatchSpec:
         self.samples = groups[max(groups, key=lambda shapes: sum(map(math.prod, shapes)))]
         self.collate = collate
         self.seed = seed
-        self.tensor_bytes = [nest.num_bytes(leaf) for leaf in nest.leaves(self._collate(self.samples[:1]))]
+        self.tensor_bytes = [
+            nest.num_bytes(leaf) for leaf in nest.leaves(self._collate(self.samples[:1]))
+        ]
         self._base = self._collate(self.samples)
         self._grows = _growing_leaves(self.samples, self._collate)
 
@@ -138,7 +148,9 @@ class BatchSpec:
             return _filled(leaf, length, device, channels_last=channels_last and is_input)
 
         inputs = nest.map_leaves(lambda leaf: fill(leaf, is_input=True), self._base.inputs)
-        return Batch(inputs, nest.map_leaves(lambda leaf: fill(leaf, is_input=False), self._base.targets))
+        return Batch(
+            inputs, nest.map_leaves(lambda leaf: fill(leaf, is_input=False), self._base.targets)
+        )
 
     def load(self, n: int) -> Batch:
         """A batch of n samples on the host, made as a loader in this process makes it.
@@ -150,7 +162,9 @@ class BatchSpec:
         def own(leaf: Any) -> Any:
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
-        return self._collate([nest.map_leaves(own, sample) for sample in islice(cycle(self.samples), n)])
+        return self._collate(
+            [nest.map_leaves(own, sample) for sample in islice(cycle(self.samples), n)]
+        )
 
     def _collate(self, samples: list[Any]) -> Batch:
         with preserved_generators():
@@ -172,17 +186,25 @@ def _growing_leaves(samples: list[Any], collate: Callable[[list[Any]], Batch]) -
     grows = []
     for whole, *parts in zip(*map(nest.leaves, (joint, *singles)), strict=True):
         stays = all(nest.same(whole, part) for part in parts)
-        is_stack = isinstance(whole, Tensor) and whole.ndim and len({part.shape for part in parts}) == 1
+        is_stack = (
+            isinstance(whole, Tensor) and whole.ndim and len({part.shape for part in parts}) == 1
+        )
         if not stays and not (is_stack and nest.same(whole, torch.cat(parts))):
             return None
         grows.append(not stays)
     return grows
 
 
-def _filled(base: Tensor, length: int, device: torch.device | str, *, channels_last: bool) -> Tensor:
+def _filled(
+    base: Tensor, length: int, device: torch.device | str, *, channels_last: bool
+) -> Tensor:
     """`base` repeated along its first dimension up to `length`, written into one allocation on the device."""
-    layout = torch.channels_last if channels_last and is_image_batch(base) else torch.contiguous_format
-    result = torch.empty(length, *base.shape[1:], dtype=base.dtype, device=device, memory_format=layout)
+    layout = (
+        torch.channels_last if channels_last and is_image_batch(base) else torch.contiguous_format
+    )
+    result = torch.empty(
+        length, *base.shape[1:], dtype=base.dtype, device=device, memory_format=layout
+    )
     filled = min(length, len(base))
     result[:filled].copy_(base[:filled])
     while filled < length:

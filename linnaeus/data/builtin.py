@@ -33,8 +33,17 @@ TAXONOMY = Taxonomy(
 
 _GROUP_OF_ARTICLE = (0, 1, 0, 2, 0, 3, 0, 3, 4, 3)
 _ARTICLES = (
-    "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
-)  # fmt: skip
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
 
 FASHION = Taxonomy(
     (Level("group", ("tops", "trousers", "dresses", "shoes", "bags")), Level("article", _ARTICLES)),
@@ -71,7 +80,9 @@ def build_digits(config: DataConfig) -> DataBundle:
 
     Validation is a part held out, stratified by digit and the same in every run.
     """
-    from sklearn.datasets import load_digits  # its import takes a second, so only this dataset imports it
+    from sklearn.datasets import (
+        load_digits,
+    )  # its import takes a second, so only this dataset imports it
 
     data = load_digits()
     images = torch.from_numpy(data.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
@@ -119,8 +130,12 @@ def _read_split(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
     """Images [N, 1, H, W], uint8, and targets [N, 2], int64."""
     images, labels = _read_idx(images_path, 3), _read_idx(labels_path, 1).long()
     if len(images) != len(labels) or not set(labels.tolist()) <= set(range(len(_GROUP_OF_ARTICLE))):
-        raise DataError(f"{labels_path}: labels of other images, or above 9; these are not Fashion-MNIST's")
-    return images.unsqueeze(1), torch.stack([torch.tensor(_GROUP_OF_ARTICLE)[labels], labels], dim=1)
+        raise DataError(
+            f"{labels_path}: labels of other images, or above 9; these are not Fashion-MNIST's"
+        )
+    return images.unsqueeze(1), torch.stack(
+        [torch.tensor(_GROUP_OF_ARTICLE)[labels], labels], dim=1
+    )
 
 
 def _read_idx(path: Path, num_dims: int) -> Tensor:
@@ -128,9 +143,13 @@ def _read_idx(path: Path, num_dims: int) -> Tensor:
     try:
         content = bytearray(gzip.decompress(path.read_bytes()))
         sizes = np.frombuffer(content, ">u4", num_dims, offset=4).tolist()
-        return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(sizes))
+        return torch.from_numpy(
+            np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(sizes)
+        )
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(f"{path}: is no whole IDX file of {num_dims} dimension(s) ({error})") from error
+        raise DataError(
+            f"{path}: is no whole IDX file of {num_dims} dimension(s) ({error})"
+        ) from error
 
 
 class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
@@ -145,9 +164,14 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(
-        self, config: DatasetConfig, taxonomy: Taxonomy, size: tuple[int, int], transform: Transform, *,
+        self,
+        config: DatasetConfig,
+        taxonomy: Taxonomy,
+        size: tuple[int, int],
+        transform: Transform,
+        *,
         is_val: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         num_samples = config.NUM_SAMPLES_VAL if is_val else config.NUM_SAMPLES
         counts = list(taxonomy.num_classes.values())
         rows = [taxonomy.ancestors(len(counts) - 1, level) for level in range(len(counts))]
@@ -164,7 +188,9 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         channels, height, width = self.shape
-        fields = torch.zeros(channels, _GRID, _GRID)  # values around 0, on the 0-255 scale of pixels
+        fields = torch.zeros(
+            channels, _GRID, _GRID
+        )  # values around 0, on the 0-255 scale of pixels
         for level, label in enumerate(self.labels[index].tolist()):
             generator = torch.Generator().manual_seed(derive_seed(level, label))
             fields += torch.randint(-60, 61, fields.shape, generator=generator)
@@ -188,7 +214,9 @@ def build_synthetic(config: DataConfig) -> DataBundle:
     train = SyntheticImages(dataset, taxonomy, size, transform, is_val=False)
     val = SyntheticImages(dataset, taxonomy, size, preprocessing.transform(), is_val=True)
     report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
-    return DataBundle(train, val, taxonomy, dataset.CHANNELS, size, collate_pairs, report, preprocessing)
+    return DataBundle(
+        train, val, taxonomy, dataset.CHANNELS, size, collate_pairs, report, preprocessing
+    )
 
 
 def _synthetic_taxonomy(dataset: DatasetConfig) -> Taxonomy:
@@ -211,7 +239,10 @@ def _synthetic_taxonomy(dataset: DatasetConfig) -> Taxonomy:
             Level(name, tuple(f"{name}-{label}" for label in range(count)))
             for name, count in zip(names, counts, strict=True)
         ),
-        tuple(tuple(label * above // below for label in range(below)) for above, below in pairwise(counts)),
+        tuple(
+            tuple(label * above // below for label in range(below))
+            for above, below in pairwise(counts)
+        ),
     )
 
 

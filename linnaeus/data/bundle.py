@@ -67,7 +67,9 @@ def training_targets(data: DataBundle, key: str) -> Tensor:
         ConfigError: the dataset has no classes, does not give the labels, or has several for a sample.
     """
     if data.taxonomy is not None and data.taxonomy.is_multilabel:
-        raise ConfigError(f"{key}: needs one label for each sample, but samples have several; leave it out")
+        raise ConfigError(
+            f"{key}: needs one label for each sample, but samples have several; leave it out"
+        )
     targets = getattr(data.train, "targets", None)
     if data.taxonomy is None or not isinstance(targets, Tensor):
         lacking = "class names or their number" if data.taxonomy is None else "`targets`"

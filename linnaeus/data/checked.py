@@ -17,7 +17,9 @@ from linnaeus.data.image import find_damage
 
 logger = logging.getLogger("linnaeus.data")
 
-_SCHEMA = "CREATE TABLE IF NOT EXISTS intact (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER)"
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS intact (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER)"
+)
 _INTACT = "SELECT path FROM intact WHERE path = ? AND size = ? AND mtime_ns = ?"
 _CHUNK = 4096
 """Files after which results are stored, so that an interrupted check goes on there."""
@@ -35,11 +37,15 @@ def find_damaged(paths: Sequence[str]) -> tuple[dict[int, str], int]:
     with closing(_open_cache()) as cache, ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
         for start in range(0, len(paths), _CHUNK):
             keys = {i: _key(paths[i]) for i in range(start, min(start + _CHUNK, len(paths)))}
-            unread = [i for i, key in keys.items() if cache.execute(_INTACT, key).fetchone() is None]
+            unread = [
+                i for i, key in keys.items() if cache.execute(_INTACT, key).fetchone() is None
+            ]
             num_known += len(keys) - len(unread)
             # Pillow releases Python's global lock while it decodes.
             reasons = pool.map(find_damage, [paths[i] for i in unread], chunksize=64)
-            damaged |= {i: reason for i, reason in zip(unread, reasons, strict=True) if reason is not None}
+            damaged |= {
+                i: reason for i, reason in zip(unread, reasons, strict=True) if reason is not None
+            }
             with suppress(sqlite3.Error), cache:  # read-only, full, or locked for long
                 found = [keys[i] for i in unread if i not in damaged]
                 cache.executemany("REPLACE INTO intact VALUES (?, ?, ?)", found)

@@ -32,7 +32,11 @@ from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_data
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted, several
 
-_BUILT_IN = {"digits": build_digits, "fashion_mnist": build_fashion_mnist, "synthetic": build_synthetic}
+_BUILT_IN = {
+    "digits": build_digits,
+    "fashion_mnist": build_fashion_mnist,
+    "synthetic": build_synthetic,
+}
 _FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
 _VALIDATION = "validation split"
 
@@ -67,7 +71,9 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
     if data.mixing is not None and is_users:
         with preserved_generators():
-            data.mixing.soften(data.collate([data.train[0]]))  # an error must show now, not in training
+            data.mixing.soften(
+                data.collate([data.train[0]])
+            )  # an error must show now, not in training
     if data_config.SAMPLER == "balanced":
         training_targets(data, "DATA.SAMPLER balanced")
     return data
@@ -125,23 +131,33 @@ def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) ->
         return _files(request, on_main)
     bundle = build_data(request.config, seed=request.seed)
     if request.index is None or bundle.taxonomy != request.index.taxonomy:
-        raise DataError(f"DATA.DATASET.NAME: the classes of {dataset.NAME!r} are not those of the run")
+        raise DataError(
+            f"DATA.DATASET.NAME: the classes of {dataset.NAME!r} are not those of the run"
+        )
     if request.preprocessing is not None:
         bundle.val.transform = request.preprocessing.transform()  # type: ignore[attr-defined]
     return _evaluated(bundle, request, dataset.NAME, _VALIDATION, [])
 
 
 def _evaluated(
-    bundle: DataBundle, request: EvaluationRequest, source: str, part: str, report: list[str],
+    bundle: DataBundle,
+    request: EvaluationRequest,
+    source: str,
+    part: str,
+    report: list[str],
     num_left_out: int = 0,
-) -> EvaluationData:  # fmt: skip
+) -> EvaluationData:
     """The validation split of a bundle, for evaluation alone."""
     report = [f"{source}: {counted(dataset_length(bundle.val), 'sample')} ({part})", *report]
     index = request.index
     bundle = replace(
-        bundle, train=bundle.val, report=report, preprocessing=request.preprocessing, index=index,
+        bundle,
+        train=bundle.val,
+        report=report,
+        preprocessing=request.preprocessing,
+        index=index,
         taxonomy=None if index is None else index.taxonomy,
-    )  # fmt: skip
+    )
     return EvaluationData(bundle, source, part, num_left_out)
 
 
@@ -167,7 +183,8 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
                 "it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
             )
         held_out = [
-            hold_out(each, dataset.VAL_FRACTION, report, index.taxonomy)[1] for each in files.listings
+            hold_out(each, dataset.VAL_FRACTION, report, index.taxonomy)[1]
+            for each in files.listings
         ]
         listing, part = Listing.joined(held_out), "samples held out of training"
     listing, missing = _aligned(listing, files.level_names, index, report)
@@ -236,7 +253,9 @@ def _aligned(
     columns, missing = _columns(source, level_names, len(lineages[0]), index)
     if missing:
         names = ", ".join(index.taxonomy.names[level] for level in missing)
-        report.append(f"{source}: no {names} there; labels follow from the rank below, as in training")
+        report.append(
+            f"{source}: no {names} there; labels follow from the rank below, as in training"
+        )
     unique: dict[Lineage, Lineage] = {
         lineage: tuple(None if column < 0 else lineage[column] for column in columns)
         for lineage in set(lineages)
@@ -248,14 +267,21 @@ def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -
     """Give the missing columns of targets [N, R] the parents of the labels one level below, in place."""
     for level in sorted(missing, reverse=True):
         if level + 1 < len(taxonomy.levels):
-            parents = torch.tensor([*taxonomy.parents[level], UNKNOWN])  # the last one is that of -1
+            parents = torch.tensor(
+                [*taxonomy.parents[level], UNKNOWN]
+            )  # the last one is that of -1
             targets[:, level] = parents[targets[:, level + 1]]
 
 
 def _leave_out(
-    source: str, classes: Sequence[str], num_samples: int, request: EvaluationRequest, report: list[str], *,
+    source: str,
+    classes: Sequence[str],
+    num_samples: int,
+    request: EvaluationRequest,
+    report: list[str],
+    *,
     is_all: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Report unknown samples as left out; a `DataError` if they are not to be skipped, or all are unknown."""
     counts = f"{counted(len(classes), 'class')} with {counted(num_samples, 'sample')}"
     text = f"the run does not know {counts}: {several(classes)}"
@@ -282,7 +308,8 @@ def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         index is not None
         and declared is not None
         and (
-            declared.levels != index.taxonomy.levels or declared.is_multilabel != index.taxonomy.is_multilabel
+            declared.levels != index.taxonomy.levels
+            or declared.is_multilabel != index.taxonomy.is_multilabel
         )
     ):
         if declared.is_multilabel or index.taxonomy.is_multilabel:
@@ -295,7 +322,11 @@ def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
 
 
 def _relabel(
-    dataset: UserDataset, relabel: Relabel, request: EvaluationRequest, on_main: OnMain, report: list[str]
+    dataset: UserDataset,
+    relabel: Relabel,
+    request: EvaluationRequest,
+    on_main: OnMain,
+    report: list[str],
 ) -> int:
     """Give the dataset the labels of the run, and leave out samples of other classes; how many these are."""
     if dataset.raw:
@@ -305,7 +336,9 @@ def _relabel(
         )
     num_left_out = 0
     if relabel.unknown:
-        kept = on_main(lambda: [i for i in range(len(dataset)) if not relabel.is_unknown(dataset[i][1])])
+        kept = on_main(
+            lambda: [i for i in range(len(dataset)) if not relabel.is_unknown(dataset[i][1])]
+        )
         num_left_out = len(dataset) - len(kept)
     if num_left_out:
         _leave_out(dataset.name, relabel.unknown, num_left_out, request, report, is_all=not kept)
@@ -333,15 +366,18 @@ class Relabel:
         self._tables: dict[int, tuple[int, Tensor]] = {}
         """For levels of the run that the dataset has: the column there, and the label of each class there."""
         unknown: dict[str, None] = {}
-        classes = [(*level.classes, None) for level in declared.levels]  # the last one is that of -1
+        classes = [
+            (*level.classes, None) for level in declared.levels
+        ]  # the last one is that of -1
         for level, low in enumerate(columns[column] for column in index.columns):
             if low < 0:
                 continue
             rows = [
-                [None] * len(declared.levels[low].classes) if column < 0
+                [None] * len(declared.levels[low].classes)
+                if column < 0
                 else [classes[column][label] for label in declared.ancestors(low, column)]
                 for column in columns
-            ]  # fmt: skip
+            ]
             targets, lacking = encode(list(zip(*rows, strict=True)), index)
             unknown |= dict.fromkeys(lacking)
             self._tables[level] = low, torch.cat([targets[:, level], torch.tensor([UNKNOWN])])

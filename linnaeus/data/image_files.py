@@ -128,7 +128,11 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         if get_worker_info() is None:
             inputs = torch.empty(shape)
         else:  # in shared memory, as torch's own collate function does it
-            inputs = torch.empty(0).set_(torch.UntypedStorage._new_shared(4 * math.prod(shape))).view(shape)
+            inputs = (
+                torch.empty(0)
+                .set_(torch.UntypedStorage._new_shared(4 * math.prod(shape)))
+                .view(shape)
+            )
         for image, place in zip(images, inputs, strict=True):
             self.transform.normalise.write(image, place)  # type: ignore[attr-defined]
         return Batch(inputs, default_collate(list(targets)))
@@ -149,7 +153,11 @@ def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
 
 
 def build_files(
-    trains: Sequence[Listing], vals: Sequence[Listing], index: LabelIndex, config: DataConfig, on_main: OnMain
+    trains: Sequence[Listing],
+    vals: Sequence[Listing],
+    index: LabelIndex,
+    config: DataConfig,
+    on_main: OnMain,
 ) -> DataBundle:
     """Datasets from the listings of each root.
 
@@ -189,10 +197,14 @@ def build_files(
             )
         finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
         if not (finest != UNKNOWN).any():
-            raise DataError(f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}")
+            raise DataError(
+                f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}"
+            )
         splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
     data_train, data_val = splits
-    report.insert(0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples")
+    report.insert(
+        0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples"
+    )
     taxonomy = index.taxonomy
     return DataBundle(
         data_train, data_val, taxonomy, channels, size, collate_pairs, report, preprocessing, index
@@ -212,7 +224,9 @@ def stratified_split(
         Positions of the training and of the validation samples, each ascending.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
-    digests = [blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys]
+    digests = [
+        blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys
+    ]
     for position in sorted(range(len(keys)), key=lambda i: (digests[i], keys[i])):
         members[strata[position]].append(position)
     val: list[int] = []
@@ -253,7 +267,11 @@ def hold_out(
 
 def report_coarse(listing: Listing, report: list[str]) -> None:
     """Report how many samples have an unknown finest label."""
-    coarse = [path for path, names in zip(listing.paths, listing.lineages, strict=True) if names[-1] is None]
+    coarse = [
+        path
+        for path, names in zip(listing.paths, listing.lineages, strict=True)
+        if names[-1] is None
+    ]
     if coarse:
         counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
         report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
@@ -286,7 +304,10 @@ def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict
 
 def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list[str]:
     """The unknown classes, each with its first sample."""
-    return [f"{name} (first in {listing.root / listing.paths[found[0]]})" for name, found in unknown.items()]
+    return [
+        f"{name} (first in {listing.root / listing.paths[found[0]]})"
+        for name, found in unknown.items()
+    ]
 
 
 def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:

@@ -47,7 +47,9 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     index = _index(train, dataset.RANKS, inat)
     remedy = "add the folders of other classes"
     if len(index.taxonomy.levels) > 1:
-        remedy = "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
+        remedy = (
+            "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
+        )
     require_classes(index.taxonomy, train.source, remedy)
     return build_files(trains, vals, index, config, on_main)
 
@@ -64,7 +66,9 @@ def evaluated_folder(dataset: DatasetConfig, own_depth: int | None) -> Evaluated
     vals = [val for *_, val in splits if val is not None]
     folders = vals or [_training(train, node) for node, train, _ in splits]
     listings, inat = _read(folders, dataset, own_depth, need_all=not vals)
-    index = _index(Listing.joined(listings), dataset.RANKS, inat) if own_depth and not vals else None
+    index = (
+        _index(Listing.joined(listings), dataset.RANKS, inat) if own_depth and not vals else None
+    )
     return EvaluatedFiles(listings, INAT_RANKS if inat else None, bool(vals), index)
 
 
@@ -82,7 +86,9 @@ def _split_folders(
         subfolders = {path.name for path in root.iterdir() if path.is_dir() and path.name[0] != "."}
     except OSError as error:
         hint = "" if root.exists() else suggest_path(root)
-        raise ConfigError(f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{hint}") from error
+        raise ConfigError(
+            f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{hint}"
+        ) from error
     train, val = (None if name is None else root / name for name in (dataset.TRAIN, dataset.VAL))
     if val is not None:
         _check_folder(val, "VAL")
@@ -118,7 +124,11 @@ def _are_splits(subfolders: set[str], val_names: Sequence[str]) -> bool:
 
 
 def _read(
-    folders: Iterable[Path], dataset: DatasetConfig, depth: int | None = None, *, need_all: bool = True
+    folders: Iterable[Path],
+    dataset: DatasetConfig,
+    depth: int | None = None,
+    *,
+    need_all: bool = True,
 ) -> tuple[list[Listing], bool]:
     """All images of each folder, and whether class folders are named as in iNaturalist 2021.
 
@@ -132,15 +142,21 @@ def _read(
         listings.append(listing)
         levels, depth = len(listing.lineages[0]), depth or len(listing.lineages[0])
         if levels != depth:
-            raise DataError(f"{folder}: {counted(levels, 'level')} of class folders, but {depth} elsewhere")
+            raise DataError(
+                f"{folder}: {counted(levels, 'level')} of class folders, but {depth} elsewhere"
+            )
         dataset = replace(dataset, FOLDER_NAMES="inat2021" if inat else "nested")
     return listings, inat
 
 
-def _read_one(folder: Path, dataset: DatasetConfig, pad_to: int, *, need_all: bool) -> tuple[Listing, bool]:
+def _read_one(
+    folder: Path, dataset: DatasetConfig, pad_to: int, *, need_all: bool
+) -> tuple[Listing, bool]:
     images, kind = _find_images(folder, need_all=need_all), dataset.FOLDER_NAMES
     parts = [tuple(path.split("/")[:-1]) for path in images]
-    matches = {name: _INAT_FOLDER.fullmatch(name) for name in sorted({"/".join(part) for part in parts})}
+    matches = {
+        name: _INAT_FOLDER.fullmatch(name) for name in sorted({"/".join(part) for part in parts})
+    }
     others = [name for name, match in matches.items() if match is None]
     if kind == "nested" or (kind == "auto" and len(others) == len(matches)):
         _check_depth(folder, images, parts, dataset.ALLOW_COARSE)
@@ -182,13 +198,19 @@ def _find_images(folder: Path, *, need_all: bool) -> list[str]:
         if len(found) == num_before and not folders:
             empty.append(path)
     if not found:
-        raise DataError(f"{folder}: no image in it or below (looked for {', '.join(sorted(EXTENSIONS))})")
+        raise DataError(
+            f"{folder}: no image in it or below (looked for {', '.join(sorted(EXTENSIONS))})"
+        )
     if empty and need_all:
-        raise DataError(f"no image in class folder {several(empty)}; remove the folder or put images into it")
+        raise DataError(
+            f"no image in class folder {several(empty)}; remove the folder or put images into it"
+        )
     return found
 
 
-def _check_depth(folder: Path, images: list[str], parts: list[tuple[str, ...]], allow_coarse: bool) -> None:
+def _check_depth(
+    folder: Path, images: list[str], parts: list[tuple[str, ...]], allow_coarse: bool
+) -> None:
     """Check that all images lie in the same number of nested class folders, or in any; at least in one."""
     usual = Counter(map(len, parts)).most_common(1)[0][0]
     for image, names in zip(images, parts, strict=True):
@@ -209,10 +231,14 @@ def _index(train: Listing, level_names: list[str] | None, inat: bool) -> LabelIn
         index = index_labels(INAT_RANKS, train.lineages)
         wrong = [name for name in level_names or () if name not in INAT_RANKS]
         if wrong:
-            raise ConfigError(f"DATA.DATASET.RANKS: {several(wrong)} not among {', '.join(INAT_RANKS)}")
+            raise ConfigError(
+                f"DATA.DATASET.RANKS: {several(wrong)} not among {', '.join(INAT_RANKS)}"
+            )
         return index.select(level_names) if level_names else index
     depth = len(train.lineages[0])
-    names = level_names or (["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)])
+    names = level_names or (
+        ["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)]
+    )
     if len(names) != depth:
         raise ConfigError(
             f"DATA.DATASET.RANKS: {len(names)} names for the {depth} level(s) of folders in {train.source}"

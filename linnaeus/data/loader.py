@@ -27,10 +27,23 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
-from linnaeus.data.bundle import Collate, DataBundle, collate_pairs, dataset_length, training_targets
+from linnaeus.data.bundle import (
+    Collate,
+    DataBundle,
+    collate_pairs,
+    dataset_length,
+    training_targets,
+)
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.mixing import Mixing
-from linnaeus.data.sampler import BalancedSampler, EpochSampler, PlannedBatches, SampleKey, Sizes, ValSampler
+from linnaeus.data.sampler import (
+    BalancedSampler,
+    EpochSampler,
+    PlannedBatches,
+    SampleKey,
+    Sizes,
+    ValSampler,
+)
 from linnaeus.dist import World
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, seed_generators
@@ -84,7 +97,11 @@ class SeededBatches(Dataset[Any]):
 
     def _read(self, keys: list[SampleKey]) -> Batch:
         dataset, read, collate = self.dataset, self.dataset.__getitem__, self.collate
-        if isinstance(dataset, ImageFiles) and dataset.normalises_batches and collate is collate_pairs:
+        if (
+            isinstance(dataset, ImageFiles)
+            and dataset.normalises_batches
+            and collate is collate_pairs
+        ):
             read, collate = dataset.read_pixels, dataset.collate_pixels
         samples = []
         for epoch, index, *draw in keys:
@@ -96,7 +113,9 @@ class SeededBatches(Dataset[Any]):
         return self.mixing(batch)
 
 
-def with_measured_workers(config: DataConfig, data: DataBundle, world: World, seed: int) -> DataConfig:
+def with_measured_workers(
+    config: DataConfig, data: DataBundle, world: World, seed: int
+) -> DataConfig:
     """The DATA node with a number for `NUM_WORKERS` null: the fewest processes that load at full speed.
 
     Rank 0 measures with the training samples, and all ranks take its number; batches do not depend on it.
@@ -138,14 +157,18 @@ def with_measured_workers(config: DataConfig, data: DataBundle, world: World, se
     return replace(config, NUM_WORKERS=workers)
 
 
-def samples_per_s(dataset: SeededBatches, config: DataConfig, workers: int, batch_size: int) -> float:
+def samples_per_s(
+    dataset: SeededBatches, config: DataConfig, workers: int, batch_size: int
+) -> float:
     """How fast a loader is once its workers have started."""
     order = EpochSampler(dataset_length(dataset.dataset), seed=dataset.seed)
     order.set_epoch(workers)  # begins with other files, which the system has not cached
     batches = PlannedBatches(order, lambda epoch, skip: repeat(batch_size))
     config = replace(config, NUM_WORKERS=workers)
     started, num_read = time.monotonic(), 0
-    with closing(BatchLoader(dataset, batches, config, World(torch.device("cpu")), dataset.seed)) as loader:
+    with closing(
+        BatchLoader(dataset, batches, config, World(torch.device("cpu")), dataset.seed)
+    ) as loader:
         for position, _ in enumerate(loader):
             if position < workers:
                 started = time.monotonic()
@@ -163,7 +186,12 @@ class BatchLoader:
     """
 
     def __init__(
-        self, dataset: SeededBatches, batches: PlannedBatches, config: DataConfig, world: World, seed: int
+        self,
+        dataset: SeededBatches,
+        batches: PlannedBatches,
+        config: DataConfig,
+        world: World,
+        seed: int,
     ) -> None:
         workers = config.NUM_WORKERS or 0
         self._batches = batches
@@ -200,7 +228,9 @@ class BatchLoader:
         """
         if self._loader is None:
             raise RuntimeError("this loader is closed")
-        with blocked():  # a launcher's signal must not end a worker that cannot leave it to this process yet
+        with (
+            blocked()
+        ):  # a launcher's signal must not end a worker that cannot leave it to this process yet
             return _Batches(iter(self._loader))
 
     def __len__(self) -> int:
@@ -256,9 +286,15 @@ class Loaders(AbstractContextManager["Loaders"]):
 
 
 def build_loaders(
-    bundle: DataBundle, config: DataConfig, world: World, *, sizes: Sizes, batch_size_val: int, seed: int,
+    bundle: DataBundle,
+    config: DataConfig,
+    world: World,
+    *,
+    sizes: Sizes,
+    batch_size_val: int,
+    seed: int,
     mixed_epochs: int = sys.maxsize,
-) -> Loaders:  # fmt: skip
+) -> Loaders:
     """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
 
     Args:
@@ -278,7 +314,9 @@ def build_loaders(
         sampler = EpochSampler(dataset_length(bundle.train), **order)
     dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
-    return Loaders(train, build_val_loader(bundle, config, world, batch_size=batch_size_val, seed=seed))
+    return Loaders(
+        train, build_val_loader(bundle, config, world, batch_size=batch_size_val, seed=seed)
+    )
 
 
 def build_val_loader(
@@ -290,8 +328,10 @@ def build_val_loader(
         logger.warning(
             "warning: DATA.NUM_WORKERS is %d, for %s on %d CPU cores; more workers than cores take memory "
             "and are no faster. DATA.NUM_WORKERS null fits itself to the cores",
-            workers, f"{processes} processes" if processes > 1 else "one process", num_cores(),
-        )  # fmt: skip
+            workers,
+            f"{processes} processes" if processes > 1 else "one process",
+            num_cores(),
+        )
     length = dataset_length(bundle.val)
     sampler = ValSampler(length, seed=seed, rank=world.rank, world_size=world.world_size)
     batches = PlannedBatches(sampler, lambda epoch, skip: repeat(batch_size))

@@ -21,9 +21,19 @@ from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import several
 
 _IMAGE_COLUMNS = (
-    "image", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "image_name",
-    "image_id", "img", "id",
-)  # fmt: skip
+    "image",
+    "path",
+    "file",
+    "filename",
+    "file_name",
+    "filepath",
+    "file_path",
+    "image_path",
+    "image_name",
+    "image_id",
+    "img",
+    "id",
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
     trains, index, levels = _training([_read(path, node) for node, path, _ in paths])
     _check_nesting(index, trains[0].source)
     vals = [
-        _listing(table, levels) for table in [_read(val, node) for node, _, val in paths if val is not None]
+        _listing(table, levels)
+        for table in [_read(val, node) for node, _, val in paths if val is not None]
     ]
     return build_files(trains, vals, index, config, on_main)
 
@@ -101,7 +112,9 @@ def _columns_of_levels(
 ) -> dict[str, str]:
     """The column of each level that the manifest has."""
     names = [name for name in level_names if name is not None]
-    ranks = dataset.RANKS if dataset.RANKS is not None and len(dataset.RANKS) == len(names) else names
+    ranks = (
+        dataset.RANKS if dataset.RANKS is not None and len(dataset.RANKS) == len(names) else names
+    )
     if ranks != names:
         table.require(ranks, "DATA.DATASET.RANKS")
     columns = {name: rank for name, rank in zip(names, ranks, strict=True) if rank in table.header}
@@ -122,7 +135,9 @@ def _training(tables: Sequence[_Table]) -> tuple[list[Listing], LabelIndex, list
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice:
         raise DataError(f"{path}, line 1: column {several(twice)} occurs more than once")
-    levels = dataset.RANKS if dataset.RANKS is not None else [name for name in named if name != image]
+    levels = (
+        dataset.RANKS if dataset.RANKS is not None else [name for name in named if name != image]
+    )
     table.require(levels, "DATA.DATASET.RANKS")
     if not levels:
         raise DataError(f"{path}, line 1: no column with labels beside {image!r}")
@@ -131,8 +146,12 @@ def _training(tables: Sequence[_Table]) -> tuple[list[Listing], LabelIndex, list
     trains = [_listing(table, levels) for table in tables]
     train = Listing.joined(trains)
     separator = dataset.LABEL_SEPARATOR
-    if separator and not any(separator in (cell or "") for names in train.lineages for cell in names):
-        raise ConfigError(f"DATA.DATASET.LABEL_SEPARATOR: {separator!r} is in no cell of {train.source}")
+    if separator and not any(
+        separator in (cell or "") for names in train.lineages for cell in names
+    ):
+        raise ConfigError(
+            f"DATA.DATASET.LABEL_SEPARATOR: {separator!r} is in no cell of {train.source}"
+        )
     index = index_labels(levels, train.lineages, separator)
     require_classes(index.taxonomy, train.source, "choose other columns with DATA.DATASET.RANKS")
     return trains, index, list(levels)
@@ -179,7 +198,9 @@ def _read(path: Path, dataset: DatasetConfig) -> _Table:
         raise DataError(f"{path}: no row below the header")
     for line, cells in rows:
         if len(cells) != len(header):
-            raise DataError(f"{path}, line {line}: {len(cells)} cells, but the header has {len(header)}")
+            raise DataError(
+                f"{path}, line {line}: {len(cells)} cells, but the header has {len(header)}"
+            )
     return _Table(path, header, rows, dataset)
 
 

@@ -36,9 +36,14 @@ class Mixing:
     """
 
     def __init__(
-        self, num_classes: Sequence[int], mixup: float, cutmix: float, *, in_place: bool = True,
+        self,
+        num_classes: Sequence[int],
+        mixup: float,
+        cutmix: float,
+        *,
+        in_place: bool = True,
         is_multilabel: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.num_classes = tuple(num_classes)
         self.is_multilabel = is_multilabel
         self.in_place = in_place
@@ -102,13 +107,17 @@ class Mixing:
             _write_over(images, lambda image, other: image.mul_(part).add_(other, alpha=1 - part))
         others = targets.roll(1, 0)
         is_unknown = (targets < 0) | (others < 0)
-        return Batch(images, (targets * part + others * (1 - part)).masked_fill(is_unknown, UNKNOWN))
+        return Batch(
+            images, (targets * part + others * (1 - part)).masked_fill(is_unknown, UNKNOWN)
+        )
 
 
 def _write_over(images: Tensor, write: Callable[[Tensor, Tensor], object]) -> None:
     """Call `write(image, the one before it)` for each image, which may change the first of both in place."""
     last = images[-1].clone()
-    for index in range(len(images) - 1, 0, -1):  # from the end, so that the one before is still as it was
+    for index in range(
+        len(images) - 1, 0, -1
+    ):  # from the end, so that the one before is still as it was
         write(images[index], images[index - 1])
     write(images[0], last)
 
@@ -151,7 +160,9 @@ def build_mixing(
             f"`taxonomy`, `classes` or `num_classes`, or set {_BOTH} to 0"
         )
     counts, is_multilabel = list(taxonomy.num_classes.values()), taxonomy.is_multilabel
-    return Mixing(counts, augment.MIXUP, augment.CUTMIX, in_place=in_place, is_multilabel=is_multilabel)
+    return Mixing(
+        counts, augment.MIXUP, augment.CUTMIX, in_place=in_place, is_multilabel=is_multilabel
+    )
 
 
 def is_mixing(augment: AugmentConfig) -> bool:

@@ -70,14 +70,18 @@ class BalancedSampler(EpochSampler):
 
     def __init__(self, targets: Tensor, *, seed: int, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(len(targets), seed=seed, rank=rank, world_size=world_size)
-        groups = torch.full((len(targets),), -1)  # the finest known class of each sample, over all levels
+        groups = torch.full(
+            (len(targets),), -1
+        )  # the finest known class of each sample, over all levels
         start = 0
         for labels in targets.unbind(dim=1):
             groups = torch.where(labels >= 0, labels + start, groups)
             start += int(labels.max()) + 1 if len(labels) else 0
         drawn = torch.nonzero(groups >= 0).flatten()
         if not len(drawn):
-            raise DataError("DATA.SAMPLER: balanced, but no training sample has a label; use shuffle")
+            raise DataError(
+                "DATA.SAMPLER: balanced, but no training sample has a label; use shuffle"
+            )
         _, members = torch.unique(groups[drawn], return_inverse=True)
         self._by_class = drawn[torch.argsort(members, stable=True)]
         """Indices of all samples that may be drawn, class after class."""
@@ -92,7 +96,9 @@ class BalancedSampler(EpochSampler):
     def _order(self, generator: torch.Generator) -> Tensor:
         # No `torch.multinomial`, which takes at most 2**24 categories.
         num_classes = len(self._counts)
-        quotas = torch.randperm(num_classes, generator=generator)[torch.arange(self.length) % num_classes]
+        quotas = torch.randperm(num_classes, generator=generator)[
+            torch.arange(self.length) % num_classes
+        ]
         classes = quotas[torch.randperm(self.length, generator=generator)]
         counts = self._counts[classes]
         # Float64 is exact for classes of up to 2**53 samples. The product may round up to the count.

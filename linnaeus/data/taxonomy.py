@@ -61,7 +61,9 @@ class Taxonomy:
                 f"several labels for a sample need one taxonomic rank (DATA.DATASET.RANKS), not {names}"
             )
         if not names or len(set(names)) != len(names):
-            raise DataError(f"a taxonomy needs at least one rank and different names for all, not {names}")
+            raise DataError(
+                f"a taxonomy needs at least one rank and different names for all, not {names}"
+            )
         if not self.parents:
             unknown = tuple((UNKNOWN,) * len(level.classes) for level in self.levels[1:])
             object.__setattr__(self, "parents", unknown)
@@ -70,7 +72,9 @@ class Taxonomy:
                 f"{len(names)} ranks need {len(names) - 1} rows of parents, not {len(self.parents)}"
             )
         for above, level, row in zip(self.levels, self.levels[1:], self.parents, strict=False):
-            if len(row) != len(level.classes) or not all(UNKNOWN <= p < len(above.classes) for p in row):
+            if len(row) != len(level.classes) or not all(
+                UNKNOWN <= p < len(above.classes) for p in row
+            ):
                 raise DataError(
                     f"the parents of rank {level.name!r} do not fit its classes and those of {above.name!r}"
                 )

@@ -40,7 +40,10 @@ class CoverAndCrop(nn.Module):
         """[C, any, any] to [C, height, width]."""
         height, width = image.shape[-2:]
         scale = max(self.size[0] / height, self.size[1] / width) / self.fraction
-        resized = [max(self.size[0], round(height * scale)), max(self.size[1], round(width * scale))]
+        resized = [
+            max(self.size[0], round(height * scale)),
+            max(self.size[1], round(width * scale)),
+        ]
         image = functional.resize_image(image, resized, antialias=True)
         cropped: Tensor = functional.center_crop_image(image, list(self.size))
         return cropped
@@ -121,7 +124,9 @@ class Preprocessing:
 
     def transform(self) -> Transform:
         """The pipeline of validation and prediction."""
-        return Pipeline([CoverAndCrop(self.size, self.crop_fraction)], Normalise(self.mean, self.std))
+        return Pipeline(
+            [CoverAndCrop(self.size, self.crop_fraction)], Normalise(self.mean, self.std)
+        )
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
@@ -163,7 +168,9 @@ def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
     """The steps on uint8 images, without those that are switched off, as each costs time."""
     low, high = augment.CROP_SCALE
     steps: list[Any] = [
-        CoverAndCrop(size) if low >= 1.0 else v2.RandomResizedCrop(size, (low, high), antialias=True)
+        CoverAndCrop(size)
+        if low >= 1.0
+        else v2.RandomResizedCrop(size, (low, high), antialias=True)
     ]
     if augment.HFLIP:
         steps.append(v2.RandomHorizontalFlip(augment.HFLIP))

@@ -63,7 +63,9 @@ class UserDataset(Dataset[Any]):
         Raises:
             DataError: they are of another form, or not one for each sample.
         """
-        return None if self.taxonomy is None else _all_targets(self.dataset, self.taxonomy, self.name)
+        return (
+            None if self.taxonomy is None else _all_targets(self.dataset, self.taxonomy, self.name)
+        )
 
     def __getitem__(self, index: int) -> Any:
         with _naming_errors(f"{self.name}: sample {index}"):
@@ -103,12 +105,16 @@ class UserCollate:
         with _naming_errors(f"{self.name}: collate_fn"):
             batch = self.collate_fn(samples)
         if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise DataError(f"{self.name}: collate_fn gave {describe(batch)}; it must give (inputs, targets)")
+            raise DataError(
+                f"{self.name}: collate_fn gave {describe(batch)}; it must give (inputs, targets)"
+            )
         inputs, targets = batch
         if self.taxonomy is not None and self.taxonomy.is_multilabel:
             return Batch(inputs, torch.as_tensor(targets).float())
         if self.taxonomy is not None and isinstance(targets, Mapping):
-            targets = torch.stack([torch.as_tensor(targets[name]) for name in self.taxonomy.names], dim=1)
+            targets = torch.stack(
+                [torch.as_tensor(targets[name]) for name in self.taxonomy.names], dim=1
+            )
         if self.taxonomy is not None and isinstance(targets, Tensor) and targets.ndim == 1:
             targets = targets.unsqueeze(1)
         return Batch(inputs, targets)
@@ -138,11 +144,15 @@ def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
     channels, size, preprocessing = _prepare_images(train, val, collate, config)
     report = [f"{name}: {len(train)} training and {len(val)} validation samples"]
     if preprocessing is None and config.IMG_SIZE is not None:
-        report.append(f"{name}: gives tensors, which pass as they are: no DATA.IMG_SIZE and no DATA.AUGMENT")
+        report.append(
+            f"{name}: gives tensors, which pass as they are: no DATA.IMG_SIZE and no DATA.AUGMENT"
+        )
     if config.ON_BAD_IMAGE == "skip":
         report.append(f"{name}: reads its own images, so DATA.ON_BAD_IMAGE skip has no effect")
     if taxonomy is None:
-        report.append(f"{name}: no `taxonomy`, `classes` or `num_classes`; targets are passed on as they are")
+        report.append(
+            f"{name}: no `taxonomy`, `classes` or `num_classes`; targets are passed on as they are"
+        )
     return DataBundle(train, val, taxonomy, channels, size, collate, report, preprocessing)
 
 
@@ -159,7 +169,9 @@ def build_user_val(
         sample = dataset[0]
     if not dataset.raw and isinstance(sample[0], Image):
         if preprocessing is None:
-            raise DataError(f"{dataset.name}: gives Pillow images, but the dataset of the run gave tensors")
+            raise DataError(
+                f"{dataset.name}: gives Pillow images, but the dataset of the run gave tensors"
+            )
         dataset.channels, dataset.transform = preprocessing.channels, preprocessing.transform()
     channels = None if preprocessing is None else preprocessing.channels
     size = None if preprocessing is None else preprocessing.size
@@ -190,7 +202,9 @@ def _build_split(config: DataConfig, split: str, seed: int) -> tuple[UserDataset
     return UserDataset(dataset, name, taxonomy, raw=raw), collate
 
 
-def _split_argument(function: Any, node: Mapping[str, Any], name: str, split: str) -> dict[str, Any]:
+def _split_argument(
+    function: Any, node: Mapping[str, Any], name: str, split: str
+) -> dict[str, Any]:
     """The argument that tells this callable which split to return."""
     with _naming_errors(name):  # some built-in callables have no signature
         parameters = inspect.signature(function).parameters
@@ -222,7 +236,9 @@ def _prepare_images(
             return None, None, None
         size = _only((value.shape[-2], value.shape[-1]) for value in inputs)
         return _only(value.shape[-3] for value in inputs), size, None
-    size = as_size(config.IMG_SIZE, _only((image.height, image.width) for image in images) or (224, 224))
+    size = as_size(
+        config.IMG_SIZE, _only((image.height, image.width) for image in images) or (224, 224)
+    )
     channels = 1 if all(image.mode in _GREY_MODES for image in images) else 3
     train.channels = val.channels = channels
     train.transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
@@ -278,10 +294,14 @@ def _find_taxonomy(dataset: Any, name: str) -> Taxonomy | None:
     if declared is _ABSENT or declared is None:
         return None
     if isinstance(declared, Mapping):
-        levels = tuple(Level(str(level), _class_names(classes, name)) for level, classes in declared.items())
+        levels = tuple(
+            Level(str(level), _class_names(classes, name)) for level, classes in declared.items()
+        )
         declared = Taxonomy(levels)
     if not isinstance(declared, Taxonomy):
-        raise DataError(f"{name}: taxonomy is {describe(declared)}; it must be a Taxonomy or {{rank: names}}")
+        raise DataError(
+            f"{name}: taxonomy is {describe(declared)}; it must be a Taxonomy or {{rank: names}}"
+        )
     if _attribute_of(dataset, "multilabel") is True and not declared.is_multilabel:
         declared = replace(declared, separator=";")
     require_classes(declared, name, "give each taxonomic rank two classes or more")
@@ -294,7 +314,8 @@ def _class_names(classes: Any, name: str) -> tuple[str, ...]:
     if isinstance(classes, str) or not hasattr(classes, "__iter__"):
         raise DataError(f"{name}: classes must be names or their number, not {describe(classes)}")
     return tuple(
-        ", ".join(map(str, entry)) if isinstance(entry, tuple | list) else str(entry) for entry in classes
+        ", ".join(map(str, entry)) if isinstance(entry, tuple | list) else str(entry)
+        for entry in classes
     )
 
 

@@ -79,12 +79,17 @@ def assemble_evaluation(
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros((), device=device), requires_grad=False)])
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     assembly = Assembly(
-        model=model, criterion=criterion, optimizer=optimizer, scaler=scaler, ema=None,
+        model=model,
+        criterion=criterion,
+        optimizer=optimizer,
+        scaler=scaler,
+        ema=None,
         metrics=metrics.logged,
         train_step=TrainStep(model, criterion, optimizer, scaler, precision),
         validation_step=ValidationStep(model, criterion, precision, metrics.update),
-        freezing=Freezing(model), weights=str(trained.checkpoint),
-    )  # fmt: skip
+        freezing=Freezing(model),
+        weights=str(trained.checkpoint),
+    )
     return assembly, metrics
 
 

@@ -36,7 +36,9 @@ class EvaluationMetrics:
         logged: the metrics that training logs.
     """
 
-    def __init__(self, taxonomy: Taxonomy | None, device: torch.device, *, are_logs: bool = False) -> None:
+    def __init__(
+        self, taxonomy: Taxonomy | None, device: torch.device, *, are_logs: bool = False
+    ) -> None:
         self.logged = ClassificationMetrics(taxonomy).to(device)
         self._taxonomy, self._are_logs = taxonomy, are_logs
         self.reset()
@@ -59,7 +61,9 @@ class EvaluationMetrics:
         predicted = torch.stack([each.argmax(dim=1) for each in logits], dim=1)
         labels = torch.stack([targets, predicted], dim=2)
         log_p = [
-            log_probabilities(each, are_logs=self._are_logs).gather(1, labels[:, level].clamp_min(0))
+            log_probabilities(each, are_logs=self._are_logs).gather(
+                1, labels[:, level].clamp_min(0)
+            )
             for level, each in enumerate(logits)
         ]
         self._on_device.append((labels, torch.stack(log_p, dim=1)))
@@ -210,7 +214,9 @@ class LevelFigures:
             return float(total) / num_samples if num_samples else None
 
         return cls(
-            level, num_samples, int((~is_known).sum()),
+            level,
+            num_samples,
+            int((~is_known).sum()),
             top1=per_sample(is_correct.sum()),
             macro_recall=mean(classes.recall),
             macro_precision=mean(classes.precision),
@@ -218,8 +224,10 @@ class LevelFigures:
             calibration_error=per_sample((sums[1] - sums[2]).abs().sum()),
             cross_entropy=per_sample(-log_true.sum()),
             bins=torch.stack([sums[0], sums[1] / sums[0], sums[2] / sums[0]]),
-            classes=classes, pairs=pairs, pair_counts=pair_counts,
-        )  # fmt: skip
+            classes=classes,
+            pairs=pairs,
+            pair_counts=pair_counts,
+        )
 
     @property
     def num_classes_with_samples(self) -> int:
@@ -235,7 +243,9 @@ class LevelFigures:
         rank = torch.where(true == predicted, -1.0, self.pair_counts + shares / 2)
         order = torch.argsort(rank, descending=True, stable=True)[:limit].tolist()
         return [
-            Confusion(names[true[i]], names[predicted[i]], int(self.pair_counts[i]), float(shares[i]))
+            Confusion(
+                names[true[i]], names[predicted[i]], int(self.pair_counts[i]), float(shares[i])
+            )
             for i in order
             if rank[i] > 0
         ]

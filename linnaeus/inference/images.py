@@ -55,11 +55,17 @@ class Reader:
         pixels = self._pixels(image, self._spec.preprocessing.channels)
         try:
             return self._transform(pixels)
-        except (ValueError, RuntimeError, ZeroDivisionError) as error:  # such as for a single row of pixels
+        except (
+            ValueError,
+            RuntimeError,
+            ZeroDivisionError,
+        ) as error:  # such as for a single row of pixels
             if is_out_of_memory(error):
                 raise
             size = "x".join(map(str, pixels.shape[-2:]))
-            raise DataError(f"{size} pixels cannot be resized and cropped: {first_line(error)}") from error
+            raise DataError(
+                f"{size} pixels cannot be resized and cropped: {first_line(error)}"
+            ) from error
 
     def _pixels(self, image: ImageLike, channels: int) -> Tensor:
         """[channels, any, any], uint8 or fractions."""
@@ -73,7 +79,11 @@ class Reader:
                 "uint8 or a tensor [C, H, W]"
             )
         try:  # Pillow may decode an image that is open already only now
-            return to_tensor(image, channels) if isinstance(image, Image.Image) else decode(image, channels)
+            return (
+                to_tensor(image, channels)
+                if isinstance(image, Image.Image)
+                else decode(image, channels)
+            )
         except MemoryError:
             raise
         except Exception as error:  # on damaged data, Pillow raises many types
@@ -90,7 +100,9 @@ class Reader:
                 f"its model; in Python, give run.predict tensors {expected} as the dataset made them"
             )
         if None not in shape and tuple(image.shape) != shape:
-            raise DataError(f"a tensor {list(image.shape)} is no input of the model, which takes {expected}")
+            raise DataError(
+                f"a tensor {list(image.shape)} is no input of the model, which takes {expected}"
+            )
         return image.float()
 
 
@@ -108,7 +120,9 @@ def _of_array(array: np.ndarray[Any, Any]) -> Image.Image:
 
 def _of_tensor(tensor: Tensor, channels: int) -> Tensor:
     if tensor.ndim != 3 or not tensor.numel() or tensor.shape[0] not in (1, 3, channels):
-        raise DataError(f"a tensor {list(tensor.shape)} is no image: give [C, H, W] with 1 or 3 channels")
+        raise DataError(
+            f"a tensor {list(tensor.shape)} is no image: give [C, H, W] with 1 or 3 channels"
+        )
     if tensor.is_floating_point():
         if not bool(((tensor >= 0) & (tensor <= 1)).all()):
             raise DataError(
@@ -117,7 +131,9 @@ def _of_tensor(tensor: Tensor, channels: int) -> Tensor:
             )
         tensor = tensor.float()
     elif tensor.dtype != torch.uint8:
-        raise DataError(f"a tensor of {tensor.dtype} is no image: give uint8, or fractions in [0, 1]")
+        raise DataError(
+            f"a tensor of {tensor.dtype} is no image: give uint8, or fractions in [0, 1]"
+        )
     tensor = tensor.cpu()
     if channels == 1 and tensor.shape[0] == 3:
         grey: Tensor = functional.rgb_to_grayscale(tensor)

@@ -58,7 +58,11 @@ def problem_of(word: str) -> str | None:
         return "there is no such file or folder"
     if word == STDIN or next(walk([word]), None) is not None:
         return None
-    return "no file matches" if is_pattern else f"no image in it or below (looked for {_LISTED_EXTENSIONS})"
+    return (
+        "no file matches"
+        if is_pattern
+        else f"no image in it or below (looked for {_LISTED_EXTENSIONS})"
+    )
 
 
 def _matching(pattern: str) -> Iterator[str | Unreadable]:

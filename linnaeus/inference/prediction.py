@@ -53,7 +53,10 @@ class Prediction:
     separator: str | None = None
 
     def __repr__(self) -> str:
-        shown = {name: classes if self.separator else classes[:1] for name, classes in self.levels.items()}
+        shown = {
+            name: classes if self.separator else classes[:1]
+            for name, classes in self.levels.items()
+        }
         best = ", ".join(
             f"{name}: {' '.join(f'{label} {percent(p)}' for label, p in classes) or 'none'}"
             for name, classes in shown.items()
@@ -110,7 +113,9 @@ def predictions_of(
     logs: list[Tensor] = []
     is_multilabel = taxonomy.is_multilabel
     best: list[list[list[tuple[str, float]]]] = []  # by level and image
-    for level, logits in zip(taxonomy.levels, logits_per_level(outputs, taxonomy.names), strict=True):
+    for level, logits in zip(
+        taxonomy.levels, logits_per_level(outputs, taxonomy.names), strict=True
+    ):
         if logits.ndim != 2 or logits.shape[1] != len(level.classes):
             raise LinnaeusError(
                 f"the model gives outputs {list(logits.shape)} for the {len(level.classes)} classes of rank "
@@ -149,7 +154,9 @@ def _best_paths(
     of its genus, so a path's probability is its last class's.
     """
     total = logs[0]
-    above: list[Tensor] = []  # for each level after the first, [B, classes]: the label above each class
+    above: list[
+        Tensor
+    ] = []  # for each level after the first, [B, classes]: the label above each class
     for log, row in zip(logs[1:], taxonomy.parents, strict=True):
         parents = torch.tensor(row, device=log.device)
         parents = torch.where(parents == UNKNOWN, total.argmax(dim=1, keepdim=True), parents)

@@ -63,7 +63,9 @@ class Predictor:
     num_workers: int = 0
     has_searched: bool = field(default=False, init=False)
 
-    def run(self, images: Iterable[ImageLike | Unreadable]) -> Generator[Prediction | Unreadable, None, None]:
+    def run(
+        self, images: Iterable[ImageLike | Unreadable]
+    ) -> Generator[Prediction | Unreadable, None, None]:
         """Predictions, and the images that cannot be read, in the order of the images.
 
         Of images and inputs, about two batches are held at a time.
@@ -106,7 +108,9 @@ class Predictor:
         try:
             while True:
                 room = (self.batch_size or MAX_UNSEARCHED) + 2 * self.num_workers - len(pending)
-                pending.extend(pool.submit(self._load, item) for item in islice(items, max(0, room)))
+                pending.extend(
+                    pool.submit(self._load, item) for item in islice(items, max(0, room))
+                )
                 if not pending:
                     return
                 yield pending.popleft().result()
@@ -121,7 +125,9 @@ class Predictor:
         try:
             return source, self.reader(image)
         except DataError as error:  # any other is a fault of the program, and not of an image
-            return source, Unreadable(source if isinstance(source, str) else f"image {source}", str(error))
+            return source, Unreadable(
+                source if isinstance(source, str) else f"image {source}", str(error)
+            )
 
     def _find_size(self, loaded: Iterator[_Loaded]) -> Iterator[_Loaded]:
         """Set the batch size by a search on the first image that can be read; the items of `loaded`."""
@@ -137,9 +143,13 @@ class Predictor:
             self.batch_size = auto_find_batch_size(
                 lambda inputs: self._forward(inputs, range(len(inputs))),
                 lambda size: [sample] * size,
-                state=(self.model,), mode="val", device=device, tolerance=0.1, group=False,
+                state=(self.model,),
+                mode="val",
+                device=device,
+                tolerance=0.1,
+                group=False,
                 max_batch_size=MAX_BATCH_SIZE_CPU if device.type == "cpu" else MAX_BATCH_SIZE,
-            ).batch_size  # fmt: skip
+            ).batch_size
             self.has_searched = True
         return chain(first, loaded)
 
@@ -149,7 +159,9 @@ class Predictor:
         for _, item in loaded:
             yield item if isinstance(item, Unreadable) else next(predictions)
 
-    def _in_batches(self, sources: Sequence[str | int], inputs: Sequence[Tensor]) -> Iterator[Prediction]:
+    def _in_batches(
+        self, sources: Sequence[str | int], inputs: Sequence[Tensor]
+    ) -> Iterator[Prediction]:
         """Predictions in batches of at most the size in use, which is halved where memory runs out."""
         start = 0
         while start < len(inputs):
@@ -171,7 +183,9 @@ class Predictor:
                 if self.precision.device.type == "cuda":
                     torch.cuda.empty_cache()
                 self.batch_size = size // 2
-                logger.warning("memory ran out with %d images; going on with %d", size, self.batch_size)
+                logger.warning(
+                    "memory ran out with %d images; going on with %d", size, self.batch_size
+                )
                 continue
             yield from found
             start += size
@@ -182,6 +196,11 @@ class Predictor:
         with self.precision.autocast():
             outputs = self.model(batch.inputs)
         return predictions_of(
-            outputs, sources, self.taxonomy, top=self.top, path=self.path, threshold=self.threshold,
+            outputs,
+            sources,
+            self.taxonomy,
+            top=self.top,
+            path=self.path,
+            threshold=self.threshold,
             are_logs=gives_log_probabilities(self.model),
-        )  # fmt: skip
+        )

@@ -70,8 +70,12 @@ class TrainedRun:
         name = spec.node.get("NAME") or spec.node.get("_target_")
         shape = " x ".join(map(str, (spec.in_chans, *(spec.img_size or ()))))
         size = "" if spec.img_size is None else f" on {shape} inputs"
-        ranks = [f"{counted(len(names), 'class')} of {level}" for level, names in self.classes.items()]
-        return f"{self.checkpoint}: {name}{size}, {', '.join(ranks) or 'no classes'}, on {self.device}"
+        ranks = [
+            f"{counted(len(names), 'class')} of {level}" for level, names in self.classes.items()
+        ]
+        return (
+            f"{self.checkpoint}: {name}{size}, {', '.join(ranks) or 'no classes'}, on {self.device}"
+        )
 
     @property
     def taxonomy(self) -> Taxonomy | None:
@@ -81,7 +85,11 @@ class TrainedRun:
     @property
     def classes(self) -> dict[str, tuple[str, ...]]:
         """The names of the classes of each level, coarse to fine; a class's position is its label."""
-        return {} if self.taxonomy is None else {level.name: level.classes for level in self.taxonomy.levels}
+        return (
+            {}
+            if self.taxonomy is None
+            else {level.name: level.classes for level in self.taxonomy.levels}
+        )
 
     @property
     def transform(self) -> Reader:
@@ -97,7 +105,9 @@ class TrainedRun:
     @cached_property
     def precision_settings(self) -> dict[str, Any]:
         """AMP and CHANNELS_LAST of the run's TRAIN node; where the latter is lost, only speed changes."""
-        known = {"AMP": "off", "CHANNELS_LAST": False} | self.content.get("config", {}).get("TRAIN", {})
+        known = {"AMP": "off", "CHANNELS_LAST": False} | self.content.get("config", {}).get(
+            "TRAIN", {}
+        )
         if self.folder is not None:
             with suppress(OSError, yaml.YAMLError, LookupError, TypeError):
                 config = yaml.safe_load((self.folder / CONFIG).read_text(encoding="utf-8"))
@@ -128,7 +138,9 @@ class TrainedRun:
             TypeError, ValueError: an argument that cannot be used.
             AutoBatchError, OutOfMemoryError: not even one image fits.
         """
-        return list(self.stream(images, top=top, path=path, threshold=threshold, batch_size=batch_size))
+        return list(
+            self.stream(images, top=top, path=path, threshold=threshold, batch_size=batch_size)
+        )
 
     def stream(
         self,
@@ -141,14 +153,21 @@ class TrainedRun:
     ) -> Iterator[Prediction]:
         """What `predict` returns, one by one; of the images about two batches are held at a time."""
         is_batch = isinstance(images, np.ndarray | Tensor) and images.ndim > 3
-        if isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor) and not is_batch:
+        if (
+            isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor)
+            and not is_batch
+        ):
             images = [images]
         if not isinstance(images, Iterable):
-            raise TypeError(f"images must be an image or an iterable of images, not {images!r:.100}")
+            raise TypeError(
+                f"images must be an image or an iterable of images, not {images!r:.100}"
+            )
         predictor = self.predictor(
-            top=top, path=path, threshold=threshold,
+            top=top,
+            path=path,
+            threshold=threshold,
             batch_size=self._batch_size_found if batch_size is None else batch_size,
-        )  # fmt: skip
+        )
         for found in predictor.run(images):
             if isinstance(found, Unreadable):
                 raise DataError(f"{found.source} cannot be predicted: {found.reason}")
@@ -197,15 +216,24 @@ class TrainedRun:
             )
         is_multilabel = self.taxonomy.is_multilabel
         if is_multilabel and path:
-            raise ConfigError("--path: the run has several labels for an image and no path; leave it out")
+            raise ConfigError(
+                "--path: the run has several labels for an image and no path; leave it out"
+            )
         if not is_multilabel and threshold is not None:
-            raise ConfigError("--threshold: the run has one label for an image in each rank; use --top")
+            raise ConfigError(
+                "--threshold: the run has one label for an image in each rank; use --top"
+            )
         return Predictor(
-            self.model, self.transform, self.taxonomy, self.precision,
-            top=5 if top is None and not is_multilabel else top, path=path,
+            self.model,
+            self.transform,
+            self.taxonomy,
+            self.precision,
+            top=5 if top is None and not is_multilabel else top,
+            path=path,
             threshold=0.5 if threshold is None else threshold,
-            batch_size=batch_size, num_workers=min(8, num_cores()) if num_workers is None else num_workers,
-        )  # fmt: skip
+            batch_size=batch_size,
+            num_workers=min(8, num_cores()) if num_workers is None else num_workers,
+        )
 
 
 def load_run(
@@ -258,13 +286,20 @@ def load_run(
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"{file}: its weights do not fit its model: {first_detail(error)}") from error
+        raise CheckpointError(
+            f"{file}: its weights do not fit its model: {first_detail(error)}"
+        ) from error
     folder = file.parent.parent
     is_run = file.parent.name == CHECKPOINTS and (folder / CONFIG).is_file()
     return TrainedRun(
-        file, folder if is_run else None, spec, model.to(target).eval(), target, content,
+        file,
+        folder if is_run else None,
+        spec,
+        model.to(target).eval(),
+        target,
+        content,
         state.get("criterion", {}),
-    )  # fmt: skip
+    )
 
 
 def _read_exported(file: Path) -> dict[str, Any]:
@@ -301,7 +336,9 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
     """
     if path.is_file():
         if str(checkpoint) not in ("best", str(path)):
-            raise CheckpointError(f"{path} is a checkpoint itself; leave out the checkpoint {checkpoint}")
+            raise CheckpointError(
+                f"{path} is a checkpoint itself; leave out the checkpoint {checkpoint}"
+            )
         return path
     if not path.is_dir():
         raise CheckpointError(f"there is no run {path}{suggest_path(path)}")
@@ -314,5 +351,7 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
             return file
     found = sorted(file.name for file in (path / CHECKPOINTS).glob("*.pt"))
     if not found:
-        raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)")
+        raise CheckpointError(
+            f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)"
+        )
     raise ConfigError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")

@@ -64,7 +64,9 @@ def find_batch_size(
             over several processes.
     """
     if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"accelerator is {kind_of(accelerator)}; it must be an accelerate.Accelerator")
+        raise TypeError(
+            f"accelerator is {kind_of(accelerator)}; it must be an accelerate.Accelerator"
+        )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"dataset is {kind_of(dataset)}, which is not read by index; give a list of its largest samples"
@@ -90,7 +92,9 @@ def find_batch_size(
         def make_batch(size: int) -> list[Any]:
             indices = range(len(dataset)) if order is None else order[:size].tolist()
             samples = [dataset[index] for index in islice(cycle(indices), size)]
-            return [send_to_device(collate_fn(samples), accelerator.device) for _ in range(num_batches)]
+            return [
+                send_to_device(collate_fn(samples), accelerator.device) for _ in range(num_batches)
+            ]
 
         def step(batches: list[Any]) -> None:
             while batches:
@@ -99,7 +103,10 @@ def find_batch_size(
             optimizer.zero_grad()
 
         result = auto_find_batch_size(
-            step, make_batch, state=[part for part in parts if part is not None], device=accelerator.device,
+            step,
+            make_batch,
+            state=[part for part in parts if part is not None],
+            device=accelerator.device,
             **search,
-        )  # fmt: skip
+        )
     return result.batch_size

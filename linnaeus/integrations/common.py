@@ -19,7 +19,9 @@ from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
 
-SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "start", "group"})
+SET_BY_TRAINER = frozenset(
+    {"step", "make_batch", "state", "mode", "device", "bounds", "start", "group"}
+)
 """Arguments of `auto_find_batch_size` that an integration with a framework's trainer sets itself."""
 
 logger = logging.getLogger("linnaeus.autobatch")
@@ -46,7 +48,9 @@ def checked_options(
     for option in options:
         if option not in allowed:
             listed = ", ".join(sorted(allowed))
-            raise TypeError(f"{name} has no argument {option!r}; options of the search are {listed}")
+            raise TypeError(
+                f"{name} has no argument {option!r}; options of the search are {listed}"
+            )
     names = ("min_batch_size", "max_batch_size", "multiple_of")
     checked = {**{name: getattr(SearchSettings, name) for name in names}, **options}
     if "max_batch_size" in options and options["max_batch_size"] is None:
@@ -85,8 +89,12 @@ def find_size(
     if known is not None and result.batch_size < known:
         logger.warning(
             "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, that of %s",
-            result.mode, result.batch_size, result.limited_by, known, source,
-        )  # fmt: skip
+            result.mode,
+            result.batch_size,
+            result.limited_by,
+            known,
+            source,
+        )
     return result
 
 
@@ -119,7 +127,9 @@ def split_effective_batch(
     smallest = max(min(options["min_batch_size"], largest), 1 + has_batchnorm)
     text = f"AutoBatch: effective_batch_size is {effective_batch_size}"
     if epoch is not None and effective_batch_size > epoch * world_size:
-        raise AutoBatchError(f"{text}, above what an epoch holds, {epoch * world_size} samples; lower it")
+        raise AutoBatchError(
+            f"{text}, above what an epoch holds, {epoch * world_size} samples; lower it"
+        )
     multiple_of = options["multiple_of"] if largest >= options["multiple_of"] else 1
 
     def split_of(samples: int) -> Split | None:
@@ -144,9 +154,14 @@ def split_effective_batch(
 
 def warn_of_many_steps(split: Split, world_size: int, largest: int) -> None:
     """Warn of a split that takes many more steps than the memory asks for."""
-    if split.accumulation_steps > max(MANY_ACCUMULATION_STEPS, -(-split.samples_per_rank // largest)):
+    if split.accumulation_steps > max(
+        MANY_ACCUMULATION_STEPS, -(-split.samples_per_rank // largest)
+    ):
         logger.warning(
             "AutoBatch: %d accumulation steps are slow: no divisor of %d, the samples of each process, is "
             "near %d, which fit at once; an effective_batch_size that is a multiple of %d takes fewest",
-            split.accumulation_steps, split.samples_per_rank, largest, largest * world_size,
-        )  # fmt: skip
+            split.accumulation_steps,
+            split.samples_per_rank,
+            largest,
+            largest * world_size,
+        )

@@ -52,7 +52,11 @@ class LanguagePrediction:
         first, second = (each.events for each in self.prediction.traces)
         low, high = BATCH_SIZES
         first_end, end = (index for index, event in enumerate(first) if event.kind == "mark")
-        ends = {event.storage: index for index, event in enumerate(first[:end]) if event.kind == "release"}
+        ends = {
+            event.storage: index
+            for index, event in enumerate(first[:end])
+            if event.kind == "release"
+        }
         changes, tensors = [0] * (end + 1), []
         for begin, (one, other) in enumerate(zip(first[:end], second[:end], strict=True)):
             if one.kind == "allocate" and one.label != "cublas":  # a part of the rest
@@ -120,11 +124,18 @@ def predict_language_model(
     config = _configuration(transformers, config)
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is not None and sequence > most:
-        raise ValueError(f"sequence is {sequence}; the model has {most} positions (max_position_embeddings)")
+        raise ValueError(
+            f"sequence is {sequence}; the model has {most} positions (max_position_embeddings)"
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("quantised weights are not predicted: take quantization_config out")
-    kind, task = ("Seq2SeqLM", "SEQ_2_SEQ_LM") if config.is_encoder_decoder else ("CausalLM", "CAUSAL_LM")
-    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # peft uses what is deprecated
+    kind, task = (
+        ("Seq2SeqLM", "SEQ_2_SEQ_LM") if config.is_encoder_decoder else ("CausalLM", "CAUSAL_LM")
+    )
+    with (
+        torch.device("meta"),
+        warnings.catch_warnings(action="ignore"),
+    ):  # peft uses what is deprecated
         try:
             auto = getattr(transformers, f"AutoModelFor{kind}")
             model = auto.from_config(config, dtype=getattr(torch, dtype))
@@ -138,7 +149,9 @@ def predict_language_model(
             lora = peft.LoraConfig(r=lora_rank, task_type=task, target_modules=targets)
             model = peft.get_peft_model(model, lora)
         if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         model.train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
@@ -168,13 +181,19 @@ def _configuration(transformers: Any, config: Any) -> Any:
     if isinstance(config, transformers.PretrainedConfig):
         return config
     if not isinstance(config, str | Path):
-        raise TypeError(f"config is {kind_of(config)}; it must be a configuration of transformers or a path")
+        raise TypeError(
+            f"config is {kind_of(config)}; it must be a configuration of transformers or a path"
+        )
     if config in transformers.CONFIG_MAPPING and not Path(config).exists():
         return transformers.AutoConfig.for_model(config)
     try:
-        return transformers.AutoConfig.from_pretrained(config, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(
+            config, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the hub's checks of values have errors of their own
-        reason = str(error) if Path(config).exists() else "not downloaded: give the path of config.json"
+        reason = (
+            str(error) if Path(config).exists() else "not downloaded: give the path of config.json"
+        )
         raise ValueError(f"{str(config)!r}: {' '.join(reason.split())}") from error
 
 

@@ -30,7 +30,12 @@ from linnaeus.integrations.common import (
     warn_of_many_steps,
 )
 from linnaeus.integrations.lightning_loaders import Loaders, Mode, holders, library
-from linnaeus.integrations.lightning_steps import rehearsal, train_step, trial_state, validation_step
+from linnaeus.integrations.lightning_steps import (
+    rehearsal,
+    train_step,
+    trial_state,
+    validation_step,
+)
 
 try:
     from lightning.pytorch import Callback
@@ -94,9 +99,12 @@ class AutoBatch(Callback):  # type: ignore[misc]
         if val_options and not val:
             raise ValueError("val_options is given, but val is False: validation is not searched")
         given = {
-            "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
-            "max_batch_size": max_batch_size, "memory_limit_gb": memory_limit_gb, "multiple_of": multiple_of,
-        }  # fmt: skip
+            "target_memory_fraction": target_memory_fraction,
+            "min_batch_size": min_batch_size,
+            "max_batch_size": max_batch_size,
+            "memory_limit_gb": memory_limit_gb,
+            "multiple_of": multiple_of,
+        }
         checked = checked_options("AutoBatch()", {**given, **options}, _REFUSED)
         for_val = checked_options("val_options", {**checked, **(val_options or {})}, _REFUSED)
         if effective_batch_size is not None:
@@ -118,9 +126,13 @@ class AutoBatch(Callback):  # type: ignore[misc]
                 f"AutoBatch: {getattr(stage, 'value', stage)} keeps its batch size; only fit searches"
             )
             return
-        vars(trainer.strategy).pop("_setup_model", None)  # an earlier fit may have ended before its search
+        vars(trainer.strategy).pop(
+            "_setup_model", None
+        )  # an earlier fit may have ended before its search
         if trainer.fast_dev_run or trainer.limit_train_batches == 0:
-            logger.info("AutoBatch: no search, because fast_dev_run is on or limit_train_batches is 0")
+            logger.info(
+                "AutoBatch: no search, because fast_dev_run is on or limit_train_batches is 0"
+            )
             return
         _check_strategy(trainer)
         strategy = trainer.strategy
@@ -158,7 +170,9 @@ class AutoBatch(Callback):  # type: ignore[misc]
             text += f", accumulate_grad_batches {search.accumulation_steps}"
         if self.val_batch_size is not None:
             text += f", validation {self.val_batch_size}"
-        library(trainer, "utilities.rank_zero").rank_zero_info(f"{text} ({time.monotonic() - started:.1f} s)")
+        library(trainer, "utilities.rank_zero").rank_zero_info(
+            f"{text} ({time.monotonic() - started:.1f} s)"
+        )
 
 
 class _Search:
@@ -171,7 +185,9 @@ class _Search:
         accumulation_steps: what `accumulate_grad_batches` becomes; None leaves it alone.
     """
 
-    def __init__(self, callback: AutoBatch, earlier: Mapping[str, int], trainer: Any, module: Any) -> None:
+    def __init__(
+        self, callback: AutoBatch, earlier: Mapping[str, int], trainer: Any, module: Any
+    ) -> None:
         self.loaders: dict[Mode, Loaders] = {}
         self.results: dict[str, AutoBatchResult] = {}
         self.sizes: dict[str, int] = {}
@@ -203,29 +219,42 @@ class _Search:
         train, val = self._look_at_loaders()
         for mode, loaders in self.loaders.items():
             if callback._make_batch[mode] is None:
-                for sized in loaders.sized:  # now, because the memory that this takes is no part of a trial
+                for (
+                    sized
+                ) in loaders.sized:  # now, because the memory that this takes is no part of a trial
                     sized.order  # noqa: B018
         bounds, effective = (
             {} if train.most is None else {"dataset": train.most},
             callback._effective_batch_size,
         )
-        if val is not None and not self._has_own_val and val.num_batches > 1 and val.most is not None:
+        if (
+            val is not None
+            and not self._has_own_val
+            and val.num_batches > 1
+            and val.most is not None
+        ):
             bounds["limit_val_batches"] = val.most
         if effective is not None:
-            split = self._split(effective, self._options["train"]["max_batch_size"], bounds.get("dataset"))
+            split = self._split(
+                effective, self._options["train"]["max_batch_size"], bounds.get("dataset")
+            )
             bounds["effective_batch"] = split.samples_per_rank  # an error comes before the search
         is_accumulating = trainer.accumulate_grad_batches > 1 or effective is not None
         num_batches = 2 if is_accumulating and self._module.automatic_optimization else 1
         trainer.accumulate_grad_batches = num_batches
         make = callback._make_batch["train"] or train.batch
         size = self._find(
-            "train", partial(train_step, trainer, num_batches),
-            lambda size: (make(size) for _ in range(num_batches)), bounds,
-        )  # fmt: skip
+            "train",
+            partial(train_step, trainer, num_batches),
+            lambda size: (make(size) for _ in range(num_batches)),
+            bounds,
+        )
         if val is not None:
             step = partial(validation_step, trainer, val)
             given = callback._make_batch["val"]
-            make_val = val.numbered_batches if given is None else lambda size: iter([(given(size), 0)])
+            make_val = (
+                val.numbered_batches if given is None else lambda size: iter([(given(size), 0)])
+            )
             if self._has_own_val:
                 val_bounds = {} if val.most is None else {"dataset": val.most}
                 self.sizes["val"] = self._find("val", step, make_val, val_bounds)
@@ -280,9 +309,17 @@ class _Search:
             return make_batch(size)
 
         self.results[mode] = find_size(
-            step, make, self._options[mode], known, source, state=trial_state(self._trainer),
-            mode=mode, device=self._trainer.strategy.root_device, bounds=bounds, predict=False,
-        )  # fmt: skip
+            step,
+            make,
+            self._options[mode],
+            known,
+            source,
+            state=trial_state(self._trainer),
+            mode=mode,
+            device=self._trainer.strategy.root_device,
+            bounds=bounds,
+            predict=False,
+        )
         return self.results[mode].batch_size
 
 

@@ -30,7 +30,9 @@ def library(trainer: Any, name: str) -> Any:
     """A module, such as `utilities.data`, of the trainer's `lightning.pytorch` or `pytorch_lightning`."""
     roots = ("lightning.pytorch", "pytorch_lightning")
     homes = " ".join(base.__module__ for base in type(trainer).__mro__)
-    return importlib.import_module(f"{next(root for root in roots if f'{root}.trainer' in homes)}.{name}")
+    return importlib.import_module(
+        f"{next(root for root in roots if f'{root}.trainer' in homes)}.{name}"
+    )
 
 
 class SizedLoader:
@@ -60,7 +62,9 @@ class SizedLoader:
         if not self._is_fresh:  # on the host, what the loader reads for each batch counts
             self._samples = samples
         # Shallow copies: a collate function may take items out of its samples.
-        return self.loader.collate_fn([copy.copy(sample) for sample in islice(cycle(samples), count)])
+        return self.loader.collate_fn(
+            [copy.copy(sample) for sample in islice(cycle(samples), count)]
+        )
 
     @cached_property
     def order(self) -> Sequence[int]:
@@ -69,7 +73,9 @@ class SizedLoader:
         if order is None:  # any will do
             return range(len(self._source))[: None if self._is_fresh else PROBED]
         if self._is_iterable:
-            raise self._refusal("has samples that differ in size, the largest of which nobody knows")
+            raise self._refusal(
+                "has samples that differ in size, the largest of which nobody knows"
+            )
         return order.tolist()
 
     @cached_property
@@ -81,7 +87,9 @@ class SizedLoader:
                 raise self._refusal("has no length")
             return dataset
         try:  # a copy, so that training still gets what trials read
-            with contextlib.suppress(RuntimeError):  # one of Hugging Face fills a cache that it iterates over
+            with contextlib.suppress(
+                RuntimeError
+            ):  # one of Hugging Face fills a cache that it iterates over
                 copy.deepcopy(dataset)
             stream = copy.deepcopy(dataset)
         except Exception as error:
@@ -143,7 +151,9 @@ class Loaders:
         trainer, needed = self._trainer, 1
         limit = trainer.limit_train_batches if self._mode == "train" else trainer.limit_val_batches
         if self._mode == "train" and trainer.limit_val_batches and trainer.check_val_every_n_epoch:
-            needed = trainer.val_check_interval if isinstance(trainer.val_check_interval, int) else 1
+            needed = (
+                trainer.val_check_interval if isinstance(trainer.val_check_interval, int) else 1
+            )
         if not isinstance(limit, float):
             return needed
         # Lightning rounds this share of the batches down.
@@ -224,9 +234,13 @@ class Loaders:
         data = library(self._trainer, "utilities.data")
         loaders = []
         for sized in self.sized:
-            args, kwargs = data._get_dataloader_init_args_and_kwargs(sized.loader, sized.loader.sampler)
+            args, kwargs = data._get_dataloader_init_args_and_kwargs(
+                sized.loader, sized.loader.sampler
+            )
             loaders.append(
-                data._reinstantiate_wrapped_cls(sized.loader, *args, **{**kwargs, "batch_size": size})
+                data._reinstantiate_wrapped_cls(
+                    sized.loader, *args, **{**kwargs, "batch_size": size}
+                )
             )
         combined = copy.copy(self.combined)
         combined.flattened = loaders
@@ -237,7 +251,9 @@ class Loaders:
         """Samples of an epoch of this rank, where they limit the size; else None."""
         sampler: Any = sized.loader.sampler
         connector = self._trainer._accelerator_connector
-        is_endless = isinstance(sized.loader.dataset, IterableDataset) or not hasattr(sampler, "__len__")
+        is_endless = isinstance(sized.loader.dataset, IterableDataset) or not hasattr(
+            sampler, "__len__"
+        )
         if not sized.follows or is_endless:
             return None
         is_divided = connector.is_distributed and connector.use_distributed_sampler
@@ -245,7 +261,9 @@ class Loaders:
         return -(-len(sampler) // (1 if is_whole else int(self._trainer.world_size)))
 
     def _request(self) -> Any:
-        given = library(self._trainer, "trainer.connectors.data_connector")._request_dataloader(self.source)
+        given = library(self._trainer, "trainer.connectors.data_connector")._request_dataloader(
+            self.source
+        )
         kind = library(self._trainer, "utilities.combined_loader").CombinedLoader
         usual = "max_size_cycle" if self._mode == "train" else "sequential"
         return given if isinstance(given, kind) else kind(given, usual)
@@ -310,6 +328,8 @@ def _attributes_or_items(value: Any) -> dict[Any, Any] | None:
 
 
 def _put_back(content: dict[Any, Any], names: set[Any], plain: dict[Any, Any]) -> None:
-    for name in [name for name, held in content.items() if name not in names and isinstance(held, _PLAIN)]:
+    for name in [
+        name for name, held in content.items() if name not in names and isinstance(held, _PLAIN)
+    ]:
         del content[name]
     content.update(plain)

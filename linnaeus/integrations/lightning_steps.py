@@ -117,8 +117,13 @@ def rehearsal(trainer: Any) -> Iterator[None]:
             stack.callback(restore)
         stack.callback(Contents(_bookkeeping(trainer)).restore)
         # Callbacks, loggers and the profiler see nothing.
-        trainer.callbacks, trainer.profiler = [], library(trainer, "profilers").PassThroughProfiler()
-        trainer.loggers = [library(trainer, "loggers.logger").DummyLogger()] if trainer.loggers else []
+        trainer.callbacks, trainer.profiler = (
+            [],
+            library(trainer, "profilers").PassThroughProfiler(),
+        )
+        trainer.loggers = (
+            [library(trainer, "loggers.logger").DummyLogger()] if trainer.loggers else []
+        )
         with _nothing_fetched(trainer):
             strategy.setup_optimizers(trainer)
         for loop in loops:  # forget the loaders that this has made, and end their workers

@@ -87,7 +87,9 @@ def autobatch(
     if not hasattr(trainer, _LOOP):
         raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer")
     if evaluation and trainer.eval_dataset is None:  # type: ignore[attr-defined]
-        raise ValueError("evaluation is True, but the trainer has no eval_dataset to make batches of")
+        raise ValueError(
+            "evaluation is True, but the trainer has no eval_dataset to make batches of"
+        )
     options["target_memory_fraction"] = target_memory_fraction
     options = checked_options("autobatch()", options)
     eval_options = checked_options("eval_options", {**options, **(eval_options or {})})
@@ -128,7 +130,8 @@ def check_supported(trainer: Any) -> None:
         "a model sharded when it was loaded": sharded,
         "a model on several devices (device_map)": trainer.is_model_parallel,
         "DataParallel on several GPUs in one process; start it with torchrun": args.n_gpu > 1,
-        f"optim={optim!r}, which steps within the backward pass": "layerwise" in optim or "lomo" in optim,
+        f"optim={optim!r}, which steps within the backward pass": "layerwise" in optim
+        or "lomo" in optim,
         "batch_rebalance, whose batches vary in size": strategy == "batch_rebalance",
         "accelerator_config.split_batches over several processes": is_split,
     }
@@ -168,14 +171,19 @@ class _Search:
         if self.effective_batch_size is not None:
             split = self._split(self.effective_batch_size, size)
             warn_of_many_steps(split, trainer.accelerator.num_processes, size)
-            size, args.gradient_accumulation_steps = split.micro_batch_size, split.accumulation_steps
+            size, args.gradient_accumulation_steps = (
+                split.micro_batch_size,
+                split.accumulation_steps,
+            )
         trainer._train_batch_size = args.per_device_train_batch_size = size
         source = "as in the run that is resumed" if size == earlier else "found"
         logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
         if self._evaluates:
             results["val"] = self._search("val")
             args.per_device_eval_batch_size = results["val"].batch_size
-            logger.info("AutoBatch: per_device_eval_batch_size is %d, found", results["val"].batch_size)
+            logger.info(
+                "AutoBatch: per_device_eval_batch_size is %d, found", results["val"].batch_size
+            )
         trainer.autobatch_results = results
 
     @property
@@ -201,7 +209,9 @@ class _Search:
                 whole, rest = divmod(data.num_samples, trainer.accelerator.num_processes)
                 is_dropped = mode == "train" and trainer.args.dataloader_drop_last
                 bounds["dataset"] = whole if is_dropped else whole + bool(rest)
-            if mode == "train" and self.effective_batch_size is not None:  # an error comes before the search
+            if (
+                mode == "train" and self.effective_batch_size is not None
+            ):  # an error comes before the search
                 largest = options["max_batch_size"]
                 split = self._split(self.effective_batch_size, largest, bounds.get("dataset"))
                 bounds["effective_batch"] = split.samples_per_rank
@@ -214,14 +224,21 @@ class _Search:
 
             return find_size(
                 rehearsal.train if mode == "train" else rehearsal.predict,
-                rehearsal.batch_maker(samples, data.collate, num_batches), options, earlier,
-                "the run that is resumed", state=rehearsal.state, mode=mode, device=trainer.args.device,
+                rehearsal.batch_maker(samples, data.collate, num_batches),
+                options,
+                earlier,
+                "the run that is resumed",
+                state=rehearsal.state,
+                mode=mode,
+                device=trainer.args.device,
                 bounds=bounds,
-            )  # fmt: skip
+            )
 
     def _split(self, effective: int, largest: int, epoch: int | None = None) -> Split:
         num_processes, options = self.trainer.accelerator.num_processes, self.options["train"]
-        return split_effective_batch(effective, num_processes, largest, self.trainer.model, options, epoch)
+        return split_effective_batch(
+            effective, num_processes, largest, self.trainer.model, options, epoch
+        )
 
 
 def size_in_checkpoint(folder: str) -> int | None:

@@ -44,12 +44,22 @@ def trial_data(trainer: Any, mode: Mode, samples: Any) -> TrialData:
         argument, datasets = "eval_samples", [*several.values()] or [trainer.eval_dataset]
         loaders = [trainer.get_eval_dataloader(name) for name in several or [None]]
     collate = loaders[0].collate_fn
-    read = [loader.dataset for loader in loaders]  # without the columns that the model does not take
-    is_known = all(hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") for dataset in read)
+    read = [
+        loader.dataset for loader in loaders
+    ]  # without the columns that the model does not take
+    is_known = all(
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") for dataset in read
+    )
     num_samples = max(map(len, read)) if is_known else None
     if samples is not None:
-        if isinstance(samples, str | Mapping) or not hasattr(samples, "__len__") or not len(samples):
-            raise ValueError(f"{argument} is {samples!r:.40}; it must be a list of at least one sample")
+        if (
+            isinstance(samples, str | Mapping)
+            or not hasattr(samples, "__len__")
+            or not len(samples)
+        ):
+            raise ValueError(
+                f"{argument} is {samples!r:.40}; it must be a list of at least one sample"
+            )
         columns = getattr(read[0], "column_names", None)
         if columns is not None:
             samples = [{name: row[name] for name in row if name in columns} for row in samples]

@@ -65,7 +65,9 @@ class Rehearsal:
             trainer.create_optimizer()
             modules, optimizers = held_by(trainer)
             self._modes = [(module, module.training) for module in modules.modules()]
-            trainer.optimizer = accelerator.prepare_optimizer(trainer.optimizer, device_placement=False)
+            trainer.optimizer = accelerator.prepare_optimizer(
+                trainer.optimizer, device_placement=False
+            )
             self._between = _kept(trainer)
             stack.callback(self._forget)
             self._forget()
@@ -100,7 +102,9 @@ class Rehearsal:
         trainer, accelerator, model = self._trainer, self._accelerator, self._model()
         self._set_modes()
         num_batches = len(batches) - 1
-        inputs, num_items = trainer.get_batch_samples(iter(batches[:-1]), num_batches, trainer.args.device)
+        inputs, num_items = trainer.get_batch_samples(
+            iter(batches[:-1]), num_batches, trainer.args.device
+        )
         trainer.current_gradient_accumulation_steps = num_batches
         for number in sorted({0, num_batches - 1}):
             is_last = number == num_batches - 1
@@ -137,7 +141,10 @@ class Rehearsal:
             trainer.preprocess_logits_for_metrics(logits, labels)
 
     def batch_maker(
-        self, samples: Sequence[Any], collate: Callable[[list[Any]], Any], num_batches: Callable[[int], int]
+        self,
+        samples: Sequence[Any],
+        collate: Callable[[list[Any]], Any],
+        num_batches: Callable[[int], int],
     ) -> Callable[[int], list[Any]]:
         """A `make_batch` that makes the batches of one step, and one more, from the first n samples.
 
@@ -164,9 +171,11 @@ class Rehearsal:
             handler, index = self._accelerator.ddp_handler, [self._accelerator.local_process_index]
             is_cpu = self._accelerator.device.type == "cpu"
             self._wrapped = DistributedDataParallel(
-                self._prepared, device_ids=None if is_cpu else index, process_group=self._group,
+                self._prepared,
+                device_ids=None if is_cpu else index,
+                process_group=self._group,
                 **({} if handler is None else handler.to_kwargs()),
-            )  # fmt: skip
+            )
         return self._wrapped
 
 
@@ -175,7 +184,12 @@ def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
 
     Without its model and its optimizer. The modules are one list, so that ranks may hold different ones.
     """
-    known = [*_datasets(trainer), trainer.optimizer, trainer.model_wrapped, *trainer.model.modules()]
+    known = [
+        *_datasets(trainer),
+        trainer.optimizer,
+        trainer.model_wrapped,
+        *trainer.model.modules(),
+    ]
     seen = set(map(id, known))
     modules: list[nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
@@ -205,8 +219,13 @@ def _kept(trainer: Any) -> Contents:
     """What a trainer and what it works with hold in attributes, and accelerate for the whole process."""
     accelerator = trainer.accelerator
     parts = (
-        trainer, trainer.data_collator, trainer.state, trainer.control, trainer.callback_handler, accelerator,
+        trainer,
+        trainer.data_collator,
+        trainer.state,
+        trainer.control,
+        trainer.callback_handler,
+        accelerator,
         accelerator.gradient_state,
-    )  # fmt: skip
+    )
     owners = [vars(owner) for owner in parts if hasattr(owner, "__dict__")]
     return Contents([*owners, *_PROCESS_STATES], set(map(id, _datasets(trainer))))

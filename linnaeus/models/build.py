@@ -15,7 +15,12 @@ from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.lora import add_adapters, check_lora
-from linnaeus.models.timm_source import Source, check_weights_exist, find_source, unusable_weights_error
+from linnaeus.models.timm_source import (
+    Source,
+    check_weights_exist,
+    find_source,
+    unusable_weights_error,
+)
 from linnaeus.models.weights import (
     SavedWeights,
     load_backbone,
@@ -57,7 +62,9 @@ def build_model(
         known = {name: value for name, value in offer.items() if value is not None}
         own = call_target(node, "MODEL", offer=known)
         if not isinstance(own, nn.Module):
-            raise ConfigError(f"MODEL: {node['_target_']} gave a {type(own).__name__}, not an nn.Module")
+            raise ConfigError(
+                f"MODEL: {node['_target_']} gave a {type(own).__name__}, not an nn.Module"
+            )
         return own, f"weights: as {node['_target_']} makes them"
     own_model = "or name your own model in MODEL._target_"
     if taxonomy is None:
@@ -80,12 +87,19 @@ def build_model(
     new = list(taxonomy.num_classes) if saved is None else load_heads(model, saved, taxonomy)
     num_new = min(len(new), 1) if node.HEAD == "marginal" else len(new)
     if saved is not None:
-        num_tensors = sum(".lora_" not in name for name in model.state_dict()) - 2 * num_new  # of a head
-        loaded = f"{num_tensors} tensors of {saved.path}" + (f" ({saved.note})" if saved.note else "")
+        num_tensors = (
+            sum(".lora_" not in name for name in model.state_dict()) - 2 * num_new
+        )  # of a head
+        loaded = f"{num_tensors} tensors of {saved.path}" + (
+            f" ({saved.note})" if saved.note else ""
+        )
     elif node.PRETRAINED and load_weights:
         loaded = source.origin
     elif source.kind or "." in source.name:
-        return model, f"weights: random ({node.NAME} names weights that only MODEL.PRETRAINED True loads)"
+        return (
+            model,
+            f"weights: random ({node.NAME} names weights that only MODEL.PRETRAINED True loads)",
+        )
     else:
         return model, "weights: random"
     heads = f"; new: head{'s' if num_new > 1 else ''} of {', '.join(new)}" if new else ""
@@ -110,7 +124,9 @@ def set_gradient_checkpointing(model: nn.Module, enable: bool = True) -> None:
 
 def _known_parents(taxonomy: Taxonomy) -> tuple[tuple[int, ...], ...]:
     """The parents, of which each level must know at least one."""
-    for above, level, row in zip(taxonomy.levels, taxonomy.levels[1:], taxonomy.parents, strict=False):
+    for above, level, row in zip(
+        taxonomy.levels, taxonomy.levels[1:], taxonomy.parents, strict=False
+    ):
         if max(row) == UNKNOWN:
             raise ConfigError(
                 f"MODEL.HEAD: 'marginal' adds up classes under their parents, but no class of rank "
@@ -126,7 +142,9 @@ def _backbone(
     """The backbone, where timm has it from, and what was read from a file; None where nothing was."""
     for argument, key in _OTHER_KEYS.items():
         if argument in node.KWARGS:
-            raise ConfigError(f"MODEL.KWARGS.{argument}: {node.KWARGS[argument]!r}; use {key} instead")
+            raise ConfigError(
+                f"MODEL.KWARGS.{argument}: {node.KWARGS[argument]!r}; use {key} instead"
+            )
     if node.PRETRAINED and node.WEIGHTS is not None:
         raise ConfigError(
             f"MODEL.WEIGHTS: {node.WEIGHTS!r}, but MODEL.PRETRAINED is True too; keep one of them: "
@@ -135,7 +153,9 @@ def _backbone(
     source = find_source(node.NAME)
     if node.PRETRAINED and load_weights:
         check_weights_exist(source)
-    arguments: dict[str, Any] = {"drop_path_rate": node.DROP_PATH_RATE} if node.DROP_PATH_RATE else {}
+    arguments: dict[str, Any] = (
+        {"drop_path_rate": node.DROP_PATH_RATE} if node.DROP_PATH_RATE else {}
+    )
     if source.cfg.get("fixed_input_size"):
         arguments["img_size"] = img_size
     arguments |= node.KWARGS
@@ -148,7 +168,9 @@ def _backbone(
     try:
         backbone = create()
     except Exception as error:
-        raise ConfigError(f"MODEL: timm cannot build {node.NAME!r} with {arguments}: {error}") from error
+        raise ConfigError(
+            f"MODEL: timm cannot build {node.NAME!r} with {arguments}: {error}"
+        ) from error
     if load_weights and node.WEIGHTS is not None:
         saved = read_weights(node.WEIGHTS)
         return load_backbone(saved, node.NAME, backbone, create), source, saved
@@ -160,7 +182,9 @@ def _backbone(
         raise unusable_weights_error(source, error) from error
     missed = missing_tensors(pretrained, backbone)
     if missed:
-        raise unusable_weights_error(source, ValueError(f"parameters such as {missed[0]!r} are missing"))
+        raise unusable_weights_error(
+            source, ValueError(f"parameters such as {missed[0]!r} are missing")
+        )
     return pretrained, source, None
 
 
@@ -190,4 +214,6 @@ def batchnorm_kind(model: nn.Module) -> str:
     ]
     if not kinds:
         return "none"
-    return "synchronised" if all(isinstance(module, nn.SyncBatchNorm) for module in kinds) else "local"
+    return (
+        "synchronised" if all(isinstance(module, nn.SyncBatchNorm) for module in kinds) else "local"
+    )

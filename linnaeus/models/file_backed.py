@@ -54,7 +54,9 @@ class FileBacked(TorchDispatchMode):
     def _moved(self, tensor: Tensor) -> Tensor:
         num_bytes = tensor.untyped_storage().nbytes()
         with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR", "/var/tmp")) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # or a full disk would be a SIGBUS later
+            os.posix_fallocate(
+                file.fileno(), 0, num_bytes
+            )  # or a full disk would be a SIGBUS later
             pages = mmap.mmap(file.fileno(), num_bytes)
         storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
         place = torch.empty(0, dtype=tensor.dtype)

@@ -29,7 +29,10 @@ class Freezing:
     """
 
     def __init__(
-        self, model: nn.Module, names: frozenset[str] = frozenset(), unfreeze_epoch: int | None = None
+        self,
+        model: nn.Module,
+        names: frozenset[str] = frozenset(),
+        unfreeze_epoch: int | None = None,
     ) -> None:
         self._model = model
         self._names = frozenset(
@@ -82,7 +85,9 @@ class Freezing:
             return None
         parameters = dict(self._model.named_parameters())
         total = sum(parameter.numel() for parameter in parameters.values())
-        until = "" if self._unfreeze_epoch is None else f", until epoch {self._unfreeze_epoch} begins"
+        until = (
+            "" if self._unfreeze_epoch is None else f", until epoch {self._unfreeze_epoch} begins"
+        )
         return (
             f"frozen: {len(self._names)} of {len(parameters)} parameters "
             f"({self.num_elements:,} of {total:,} values){until}"
@@ -109,7 +114,9 @@ def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> F
     matching = (name for pattern in patterns for name in _matching(pattern, names))
     frozen = frozenset(name for name in matching if ".lora_" not in name)
     if len(frozen) == len(names):
-        raise ConfigError(f"MODEL.FREEZE: {node.FREEZE!r} freezes every parameter; leave at least the heads")
+        raise ConfigError(
+            f"MODEL.FREEZE: {node.FREEZE!r} freezes every parameter; leave at least the heads"
+        )
     return Freezing(model, frozen, unfreeze_epoch)
 
 
@@ -118,7 +125,9 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
     found = [name for name in names if fnmatchcase(name, glob)]
     if found:
         return found
-    modules = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
+    modules = {
+        name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)
+    }
     globs = ["backbone", *(f"{module}.*" for module in sorted(modules)), *names]
     close = difflib.get_close_matches(pattern, globs, n=3, cutoff=0.3) or names[:3]
     raise ConfigError(

@@ -45,7 +45,8 @@ class MarginalHead(nn.Module):
         super().__init__()
         self.num_classes = tuple(num_classes)
         leaves = [
-            sorted(set(range(count)) - set(row)) for count, row in zip(num_classes, parents, strict=False)
+            sorted(set(range(count)) - set(row))
+            for count, row in zip(num_classes, parents, strict=False)
         ]
         self.num_leaves = [*map(len, leaves), num_classes[-1]]
         self.leaves = nn.Linear(num_features, sum(self.num_leaves))
@@ -62,11 +63,15 @@ class MarginalHead(nn.Module):
         logits = self.leaves(features)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         log_probabilities = functional.log_softmax(logits, dim=1, dtype=dtype)
-        *coarse_leaves, finest = log_probabilities.split([count for count in self.num_leaves if count], dim=1)
+        *coarse_leaves, finest = log_probabilities.split(
+            [count for count in self.num_leaves if count], dim=1
+        )
         levels = [finest]
         for level in reversed(range(len(self.num_leaves) - 1)):
             has_leaves = self.num_leaves[level] > 0
-            members = torch.cat([coarse_leaves.pop(), levels[-1]], dim=1) if has_leaves else levels[-1]
+            members = (
+                torch.cat([coarse_leaves.pop(), levels[-1]], dim=1) if has_leaves else levels[-1]
+            )
             classes = self.get_buffer(f"classes_{level}")
             levels.append(segment_logsumexp(members, classes, self.num_classes[level]))
         return tuple(reversed(levels))

@@ -43,14 +43,21 @@ def add_adapters(backbone: nn.Module, node: LoraConfig) -> None:
     ends = ", ".join(list(dict.fromkeys(name.rpartition(".")[2] for name in linear))[:12]) or "none"
     chosen = set[str]()
     for pattern in node.TARGETS:
-        named = {name for name in linear if f".{name}".endswith(f".{pattern}") or fnmatchcase(name, pattern)}
+        named = {
+            name
+            for name in linear
+            if f".{name}".endswith(f".{pattern}") or fnmatchcase(name, pattern)
+        }
         if not named:
             found = f"names no linear layer; the model has {ends}. Name those, or leave MODEL.LORA.RANK out"
             raise ConfigError(f"MODEL.LORA.TARGETS: {pattern!r} {found}")
         chosen |= named
     trainable = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
     config = peft.LoraConfig(
-        r=node.RANK, lora_alpha=node.ALPHA or node.RANK, lora_dropout=node.DROPOUT, target_modules=chosen
+        r=node.RANK,
+        lora_alpha=node.ALPHA or node.RANK,
+        lora_dropout=node.DROPOUT,
+        target_modules=chosen,
     )
     peft.inject_adapter_in_model(config, backbone)
     for parameter in trainable:  # peft has frozen them, which is for `Freezing` to do
@@ -60,10 +67,16 @@ def add_adapters(backbone: nn.Module, node: LoraConfig) -> None:
 def merged_weights(state: Mapping[str, Tensor], node: LoraConfig) -> dict[str, Tensor]:
     """The weights W [out, in] without the adapters B [out, RANK] and A [RANK, in]: W + ALPHA / RANK * B A."""
     rank = node.RANK or 1
-    merged = {name.replace(".base_layer.", "."): each for name, each in state.items() if ".lora_" not in name}
+    merged = {
+        name.replace(".base_layer.", "."): each
+        for name, each in state.items()
+        if ".lora_" not in name
+    }
     for name, down in state.items():
         layer, is_adapter, end = name.partition(".lora_A.")
         if is_adapter:
             up = state[f"{layer}.lora_B.{end}"]
-            merged[f"{layer}.weight"] = merged[f"{layer}.weight"] + (node.ALPHA or rank) / rank * up @ down
+            merged[f"{layer}.weight"] = (
+                merged[f"{layer}.weight"] + (node.ALPHA or rank) / rank * up @ down
+            )
     return merged

@@ -49,7 +49,9 @@ class ModelSpec:
         plain = dict(node) if is_target(node) else dataclasses.asdict(node)
         if not is_target(node) and ":" in node.NAME:  # the folder or the hub may not be there later
             source = find_source(node.NAME)
-            given = {name: value for name, value in source.arguments.items() if name not in _OF_THE_DATA}
+            given = {
+                name: value for name, value in source.arguments.items() if name not in _OF_THE_DATA
+            }
             plain |= {"NAME": source.architecture, "KWARGS": given | plain["KWARGS"]}
         index = data.index
         if index is None and data.taxonomy is not None:
@@ -63,7 +65,9 @@ class ModelSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint or a JSON file; `from_dict` reads them."""
-        preprocessing = None if self.preprocessing is None else dataclasses.asdict(self.preprocessing)
+        preprocessing = (
+            None if self.preprocessing is None else dataclasses.asdict(self.preprocessing)
+        )
         return {
             "model": dict(self.node),
             "taxonomy": None if self.index is None else self.index.as_dict(),
@@ -79,7 +83,11 @@ class ModelSpec:
         Raises:
             LookupError, TypeError, ValueError, DataError: it is something else.
         """
-        preprocessing, taxonomy, size = content["preprocessing"], content["taxonomy"], content["img_size"]
+        preprocessing, taxonomy, size = (
+            content["preprocessing"],
+            content["taxonomy"],
+            content["img_size"],
+        )
         return cls(
             node=content["model"],
             index=None if taxonomy is None else LabelIndex.from_dict(taxonomy),
@@ -101,7 +109,10 @@ class ModelSpec:
             node = ModelConfig(**{**values, "LORA": LoraConfig(**values.get("LORA", {}))})
         with preserved_generators():
             model, _ = build_model(
-                node, taxonomy=self.taxonomy, in_chans=self.in_chans, img_size=self.img_size,
+                node,
+                taxonomy=self.taxonomy,
+                in_chans=self.in_chans,
+                img_size=self.img_size,
                 load_weights=False,
-            )  # fmt: skip
+            )
         return model

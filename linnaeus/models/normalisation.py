@@ -37,13 +37,19 @@ def with_normalisation(
     is_users = isinstance(data.DATASET, Mapping)
     is_grey = not is_users and data.DATASET.NAME in ("digits", "fashion_mnist")
     channels = 3 if is_users else 1 if is_grey else data.DATASET.CHANNELS
-    if len(values) < len(_KEYS) or not (lengths == {channels} or (lengths == {3} and channels == 1)):
+    if len(values) < len(_KEYS) or not (
+        lengths == {channels} or (lengths == {3} and channels == 1)
+    ):
         return data, None
-    filled: dict[str, Any] = {key: values[key] if given[key] is None else given[key] for key in _KEYS}
+    filled: dict[str, Any] = {
+        key: values[key] if given[key] is None else given[key] for key in _KEYS
+    }
     note = None
     different = [key for key in _KEYS if list(filled[key] or []) != values[key]]
     if different and saved is None:
-        listed = " and ".join(f"DATA.AUGMENT.{key} {filled[key]} is not {values[key]}" for key in different)
+        listed = " and ".join(
+            f"DATA.AUGMENT.{key} {filled[key]} is not {values[key]}" for key in different
+        )
         note = f"note: {listed}, with which the pretrained weights were trained; null takes theirs"
     return replace(data, AUGMENT=replace(data.AUGMENT, **filled)), note
 

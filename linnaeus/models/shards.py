@@ -25,9 +25,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 METADATA = ".metadata"
 
 _CLASSES = {
-    "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-    "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_get_layout", "PosixPath", "WindowsPath",
-}  # fmt: skip
+    "Metadata",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+    "_StorageInfo",
+    "_get_layout",
+    "PosixPath",
+    "WindowsPath",
+}
 """What `.metadata` may hold beside plain values and dtypes; unpickling anything else could run code."""
 
 
@@ -48,7 +57,9 @@ def replaced(state: Any, values: Mapping[str, Any], name: str = "") -> Any:
     if not isinstance(state, dict):
         return values.get(name, state)
     result = copy(state)  # a module's state dict has versions in its `_metadata`
-    result.update({key: replaced(v, values, f"{name}.{key}".lstrip(".")) for key, v in state.items()})
+    result.update(
+        {key: replaced(v, values, f"{name}.{key}".lstrip(".")) for key, v in state.items()}
+    )
     return result
 
 
@@ -81,7 +92,9 @@ class ShardsReader(FileSystemReader):
     def read_whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state with whole tensors on the CPU in place of those on `meta`."""
         found = named(state).items()
-        tensors = {name: torch.empty_like(v, device="cpu") for name, v in found if is_placeholder(v)}
+        tensors = {
+            name: torch.empty_like(v, device="cpu") for name, v in found if is_placeholder(v)
+        }
         self.check(tensors)
         return replaced(state, tensors)  # type: ignore[no-any-return]
 
@@ -100,7 +113,9 @@ class ShardsReader(FileSystemReader):
                 data.seek(0)
                 part = torch.load(data, weights_only=True)
                 spans = zip(index.offset, part.shape, strict=True)
-                tensors[index.fqn][tuple(slice(start, start + length) for start, length in spans)] = part
+                tensors[index.fqn][
+                    tuple(slice(start, start + length) for start, length in spans)
+                ] = part
 
         with ThreadPoolExecutor(8) as pool:  # checksums do not hold the GIL
             list(pool.map(read, *zip(*self.read_metadata().storage_data.items(), strict=True)))

@@ -49,7 +49,9 @@ class Source:
             return f"{self.name} ({self.architecture})"
         tag, hub = self.cfg.get("tag"), self.cfg.get("hf_hub_id")
         name = f"{self.architecture}.{tag}" if tag else self.architecture
-        return f"timm {name} ({f'hub {hub}' if hub else self.cfg.get('url') or self.cfg.get('file')})"
+        return (
+            f"timm {name} ({f'hub {hub}' if hub else self.cfg.get('url') or self.cfg.get('file')})"
+        )
 
 
 def find_source(name: str) -> Source:
@@ -78,14 +80,18 @@ def find_source(name: str) -> Source:
         reason = " ".join(str(error).split())
         raise ConfigError(f"MODEL.NAME: {name!r} cannot be read: {reason:.300}{remedy}") from error
     if not timm.is_model(architecture):
-        raise ConfigError(f"MODEL.NAME: {name!r} describes {architecture!r}, which is not a timm model")
+        raise ConfigError(
+            f"MODEL.NAME: {name!r} describes {architecture!r}, which is not a timm model"
+        )
     return Source(f"{kind}:{place}", architecture, cfg, kind, arguments)
 
 
 def _listed(name: str) -> Source:
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f"; did you mean {', '.join(close)}?" if close else "; `timm.list_models()` lists them"
+        hint = (
+            f"; did you mean {', '.join(close)}?" if close else "; `timm.list_models()` lists them"
+        )
         raise ConfigError(f"MODEL.NAME: {name!r} is not a timm model{hint}")
     architecture, _, tag = name.partition(".")
     try:
@@ -102,7 +108,9 @@ def _tags(architecture: str) -> str:
     names = timm.list_models(architecture, pretrained=True)
     if names:
         return f"there are weights for {', '.join(names)}"
-    close = difflib.get_close_matches(architecture, timm.list_models(pretrained=True), n=3, cutoff=0.3)
+    close = difflib.get_close_matches(
+        architecture, timm.list_models(pretrained=True), n=3, cutoff=0.3
+    )
     return f"there are none for {architecture!r}, but for {', '.join(close)}"
 
 

@@ -61,14 +61,26 @@ def read_weights(value: str) -> SavedWeights:
         samples = ", within an epoch" if progress.get("samples") else ""
         note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
         levels = content.get("model_spec", {}).get("taxonomy", {}).get("levels")
-        classes = None if levels is None else {level["name"]: list(level["classes"]) for level in levels}
-        content, lora = saved_weights(state), content.get("model_spec", {}).get("model", {}).get("LORA") or {}
+        classes = (
+            None if levels is None else {level["name"]: list(level["classes"]) for level in levels}
+        )
+        content, lora = (
+            saved_weights(state),
+            content.get("model_spec", {}).get("model", {}).get("LORA") or {},
+        )
         if lora.get("RANK"):
-            content, note = merged_weights(content, LoraConfig(**lora)), f"{note}, with its LoRA adapters"
+            content, note = (
+                merged_weights(content, LoraConfig(**lora)),
+                f"{note}, with its LoRA adapters",
+            )
     elif isinstance(content, dict):
-        content = next((content[name] for name in _NESTED if isinstance(content.get(name), dict)), content)
+        content = next(
+            (content[name] for name in _NESTED if isinstance(content.get(name), dict)), content
+        )
     items = content.items() if isinstance(content, dict) else ()
-    found = {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}
+    found = {
+        name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)
+    }
     if not found:
         raise ConfigError(
             f"MODEL.WEIGHTS: {str(path)!r} holds a {type(content).__name__} without tensors by name; save a "
@@ -76,7 +88,9 @@ def read_weights(value: str) -> SavedWeights:
         )
     tensors = dict(timm.models.clean_state_dict(found))  # without the prefixes of wrappers
     prefix = "backbone."
-    backbone = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    backbone = {
+        name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
+    }
     if not backbone:  # all of another file belongs to the backbone
         return SavedWeights(path, tensors, {}, note)
     heads = {name: tensor for name, tensor in tensors.items() if name.startswith("heads.")}
@@ -142,7 +156,9 @@ def _read(path: Path) -> Any:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         # Mapped, where the format allows it: a rank that keeps a shard of each tensor reads one at a time.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
         if is_checkpoint(content) and "shards" in content:
             content["state"] = ShardsReader(path, content["shards"]).read_whole(content["state"])
         return content
@@ -180,8 +196,13 @@ def load_backbone(
     try:
         backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # timm's filters raise what they meet in files that are not theirs
-        raise ConfigError(f"{problem}{type(error).__name__}: {' '.join(str(error).split()):.300}") from error
-    for cfg in (backbone.pretrained_cfg, backbone.default_cfg):  # or every copy of the model would copy them
+        raise ConfigError(
+            f"{problem}{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        ) from error
+    for cfg in (
+        backbone.pretrained_cfg,
+        backbone.default_cfg,
+    ):  # or every copy of the model would copy them
         cfg.pop("state_dict", None)  # type: ignore[operator, union-attr]
     missed = missing_tensors(backbone, untrained, saved.backbone)
     if missed:
@@ -205,9 +226,13 @@ def missing_tensors(
     missed = [
         name
         for name, parameter in loaded.named_parameters()
-        if parameter.requires_grad and torch.equal(parameter, initial[name]) and len(parameter.unique()) > 1
+        if parameter.requires_grad
+        and torch.equal(parameter, initial[name])
+        and len(parameter.unique()) > 1
     ]
-    lacking = {*BATCHNORM_STATISTICS}.difference(name.rpartition(".")[2] for name in file or initial)
+    lacking = {*BATCHNORM_STATISTICS}.difference(
+        name.rpartition(".")[2] for name in file or initial
+    )
     return missed + [name for name in initial if name.rpartition(".")[2] in lacking]
 
 
@@ -221,8 +246,12 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
     own = {level.name: list(level.classes) for level in taxonomy.levels}
     if isinstance(model.heads, MarginalHead):
         shapes = {name: tensor.shape for name, tensor in model.heads.state_dict().items()}
-        found = {name: saved.heads[f"heads.{name}"] for name in shapes if f"heads.{name}" in saved.heads}
-        if saved.classes not in (None, own) or shapes != {name: t.shape for name, t in found.items()}:
+        found = {
+            name: saved.heads[f"heads.{name}"] for name in shapes if f"heads.{name}" in saved.heads
+        }
+        if saved.classes not in (None, own) or shapes != {
+            name: t.shape for name, t in found.items()
+        }:
             return list(own)
         model.heads.load_state_dict(found)
         return []

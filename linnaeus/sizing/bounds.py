@@ -36,7 +36,9 @@ def max_batch_sizes(
         holds at once fit in this rank's part of `HOST_MEMORY_FRACTION` of the available host memory.
     """
     length = dataset_length(data.train if mode == "train" else data.val)
-    samples_per_rank = length // world.world_size if mode == "train" else -(-length // world.world_size)
+    samples_per_rank = (
+        length // world.world_size if mode == "train" else -(-length // world.world_size)
+    )
     pinned = config.PIN_MEMORY and world.device.type == "cuda"
     workers = config.NUM_WORKERS or 0
     num_copies = data.mixing.num_copies if mode == "train" and data.mixing is not None else 0
@@ -44,7 +46,9 @@ def max_batch_sizes(
     bytes_per_rank = HOST_MEMORY_FRACTION * _available_bytes(workers) / world.local_world_size
     return {
         "dataset": max(1, samples_per_rank),
-        "host_memory": largest_host_batch(tensor_bytes, bytes_per_rank / num_batches, pinned=pinned),
+        "host_memory": largest_host_batch(
+            tensor_bytes, bytes_per_rank / num_batches, pinned=pinned
+        ),
     }
 
 

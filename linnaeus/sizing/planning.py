@@ -28,8 +28,9 @@ from linnaeus.training.sharding import check_sharding
 from linnaeus.words import counted
 
 _REMEDIES: dict[str, tuple[str, str, Any]] = {
-    "checkpointing": ("TRAIN", "GRADIENT_CHECKPOINTING", True), "shard": ("DIST", "SHARDING", "full")
-}  # fmt: skip
+    "checkpointing": ("TRAIN", "GRADIENT_CHECKPOINTING", True),
+    "shard": ("DIST", "SHARDING", "full"),
+}
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -61,8 +62,10 @@ class PlannedSizes:
         """Plain values, for a checkpoint."""
         found = {mode: result.as_dict() for mode, result in self.found.items()}
         return {
-            "autobatch": found, "plan": self.plan.as_dict(), "micro_batch_limit": self.micro_batch_limit
-        }  # fmt: skip
+            "autobatch": found,
+            "plan": self.plan.as_dict(),
+            "micro_batch_limit": self.micro_batch_limit,
+        }
 
 
 def size_origin(mode: Mode, data: DataConfig, found: AutoBatchResult | None) -> SizeOrigin:
@@ -82,14 +85,19 @@ def size_origin(mode: Mode, data: DataConfig, found: AutoBatchResult | None) -> 
             key=f"DATA.BATCH_SIZE{suffix}",
             alternatives=(f"DATA.AUTOBATCH.ENABLED{suffix} True",),
         )
-    fraction_key, fraction = f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{suffix}", found.target_memory_fraction
+    fraction_key, fraction = (
+        f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{suffix}",
+        found.target_memory_fraction,
+    )
     return SizeOrigin(
         found.batch_size,
         f"AutoBatch found {found.batch_size} within a budget of {found.budget_bytes / GIB:.2f} GiB "
         f"({fraction:g} of {found.total_bytes / GIB:.2f} GiB, less what was in use elsewhere then)",
         key=f"DATA.AUTOBATCH.MAX_BATCH_SIZE{suffix}",
         # Where memory was not the limit, a little less of it gives the same size.
-        alternatives=(f"{fraction_key} below {fraction:g}",) if found.limited_by == "memory" else (),
+        alternatives=(f"{fraction_key} below {fraction:g}",)
+        if found.limited_by == "memory"
+        else (),
     )
 
 
@@ -98,19 +106,32 @@ def size_search(
 ) -> tuple[SizeSearch, Callable[[int], BatchPlan]]:
     """The search for batch sizes, and what makes the batch plan for a largest micro-batch size."""
     train, autobatch, num_samples = config.TRAIN, config.DATA.AUTOBATCH, dataset_length(data.train)
-    largest = autobatch.MAX_BATCH_SIZE or num_samples if autobatch.ENABLED else config.DATA.BATCH_SIZE
-    sizes = {"max_micro_batch_size": largest, "world_size": world.world_size, "num_samples": num_samples}
+    largest = (
+        autobatch.MAX_BATCH_SIZE or num_samples if autobatch.ENABLED else config.DATA.BATCH_SIZE
+    )
+    sizes = {
+        "max_micro_batch_size": largest,
+        "world_size": world.world_size,
+        "num_samples": num_samples,
+    }
     facts = plan_facts(assembly, config.MODEL, train, **sizes)
     search = SizeSearch(
-        config.DATA, train, data, assembly, world, config.EXPERIMENT.SEED,
+        config.DATA,
+        train,
+        data,
+        assembly,
+        world,
+        config.EXPERIMENT.SEED,
         max_samples_per_rank=max_samples_per_rank(train, facts),
         find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS,
         console=console if world.is_main else None,
-    )  # fmt: skip
+    )
 
     def plan_for(size: int) -> BatchPlan:
         name = "AUTOBATCH.MAX_BATCH_SIZE" if autobatch.ENABLED else "BATCH_SIZE"
-        fitting = dataclasses.replace(facts, max_micro_batch_size=size, batch_size_key=f"DATA.{name}")
+        fitting = dataclasses.replace(
+            facts, max_micro_batch_size=size, batch_size_key=f"DATA.{name}"
+        )
         return plan_batches(train, config.OPTIMIZER, config.SCHEDULE, fitting)
 
     return search, plan_for
@@ -136,7 +157,8 @@ def find_planned_sizes(
     """
     content, batch_size = checkpoint or {}, search.config.BATCH_SIZE
     earlier = {
-        mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in content.get("autobatch", {}).items()
+        mode: AutoBatchResult.from_dict(mode, entry)
+        for mode, entry in content.get("autobatch", {}).items()
     }
     sizes = {mode: result.batch_size for mode, result in earlier.items()}
     limit = content.get("micro_batch_limit")
@@ -152,7 +174,11 @@ def find_planned_sizes(
     config = dataclasses.replace(search.config, BATCH_SIZE=min(batch_size, limit))
     found = find_sizes(dataclasses.replace(search, config=config), {**sizes, "train": limit})
     if "train" in found:  # the size of the checkpoint only gives the effective batch
-        limit, batch_size, found["train"] = found["train"].batch_size, sizes["train"], earlier["train"]
+        limit, batch_size, found["train"] = (
+            found["train"].batch_size,
+            sizes["train"],
+            earlier["train"],
+        )
     return PlannedSizes(found, plan_for(batch_size).limited(limit), limit)
 
 
@@ -162,7 +188,9 @@ def _planned(
     """A training size, lowered until all micro-batch sizes of its plan have run; and that plan."""
     while True:
         plan = plan_for(result.batch_size)
-        untried = {stage.micro_batch_size for stage in plan.stages} - _sizes_run(result, search.world)
+        untried = {stage.micro_batch_size for stage in plan.stages} - _sizes_run(
+            result, search.world
+        )
         if not untried:
             return result, plan
         with search.on_ranks("train") as search_all:
@@ -188,11 +216,15 @@ class Ladder:
         names = config.DATA.AUTOBATCH.FIT if config.DATA.AUTOBATCH.ENABLED else ["none"]
         names = names if checkpoint is None else names[:1]
         if "shard" in names and not world.is_distributed:
-            raise ConfigError("DATA.AUTOBATCH.FIT: shard needs several processes, as torchrun starts them")
+            raise ConfigError(
+                "DATA.AUTOBATCH.FIT: shard needs several processes, as torchrun starts them"
+            )
         check_sharding(_with_remedies(config, names).DIST, config.TRAIN, world)
         self._tried = [*(checkpoint or {}).get("autobatch", {}).get("train", {}).get("fit", ())]
         self._is_listed, self.is_done = checkpoint is None and names != ["none"], False
-        self._rival: tuple[float, str, Config] | None = None  # samples per second, without checkpointing
+        self._rival: tuple[float, str, Config] | None = (
+            None  # samples per second, without checkpointing
+        )
         self._name, *self._left = names
         earlier = [entry["remedy"] for entry in self._tried]  # the last one was in use
         self.config = _with_remedies(
@@ -203,7 +235,9 @@ class Ladder:
     def attempt(self, search: SizeSearch) -> Iterator[SizeSearch]:
         """The search of `config`; a `TooSmallError` switches on the next remedy instead of ending the run."""
         if "checkpointing" in self._left:
-            set_gradient_checkpointing(search.assembly.model)  # a model without it raises before the search
+            set_gradient_checkpointing(
+                search.assembly.model
+            )  # a model without it raises before the search
             set_gradient_checkpointing(search.assembly.model, enable=False)
         smallest = search.config.AUTOBATCH.MIN_BATCH_SIZE
         wanted = smallest if smallest > 1 else search.max_samples_per_rank or 1
@@ -216,7 +250,9 @@ class Ladder:
             self._go_on(f"{wanted} samples do not fit ({str(error).partition('. ')[0]})")
         except AutoBatchError as error:
             tried = ", ".join(entry["remedy"] for entry in self._tried)
-            error.args = (f"{error} DATA.AUTOBATCH.FIT has tried {tried}." if tried else str(error),)
+            error.args = (
+                f"{error} DATA.AUTOBATCH.FIT has tried {tried}." if tried else str(error),
+            )
             raise
 
     def noted(self, sized: PlannedSizes) -> PlannedSizes:
@@ -232,7 +268,9 @@ class Ladder:
             if self._rival is not None and self._rival[0] >= speed:
                 (before, self._name, self.config), self._rival, self._left = self._rival, None, []
                 self.is_done = False
-                logger.info("AutoBatch: %.4g samples per second, %.4g without checkpointing", speed, before)
+                logger.info(
+                    "AutoBatch: %.4g samples per second, %.4g without checkpointing", speed, before
+                )
             elif speed and self._left[:1] == ["checkpointing"]:
                 self._rival, self.is_done = (speed, self._name, self.config), False
                 self._go_on(f"to compare with {speed:.4g} samples per second")

@@ -63,7 +63,10 @@ class SearchProgress(SearchLog):
         super().trial_finished(trial, budget_bytes)
         peak = of_budget = ""
         if trial.peak_bytes is not None:
-            peak, of_budget = gib(trial.peak_bytes), f"{trial.peak_bytes / max(budget_bytes, 1):.1%}"
+            peak, of_budget = (
+                gib(trial.peak_bytes),
+                f"{trial.peak_bytes / max(budget_bytes, 1):.1%}",
+            )
         seconds = f"{trial.seconds:.2f}"
         self._row(self.num_trials, trial.size, trial.status, peak, of_budget, seconds, self.note)
         last = trial.status if trial.peak_bytes is None else f"{peak} of {gib(budget_bytes)} GiB"
@@ -159,7 +162,9 @@ def summary(result: AutoBatchResult) -> str:
 
 def _room_above(result: AutoBatchResult, key: str) -> str:
     """What the bound leaves of the budget, and the size that a line through the largest peaks points to."""
-    peaks = {trial.size: trial.peak_bytes for trial in result.trials if trial.peak_bytes is not None}
+    peaks = {
+        trial.size: trial.peak_bytes for trial in result.trials if trial.peak_bytes is not None
+    }
     used_bytes = peaks.get(result.batch_size)
     if used_bytes is None or used_bytes >= result.budget_bytes:
         return ""

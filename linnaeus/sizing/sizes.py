@@ -125,30 +125,35 @@ class SizeSearch:
         is_training = mode == "train"
         is_silent = alone and self.is_sharded
         with (
-            stepping_alone(self.assembly.state if is_silent else ()), self._frozen_as_in_last_epoch(),
-            log_level(self.config.AUTOBATCH, mode), BatchSizeFinder(
-            training.step if is_training else self.assembly.validation_step,
-            partial(training.batches, spec) if is_training else validation_batch,
-            settings or self.settings(mode),
-            state=self.assembly.state,
-            mode=mode,
-            device=self.world.device,
-            bounds=self._bounds(mode, spec),
-            batches_per_step=training.num_micro_batches if is_training else 1,
-            train_once=None if trained_at is None else train_once,
-            before_trial=lambda size: training.discard_wrapper() if is_training else None,
-            observer=SearchProgress(mode, status, self.console),
-            names=keys(mode),
-            # The finder measures what training has left when validation is searched.
-            predict=partial(self.predict, mode, with_training=is_training),
-            empties_cache=True,  # before and after each validation
-        ) as finder):  # fmt: skip
+            stepping_alone(self.assembly.state if is_silent else ()),
+            self._frozen_as_in_last_epoch(),
+            log_level(self.config.AUTOBATCH, mode),
+            BatchSizeFinder(
+                training.step if is_training else self.assembly.validation_step,
+                partial(training.batches, spec) if is_training else validation_batch,
+                settings or self.settings(mode),
+                state=self.assembly.state,
+                mode=mode,
+                device=self.world.device,
+                bounds=self._bounds(mode, spec),
+                batches_per_step=training.num_micro_batches if is_training else 1,
+                train_once=None if trained_at is None else train_once,
+                before_trial=lambda size: training.discard_wrapper() if is_training else None,
+                observer=SearchProgress(mode, status, self.console),
+                names=keys(mode),
+                # The finder measures what training has left when validation is searched.
+                predict=partial(self.predict, mode, with_training=is_training),
+                empties_cache=True,  # before and after each validation
+            ) as finder,
+        ):
             yield finder
         training.discard_wrapper()
         gc.collect()  # frees the wrapper with its hooks on the parameters
 
     @contextmanager
-    def on_ranks(self, mode: Mode, trained_at: int | None = None) -> Iterator[Callable[..., AutoBatchResult]]:
+    def on_ranks(
+        self, mode: Mode, trained_at: int | None = None
+    ) -> Iterator[Callable[..., AutoBatchResult]]:
         """`search_on_ranks` for one mode, with all but `found` and `size` given; every rank must enter it."""
         warm_up_collectives(self.world)
         with (
@@ -156,10 +161,14 @@ class SizeSearch:
             StatusLine(self.console if is_shown else None) as line,
         ):
             yield partial(
-                search_on_ranks, partial(self.finder, mode, trained_at=trained_at), self.settings(mode),
-                self.world.control, show=line.update, names=keys(mode),
+                search_on_ranks,
+                partial(self.finder, mode, trained_at=trained_at),
+                self.settings(mode),
+                self.world.control,
+                show=line.update,
+                names=keys(mode),
                 agree=mode == "train" and self.wanted is not None,
-            )  # fmt: skip
+            )
 
     def predict(self, mode: Mode, *, with_training: bool = True) -> Prediction:
         """Predict a mode's step, for the allocator alone; the wrapper around it is described by its buckets.
@@ -173,7 +182,9 @@ class SizeSearch:
             UntraceableError: the step needs the values of a tensor; the message names the operation.
         """
         has_buckets = self.world.is_distributed and with_training and not self.is_sharded
-        alone = dataclasses.replace(self, world=World(torch.device("meta")), assembly=_on_meta(self.assembly))
+        alone = dataclasses.replace(
+            self, world=World(torch.device("meta")), assembly=_on_meta(self.assembly)
+        )
         specs = {each: self.spec(each) for each in ("train", mode)}
         training, validation_step = _TrialTraining(alone), alone.assembly.validation_step
 
@@ -203,7 +214,9 @@ class SizeSearch:
     def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
         """Makes each batch when it is asked for: as in training, only one exists at a time."""
         device, channels_last = self.world.device, self.train.CHANNELS_LAST
-        if device.type == "cpu" and not self.config.NUM_WORKERS:  # loading takes memory of the device
+        if (
+            device.type == "cpu" and not self.config.NUM_WORKERS
+        ):  # loading takes memory of the device
             return (spec.load(size) for _ in range(num_batches))
         return (spec.make(size, device, channels_last=channels_last) for _ in range(num_batches))
 
@@ -217,15 +230,23 @@ class SizeSearch:
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
         """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""
-        bounds = max_batch_sizes(self.config, self.data, mode, self.world, tensor_bytes=spec.tensor_bytes)
+        bounds = max_batch_sizes(
+            self.config, self.data, mode, self.world, tensor_bytes=spec.tensor_bytes
+        )
         wanted = self.max_samples_per_rank
         # A bound below the smallest size would end the search; the plan splits the size found instead.
-        if mode == "train" and wanted is not None and wanted >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE):
+        if (
+            mode == "train"
+            and wanted is not None
+            and wanted >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE)
+        ):
             bounds["effective_batch"] = wanted
         return bounds
 
 
-def find_sizes(search: SizeSearch, earlier: Mapping[str, int] | None = None) -> dict[str, AutoBatchResult]:
+def find_sizes(
+    search: SizeSearch, earlier: Mapping[str, int] | None = None
+) -> dict[str, AutoBatchResult]:
     """Search each mode that the configuration asks for; see `search_on_ranks`. Every rank must call this.
 
     Args:
@@ -247,16 +268,32 @@ def find_sizes(search: SizeSearch, earlier: Mapping[str, int] | None = None) -> 
             result = search_all(size=None if size is None else min(size, most or size))
             if search.is_sharded:
                 status = RankStatus(control=search.world.control)
-                make_finder = partial(search.finder, mode, status, trained_at=trained_at, alone=False)
+                make_finder = partial(
+                    search.finder, mode, status, trained_at=trained_at, alone=False
+                )
                 result = confirm_jointly(
-                    result, make_finder, search_all, status, search.settings(mode), keys(mode),
+                    result,
+                    make_finder,
+                    search_all,
+                    status,
+                    search.settings(mode),
+                    keys(mode),
                     agree=mode == "train" and search.wanted is not None,
-                )  # fmt: skip
-        if mode == "train" and result.limited_by in ("memory", "max_trials", "timeout", "throughput"):
+                )
+        if mode == "train" and result.limited_by in (
+            "memory",
+            "max_trials",
+            "timeout",
+            "throughput",
+        ):
             is_fast = result.limited_by == "throughput"  # then larger ones may fit
-            sizes_run = (trial.size for trial in result.trials if is_fast and trial.status == "fits")
+            sizes_run = (
+                trial.size for trial in result.trials if is_fast and trial.status == "fits"
+            )
             if (largest := max([result.batch_size, *sizes_run])) < (search.wanted or 0):
-                raise TooSmallError(f"largest {largest} within {result.budget_bytes / GIB:.2f} GiB", largest)
+                raise TooSmallError(
+                    f"largest {largest} within {result.budget_bytes / GIB:.2f} GiB", largest
+                )
         if size is not None:
             is_kept = result.batch_size == size
             limited_by = "checkpoint" if is_kept else result.limited_by
@@ -264,8 +301,12 @@ def find_sizes(search: SizeSearch, earlier: Mapping[str, int] | None = None) -> 
             if not is_kept:
                 logger.info(
                     "AutoBatch %s: the checkpoint's batch size %d is not kept, going on with %d (limited by "
-                    "%s)", mode, size, result.batch_size, limited_by,
-                )  # fmt: skip
+                    "%s)",
+                    mode,
+                    size,
+                    result.batch_size,
+                    limited_by,
+                )
         found[mode] = result
     search.assembly.metrics.reset()
     return found
@@ -310,9 +351,11 @@ class _TrialTraining:
         search, step = self._search, self._train_step
         if not self._is_wrapped:
             step.model = wrap(
-                search.assembly.model, search.world, single_rank=True,
+                search.assembly.model,
+                search.world,
+                single_rank=True,
                 find_unused_parameters=search.find_unused_parameters,
-            )  # fmt: skip
+            )
             step.probe = self._probe(step.model)
             self._is_wrapped = True
         if step.probe is not None:

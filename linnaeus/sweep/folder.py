@@ -16,7 +16,15 @@ import yaml
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError
-from linnaeus.files import CHECKPOINTS, STUDY, SWEEP, link_new, read_json, suggest_path, write_text_atomically
+from linnaeus.files import (
+    CHECKPOINTS,
+    STUDY,
+    SWEEP,
+    link_new,
+    read_json,
+    suggest_path,
+    write_text_atomically,
+)
 from linnaeus.run_folder import (
     RUN_FILES,
     Claim,
@@ -139,7 +147,10 @@ class Sweep:
             )
         if (self.folder / SWEEP).exists():
             self._check_same(Sweep.read(self.folder))
-        elif any(holds_run(self.folder / run["name"]) for run in self.runs) or (self.folder / STUDY).exists():
+        elif (
+            any(holds_run(self.folder / run["name"]) for run in self.runs)
+            or (self.folder / STUDY).exists()
+        ):
             raise ConfigError(
                 f"EXPERIMENT.NAME: {self.folder} has runs of these values and no {SWEEP} that says what they "
                 "are: give the sweep another name"
@@ -186,11 +197,16 @@ class Sweep:
 
     def _check_same(self, earlier: Sweep) -> None:
         """Refuse a folder that holds other runs."""
-        mine, others = ({run["name"]: run["config"] for run in sweep.runs} for sweep in (self, earlier))
+        mine, others = (
+            {run["name"]: run["config"] for run in sweep.runs} for sweep in (self, earlier)
+        )
         differs = ""
         if (self.trials is None) != (earlier.trials is None):
             differs = f"a {'grid' if earlier.trials is None else 'search'}"
-        elif self.trials is not None and (self.metric, _space(self)) != (earlier.metric, _space(earlier)):
+        elif self.trials is not None and (self.metric, _space(self)) != (
+            earlier.metric,
+            _space(earlier),
+        ):
             differs = "a search with other keys, values or another metric"
         elif mine.keys() != others.keys():
             differs = "a sweep with other values"
@@ -206,7 +222,9 @@ class Sweep:
     def grid(self) -> list[SweepRun]:
         """The runs of a grid, in their order; none of a search."""
         entries = self.runs if self.trials is None else []
-        return [SweepRun(self.folder / run["name"], run["values"], run["config"]) for run in entries]
+        return [
+            SweepRun(self.folder / run["name"], run["values"], run["config"]) for run in entries
+        ]
 
     def repeat_failed(self) -> None:
         """Forget that runs of a grid have failed: workers take them again, from their checkpoints."""

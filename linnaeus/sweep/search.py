@@ -63,9 +63,10 @@ class Study:
                 journal = optuna.storages.journal
                 self.study = optuna.create_study(
                     storage=optuna.storages.JournalStorage(journal.JournalFileBackend(path)),
-                    study_name="sweep", load_if_exists=True,
+                    study_name="sweep",
+                    load_if_exists=True,
                     direction="minimize" if smaller_is_better else "maximize",
-                )  # fmt: skip
+                )
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ConfigError(
                     f"EXPERIMENT.NAME: {path} is damaged; give the search another name"
@@ -153,7 +154,9 @@ class Study:
             told = self._states.PRUNED
         elif state.status != "failed":
             return
-        with suppress(self.optuna.exceptions.UpdateFinishedTrialError):  # by another worker, just now
+        with suppress(
+            self.optuna.exceptions.UpdateFinishedTrialError
+        ):  # by another worker, just now
             self.study.tell(number, value, state=told, skip_if_finished=True)
 
     def best(self) -> str | None:

@@ -26,9 +26,20 @@ GRACE_S = 180
 CONTROLLER_S = 600
 """Longest wait for a controller that does not answer, in seconds."""
 RETRY_S = 5.0
-FLAGS = ("contiguous", "exclusive", "hold", "nice", "oversubscribe", "reboot", "spread-job", "use-min-nodes")
+FLAGS = (
+    "contiguous",
+    "exclusive",
+    "hold",
+    "nice",
+    "oversubscribe",
+    "reboot",
+    "spread-job",
+    "use-min-nodes",
+)
 """Options of sbatch that need no value; others are written as NAME= on our command line."""
-_ONE_TASK = "each node has one task, which starts a process for each GPU; give nodes=N gpus-per-node=N"
+_ONE_TASK = (
+    "each node has one task, which starts a process for each GPU; give nodes=N gpus-per-node=N"
+)
 REFUSED = {
     "array": "a sweep makes the array; --jobs N is the number of workers",
     **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus"), _ONE_TASK),
@@ -93,7 +104,8 @@ def script(
         **({"array": f"0-{jobs - 1}"} if jobs > 1 else {}),
     }
     lines = [
-        f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in {**ours, **options}.items()
+        f"#SBATCH --{key}" + (f"={value}" if value else "")
+        for key, value in {**ours, **options}.items()
     ]
     # In the place of the shell: signals to the script are then for the process.
     command = shlex.join([sys.executable, "-u", "-m", "linnaeus.sweep.slurm", *words])
@@ -110,7 +122,9 @@ def workers_script(folder: Path, options: LaunchOptions, jobs: int = 1) -> str:
 def check_sbatch() -> None:
     """Raise `ConfigError` where there is no SLURM."""
     if shutil.which("sbatch") is None:
-        raise ConfigError("--launcher slurm: there is no sbatch here; go to a login node of the cluster")
+        raise ConfigError(
+            "--launcher slurm: there is no sbatch here; go to a login node of the cluster"
+        )
 
 
 def submit(folder: Path, text: str) -> str:
@@ -128,18 +142,28 @@ def submit(folder: Path, text: str) -> str:
     kept = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
     kept.write_text(text, encoding="utf-8")
     # Of the job that this command may be in: options of sbatch, and the number of an array's task.
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SBATCH_", "SLURM_"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SBATCH_", "SLURM_"))
+    }
     env |= {"SLURM_CONF": os.environ["SLURM_CONF"]} if "SLURM_CONF" in os.environ else {}
     done = _call("sbatch", "--parsable", str(kept), env=env)
     number = re.search(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
     if done.returncode == 0 and number is not None:
         return number[1]
     said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-    raise LinnaeusError(f"--launcher slurm: the job is not submitted: {said}; look with squeue --me")
+    raise LinnaeusError(
+        f"--launcher slurm: the job is not submitted: {said}; look with squeue --me"
+    )
 
 
 def submit_command(
-    options: LaunchOptions, command: str, words: Sequence[str], with_torchrun: bool, run: Path | None
+    options: LaunchOptions,
+    command: str,
+    words: Sequence[str],
+    with_torchrun: bool,
+    run: Path | None,
 ) -> str:
     """Submit one command, whose words have been checked, as one job: `linnaeus train --launcher slurm`.
 
@@ -174,9 +198,15 @@ def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Com
     """Run a command of SLURM; one that is not there, or does not answer, has failed."""
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=env,
-            timeout=120, start_new_session=True,  # Ctrl-C in the terminal would break it off
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=env,
+            timeout=120,
+            start_new_session=True,  # Ctrl-C in the terminal would break it off
+        )
     except FileNotFoundError:
         said = f"there is no {command[0]} here"
     except subprocess.TimeoutExpired:
@@ -200,9 +230,15 @@ def prefix(env: Mapping[str, str], endpoint: str, *, alone: bool = False) -> lis
     if alone:
         return python
     return [
-        *python, "linnaeus.sweep.torchrun", f"--nnodes={nodes}", f"--nproc-per-node={per_node}",
-        f"--rdzv-id={env['SLURM_JOB_ID']}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "-m",
-    ]  # fmt: skip
+        *python,
+        "linnaeus.sweep.torchrun",
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={per_node}",
+        f"--rdzv-id={env['SLURM_JOB_ID']}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        "-m",
+    ]
 
 
 def _per_node(env: Mapping[str, str]) -> int:
@@ -238,7 +274,9 @@ def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
     deadline = time.monotonic() + CONTROLLER_S
     while True:
         done = _call("scontrol", *words)
-        is_away = re.search("unable to contact|connect failure|refused|timed out", done.stderr, re.IGNORECASE)
+        is_away = re.search(
+            "unable to contact|connect failure|refused|timed out", done.stderr, re.IGNORECASE
+        )
         if done.returncode == 0 or not is_away or time.monotonic() > deadline:
             return done
         time.sleep(RETRY_S)
@@ -271,7 +309,9 @@ def _queue_again(received: Sequence[int], has_progress: bool) -> None:
         if not was_preempted(_scontrol("--oneliner", "show", "job", job).stdout):
             return
     elif not has_progress and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-        print("not queued again: its time was over before anything new was saved; give it more (time=...)")
+        print(
+            "not queued again: its time was over before anything new was saved; give it more (time=...)"
+        )
         return
     print(f"queued again, because {why}", flush=True)
     if said := _scontrol("requeue", job).stderr.strip():
@@ -280,7 +320,9 @@ def _queue_again(received: Sequence[int], has_progress: bool) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Do what a job was submitted for; returns the exit code."""
-    from linnaeus.sweep.folder import Sweep  # here: every command imports this module for its options
+    from linnaeus.sweep.folder import (
+        Sweep,
+    )  # here: every command imports this module for its options
     from linnaeus.sweep.worker import Child, Worker, saved_at
 
     env, words = _environment(os.environ), [*argv]

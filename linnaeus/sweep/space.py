@@ -77,7 +77,9 @@ class Space:
         """Points with each end and each choice: what is wrong with a key alone shows in one of them."""
         count = max(len(axis.ends()) for axis in self.axes)
         for number in range(count):
-            yield self.combination({axis.key: axis.ends()[number % len(axis.ends())] for axis in self.axes})
+            yield self.combination(
+                {axis.key: axis.ends()[number % len(axis.ends())] for axis in self.axes}
+            )
 
 
 def read_space(argv: Sequence[str]) -> Space:
@@ -93,7 +95,11 @@ def read_space(argv: Sequence[str]) -> Space:
     space = Space(line, _overrides=effective(line))
     for override in space._overrides:
         try:
-            axis = None if override.delete or override.text is None else _axis(override.key, override.text)
+            axis = (
+                None
+                if override.delete or override.text is None
+                else _axis(override.key, override.text)
+            )
             if axis is not None:
                 check_may_be_swept(axis.key)
                 space.axes.append(axis)
@@ -113,7 +119,9 @@ def _axis(key: str, text: str) -> Axis | None:
         value = OverridesParser.create().parse_override(f"value={text}").value()
     except (HydraException, RecursionError):
         if "interval" in text:
-            raise ValueError(f"{text!r} is no interval; write interval(low,high) with two numbers") from None
+            raise ValueError(
+                f"{text!r} is no interval; write interval(low,high) with two numbers"
+            ) from None
         value = None
     if isinstance(value, IntervalSweep):
         return _interval(key, text, value)
@@ -126,8 +134,12 @@ def _interval(key: str, text: str, value: IntervalSweep) -> Axis:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"{text!r}: the first end of an interval is to be below the second")
     if _type_of(key) in (str, bool):
-        raise ValueError(f"{text!r}: an interval has numbers, and this key takes none; list its values")
-    is_log = "log" in value.tags or ("linear" not in value.tags and low > 0 and high / low >= LOG_RATIO)
+        raise ValueError(
+            f"{text!r}: an interval has numbers, and this key takes none; list its values"
+        )
+    is_log = "log" in value.tags or (
+        "linear" not in value.tags and low > 0 and high / low >= LOG_RATIO
+    )
     if is_log and low <= 0:
         raise ValueError(f"{text!r}: tag(log, ...) needs ends above 0")
     is_whole = isinstance(value.start, int) or _type_of(key) is int

@@ -37,12 +37,18 @@ def sweep_values(text: str) -> list[str]:
         return [text]
     value = override.value()
     try:
-        if isinstance(value, RangeSweep):  # Hydra adds the step up, so that 0.1 four times is less than 0.4
-            start, stop, step = (float(number or 0) for number in (value.start, value.stop, value.step))
+        if isinstance(
+            value, RangeSweep
+        ):  # Hydra adds the step up, so that 0.1 four times is less than 0.4
+            start, stop, step = (
+                float(number or 0) for number in (value.start, value.stop, value.step)
+            )
             count = math.ceil((stop - start) / step - 1e-9) if step else 0
             found = [_typed(start + number * step) for number in range(count)]
         else:
-            found = [_typed(value) for value in override.sweep_iterator(transformer=Transformer.identity)]
+            found = [
+                _typed(value) for value in override.sweep_iterator(transformer=Transformer.identity)
+            ]
     except HydraException:
         found = []
     if not found:

@@ -63,7 +63,9 @@ class Child:
         with handled(SIGNALS, self._handle):
             yield
 
-    def run(self, command: Sequence[str], env: Mapping[str, str], output: Path | None, cwd: Path) -> int:
+    def run(
+        self, command: Sequence[str], env: Mapping[str, str], output: Path | None, cwd: Path
+    ) -> int:
         """Run a command to its end; returns its exit code, negative for a signal.
 
         Args:
@@ -75,16 +77,23 @@ class Child:
         with open(output or os.devnull, "ab") as file:  # noqa: PTH123
             stream = None if output is None else file
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream and subprocess.STDOUT,
-                env={**env, "PYTHONUNBUFFERED": "1"}, cwd=cwd, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream and subprocess.STDOUT,
+                env={**env, "PYTHONUNBUFFERED": "1"},
+                cwd=cwd,
+                start_new_session=True,
+            )
             self._pass_on()
             try:
                 code = self._process.wait()
             finally:
                 self._process = None
         if self._is_step and not self.received and code - 128 in SIGNALS:
-            self.received.append(code - 128)  # SLURM has signalled the step alone, as before a preemption
+            self.received.append(
+                code - 128
+            )  # SLURM has signalled the step alone, as before a preemption
         return code
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -125,7 +134,9 @@ class Worker:
         progress: runs that have ended, or have saved a checkpoint here.
     """
 
-    def __init__(self, sweep: Sweep, prefix: Sequence[str], env: Mapping[str, str], child: Child) -> None:
+    def __init__(
+        self, sweep: Sweep, prefix: Sequence[str], env: Mapping[str, str], child: Child
+    ) -> None:
         self.progress = 0
         self._sweep, self._prefix, self._env, self._child = sweep, prefix, env, child
         self._tries: Counter[Path] = Counter()
@@ -157,7 +168,10 @@ class Worker:
                 if self._study is not None:
                     self._study.tell_ended()
                 state = read_state(run.folder)
-                print(f"{run.title}: {state.status}{f': {state.reason}' if state.reason else ''}", flush=True)
+                print(
+                    f"{run.title}: {state.status}{f': {state.reason}' if state.reason else ''}",
+                    flush=True,
+                )
                 if state.status == "failed" and "--metric:" in (state.reason or ""):
                     raise ConfigError(f"--metric: {run.title}: {state.reason}")
         except OSError as error:
@@ -165,8 +179,13 @@ class Worker:
         if self._child.received:
             return 128 + self._child.received[0]
         runs = self._sweep.grid() if self._study is None else [run for _, run in self._study.runs()]
-        states = Counter(read_state(folder).status for folder in dict.fromkeys(run.folder for run in runs))
-        print("no run is left to take:", ", ".join(f"{number} {name}" for name, number in states.items()))
+        states = Counter(
+            read_state(folder).status for folder in dict.fromkeys(run.folder for run in runs)
+        )
+        print(
+            "no run is left to take:",
+            ", ".join(f"{number} {name}" for name, number in states.items()),
+        )
         mine = (read_state(folder).status for folder in self._tries)
         return EXIT_SOME_FAILED if {*mine} & {"failed", "interrupted"} else 0
 
@@ -224,7 +243,9 @@ class Worker:
             return  # as it has noted itself
         is_killed = has_begun or code in (-signal.SIGKILL, 128 + signal.SIGKILL)
         if self._child.received and code != 0:
-            claim.end(128 + self._child.received[0], stopped_reason(folder, self._child.received[0]))
+            claim.end(
+                128 + self._child.received[0], stopped_reason(folder, self._child.received[0])
+            )
         elif code == 0 and (folder / RESULT).is_file():
             claim.end(0)
         elif not is_killed or self._tries[folder] >= TRIES:
@@ -254,7 +275,9 @@ def _newest_sizes(folder: Path) -> list[str]:
         newest = max(folder.parent.glob(f"*/{AUTOBATCH}"), key=lambda file: file.stat().st_mtime)
         found = json.loads(newest.read_text(encoding="utf-8"))
         return [
-            f"DATA.AUTOBATCH.{key}={found[mode]['batch_size']}" for key, mode in STARTS.items() if found[mode]
+            f"DATA.AUTOBATCH.{key}={found[mode]['batch_size']}"
+            for key, mode in STARTS.items()
+            if found[mode]
         ]
     return []
 

@@ -39,7 +39,9 @@ class ClassificationMetrics(nn.Module):
 
     def __init__(self, taxonomy: Taxonomy | None) -> None:
         super().__init__()
-        self._set_level = taxonomy.names[0] if taxonomy is not None and taxonomy.is_multilabel else None
+        self._set_level = (
+            taxonomy.names[0] if taxonomy is not None and taxonomy.is_multilabel else None
+        )
         self._sets: list[tuple[Tensor, Tensor]] = []
         counts = {} if taxonomy is None or self._set_level else taxonomy.num_classes
         parents: Sequence[Sequence[int]] = () if taxonomy is None else taxonomy.parents
@@ -60,7 +62,9 @@ class ClassificationMetrics(nn.Module):
             self.register_buffer(f"parents_{level}", torch.tensor(row), persistent=False)
         self.num_samples = 0
         self.register_buffer("total_loss", torch.zeros(()), persistent=False)
-        self.register_buffer("counts", torch.zeros(len(self._averaged) - 1, 2).long(), persistent=False)
+        self.register_buffer(
+            "counts", torch.zeros(len(self._averaged) - 1, 2).long(), persistent=False
+        )
 
     @torch.no_grad()
     def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
@@ -148,7 +152,9 @@ def _map_and_f1(scores: Tensor, targets: Tensor) -> tuple[float, float]:
         return math.nan, math.nan
     figures = figures_of_sets(scores, targets)
     num_positive, num_predicted, num_correct, average_precision = figures[:4, figures[0] > 0]
-    return float(average_precision.mean()), float((2 * num_correct / (num_positive + num_predicted)).mean())
+    return float(average_precision.mean()), float(
+        (2 * num_correct / (num_positive + num_predicted)).mean()
+    )
 
 
 def figures_of_sets(scores: Tensor, targets: Tensor) -> Tensor:
@@ -167,10 +173,14 @@ def figures_of_sets(scores: Tensor, targets: Tensor) -> Tensor:
     is_known, is_positive = targets != UNKNOWN, targets == 1
     is_predicted = (scores > 0.5) & is_known
     counts = [each.sum(dim=0) for each in (is_positive, is_predicted, is_positive & is_predicted)]
-    figures = torch.stack([*counts, *(torch.full_like(counts[0], math.nan, dtype=torch.float64),) * 3])
+    figures = torch.stack(
+        [*counts, *(torch.full_like(counts[0], math.nan, dtype=torch.float64),) * 3]
+    )
     for label in counts[0].nonzero().flatten().tolist():
         known = is_known[:, label]
-        curve = binary_precision_recall_curve(scores[known, label].double(), is_positive[known, label].long())
+        curve = binary_precision_recall_curve(
+            scores[known, label].double(), is_positive[known, label].long()
+        )
         precision, recall, values = (each.double() for each in curve)
         f1 = (2 * precision * recall / (precision + recall)).nan_to_num(0.0)[:-1]
         thresholds = (values + torch.cat([values.new_zeros(1), values[:-1]])) / 2

@@ -124,9 +124,12 @@ def assemble(
     shards = sharding if sharding is not None and shards_model(sharding, world) else None
     with nullcontext() if shards is None else FileBacked() as values:
         model, weights = build_model(
-            model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size,
+            model_node,
+            taxonomy=taxonomy,
+            in_chans=data.in_chans,
+            img_size=data.img_size,
             load_weights=load_weights,
-        )  # fmt: skip
+        )
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
     freezing.freeze()
@@ -204,7 +207,9 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
             labels = getattr(split, "targets", None)
             if isinstance(labels, torch.Tensor) and bool((labels == UNKNOWN).any()):
                 name = type(criterion.loss).__name__
-                raise ConfigError(f"LOSS: {name} takes no unknown labels; LOSS.NAME bce leaves them out")
+                raise ConfigError(
+                    f"LOSS: {name} takes no unknown labels; LOSS.NAME bce leaves them out"
+                )
     return criterion
 
 
@@ -227,11 +232,15 @@ def plan_facts(
     learning_rate, weight_decay = peak_values(assembly.optimizer)
     with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.EPOCHS)):
         batchnorm = batchnorm_kind(assembly.model)
-        is_kept = "backbone" in getattr(assembly.model, "always_eval", ())  # training cannot forget it
+        is_kept = "backbone" in getattr(
+            assembly.model, "always_eval", ()
+        )  # training cannot forget it
     if batchnorm == "local" and config.SYNC_BATCHNORM and world_size > 1:
         batchnorm = "synchronised"
     is_own = is_target(model_node)
-    names_weights = model_node.get("pretrained") if is_own else model_node.WEIGHTS or model_node.PRETRAINED
+    names_weights = (
+        model_node.get("pretrained") if is_own else model_node.WEIGHTS or model_node.PRETRAINED
+    )
     return Facts(
         max_micro_batch_size=max_micro_batch_size,
         world_size=world_size,
@@ -256,7 +265,11 @@ def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
 def built_facts(data: DataBundle, assembly: Assembly) -> dict[str, str]:
     """What all ranks must have built alike before the first collective, short enough for an error."""
     parameters = [(name, list(p.shape)) for name, p in assembly.model.named_parameters()]
-    classes = {} if data.taxonomy is None else {level.name: level.classes for level in data.taxonomy.levels}
+    classes = (
+        {}
+        if data.taxonomy is None
+        else {level.name: level.classes for level in data.taxonomy.levels}
+    )
     return {
         "training samples": str(dataset_length(data.train)),
         "validation samples": str(dataset_length(data.val)),

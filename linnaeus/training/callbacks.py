@@ -43,7 +43,9 @@ def build_callbacks(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not any(hasattr(callbacks[key], name) for name in MOMENTS):
             methods = " or ".join(MOMENTS)
             form = "{_target_: my_package.MyCallback}"
-            raise ConfigError(f"{key}: {node!r} must be a node such as {form}, of an object with {methods}")
+            raise ConfigError(
+                f"{key}: {node!r} must be a node such as {form}, of an object with {methods}"
+            )
     return callbacks
 
 

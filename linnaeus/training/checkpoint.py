@@ -33,7 +33,14 @@ from linnaeus.config.schema import EarlyStoppingConfig
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_detail, first_line
 from linnaeus.files import why_not_written, write_atomically
-from linnaeus.models.shards import METADATA, ShardsReader, ShardsWriter, is_placeholder, named, replaced
+from linnaeus.models.shards import (
+    METADATA,
+    ShardsReader,
+    ShardsWriter,
+    is_placeholder,
+    named,
+    replaced,
+)
 from linnaeus.training.ema import Ema
 from linnaeus.training.sharding import fill_part
 from linnaeus.words import counted
@@ -127,9 +134,14 @@ class TrainingState:
         Raises:
             ConfigError: it belongs to another model or another configuration.
         """
-        state = {"ema": {"module": state.get("model"), "num_updates": 0}, **state}  # a new one begins now
+        state = {
+            "ema": {"module": state.get("model"), "num_updates": 0},
+            **state,
+        }  # a new one begins now
         groups = self.optimizer.param_groups
-        own_values = [{name: group[name] for name in _OWN_VALUES if name in group} for group in groups]
+        own_values = [
+            {name: group[name] for name in _OWN_VALUES if name in group} for group in groups
+        ]
         for name, target in zip(_ENTRIES, self.state, strict=True):
             try:
                 if target is not None:
@@ -182,7 +194,9 @@ class Checkpoint:
             if not world.is_main:
                 target.load_state_dict(state)
         del state
-        empty_cache(world.device)  # of the buffers of the broadcast: AutoBatch measured without them
+        empty_cache(
+            world.device
+        )  # of the buffers of the broadcast: AutoBatch measured without them
         for change in self.changes:
             logger.warning("warning: resumed with another %s", change)
 
@@ -208,9 +222,14 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self, folder: Path, *, keep: int = 0, background: bool = False, is_sharded: bool = False,
+        self,
+        folder: Path,
+        *,
+        keep: int = 0,
+        background: bool = False,
+        is_sharded: bool = False,
         check: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder = folder
         self.pending = folder / "pending.pt"
         self.last = folder / "last.pt"
@@ -285,7 +304,9 @@ class CheckpointFolder:
             with self._explained(self.last, state):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 folder = self.folder / f"shards_{step:08d}"
-                while folder.exists():  # of an earlier checkpoint after this step, which may be in use
+                while (
+                    folder.exists()
+                ):  # of an earlier checkpoint after this step, which may be in use
                     folder = folder.with_name(f"{folder.name}_")
                 folder.mkdir()
             return folder
@@ -306,8 +327,9 @@ class CheckpointFolder:
         checksum = zlib.crc32((folder / METADATA).read_bytes()) if world.is_main else 0
         outline = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in shards.items()}
         return {
-            "state": replaced(state, outline), "shards": {"folder": folder.name, "checksum": checksum},
-        }  # fmt: skip
+            "state": replaced(state, outline),
+            "shards": {"folder": folder.name, "checksum": checksum},
+        }
 
     def _delete_unused_shards(self) -> None:
         """Delete the folders of shards that no checkpoint names, unless a file cannot be read for now."""
@@ -337,16 +359,19 @@ class CheckpointFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             # `best.pt` is linked before `pending.pt` gets its name: found after a kill, it has its link.
             write_atomically(
-                self.pending, lambda file: torch.save(content, file),
+                self.pending,
+                lambda file: torch.save(content, file),
                 before_replacing=partial(_link, self.best) if is_best else None,
-            )  # fmt: skip
+            )
             if self.last.exists():
                 self.last.replace(self.previous)
             self.pending.replace(self.last)
             if self._keep:
                 newest = self.folder / f"step_{content['progress']['step']:08d}.pt"
                 _link(newest, self.last)
-                numbered = self._numbered()  # those before the newest: the user went back to an earlier one
+                numbered = (
+                    self._numbered()
+                )  # those before the newest: the user went back to an earlier one
                 kept = numbered[numbered.index(newest) :][: self._keep]
                 for path in set(numbered) - set(kept):
                     path.unlink()
@@ -376,7 +401,9 @@ class CheckpointFolder:
         with suppress(CheckpointError):
             step = load_checkpoint(self.previous, mmap=True)["progress"]["step"]
         steps = {path: int(path.stem.removeprefix("step_")) for path in self._numbered()}
-        older = sorted([self.previous, *steps], key=lambda path: steps.get(path, step), reverse=True)
+        older = sorted(
+            [self.previous, *steps], key=lambda path: steps.get(path, step), reverse=True
+        )
         # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once.
         return (path for path in (self.pending, self.last, *older) if path.exists())
 
@@ -412,7 +439,9 @@ class CheckpointFolder:
         state: dict[str, Any] = {}
 
         def read() -> dict[str, Any] | None:
-            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
+            for leftover in self.folder.glob(
+                ".*.tmp"
+            ):  # of a process that was killed while writing
                 leftover.unlink()
             if self.out_of_memory.exists():
                 self.out_of_memory.replace(self.pending)
@@ -426,7 +455,9 @@ class CheckpointFolder:
         if content is None:
             return None
         shards = content.pop("shards", None)
-        return Checkpoint(content, state, None if shards is None else ShardsReader(self.last, shards))
+        return Checkpoint(
+            content, state, None if shards is None else ShardsReader(self.last, shards)
+        )
 
 
 def _link(path: Path, source: Path) -> None:
@@ -468,11 +499,17 @@ def load_checkpoint(path: Path, *, mmap: bool = False, check: bool | None = None
                 reader.check()
     except OSError as error:
         of_shards = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}{of_shards}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}{of_shards}"
+        ) from error
     except Exception as error:  # torch reports damage with many kinds of exceptions
-        holds_code = isinstance(error, pickle.UnpicklingError)  # torch's message advises to trust the file
+        holds_code = isinstance(
+            error, pickle.UnpicklingError
+        )  # torch's message advises to trust the file
         reason = "it holds more than tensors and plain values" if holds_code else first_line(error)
-        raise CheckpointError(f"{path} is damaged or no checkpoint of Linnaeus: {reason}") from error
+        raise CheckpointError(
+            f"{path} is damaged or no checkpoint of Linnaeus: {reason}"
+        ) from error
     names = content.keys() if isinstance(content, dict) else set()
     if missing := [name for name in ("progress", "rng", "autobatch") if name not in names]:
         raise CheckpointError(
@@ -503,7 +540,9 @@ def broadcast_state(state: Any, world: World) -> Any:
     if not world.is_main:
         state = nest.map_leaves(partial(_empty, device="cpu"), shapes)
     for shape, tensor in zip(nest.tensors(shapes), nest.tensors(state), strict=True):
-        whole = tensor if tensor.stride() == shape.stride() else tensor.clone()  # of a view or an expansion
+        whole = (
+            tensor if tensor.stride() == shape.stride() else tensor.clone()
+        )  # of a view or an expansion
         content = whole.detach().as_strided((whole.numel(),), (1,)).view(torch.uint8)
         if len(content):
             torch_dist.broadcast(content, src=0, group=world.host_group)
@@ -525,19 +564,33 @@ def own_parts(
         CheckpointError: a rank cannot read the shards.
     """
     own = named({name: part for name, part in target.state_dict().items() if name != "optimizer"})
-    parameters = [parameter for group in target.optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in target.optimizer.param_groups for parameter in group["params"]
+    ]
     own |= {f"optimizer.state.{number}": parameter for number, parameter in enumerate(parameters)}
 
     def place(name: str, value: Any) -> Any:
         """What is sharded as this value, if anything is: a parameter, for its moments too."""
         found = own.get(name, own.get(name.rpartition(".")[0]))
-        return found if isinstance(found, DTensor) and found.shape == getattr(value, "shape", None) else None
+        return (
+            found
+            if isinstance(found, DTensor) and found.shape == getattr(value, "shape", None)
+            else None
+        )
 
-    state = {name: state[name] for name in _ENTRIES if name in state and getattr(target, name) is not None}
+    state = {
+        name: state[name]
+        for name in _ENTRIES
+        if name in state and getattr(target, name) is not None
+    }
     whole = {name: value for name, value in named(state).items() if place(name, value) is not None}
-    state = world.broadcast(replaced(state, {name: value.to("meta") for name, value in whole.items()}))
+    state = world.broadcast(
+        replaced(state, {name: value.to("meta") for name, value in whole.items()})
+    )
     parts = {
-        name: own[name].detach() if name in own else torch.empty_like(place(name, value), dtype=value.dtype)
+        name: own[name].detach()
+        if name in own
+        else torch.empty_like(place(name, value), dtype=value.dtype)
         for name, value in named(state).items()
         if is_placeholder(value) and place(name, value) is not None
     }

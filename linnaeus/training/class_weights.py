@@ -40,7 +40,9 @@ def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tens
     given = None if source == "balanced" else _weights_of_file(Path(source).expanduser(), taxonomy)
     found = []
     for level, labels in enumerate(targets.unbind(dim=1)):
-        counts = labels[labels >= 0].bincount(minlength=len(taxonomy.levels[level].classes)).double()
+        counts = (
+            labels[labels >= 0].bincount(minlength=len(taxonomy.levels[level].classes)).double()
+        )
         if given is None:
             balanced = counts.sum() / (int((counts > 0).sum()) * counts)
             weights = torch.where(counts > 0, balanced, torch.ones_like(counts))
@@ -59,8 +61,12 @@ def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tens
 
 def _weights_of_file(path: Path, taxonomy: Taxonomy) -> list[Tensor]:
     """The weights [C] of each level, float64, 1 where the file has none."""
-    labels = {level.name: {name: i for i, name in enumerate(level.classes)} for level in taxonomy.levels}
-    weights = {name: torch.full([len(classes)], math.nan).double() for name, classes in labels.items()}
+    labels = {
+        level.name: {name: i for i, name in enumerate(level.classes)} for level in taxonomy.levels
+    }
+    weights = {
+        name: torch.full([len(classes)], math.nan).double() for name, classes in labels.items()
+    }
     entries = _read(path)
     if not entries:
         raise ConfigError(f"{_KEY}: {path}: has no weight")
@@ -101,7 +107,9 @@ def _read(path: Path) -> list[tuple[str, str, str, str]]:
         if path.suffix.lower() == ".csv":
             reader = csv.DictReader(io.StringIO(text), strict=True, skipinitialspace=True)
             if set(reader.fieldnames or ()) != set(_COLUMNS):
-                raise ConfigError(f"{_KEY}: {path}, line 1: the columns must be {', '.join(_COLUMNS)}")
+                raise ConfigError(
+                    f"{_KEY}: {path}, line 1: the columns must be {', '.join(_COLUMNS)}"
+                )
             rows = [(f"{path}, line {reader.line_num}", row) for row in reader]
             return [(place, row["rank"], row["class"], row["weight"]) for place, row in rows]
         # JSON is YAML, but for tabs, which stand between its tokens only.

@@ -25,7 +25,11 @@ _BUCKET_BYTES = 25 * 1024**2  # default of DistributedDataParallel
 
 
 def wrap(
-    model: nn.Module, world: World, *, find_unused_parameters: bool = False, single_rank: bool = False
+    model: nn.Module,
+    world: World,
+    *,
+    find_unused_parameters: bool = False,
+    single_rank: bool = False,
 ) -> nn.Module:
     """The model as the training step calls it: in DistributedDataParallel where other ranks have copies.
 
@@ -96,11 +100,15 @@ def warm_up_collectives(world: World) -> None:
             values = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
             torch_dist.all_reduce(values)
             torch_dist.broadcast(values, src=0)
-        torch_dist.all_gather([torch.empty_like(values[:8]) for _ in range(world.world_size)], values[:8])
+        torch_dist.all_gather(
+            [torch.empty_like(values[:8]) for _ in range(world.world_size)], values[:8]
+        )
 
 
 @torch.no_grad()
-def distribute_batchnorm(model: nn.Module, ema_module: nn.Module | None, world: World, how: str) -> None:
+def distribute_batchnorm(
+    model: nn.Module, ema_module: nn.Module | None, world: World, how: str
+) -> None:
     """Make the running statistics equal on all ranks. Every rank must call this.
 
     All ranks then validate one and the same model, the one that a checkpoint of rank 0 holds. The statistics
@@ -130,7 +138,9 @@ def _replace_statistics(module: nn.Module, combine: Callable[[Tensor], Tensor]) 
     # In float64, so that the mean of equal float32 values is that value, for any number of ranks: averaging
     # statistics a second time, after a stop between the last step and the validation, changes no bit.
     vector = combine(torch.cat([buffer.flatten().double() for buffer in buffers]))
-    for buffer, values in zip(buffers, vector.split([buffer.numel() for buffer in buffers]), strict=True):
+    for buffer, values in zip(
+        buffers, vector.split([buffer.numel() for buffer in buffers]), strict=True
+    ):
         buffer.copy_(values.view_as(buffer))
 
 

@@ -48,6 +48,8 @@ def _average_of(model: nn.Module, decay: float, copy: nn.Module | None) -> Model
         return ModelEmaV3(model, decay=decay, use_warmup=True)
     # timm copies the model, and makes a random number generator on its device; there is none on `meta`.
     # Buffers of a sharded model are not DTensors, so not all values are of one kind.
-    average = ModelEmaV3(nn.Linear(1, 1, device="cpu"), decay=decay, use_warmup=True, foreach=copy is None)
+    average = ModelEmaV3(
+        nn.Linear(1, 1, device="cpu"), decay=decay, use_warmup=True, foreach=copy is None
+    )
     average.module = (deepcopy(model) if copy is None else copy).eval()
     return average

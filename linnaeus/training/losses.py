@@ -165,9 +165,13 @@ class TaxonomicCrossEntropy(TaxonomicLoss):
             target = smoothed(target, self.label_smoothing)
             return functional.cross_entropy(logits, target, class_weights, reduction="sum")
         return functional.cross_entropy(
-            logits, target, class_weights, ignore_index=UNKNOWN, reduction="sum",
+            logits,
+            target,
+            class_weights,
+            ignore_index=UNKNOWN,
+            reduction="sum",
             label_smoothing=self.label_smoothing,
-        )  # fmt: skip
+        )
 
 
 class TaxonomicBinaryCrossEntropy(TaxonomicLoss):
@@ -293,7 +297,9 @@ class SingleRank(nn.Module):
         Raises:
             ConfigError: it cannot take one of them.
         """
-        num_samples = 2 if num_classes != 2 else 3  # other than the classes, so that nothing broadcasts
+        num_samples = (
+            2 if num_classes != 2 else 3
+        )  # other than the classes, so that nothing broadcasts
         labels = torch.zeros(num_samples, 1, dtype=torch.int64, device=device)
         logits = torch.zeros(num_samples, num_classes, device=device)
         for targets in [labels, one_hot(labels[:, 0], num_classes).float()][: 1 + mixes]:
@@ -332,7 +338,9 @@ def build_loss(
     if is_target(node):
         return _custom_loss(node, taxonomy, device)
     if taxonomy is None:
-        raise ConfigError("LOSS: the dataset has no class labels; name your own loss in LOSS._target_")
+        raise ConfigError(
+            "LOSS: the dataset has no class labels; name your own loss in LOSS._target_"
+        )
     names = list(taxonomy.names)
     weights = node.RANK_WEIGHTS if node.RANK_WEIGHTS is not None else [1.0] * len(names)
     if len(weights) != len(names):
@@ -364,7 +372,11 @@ def _custom_loss(
 ) -> nn.Module:
     name = node["_target_"]
     # torch's losses otherwise take the label -1, which is unknown, for a mistake.
-    offer = {"taxonomy": taxonomy, "ignore_index": UNKNOWN} if taxonomy is not None else {"taxonomy": None}
+    offer = (
+        {"taxonomy": taxonomy, "ignore_index": UNKNOWN}
+        if taxonomy is not None
+        else {"taxonomy": None}
+    )
     loss = call_target(node, "LOSS", offer=offer, convert=partial(_as_tensor, device=device))
     if not isinstance(loss, nn.Module):
         raise ConfigError(f"LOSS: {name} gave a {type(loss).__name__}, not an nn.Module")

@@ -30,9 +30,13 @@ class MetricsFile:
     """
 
     def __init__(
-        self, path: Path | None, *, last_step: int = 0, within_epoch: bool = False,
+        self,
+        path: Path | None,
+        *,
+        last_step: int = 0,
+        within_epoch: bool = False,
         check: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         def is_kept(line: bytes) -> bool:
             try:
                 record = json.loads(line)
@@ -48,7 +52,9 @@ class MetricsFile:
         self._path = path
         try:
             if path.exists():
-                kept = b"".join(line + b"\n" for line in path.read_bytes().splitlines() if is_kept(line))
+                kept = b"".join(
+                    line + b"\n" for line in path.read_bytes().splitlines() if is_kept(line)
+                )
                 write_atomically(path, lambda file: file.write(kept))
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
@@ -72,7 +78,13 @@ class MetricsFile:
             return
         self._check()
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        record: dict[str, Any] = {"step": step, "epoch": epoch, "split": split, "time": time.time(), **finite}
+        record: dict[str, Any] = {
+            "step": step,
+            "epoch": epoch,
+            "split": split,
+            "time": time.time(),
+            **finite,
+        }
         try:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()

@@ -43,7 +43,9 @@ class NoiseScale:
     gradient_sq: float = 0.0
     trace: float = 0.0
 
-    def add(self, small_batch: float, small_norm_sq: float, large_batch: float, large_norm_sq: float) -> None:
+    def add(
+        self, small_batch: float, small_norm_sq: float, large_batch: float, large_norm_sq: float
+    ) -> None:
         """Add a measurement: unbiased estimates of both, but noisy ones; |G|² may even be negative.
 
         >>> scale = NoiseScale(decay=0.0)
@@ -95,7 +97,12 @@ class GradientProbe:
     """
 
     def __init__(
-        self, model: nn.Module, scaler: torch.amp.GradScaler, *, decay: float, num_ranks: int | None = None
+        self,
+        model: nn.Module,
+        scaler: torch.amp.GradScaler,
+        *,
+        decay: float,
+        num_ranks: int | None = None,
     ) -> None:
         self.scale = NoiseScale(decay)
         self._scaler = scaler
@@ -124,7 +131,9 @@ class GradientProbe:
         """Whether the probe, not DistributedDataParallel, averages the gradients of the current step."""
         return self._armed and self._num_ranks > 1
 
-    def after_backward(self, number: int, num_micro_batches: int, num_samples: int, num_parts: float) -> None:
+    def after_backward(
+        self, number: int, num_micro_batches: int, num_samples: int, num_parts: float
+    ) -> None:
         """Called by the step after each backward pass, before anything changes the gradients.
 
         Args:
@@ -158,14 +167,20 @@ class GradientProbe:
             return
         norms /= self._scaler.get_scale() ** 2
         small_norm_sq, large_norm_sq = norms.tolist()
-        if math.isfinite(small_norm_sq) and math.isfinite(large_norm_sq):  # the scaler skips such a step
+        if math.isfinite(small_norm_sq) and math.isfinite(
+            large_norm_sq
+        ):  # the scaler skips such a step
             self.scale.add(small_batch, small_norm_sq, large_batch, large_norm_sq)
 
     def _average(self) -> None:
         """Average every gradient over the ranks, in place: there may be no memory for a copy."""
-        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        parameters = [
+            parameter for parameter in self._model.parameters() if parameter.requires_grad
+        ]
         device = parameters[0].device
-        is_used = torch.tensor([parameter.grad is not None for parameter in parameters], device=device).int()
+        is_used = torch.tensor(
+            [parameter.grad is not None for parameter in parameters], device=device
+        ).int()
         torch_dist.all_reduce(is_used, group=self._group)  # ranks may use different parameters
         for parameter, num_ranks in zip(parameters, is_used.tolist(), strict=True):
             if num_ranks:

@@ -81,7 +81,9 @@ def _from_timm(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _scale_rate(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], scale: float) -> None:
+def _scale_rate(
+    optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], scale: float
+) -> None:
     """Give some parameters a multiple of the learning rate, in groups of their own after those they left."""
     groups = []
     for group in optimizer.param_groups:
@@ -90,17 +92,23 @@ def _scale_rate(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter],
         if others:
             groups.append({**group, "params": others})
         if chosen:
-            groups.append({**group, "params": chosen, "lr_scale": scale * group.get("lr_scale", 1.0)})
+            groups.append(
+                {**group, "params": chosen, "lr_scale": scale * group.get("lr_scale", 1.0)}
+            )
     optimizer.param_groups[:] = groups
 
 
 def peak_values(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
     """Learning rate of the first parameter group, and the largest weight decay of all groups."""
     groups = optimizer.param_groups
-    return float(groups[0].get("lr", 0.0)), max(float(group.get("weight_decay", 0.0)) for group in groups)
+    return float(groups[0].get("lr", 0.0)), max(
+        float(group.get("weight_decay", 0.0)) for group in groups
+    )
 
 
-def scale_values(optimizer: torch.optim.Optimizer, *, lr_scale: float, weight_decay_scale: float) -> None:
+def scale_values(
+    optimizer: torch.optim.Optimizer, *, lr_scale: float, weight_decay_scale: float
+) -> None:
     """Multiply every group's learning rate and weight decay; a factor of 1 changes no bit."""
     for group in optimizer.param_groups:
         for name, scale in (("lr", lr_scale), ("weight_decay", weight_decay_scale)):

@@ -67,7 +67,9 @@ def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set
     for tensor in map(nest.local, tensors):
         if tensor is not None and tensor.device == device and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            place = storage._cdata if tensor.is_meta else storage.data_ptr()  # on `meta` there are no places
+            place = (
+                storage._cdata if tensor.is_meta else storage.data_ptr()
+            )  # on `meta` there are no places
             if place not in seen:
                 seen.add(place)
                 num_bytes += storage.nbytes()
@@ -86,7 +88,9 @@ class StepStart:
         probe: of the training step; None without one.
     """
 
-    def __init__(self, assembly: Assembly, device: torch.device, probe: GradientProbe | None) -> None:
+    def __init__(
+        self, assembly: Assembly, device: torch.device, probe: GradientProbe | None
+    ) -> None:
         self._assembly, self._device, self._probe = assembly, device, probe
         self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._rng: dict[str, Any] = {}
@@ -111,7 +115,9 @@ class StepStart:
     def restore(self) -> None:
         """Put back what `copy` has copied, and drop the gradients."""
         self._assembly.optimizer.zero_grad(set_to_none=True)
-        if self._assembly.scaler.is_enabled():  # the step may have noted that its gradients are unscaled
+        if (
+            self._assembly.scaler.is_enabled()
+        ):  # the step may have noted that its gradients are unscaled
             self._assembly.scaler._per_optimizer_states.clear()
         if self._probe is not None:
             self._probe.scale.load_state_dict(self._noise_scale)
@@ -139,13 +145,19 @@ class SizeOrigin:
 
 
 def train_remedies(
-    config: TrainConfig, assembly: Assembly, size: int, effective_batch_size: int, origin: SizeOrigin | None
+    config: TrainConfig,
+    assembly: Assembly,
+    size: int,
+    effective_batch_size: int,
+    origin: SizeOrigin | None,
 ) -> Iterator[str]:
     """What makes the forward and backward passes of training need less; only what would have an effect.
 
     `size` is that of the micro-batch that did not fit, `effective_batch_size` that of its optimizer step.
     """
-    smallest = 2 if batchnorm_kind(assembly.model) == "local" else 1  # a single sample has no variance
+    smallest = (
+        2 if batchnorm_kind(assembly.model) == "local" else 1
+    )  # a single sample has no variance
     if origin is not None and size > smallest:
         keeps = "keeps the samples of an optimizer step"
         if config.EFFECTIVE_BATCH_SIZE is not None:
@@ -188,9 +200,11 @@ def what_held_memory(assembly: Assembly, device: torch.device) -> str:
         memory = device_memory(device)
         return memory_sentence(
             state_bytes(assembly, device),
-            held_bytes=memory.in_use(), outside_bytes=memory.outside(), total_bytes=memory.total_bytes,
+            held_bytes=memory.in_use(),
+            outside_bytes=memory.outside(),
+            total_bytes=memory.total_bytes,
             is_cpu=device.type == "cpu",
-        )  # fmt: skip
+        )
     except (MemoryError, RuntimeError, OSError, NotImplementedError) as error:
         return f"What held the memory is not known ({type(error).__name__})"
 
@@ -211,13 +225,21 @@ def memory_sentence(
 
     `outside_bytes` are in use outside this process's allocator; on the CPU, by other processes.
     """  # noqa: E501
-    parts = {_NAMES.get(name, name): num_bytes for name, num_bytes in asdict(state).items() if num_bytes}
+    parts = {
+        _NAMES.get(name, name): num_bytes for name, num_bytes in asdict(state).items() if num_bytes
+    }
     activations = "activations, batch, libraries" if is_cpu else "activations and batch"
     parts[activations] = max(held_bytes - sum(parts.values()), 0)
     ordered = sorted(parts, key=lambda name: -parts[name])
-    shown = ", ".join(f"{name} {_gib(parts[name])}" for name in ordered if parts[name] >= _NOTABLE_BYTES)
+    shown = ", ".join(
+        f"{name} {_gib(parts[name])}" for name in ordered if parts[name] >= _NOTABLE_BYTES
+    )
     held = f"This process held {_gib(held_bytes)} of {_gib(total_bytes)} GiB: {shown}"
-    outside = "Other processes" if is_cpu else "Outside its allocator (context, libraries, other processes)"
+    outside = (
+        "Other processes"
+        if is_cpu
+        else "Outside its allocator (context, libraries, other processes)"
+    )
     return f"{held}. {outside}: {_gib(max(outside_bytes, 0))} GiB"
 
 
@@ -225,7 +247,9 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
 
 
-def end_with_checkpoint(world: World, text: str, limit: int, save: Callable[[], object]) -> OutOfMemoryError:
+def end_with_checkpoint(
+    world: World, text: str, limit: int, save: Callable[[], object]
+) -> OutOfMemoryError:
     """The error that ends all ranks after memory ran out; the first rank to call this saves a checkpoint.
 
     Other ranks wait here for its end. Parameters, optimizer and average are the same on all ranks after the
@@ -297,9 +321,12 @@ class OutOfMemoryReport:
         remedies = update_remedies(self.assembly)  # there were no activations in an update
         if not is_updating:
             remedies = train_remedies(
-                self.config, self.assembly, stage.micro_batch_size, stage.effective_batch_size,
+                self.config,
+                self.assembly,
+                stage.micro_batch_size,
+                stage.effective_batch_size,
                 self.origins.get("train"),
-            )  # fmt: skip
+            )
         return self._error(text, "train", obstacle, remedies)
 
     def of_validation(self, error: Exception, epoch: int) -> OutOfMemoryError:
@@ -316,7 +343,9 @@ class OutOfMemoryReport:
             text, "train", "No training step failed", validation_remedies(self.origins.get("train"))
         )
 
-    def _error(self, text: str, mode: str, obstacle: str, remedies: Iterable[str]) -> OutOfMemoryError:
+    def _error(
+        self, text: str, mode: str, obstacle: str, remedies: Iterable[str]
+    ) -> OutOfMemoryError:
         origin = self.origins.get(mode)
         is_saved = (self.folder / CHECKPOINTS / "last.pt").exists()
         lines = (

@@ -30,7 +30,11 @@ def settings_sentence(config: Config) -> str | None:
 
 def _switched_on(config: Config) -> Iterator[str]:
     augment, loss, optimizer = config.DATA.AUGMENT, config.LOSS, config.OPTIMIZER
-    off = f" (off in the last {counted(augment.MIX_OFF_EPOCHS, 'epoch')})" if augment.MIX_OFF_EPOCHS else ""
+    off = (
+        f" (off in the last {counted(augment.MIX_OFF_EPOCHS, 'epoch')})"
+        if augment.MIX_OFF_EPOCHS
+        else ""
+    )
     if is_mixing(augment):
         alphas = {"Mixup": augment.MIXUP, "CutMix": augment.CUTMIX}
         yield " or ".join(f"{name} {alpha:g}" for name, alpha in alphas.items() if alpha > 0) + off
@@ -38,7 +42,9 @@ def _switched_on(config: Config) -> Iterator[str]:
         yield f"{config.DATA.SAMPLER} sampler"
     if not is_target(loss):
         if loss.NAME != LossConfig().NAME:
-            yield f"{loss.NAME} loss" + (f" with gamma {loss.FOCAL_GAMMA:g}" if loss.NAME == "focal" else "")
+            yield f"{loss.NAME} loss" + (
+                f" with gamma {loss.FOCAL_GAMMA:g}" if loss.NAME == "focal" else ""
+            )
         if loss.CLASS_WEIGHTS is not None:
             yield f"class weights {loss.CLASS_WEIGHTS}"
     if not is_target(config.MODEL) and config.MODEL.HEAD != "independent":
@@ -55,14 +61,20 @@ def settings_without_effect(config: Config) -> Iterator[str]:
     loss, augment, epoch = config.LOSS, config.DATA.AUGMENT, config.TRAIN.UNFREEZE_EPOCH
     schedule, stopping = config.SCHEDULE, config.TRAIN.EARLY_STOPPING
     unused = {key for keys in SCHEDULES.values() for key in keys} - {*SCHEDULES[schedule.NAME]}
-    changed = [name for name in unused if getattr(schedule, name) != getattr(ScheduleConfig(), name)]
+    changed = [
+        name for name in unused if getattr(schedule, name) != getattr(ScheduleConfig(), name)
+    ]
     if changed:
         names = ", ".join(f"SCHEDULE.{name}" for name in sorted(changed))
         yield f"{names}: no effect with SCHEDULE.NAME {schedule.NAME}"
     is_read = stopping.PATIENCE is not None or schedule.NAME == "plateau"
     if not is_read and (stopping.MIN_DELTA or stopping.METRIC):
         yield "TRAIN.EARLY_STOPPING: no effect without its key PATIENCE"
-    if not is_target(loss) and loss.NAME != "focal" and loss.FOCAL_GAMMA != LossConfig().FOCAL_GAMMA:
+    if (
+        not is_target(loss)
+        and loss.NAME != "focal"
+        and loss.FOCAL_GAMMA != LossConfig().FOCAL_GAMMA
+    ):
         yield f"LOSS.FOCAL_GAMMA: {loss.FOCAL_GAMMA:g} has no effect with LOSS.NAME {loss.NAME}"
     if augment.MIX_OFF_EPOCHS and not is_mixing(augment):
         yield (
@@ -111,7 +123,9 @@ def report_result(
     tracker.summarise({**result.metrics, "images_per_s": result.images_per_s, **noise})
     if result.stop_signal:
         name = signal.Signals(result.stop_signal).name
-        logger.info("stopped by %s; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", name, folder)
+        logger.info(
+            "stopped by %s; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", name, folder
+        )
         return
     if result.stopped_early:
         logger.info("%s", result.stopped_early)
@@ -119,7 +133,9 @@ def report_result(
     for name, value in result.metrics.items():
         logger.info("%-16s %.4f", name, value)
     if result.best_epoch is not None:
-        logger.info("best epoch: %d, by %s (checkpoints/best.pt)", result.best_epoch, result.headline)
+        logger.info(
+            "best epoch: %d, by %s (checkpoints/best.pt)", result.best_epoch, result.headline
+        )
     if result.images_per_s:
         logger.info("training speed: %.0f images/s", result.images_per_s)
     if result.noise_scale is not None:
@@ -129,13 +145,17 @@ def report_result(
             result.noise_scale,
         )
     elif train.NOISE_SCALE.ENABLED:
-        logger.info("gradient noise scale: not known yet, noise still hides the gradient; train longer")
+        logger.info(
+            "gradient noise scale: not known yet, noise still hides the gradient; train longer"
+        )
     logger.info("files: %s", folder.resolve())
 
 
 def save_result(result: FitResult, plan: BatchPlan, path: Path, run_id: str) -> None:
     """Write the result of a run as JSON; metrics that are not finite become null."""
-    metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
+    metrics = {
+        name: value if math.isfinite(value) else None for name, value in result.metrics.items()
+    }
     content = {
         "run": run_id,
         "metrics": metrics,

@@ -22,9 +22,14 @@ FIXED_NODES = ("OPTIMIZER", "SCHEDULE", "EXPERIMENT", "MODEL.LORA")
 """Nodes of which no key may change on resuming, unless TRAIN.RESUME_WITH allows it."""
 
 _RATE_KEYS = {
-    "OPTIMIZER.LR", "OPTIMIZER.WEIGHT_DECAY", "OPTIMIZER.LR_SCALING", "OPTIMIZER.WEIGHT_DECAY_SCALING",
-    "OPTIMIZER.BASE_BATCH_SIZE", "OPTIMIZER.lr", "OPTIMIZER.weight_decay",
-}  # fmt: skip
+    "OPTIMIZER.LR",
+    "OPTIMIZER.WEIGHT_DECAY",
+    "OPTIMIZER.LR_SCALING",
+    "OPTIMIZER.WEIGHT_DECAY_SCALING",
+    "OPTIMIZER.BASE_BATCH_SIZE",
+    "OPTIMIZER.lr",
+    "OPTIMIZER.weight_decay",
+}
 """Keys of OPTIMIZER that may change with TRAIN.RESUME_WITH lr; those of SCHEDULE all may."""
 
 _TAKEN_WHERE_NULL = ("DATA.AUGMENT.MEAN", "DATA.AUGMENT.STD")
@@ -66,11 +71,16 @@ def resumed_nodes(config: Config) -> dict[str, Any]:
     kept = {
         "EXPERIMENT": ("SEED",),
         "TRAIN": (
-            "AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN", "UNFREEZE_EPOCH",
+            "AMP",
+            "CLIP_GRAD_NORM",
+            "EMA",
+            "SYNC_BATCHNORM",
+            "DISTRIBUTE_BN",
+            "UNFREEZE_EPOCH",
             "EARLY_STOPPING",
         ),
         "DATA": ("DATASET", "AUGMENT", "SAMPLER", "IMG_SIZE"),
-    }  # fmt: skip
+    }
     nodes = dataclasses.asdict(config)
     whole = {name: nodes[name] for name in ("MODEL", "LOSS", "OPTIMIZER", "SCHEDULE")}
     return whole | {name: {key: nodes[name][key] for key in keys} for name, keys in kept.items()}
@@ -84,7 +94,9 @@ def changes_of(saved: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[Chang
     """
     before = flat({name: saved[name] for name in nodes if name in saved})
     now = flat({name: node for name, node in nodes.items() if name in saved})
-    changes = (Change(key, before.get(key, _NOT_SET), now.get(key, _NOT_SET)) for key in now | before)
+    changes = (
+        Change(key, before.get(key, _NOT_SET), now.get(key, _NOT_SET)) for key in now | before
+    )
     return [change for change in changes if change.before != change.now]
 
 
@@ -167,8 +179,10 @@ def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, wo
         reason = f"{stalled} ({key} {train.EARLY_STOPPING.PATIENCE})"
     logger.info(
         "this run is finished: %s, so nothing is trained; raise %s to train on. Files: %s",
-        reason, key, result.parent.resolve(),
-    )  # fmt: skip
+        reason,
+        key,
+        result.parent.resolve(),
+    )
     return True
 
 

@@ -126,12 +126,18 @@ class Schedule:
         self._factor = lr_factor(config, steps_per_epoch=steps_per_epoch, warmup_steps=warmup_steps)
         self._batch_size_lr_factor = batch_size_lr_factor
         self._plateau: ReduceLROnPlateau | None = None
-        if config.NAME == "plateau":  # the optimizer that it sees has the fraction of the peak as its rate
+        if (
+            config.NAME == "plateau"
+        ):  # the optimizer that it sees has the fraction of the peak as its rate
             self._plateau = ReduceLROnPlateau(
-                torch.optim.SGD([torch.zeros(())], lr=1.0), "min" if is_smaller_better(metric) else "max",
-                factor=config.GAMMA, patience=config.PATIENCE, min_lr=config.MIN_LR_FRACTION,
-                threshold=min_delta, threshold_mode="abs",
-            )  # fmt: skip
+                torch.optim.SGD([torch.zeros(())], lr=1.0),
+                "min" if is_smaller_better(metric) else "max",
+                factor=config.GAMMA,
+                patience=config.PATIENCE,
+                min_lr=config.MIN_LR_FRACTION,
+                threshold=min_delta,
+                threshold_mode="abs",
+            )
         for group in optimizer.param_groups:
             group["initial_lr"] = float(group["lr"])
         self.apply(0)
@@ -148,7 +154,9 @@ class Schedule:
         self.lr = self._optimizer.param_groups[0]["initial_lr"] * factor
         for group in self._optimizer.param_groups:
             lr = group["initial_lr"] * factor * group.get("lr_scale", 1.0)
-            if isinstance(group["lr"], torch.Tensor):  # compiled and capturable optimizers read it in place
+            if isinstance(
+                group["lr"], torch.Tensor
+            ):  # compiled and capturable optimizers read it in place
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr

@@ -44,7 +44,10 @@ def check_sharding(config: DistConfig, train: TrainConfig, world: World) -> None
             config.SHARDING == "hybrid" and world.world_size % world.local_world_size > 0,
             "full",
         ),
-        "DIST.CPU_OFFLOAD True on the CPU": (config.CPU_OFFLOAD and world.device.type == "cpu", "False"),
+        "DIST.CPU_OFFLOAD True on the CPU": (
+            config.CPU_OFFLOAD and world.device.type == "cpu",
+            "False",
+        ),
     }
     found = [f"{name} (set {remedy})" for name, (is_set, remedy) in refused.items() if is_set]
     if found:
@@ -58,7 +61,9 @@ def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str
         return alone if config.SHARDING != "none" else None
     parameters: list[Any] = list(model.parameters())
     num_modules = sum(isinstance(module, FSDPModule) for module in model.modules())
-    own, total = (sum(p.numel() for p in each) for each in ([p.to_local() for p in parameters], parameters))
+    own, total = (
+        sum(p.numel() for p in each) for each in ([p.to_local() for p in parameters], parameters)
+    )
     return (
         f"sharded ({config.SHARDING}): {own:,} of {total:,} values on this process, gathered in "
         f"{num_modules} parts"
@@ -67,7 +72,9 @@ def sharding_sentence(model: nn.Module, config: DistConfig, world: World) -> str
 
 def make_mesh(config: DistConfig, world: World) -> DeviceMesh:
     """The processes as FSDP2 sees them: all share one copy, or with `hybrid` those of each node do."""
-    kind = "cpu" if world.device.type == "meta" else world.device.type  # on `meta` there are no groups
+    kind = (
+        "cpu" if world.device.type == "meta" else world.device.type
+    )  # on `meta` there are no groups
     if config.SHARDING == "full":
         return init_device_mesh(kind, (world.world_size,), mesh_dim_names=("shard",))
     shape = (world.world_size // world.local_world_size, world.local_world_size)
@@ -94,20 +101,28 @@ def find_blocks(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]
                     pattern, [*named, *{type(m).__name__ for m in named.values()}]
                 )
                 hint = f"; did you mean {', '.join(close)}?" if close else ""
-                raise ConfigError(f"DIST.SHARD_BLOCKS: {pattern!r} matches no submodule of the model{hint}")
-        chosen = {n for n, m in named.items() if any(_matches(pattern, n, m) for pattern in patterns)}
+                raise ConfigError(
+                    f"DIST.SHARD_BLOCKS: {pattern!r} matches no submodule of the model{hint}"
+                )
+        chosen = {
+            n for n, m in named.items() if any(_matches(pattern, n, m) for pattern in patterns)
+        }
     else:
         listed = {
             name: type(module)
             for name, module in named.items()
-            if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Sequential | nn.ModuleList)
+            if isinstance(
+                model.get_submodule(name.rpartition(".")[0]), nn.Sequential | nn.ModuleList
+            )
             and any(module.children())
             and not isinstance(module, nn.Sequential)
             and type(module).forward is not nn.Module.forward  # a container, whose parts are called
         }
         counts = Counter(listed.values())
         repeated = {name for name, kind in listed.items() if counts[kind] > 1}
-        chosen = {name for name in repeated if not any(other.startswith(f"{name}.") for other in repeated)}
+        chosen = {
+            name for name in repeated if not any(other.startswith(f"{name}.") for other in repeated)
+        }
     return [module for name, module in reversed(named.items()) if name in chosen]
 
 
@@ -134,7 +149,9 @@ def shard(
         ConfigError: a pattern of `DIST.SHARD_BLOCKS` matches nothing, FSDP2 refuses the model, or BatchNorm
             refuses `DIST.PARAM_DTYPE`.
     """
-    has_batchnorm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    has_batchnorm = any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
+    )
     if config.PARAM_DTYPE != "fp32" and has_batchnorm:
         raise ConfigError(
             f"DIST.PARAM_DTYPE: {config.PARAM_DTYPE!r} does not go with BatchNorm, whose statistics are "
@@ -161,9 +178,10 @@ def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None
         formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
         policy = MixedPrecisionPolicy(formats[config.PARAM_DTYPE], formats[config.REDUCE_DTYPE])
     options: dict[str, Any] = {
-        "mesh": mesh, "mp_policy": policy,
+        "mesh": mesh,
+        "mp_policy": policy,
         "reshard_after_forward": None if config.RESHARD_AFTER_FORWARD else False,
-    }  # fmt: skip
+    }
     if config.CPU_OFFLOAD:
         options["offload_policy"] = CPUOffloadPolicy()
     blocks = find_blocks(model, config.SHARD_BLOCKS)
@@ -174,7 +192,9 @@ def _fully_shard(model: nn.Module, config: DistConfig, mesh: DeviceMesh) -> None
         options["mp_policy"] = replace(policy, output_dtype=policy.param_dtype and torch.float32)
         fully_shard(model, **options)
     except (ValueError, NotImplementedError, AssertionError) as error:
-        raise ConfigError(f"DIST.SHARDING: {config.SHARDING!r} cannot shard this model: {error}") from error
+        raise ConfigError(
+            f"DIST.SHARDING: {config.SHARDING!r} cannot shard this model: {error}"
+        ) from error
 
 
 def _check_ties(model: nn.Module, blocks: list[nn.Module]) -> None:
@@ -207,7 +227,9 @@ def _to_meta(model: nn.Module) -> None:
 
 def _fill(model: nn.Module, value_of: Callable[[str], Tensor], device: torch.device) -> None:
     """Give the parameters of a sharded model memory and their values by name: the part of this process."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    model._apply(
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    )
     for name, parameter in model.named_parameters():
         fill_part(parameter, value_of(name))
 

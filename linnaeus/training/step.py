@@ -54,7 +54,10 @@ class TrainStep:
     is_updating: bool = field(default=False, init=False)
 
     def __call__(
-        self, micro_batches: Iterable[Batch], num_micro_batches: int = 1, num_samples: int | None = None
+        self,
+        micro_batches: Iterable[Batch],
+        num_micro_batches: int = 1,
+        num_samples: int | None = None,
     ) -> Tensor:
         """Run the step.
 
@@ -75,13 +78,17 @@ class TrainStep:
             probe_averages = self.probe is not None and self.probe.averages
             with nullcontext() if is_last and not probe_averages else self._no_sync():
                 batch = next(batches)
-                num_parts = num_micro_batches if num_samples is None else num_samples / batch_size(batch)
+                num_parts = (
+                    num_micro_batches if num_samples is None else num_samples / batch_size(batch)
+                )
                 inputs, targets = self.precision.place(batch)
                 with self.precision.autocast():
                     loss = self.criterion(self.model(inputs), targets) / num_parts
                 self.scaler.scale(loss).backward()
                 if self.probe is not None:
-                    self.probe.after_backward(number, num_micro_batches, batch_size(batch), num_parts)
+                    self.probe.after_backward(
+                        number, num_micro_batches, batch_size(batch), num_parts
+                    )
                 total += loss.detach()
                 del batch, inputs, targets, loss  # freed before the next batch is made
         self._update()

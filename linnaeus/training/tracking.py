@@ -59,8 +59,12 @@ class Tracker:
             except LinnaeusError:  # such as a full disk
                 raise
             except Exception as error:
-                self._loggers = {key: other for key, other in self._loggers.items() if other is not tracker}
-                logger.warning("warning: %s records no more of this run: %s", name, first_line(error))
+                self._loggers = {
+                    key: other for key, other in self._loggers.items() if other is not tracker
+                }
+                logger.warning(
+                    "warning: %s records no more of this run: %s", name, first_line(error)
+                )
                 with suppress(Exception):
                     tracker.finish(1)
 
@@ -95,10 +99,14 @@ class _WandbTracker(Tracker):
         import wandb
 
         if self._run.settings.mode == "offline":
-            logger.info("W&B recorded offline; upload with: wandb sync %s", Path(self._run.dir).parent)
+            logger.info(
+                "W&B recorded offline; upload with: wandb sync %s", Path(self._run.dir).parent
+            )
         try:
             self._run.finish(exit_code=exit_code)
-        except Exception:  # its process has ended: at exit it would speak to that, and print a traceback
+        except (
+            Exception
+        ):  # its process has ended: at exit it would speak to that, and print a traceback
             wandb.teardown(exit_code)
             raise
 
@@ -110,7 +118,9 @@ class _TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=num_steps + 1)
-        text = json.dumps(config, indent=1).replace("\n", "\n    ")  # indented, Markdown takes it as code
+        text = json.dumps(config, indent=1).replace(
+            "\n", "\n    "
+        )  # indented, Markdown takes it as code
         self._writer.add_text("config", f"    {text}", num_steps)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -155,7 +165,9 @@ class _MlflowTracker(Tracker):
     """
 
     def __init__(self, node: ExperimentConfig, run_id: str, config: Mapping[str, Any]) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # training waits for each answer
+        os.environ.setdefault(
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"
+        )  # training waits for each answer
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         import mlflow
 
@@ -183,11 +195,18 @@ def check_loggers(names: Iterable[str]) -> None:
     """Raise `ConfigError` for a logger whose package is not installed."""
     for name in {"tensorboard", "mlflow"}.intersection(names):
         if find_spec(name) is None:
-            raise ConfigError(f"EXPERIMENT.LOGGERS: {name} is not installed: pip install 'linnaeus[{name}]'")
+            raise ConfigError(
+                f"EXPERIMENT.LOGGERS: {name} is not installed: pip install 'linnaeus[{name}]'"
+            )
 
 
 def start_tracking(
-    node: ExperimentConfig, *, run_id: str, folder: Path, config: Mapping[str, Any], num_steps: int = 0
+    node: ExperimentConfig,
+    *,
+    run_id: str,
+    folder: Path,
+    config: Mapping[str, Any],
+    num_steps: int = 0,
 ) -> Tracker:
     """Open the run's loggers, on rank 0, after its `metrics.jsonl`; `ConfigError` if one cannot be opened.
 
@@ -200,7 +219,9 @@ def start_tracking(
     """
     openers: Mapping[str, Callable[[], Tracker]] = {
         "wandb": lambda: _start_wandb(node, run_id, folder / LOGS, config),
-        "tensorboard": lambda: _TensorBoardTracker(folder / LOGS / "tensorboard", config, num_steps),
+        "tensorboard": lambda: _TensorBoardTracker(
+            folder / LOGS / "tensorboard", config, num_steps
+        ),
         "csv": lambda: _CsvTracker(folder / METRICS),
         "mlflow": lambda: _MlflowTracker(node, run_id, config),
     }
@@ -209,21 +230,33 @@ def start_tracking(
         try:
             loggers[name] = openers[name]()
         except Exception as error:
-            raise ConfigError(f"EXPERIMENT.LOGGERS: {name} cannot record: {first_line(error)}") from error
+            raise ConfigError(
+                f"EXPERIMENT.LOGGERS: {name} cannot record: {first_line(error)}"
+            ) from error
     return Tracker(**loggers)
 
 
-def _start_wandb(node: ExperimentConfig, run_id: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
+def _start_wandb(
+    node: ExperimentConfig, run_id: str, folder: Path, config: Mapping[str, Any]
+) -> Tracker:
     import wandb
 
     os.environ.setdefault("WANDB_SILENT", "true")
     folder.mkdir(parents=True, exist_ok=True)
     settings = wandb.Settings(console="off", silent=True, init_timeout=30)
     init = partial(
-        wandb.init, project=node.WANDB.PROJECT, entity=node.WANDB.ENTITY, group=node.WANDB.GROUP,
-        tags=node.WANDB.TAGS, name=node.NAME, dir=str(folder), config=dict(config), id=run_id,
-        resume="allow", settings=settings,
-    )  # fmt: skip
+        wandb.init,
+        project=node.WANDB.PROJECT,
+        entity=node.WANDB.ENTITY,
+        group=node.WANDB.GROUP,
+        tags=node.WANDB.TAGS,
+        name=node.NAME,
+        dir=str(folder),
+        config=dict(config),
+        id=run_id,
+        resume="allow",
+        settings=settings,
+    )
     if os.environ.get("WANDB_MODE", "online") != "online":  # set by the user
         return _WandbTracker(init())
     try:

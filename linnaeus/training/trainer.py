@@ -33,7 +33,12 @@ from linnaeus.training.callbacks import CallbackState, call_back, callback_state
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.metrics_file import MetricsFile
-from linnaeus.training.out_of_memory import OutOfMemoryReport, SizeOrigin, StepStart, end_with_checkpoint
+from linnaeus.training.out_of_memory import (
+    OutOfMemoryReport,
+    SizeOrigin,
+    StepStart,
+    end_with_checkpoint,
+)
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.sharding import reshard
@@ -119,12 +124,18 @@ class Trainer:
         self._num_images = 0
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
-        self._micro_batch_limit: int | None = None  # of this process; that of an earlier one is in the plan
+        self._micro_batch_limit: int | None = (
+            None  # of this process; that of an earlier one is in the plan
+        )
         self._splits = self.config.ON_OUT_OF_MEMORY == "split"
         self._memory = failed_allocations(self.world.device)
         self._step_start = StepStart(self.assembly, self.world.device, self.train_step.probe)
         self._out_of_memory = OutOfMemoryReport(
-            self.config, self.assembly, self.world, self.checkpoints.folder.parent, self.size_origins
+            self.config,
+            self.assembly,
+            self.world,
+            self.checkpoints.folder.parent,
+            self.size_origins,
         )
         self._meter = LossMeter(self.world)
         self._train_with(self.wrap(self.assembly.model))
@@ -142,18 +153,27 @@ class Trainer:
         restore_generators(content, self.world, seed)
         self._meter.load_states(content.get("train_loss", ()))
         before, now = content.get("config", {}), self.checkpoint_extras.get("config", {})
-        metrics = [nodes.get("TRAIN", {}).get("EARLY_STOPPING", {}).get("METRIC") for nodes in (before, now)]
+        metrics = [
+            nodes.get("TRAIN", {}).get("EARLY_STOPPING", {}).get("METRIC")
+            for nodes in (before, now)
+        ]
         if metrics[0] != metrics[1]:
             self.progress.watched_best, self.progress.num_stale = -math.inf, 0
         elif all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
-            self.schedule.load_state_dict(content.get("schedule"))  # a new rate is not one that has dropped
+            self.schedule.load_state_dict(
+                content.get("schedule")
+            )  # a new rate is not one that has dropped
         states = content.get("callbacks", [{}])
         for key, state in states[self.world.rank % len(states)].items():
             call_back({key: self.callbacks.get(key)}, "load_state_dict", state)
         self._set_lr()
         epoch = self.progress.epoch + 1
         is_over = epoch > self.plan.num_epochs
-        place = f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on" if is_over else f"in epoch {epoch}"
+        place = (
+            f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on"
+            if is_over
+            else f"in epoch {epoch}"
+        )
         logger.info("resumed after %d optimizer steps, %s", self.progress.step, place)
         if changes := self.plan.differences(content.get("plan", {})):
             logger.warning(
@@ -249,7 +269,9 @@ class Trainer:
         self.world.update(f"unfreezing before epoch {self.progress.epoch + 1}")
         self._train_with(self.assembly.model)
         gc.collect()  # frees the old wrapper with its hooks on the parameters
-        empty_cache(self.world.device)  # AutoBatch measured this training without the other's cached blocks
+        empty_cache(
+            self.world.device
+        )  # AutoBatch measured this training without the other's cached blocks
         self.assembly.freezing.freeze(False)
         self._train_with(self.wrap(self.assembly.model))
         logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
@@ -345,7 +367,10 @@ class Trainer:
             f"processes): {first_line(error)}"
         )
         problem = self._out_of_memory.of_step(
-            text, stage, is_updating=self.train_step.is_updating, smallest=limited.smallest_micro_batch
+            text,
+            stage,
+            is_updating=self.train_step.is_updating,
+            smallest=limited.smallest_micro_batch,
         )
         if problem is not None:
             raise problem from error
@@ -353,13 +378,18 @@ class Trainer:
         self.plan, self._micro_batch_limit = limited, limit
         if self.world.is_distributed:
             traceback.clear_frames(error.__traceback__)  # frees the activations
-            raise end_with_checkpoint(self.world, text, limit, self._save_for_next_attempt) from error
+            raise end_with_checkpoint(
+                self.world, text, limit, self._save_for_next_attempt
+            ) from error
         self.loaders.train.set_sizes(limited.micro_batches)
         logger.warning(
             "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: the step is taken again, and from now on "
             "micro-batches have at most %d sample%s; the effective batch stays %d",
-            text, limit, "s" * (limit > 1), stage.effective_batch_size,
-        )  # fmt: skip
+            text,
+            limit,
+            "s" * (limit > 1),
+            stage.effective_batch_size,
+        )
 
     def _count_seconds(self) -> None:
         """Add the time since the last call, or since `_clock` was set, to the time of training."""
@@ -370,7 +400,10 @@ class Trainer:
 
     def _agree_after_step(self) -> bool:
         """Let the ranks agree on stopping, and on whether to save a checkpoint now, which is returned."""
-        minutes, every_steps = self.config.CHECKPOINT_EVERY_MINUTES, self.config.CHECKPOINT_EVERY_STEPS
+        minutes, every_steps = (
+            self.config.CHECKPOINT_EVERY_MINUTES,
+            self.config.CHECKPOINT_EVERY_STEPS,
+        )
         is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         by_clock = self.stop.after_step(save=is_late)
         by_steps = every_steps is not None and self.progress.step % every_steps == 0
@@ -393,9 +426,15 @@ class Trainer:
     def _call_back(self, moment: str, epoch: int, loss: torch.Tensor | None = None) -> None:
         if self.callbacks:
             state = CallbackState(
-                epoch, self.progress.step, loss, dict(self.progress.metrics), self.assembly.model,
-                self.assembly.optimizer, self.world.is_main, self.checkpoints.folder.parent,
-            )  # fmt: skip
+                epoch,
+                self.progress.step,
+                loss,
+                dict(self.progress.metrics),
+                self.assembly.model,
+                self.assembly.optimizer,
+                self.world.is_main,
+                self.checkpoints.folder.parent,
+            )
             call_back(self.callbacks, moment, state)
 
     def _end_epoch(self) -> None:
@@ -445,8 +484,14 @@ class Trainer:
         self._write("val", self.progress.epoch, values)
         is_best = self._judge(values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        epoch, last, note = self.progress.epoch, self.plan.num_epochs, ", best so far" if is_best else ""
-        logger.info("validation after epoch %d/%d:  %s  (%.1f s%s)", epoch, last, shown, seconds, note)
+        epoch, last, note = (
+            self.progress.epoch,
+            self.plan.num_epochs,
+            ", best so far" if is_best else "",
+        )
+        logger.info(
+            "validation after epoch %d/%d:  %s  (%.1f s%s)", epoch, last, shown, seconds, note
+        )
         self._call_back("on_validation_end", epoch)
         return is_best
 

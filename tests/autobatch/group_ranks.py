@@ -58,7 +58,9 @@ def samples(n: int) -> torch.Tensor:
     return torch.ones(n, MIB // 4)
 
 
-def find(step: Step = lambda batch: None, num_samples: float = 32, **arguments: Any) -> AutoBatchResult:
+def find(
+    step: Step = lambda batch: None, num_samples: float = 32, **arguments: Any
+) -> AutoBatchResult:
     """A search over samples of one MiB, under a limit for so many of them."""
     defaults: dict[str, Any] = {
         "max_batch_size": 64,
@@ -107,7 +109,9 @@ def the_size_of_all_fits_on_each(rank: int) -> None:
     assert 15 <= result.batch_size <= 20, "20 samples fit on rank 1, 40 on rank 0"
     assert result.ran_on_every_rank == (result.batch_size,)
     assert len(set(of_all(result.batch_size))) == 1
-    result = find(num_samples=64, bounds=({"dataset": 9, "host": 12}, {"dataset": 7, "own": 20})[rank])
+    result = find(
+        num_samples=64, bounds=({"dataset": 9, "host": 12}, {"dataset": 7, "own": 20})[rank]
+    )
     assert (result.batch_size, result.limited_by) == (7, "dataset")
     if rank == 0:
         result = find(max_batch_size=8, group=False)
@@ -139,7 +143,9 @@ def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> No
             assert told.startswith(f"rank {failing}: ")
         assert len({each.removeprefix(f"rank {failing}: ") for each in of_all(told)}) == 1
     refuses("max_batch_size", find, max_batch_size=8 + rank)
-    assert find(max_batch_size=4).batch_size == 4, "an earlier failure does not reach a later search"
+    assert find(max_batch_size=4).batch_size == 4, (
+        "an earlier failure does not reach a later search"
+    )
 
 
 def a_rank_that_does_not_call_is_named(rank: int) -> None:
@@ -156,10 +162,15 @@ def a_rank_that_does_not_call_is_named(rank: int) -> None:
 
 def a_search_may_take_longer_than_the_timeout_of_the_group(rank: int) -> None:
     brief = dist.new_group()
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # of old torch
+    set_timeout = (
+        getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    )  # of old torch
     set_timeout(datetime.timedelta(milliseconds=1), brief)
     trials: list[int] = []
-    assert find(lambda batch: trials.append(len(batch)), max_batch_size=16, group=brief).batch_size == 16
+    assert (
+        find(lambda batch: trials.append(len(batch)), max_batch_size=16, group=brief).batch_size
+        == 16
+    )
     assert trials
     dist.barrier()
     if rank == 0:
@@ -213,7 +224,9 @@ def what_no_rank_can_step_alone_is_refused_by_name(rank: int) -> None:
     parts = {
         "FullyShardedDataParallel": FullyShardedDataParallel(nn.Linear(8, 8), device_id=CPU),
         "DeepSpeedEngine": DeepSpeedEngine(8, 8),
-        "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer(hooked.parameters(), torch.optim.SGD, lr=0.1),
+        "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer(
+            hooked.parameters(), torch.optim.SGD, lr=0.1
+        ),
         "a built-in communication hook": hooked,
     }
     for name, part in parts.items():
@@ -233,7 +246,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.norm, self.leave = nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 8)
+        self.enter, self.norm, self.leave = (
+            nn.Linear(64, 256),
+            nn.BatchNorm1d(256),
+            nn.Linear(256, 8),
+        )
         self.sometimes = nn.Linear(8, 8)
         self.never = nn.Linear(8, 8)
         self.num_calls = 0
@@ -256,10 +273,14 @@ def halved_allreduce(_, bucket):  # type: ignore[no-untyped-def]  # torch compar
     return summed.then(lambda future: future.value()[0] / 4)
 
 
-def training(kind: type[Net], steps_before: int, options: dict[str, Any], search: bool) -> tuple[Any, int]:
+def training(
+    kind: type[Net], steps_before: int, options: dict[str, Any], search: bool
+) -> tuple[Any, int]:
     """The tensors after some steps, a search if so wanted, and further steps."""
     torch.manual_seed(0)
-    wrapper = DistributedDataParallel(kind(), **{name: options[name] for name in options if name != "hook"})
+    wrapper = DistributedDataParallel(
+        kind(), **{name: options[name] for name in options if name != "hook"}
+    )
     if options.get("hook"):
         wrapper.register_comm_hook(None, halved_allreduce)
     optimizer = torch.optim.AdamW(wrapper.parameters(), lr=1e-2, weight_decay=0.1)
@@ -279,9 +300,12 @@ def training(kind: type[Net], steps_before: int, options: dict[str, Any], search
     if search:
         uses_all = bool(options.get("find_unused_parameters"))
         size = auto_find_batch_size(
-            lambda x: step(x, detour=uses_all), lambda n: torch.randn(n, 64), state=(wrapper, optimizer),
-            max_batch_size=16, memory_limit_gb=8.0,
-        ).batch_size  # fmt: skip
+            lambda x: step(x, detour=uses_all),
+            lambda n: torch.randn(n, 64),
+            state=(wrapper, optimizer),
+            max_batch_size=16,
+            memory_limit_gb=8.0,
+        ).batch_size
     train(3)
     moments = [value for entry in optimizer.state.values() for value in entry.values()]
     return [
@@ -336,7 +360,11 @@ def a_wrapper_that_state_does_not_hold_is_silent_too(rank: int) -> None:
         optimizer.step()
 
     result = auto_find_batch_size(
-        step, lambda n: torch.randn(n, 64), state=(model, optimizer), max_batch_size=8, memory_limit_gb=8.0
+        step,
+        lambda n: torch.randn(n, 64),
+        state=(model, optimizer),
+        max_batch_size=8,
+        memory_limit_gb=8.0,
     )
     assert (result.batch_size, result.ran_on_every_rank) == (8, (8,))
 
@@ -370,14 +398,18 @@ def sharded(how: str) -> nn.Module:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         return parallelize_module(model, dist.init_device_mesh("cpu", (ranks,)), plan)
     blocks = nn.Sequential(Residual(64), Residual(64), nn.Linear(64, 5), nn.Tanh())
-    shape, names = ((ranks,), ("shard",)) if how == "full" else ((2, ranks // 2), ("replicate", "shard"))
+    shape, names = (
+        ((ranks,), ("shard",)) if how == "full" else ((2, ranks // 2), ("replicate", "shard"))
+    )
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
     for module in (blocks[0], blocks[1], blocks):
         fully_shard(module, mesh=mesh, reshard_after_forward=how != "kept")
     return blocks
 
 
-def sharded_training(how: str, steps_before: int, mode: Any) -> tuple[list[Any], AutoBatchResult | None]:
+def sharded_training(
+    how: str, steps_before: int, mode: Any
+) -> tuple[list[Any], AutoBatchResult | None]:
     """The tensors after some steps, a search in a mode if one is given, and further steps."""
     model = sharded(how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -399,9 +431,14 @@ def sharded_training(how: str, steps_before: int, mode: Any) -> tuple[list[Any],
     found = None
     if mode is not None:
         found = auto_find_batch_size(
-            step, lambda n: torch.randn(n, 2048, 64), state=(model, optimizer), mode=mode, max_batch_size=64,
-            tolerance=0.2, memory_limit_gb=limit_with_room_for(ROOM_MIB) / 0.8,
-        )  # fmt: skip
+            step,
+            lambda n: torch.randn(n, 2048, 64),
+            state=(model, optimizer),
+            mode=mode,
+            max_batch_size=64,
+            tolerance=0.2,
+            memory_limit_gb=limit_with_room_for(ROOM_MIB) / 0.8,
+        )
     train(2)
     moments = [value for entry in optimizer.state.values() for value in entry.values()]
     state = [*model.state_dict().values(), *moments, torch.rand(4), torch.tensor(model.training)]
@@ -451,11 +488,14 @@ def a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered(rank: int
 
     found = {
         extra_mib: auto_find_batch_size(
-            lambda x, extra_mib=extra_mib: step(x, extra_mib), samples, state=(model,), max_batch_size=4,
+            lambda x, extra_mib=extra_mib: step(x, extra_mib),
+            samples,
+            state=(model,),
+            max_batch_size=4,
             memory_limit_gb=limit_with_room_for(2 * ROOM_MIB) / 0.8,
         ).batch_size
         for extra_mib in (1, ROOM_MIB + 30)
-    }  # fmt: skip
+    }
     assert found[1] == 4
     assert 1 <= found[ROOM_MIB + 30] < 4
     assert sizes[-1] == found[ROOM_MIB + 30] < max(sizes), "less has been run together, too"
@@ -484,12 +524,16 @@ def run_of(rank: int, *argv: str, fault: str = "", **options: Any) -> Iterator[S
 def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> None:
     """Rank 0 tries 18 on its way to 24. 36 samples per rank would be 2 x 18, but rank 1 cannot run 18."""
     options = (
-        "DATA.AUTOBATCH.STRATEGY=binary", "TRAIN.EFFECTIVE_BATCH_SIZE=72", "DATA.AUTOBATCH.ENABLED_VAL=False"
-    )  # fmt: skip
+        "DATA.AUTOBATCH.STRATEGY=binary",
+        "TRAIN.EFFECTIVE_BATCH_SIZE=72",
+        "DATA.AUTOBATCH.ENABLED_VAL=False",
+    )
     with run_of(rank, *options, fault="not:1:18", max_samples_per_rank=36) as search:
 
         def plan_for(size: int) -> BatchPlan:
-            facts = Facts(max_micro_batch_size=size, world_size=2, num_samples=96, learning_rate=0.1)
+            facts = Facts(
+                max_micro_batch_size=size, world_size=2, num_samples=96, learning_rate=0.1
+            )
             return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
 
         sizes = find_planned_sizes(search, plan_for)
@@ -501,7 +545,9 @@ def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> N
 def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank: int) -> None:
     """Without the option torch would wait for the gradient of the branch."""
     model = "MODEL._target_=tests.autobatch.faulty.ModelWithUnusedBranch"
-    with run_of(rank, model, "DATA.AUTOBATCH.ENABLED_VAL=False", find_unused_parameters=True) as search:
+    with run_of(
+        rank, model, "DATA.AUTOBATCH.ENABLED_VAL=False", find_unused_parameters=True
+    ) as search:
         assert find_sizes(search)["train"].batch_size == 24
 
 
@@ -521,24 +567,31 @@ def two_groups_search_at_once(rank: int) -> None:
         refuses("rank 3: ", find, broken_on(3), group=mine, max_batch_size=4)
     else:
         assert isinstance(error_of(find, broken_on(3), group=mine, max_batch_size=4), KeyError)
-    refuses("ranks 2 and 3" if rank > 1 else "ranks 0 and 1", find, group=mine, max_batch_size=4 + rank)
+    refuses(
+        "ranks 2 and 3" if rank > 1 else "ranks 0 and 1", find, group=mine, max_batch_size=4 + rank
+    )
 
 
 # --- the processes ---
 
 OF_TWO = (
-    the_size_of_all_fits_on_each, an_error_of_one_rank_is_raised_there_and_told_to_the_others,
-    a_rank_that_does_not_call_is_named, a_search_may_take_longer_than_the_timeout_of_the_group,
+    the_size_of_all_fits_on_each,
+    an_error_of_one_rank_is_raised_there_and_told_to_the_others,
+    a_rank_that_does_not_call_is_named,
+    a_search_may_take_longer_than_the_timeout_of_the_group,
     searches_in_one_context_share_its_control_plane_which_is_gone_afterwards,
-    a_collective_of_a_step_is_an_error_and_no_hang, what_no_rank_can_step_alone_is_refused_by_name,
+    a_collective_of_a_step_is_an_error_and_no_hang,
+    what_no_rank_can_step_alone_is_refused_by_name,
     state_that_one_rank_refuses_is_named_before_any_collective,
-    training_after_a_search_is_that_without_one, without_the_reducer_of_all_ranks_training_differs,
-    a_wrapper_that_state_does_not_hold_is_silent_too, sync_batchnorm_normalises_over_one_rank_in_a_search,
+    training_after_a_search_is_that_without_one,
+    without_the_reducer_of_all_ranks_training_differs,
+    a_wrapper_that_state_does_not_hold_is_silent_too,
+    sync_batchnorm_normalises_over_one_rank_in_a_search,
     training_of_a_sharded_model_after_a_search_is_that_without_one,
     a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered,
     a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
-)  # fmt: skip
+)
 BODIES = {
     2: OF_TWO,
     4: (
@@ -555,7 +608,9 @@ def work(rank: int, folder: str) -> dict[str, str]:
     place = Path(folder)
     num_ranks = int((place / "num_ranks").read_text())
     join(rank, num_ranks, place)
-    find(max_batch_size=2, memory_limit_gb=8.0, group=False)  # loads what searches use: limits are exact
+    find(
+        max_batch_size=2, memory_limit_gb=8.0, group=False
+    )  # loads what searches use: limits are exact
     wrong = {}
     for body in BODIES[num_ranks]:
         freeze_what_is_there()  # as the one before has loaded more
@@ -564,7 +619,9 @@ def work(rank: int, folder: str) -> dict[str, str]:
             body(rank)
         except Exception:
             wrong[body.__name__] = traceback.format_exc()
-            print(rank, wrong[body.__name__], flush=True)  # in case that the other rank waits for ever
+            print(
+                rank, wrong[body.__name__], flush=True
+            )  # in case that the other rank waits for ever
         dist.barrier()
     return wrong
 
@@ -598,6 +655,8 @@ def search_until_one_dies(rank: int, dead: int, folder: Path) -> None:
 def spawned(rank: int, folder: Path) -> None:
     """For `torch.multiprocessing.spawn`."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2
+    )
     find(max_batch_size=1)  # a first search loads what the limits below do not count
     the_size_of_all_fits_on_each(rank)

@@ -47,21 +47,34 @@ MODELS = {
     "vit2": ("MODEL.NAME=test_vit2", "DATA.IMG_SIZE=96"),
     "mambaout": ("MODEL.NAME=test_mambaout", "DATA.IMG_SIZE=96"),
     "nfnet": ("MODEL.NAME=test_nfnet", "DATA.IMG_SIZE=96"),
-    "classes": ("MODEL.NAME=test_resnet", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_CLASSES=[10,200,3000]"),
+    "classes": (
+        "MODEL.NAME=test_resnet",
+        "DATA.IMG_SIZE=64",
+        "DATA.DATASET.NUM_CLASSES=[10,200,3000]",
+    ),
     "marginal": (
-        "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_CLASSES=[10,200,3000]",
+        "MODEL.NAME=test_resnet",
+        "DATA.IMG_SIZE=64",
+        "DATA.DATASET.NUM_CLASSES=[10,200,3000]",
         "MODEL.HEAD=marginal",
     ),
     "frozen": ("MODEL.NAME=test_convnext", "DATA.IMG_SIZE=96", "MODEL.FREEZE=backbone"),
     "unfrozen": (
-        "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=96", "MODEL.FREEZE=backbone", "TRAIN.UNFREEZE_EPOCH=2",
+        "MODEL.NAME=test_resnet",
+        "DATA.IMG_SIZE=96",
+        "MODEL.FREEZE=backbone",
+        "TRAIN.UNFREEZE_EPOCH=2",
         "OPTIMIZER.LAYER_DECAY=0.7",
     ),
     "mixed": (
-        "MODEL.NAME=test_vit", "DATA.IMG_SIZE=128", "DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1",
-        "LOSS.NAME=bce", "DATA.DATASET.NUM_CLASSES=[10,200,3000]",
+        "MODEL.NAME=test_vit",
+        "DATA.IMG_SIZE=128",
+        "DATA.AUGMENT.MIXUP=0.2",
+        "DATA.AUGMENT.CUTMIX=1",
+        "LOSS.NAME=bce",
+        "DATA.DATASET.NUM_CLASSES=[10,200,3000]",
     ),
-}  # fmt: skip
+}
 ROOM_BYTES = 1024 * MIB
 """Memory of the device without what the context and other processes hold: the models are small."""
 DEVICE = torch.device("cuda", 0)
@@ -88,7 +101,9 @@ class Case(NamedTuple):
     checkpointing: bool = False
 
     def __str__(self) -> str:
-        switches = [name for name in ("ema", "probe", "buckets", "checkpointing") if getattr(self, name)]
+        switches = [
+            name for name in ("ema", "probe", "buckets", "checkpointing") if getattr(self, name)
+        ]
         switches += ["accumulation"] if self.accumulation > 1 else []
         amp = "float32" if self.amp == "off" else self.amp
         return " ".join([f"{self.model} {self.fraction:.2f} {self.optimizer} {amp}", *switches])
@@ -97,16 +112,23 @@ class Case(NamedTuple):
     def argv(self) -> list[str]:
         """Its configuration."""
         return [
-            *MODELS[self.model], "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=100000",
-            "DATA.DATASET.NUM_SAMPLES_VAL=100000", "DATA.AUTOBATCH.ENABLED=True",
-            "DATA.AUTOBATCH.MAX_BATCH_SIZE=null", "DATA.AUTOBATCH.TOLERANCE=0",
+            *MODELS[self.model],
+            "DATA.DATASET.NAME=synthetic",
+            "DATA.DATASET.NUM_SAMPLES=100000",
+            "DATA.DATASET.NUM_SAMPLES_VAL=100000",
+            "DATA.AUTOBATCH.ENABLED=True",
+            "DATA.AUTOBATCH.MAX_BATCH_SIZE=null",
+            "DATA.AUTOBATCH.TOLERANCE=0",
             "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2",
-            f"OPTIMIZER.NAME={self.optimizer}", "OPTIMIZER.LR=1e-4",
-            f"TRAIN.AMP={self.amp}", f"TRAIN.GRADIENT_CHECKPOINTING={self.checkpointing}",
+            f"OPTIMIZER.NAME={self.optimizer}",
+            "OPTIMIZER.LR=1e-4",
+            f"TRAIN.AMP={self.amp}",
+            f"TRAIN.GRADIENT_CHECKPOINTING={self.checkpointing}",
             f"TRAIN.EMA.ENABLED={self.ema}",
-            f"TRAIN.ACCUMULATION_STEPS={self.accumulation}", f"TRAIN.NOISE_SCALE.ENABLED={self.probe}",
+            f"TRAIN.ACCUMULATION_STEPS={self.accumulation}",
+            f"TRAIN.NOISE_SCALE.ENABLED={self.probe}",
             "TRAIN.NOISE_SCALE.EVERY=2",
-        ]  # fmt: skip
+        ]
 
 
 CASES = (
@@ -134,7 +156,9 @@ CASES = (
 )
 """Each optimizer, number format and switch with each of four models, and at two fractions or more; then some
 that once broke their promise; then what is frozen, mixed or summed over the taxonomy."""
-CONTROLS = tuple(case for case in CASES if case[1:4] in ((0.80, "sgd", "off"), (0.97, "adamw", "bf16")))
+CONTROLS = tuple(
+    case for case in CASES if case[1:4] in ((0.80, "sgd", "off"), (0.97, "adamw", "bf16"))
+)
 """Cases that are run with sizes 5 and 10 % too large as well."""
 
 
@@ -251,7 +275,9 @@ class Run:
                 for phase in self._process(world, num_epochs, excess, resumes=number > 0)
             ]
 
-    def _process(self, world: World, num_epochs: int, excess: float, *, resumes: bool) -> list[Phase]:
+    def _process(
+        self, world: World, num_epochs: int, excess: float, *, resumes: bool
+    ) -> list[Phase]:
         config = self._config(num_epochs)
         data = build_data(config.DATA, seed=0)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
@@ -263,12 +289,17 @@ class Run:
             if checkpoint is not None:
                 checkpoint.restore(assembly, world)
             self._find(config, data, assembly, world)
-            sizes = {mode: math.ceil(found.batch_size * (1 + excess)) for mode, found in self.found.items()}
+            sizes = {
+                mode: math.ceil(found.batch_size * (1 + excess))
+                for mode, found in self.found.items()
+            }
             samples_per_step = sizes["train"] * self.case.accumulation
             config.DATA.DATASET.NUM_SAMPLES = int(STEPS_PER_EPOCH * samples_per_step)
             config.DATA.DATASET.NUM_SAMPLES_VAL = int(NUM_VAL_BATCHES * sizes["val"])
             data = build_data(config.DATA, seed=0)
-            with building(MeasuredTrainer, config, data, assembly, world, sizes, checkpoints) as trainer:
+            with building(
+                MeasuredTrainer, config, data, assembly, world, sizes, checkpoints
+            ) as trainer:
                 if checkpoint is not None:
                     trainer.resume(checkpoint.content, 0)
                 trainer.fit()

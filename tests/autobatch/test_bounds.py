@@ -10,16 +10,27 @@ from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
 from linnaeus.sizing import bounds
-from linnaeus.sizing.bounds import HOST_MEMORY_FRACTION, largest_host_batch, max_batch_sizes, num_host_batches
+from linnaeus.sizing.bounds import (
+    HOST_MEMORY_FRACTION,
+    largest_host_batch,
+    max_batch_sizes,
+    num_host_batches,
+)
 
 CONFIG = DataConfig(
-    DATASET=DatasetConfig(NAME="synthetic", NUM_SAMPLES=100, NUM_SAMPLES_VAL=33), IMG_SIZE=8, NUM_WORKERS=0
+    DATASET=DatasetConfig(NAME="synthetic", NUM_SAMPLES=100, NUM_SAMPLES_VAL=33),
+    IMG_SIZE=8,
+    NUM_WORKERS=0,
 )
 DATA = build_data(CONFIG, seed=0)
 
 
 def bounds_of(
-    mode: Mode = "train", workers: int = 0, device: str = "cpu", world_size: int = 1, sample_bytes: int = 1000
+    mode: Mode = "train",
+    workers: int = 0,
+    device: str = "cpu",
+    world_size: int = 1,
+    sample_bytes: int = 1000,
 ) -> dict[str, int]:
     world = World(torch.device(device), world_size=world_size, local_world_size=world_size)
     config = replace(CONFIG, NUM_WORKERS=workers)
@@ -29,7 +40,9 @@ def bounds_of(
 @pytest.mark.parametrize(
     ("mode", "world_size", "expected"), [("train", 3, 33), ("val", 2, 17), ("train", 200, 1)]
 )
-def test_no_batch_is_larger_than_what_a_process_has(mode: Mode, world_size: int, expected: int) -> None:
+def test_no_batch_is_larger_than_what_a_process_has(
+    mode: Mode, world_size: int, expected: int
+) -> None:
     assert bounds_of(mode, world_size=world_size)["dataset"] == expected
 
 
@@ -47,12 +60,16 @@ def test_pinned_copies_count_as_the_next_power_of_two(monkeypatch: pytest.Monkey
     monkeypatch.setattr(bounds, "_available_bytes", lambda num_workers: 10**6)
     # 17 batches in 500 000 bytes leave 29 411 for each: 13 samples with 16 384 of pinned memory, not 14.
     assert bounds_of(workers=4, device="cuda")["host_memory"] == 13
-    assert bounds_of(workers=4, device="cuda", world_size=2)["host_memory"] == 6  # 6000 + 8192 of 14 705
+    assert (
+        bounds_of(workers=4, device="cuda", world_size=2)["host_memory"] == 6
+    )  # 6000 + 8192 of 14 705
 
 
 @pytest.mark.parametrize("available_bytes", [0, 10**7])
 @pytest.mark.parametrize("tensor_bytes", [[1024], [100, 8], [3 * 224 * 224 * 4, 16, 0]])
-def test_the_largest_host_batch_is_the_last_that_fits(available_bytes: int, tensor_bytes: list[int]) -> None:
+def test_the_largest_host_batch_is_the_last_that_fits(
+    available_bytes: int, tensor_bytes: list[int]
+) -> None:
     def pinned_bytes(num_bytes: int) -> int:
         block = 1
         while block < num_bytes:

@@ -60,8 +60,12 @@ def record_of(result: AutoBatchResult, size: int) -> Any:
 # --- the size found ---
 
 
-@pytest.mark.parametrize(("strategy", "multiple_of"), [("guided", 1), ("binary", 8), ("binsearch", 1)])
-def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy: str, multiple_of: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "multiple_of"), [("guided", 1), ("binary", 8), ("binsearch", 1)]
+)
+def test_the_size_ran_within_the_budget_and_the_next_one_did_not(
+    strategy: str, multiple_of: int
+) -> None:
     seen: list[int] = []
 
     def step(batch: Tensor) -> None:
@@ -69,9 +73,15 @@ def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy: str, 
         plain_step(batch)
 
     result = find_on_cpu(
-        step, make_batch, strategy=strategy, multiple_of=multiple_of, max_batch_size=300,
-        bounds={"dataset": 200}, steps_per_trial=3, **room(150),
-    )  # fmt: skip
+        step,
+        make_batch,
+        strategy=strategy,
+        multiple_of=multiple_of,
+        max_batch_size=300,
+        bounds={"dataset": 200},
+        steps_per_trial=3,
+        **room(150),
+    )
     assert (result.certified, result.limited_by) == (True, "memory")
     assert result.batch_size % multiple_of == 0
     fits, next_one = (
@@ -81,7 +91,9 @@ def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy: str, 
     assert 0 < fits.peak_bytes <= result.budget_bytes
     assert next_one.status in ("over", "oom")
     assert next_one.peak_bytes is None or next_one.peak_bytes > result.budget_bytes
-    made = {trial.size for trial in result.trials if trial.status != "oom"}  # others may not be made
+    made = {
+        trial.size for trial in result.trials if trial.status != "oom"
+    }  # others may not be made
     assert made <= set(seen)
     assert seen.count(result.batch_size) >= 3
     assert 50 <= result.batch_size <= 80, "two MiB a sample in 150 MiB"
@@ -98,9 +110,12 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
         return make_batch(size)
 
     settings = SearchSettings(
-        target_memory_fraction=1.0, max_batch_size=300, strategy="power", tolerance=0.0,
+        target_memory_fraction=1.0,
+        max_batch_size=300,
+        strategy="power",
+        tolerance=0.0,
         memory_limit_gb=room(150)["memory_limit_gb"],
-    )  # fmt: skip
+    )
     with BatchSizeFinder(plain_step, make_batch_and_keep, settings, device="cpu") as finder:
         result = finder.find(confirm=confirm)
         again = finder.measure(result.batch_size)
@@ -112,7 +127,9 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
         assert (again.status, result.batch_size) == ("oom", 64)
 
 
-def test_what_others_take_during_a_search_lowers_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_take_during_a_search_lowers_its_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken, read = [0], CpuMemory.budget
     monkeypatch.setattr(CpuMemory, "budget", lambda memory, *asked: read(memory, *asked) - taken[0])
 
@@ -137,7 +154,9 @@ def test_what_others_take_during_a_search_lowers_its_budget(monkeypatch: pytest.
         ({"max_batch_size": 11, "bounds": {"dataset": 17}}, "max_batch_size", 11),
     ],
 )
-def test_the_lowest_bound_is_reached_and_named(arguments: dict[str, Any], limited_by: str, size: int) -> None:
+def test_the_lowest_bound_is_reached_and_named(
+    arguments: dict[str, Any], limited_by: str, size: int
+) -> None:
     sizes: set[int] = set()
     result = find_on_cpu(lambda batch: sizes.add(len(batch)), make_batch, **room(300), **arguments)
     assert (result.limited_by, result.batch_size, result.certified) == (limited_by, size, True)
@@ -146,7 +165,8 @@ def test_the_lowest_bound_is_reached_and_named(arguments: dict[str, Any], limite
 
 
 @pytest.mark.parametrize(
-    ("limit", "limited_by"), [({"timeout_minutes": 1.0}, "timeout"), ({"max_trials": 2}, "max_trials")]
+    ("limit", "limited_by"),
+    [({"timeout_minutes": 1.0}, "timeout"), ({"max_trials": 2}, "max_trials")],
 )
 def test_a_limit_ends_the_search_with_the_best_size_so_far(
     limit: dict[str, Any], limited_by: str, monkeypatch: pytest.MonkeyPatch
@@ -204,7 +224,9 @@ def test_a_batch_far_above_the_budget_is_refused_and_not_built() -> None:
             most = max(most, len(pieces))
         return pieces
 
-    result = find_on_cpu(lambda pieces: None, make_pieces, strategy="binary", max_batch_size=200, **room(100))
+    result = find_on_cpu(
+        lambda pieces: None, make_pieces, strategy="binary", max_batch_size=200, **room(100)
+    )
     assert record_of(result, 100).status == "oom"
     assert result.batch_size == most
     assert 9 <= most <= 11, "pieces of 10 MiB in 100 MiB"
@@ -220,11 +242,19 @@ def test_a_result_survives_its_file_and_files_of_earlier_versions_can_be_read() 
     assert {name: written[name] for name in asked} == asked
     again = AutoBatchResult.from_dict("val", written)
     assert again.as_dict() == written
-    assert (again.batch_size, again.mode, again.peak_bytes) == (result.batch_size, "val", result.peak_bytes)
+    assert (again.batch_size, again.mode, again.peak_bytes) == (
+        result.batch_size,
+        "val",
+        result.peak_bytes,
+    )
     assert [trial.status for trial in again.trials] == [trial.status for trial in result.trials]
     old = {name: value for name, value in written.items() if name not in asked}
     again = AutoBatchResult.from_dict("val", old)
-    assert (again.tolerance, again.max_batch_size, again.batch_size) == (None, None, result.batch_size)
+    assert (again.tolerance, again.max_batch_size, again.batch_size) == (
+        None,
+        None,
+        result.batch_size,
+    )
     assert again.as_dict() == old
 
 
@@ -254,7 +284,12 @@ class Everything:
     def __init__(self) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.LazyLinear(5)
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Flatten(),
+            nn.LazyLinear(5),
         )
         self.model(torch.randn(2, 3, 16, 16))
         self.model[3].eval()  # one part of a model that trains
@@ -311,7 +346,9 @@ class Everything:
             "gradients": bits(gradients),
             "buffers": bits(dict(self.model.named_buffers())),
             "calls": getattr(self.model, "calls", 0),
-            "modes": [module.training for module in (*self.model.modules(), *self.ema.module.modules())],
+            "modes": [
+                module.training for module in (*self.model.modules(), *self.ema.module.modules())
+            ],
             "optimizer": bits(self.optimizer.state_dict()),
             "scaler": bits(self.scaler.state_dict()),
             "ema": bits(self.ema.state_dict()),
@@ -324,11 +361,14 @@ class Everything:
             "collects": gc.isenabled(),
             "threads": set(threading.enumerate()),
             "switches": (
-                torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu"),
-                torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled(),
+                torch.is_grad_enabled(),
+                torch.get_default_dtype(),
+                torch.is_autocast_enabled("cpu"),
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_inference_mode_enabled(),
                 torch.get_num_threads(),
             ),
-        }  # fmt: skip
+        }
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
@@ -342,13 +382,13 @@ OUTCOMES = {
     "out of memory": (lambda size: MemoryError() if size > 3 else None, {}, None),
     "nothing fits": (lambda size: MemoryError(), {}, AutoBatchError),
     "no room at all": (lambda size: None, {"memory_limit_gb": 0.01}, AutoBatchError),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     ("mode", "outcome"),
     [*(("train", outcome) for outcome in OUTCOMES), ("val", "found"), ("val", "an interrupt")],
-)  # fmt: skip
+)
 def test_a_search_leaves_no_trace(mode: Any, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BEFORE_THE_SEARCH", "1")
     loop = Everything()
@@ -356,9 +396,13 @@ def test_a_search_leaves_no_trace(mode: Any, outcome: str, monkeypatch: pytest.M
     before = loop.picture()
     with pytest.raises(error) if error else contextlib.nullcontext():
         result = auto_find_batch_size(
-            loop.step, loop.make_batch, state=loop.state, mode=mode, max_batch_size=6,
+            loop.step,
+            loop.make_batch,
+            state=loop.state,
+            mode=mode,
+            max_batch_size=6,
             **{**room(300), **arguments},
-        )  # fmt: skip
+        )
     assert changed(before, loop.picture()) == set()
     if error is None:
         assert result.batch_size == (3 if outcome == "out of memory" else 6)
@@ -371,5 +415,13 @@ def test_the_picture_sees_a_step() -> None:
     loop.step(loop.make_batch(2))
     os.environ.pop("LEFT_BY_A_STEP")
     assert changed(before, loop.picture()) >= {
-        "parameters", "gradients", "buffers", "optimizer", "scaler", "ema", "calls", "python", "numpy",
-    }  # fmt: skip
+        "parameters",
+        "gradients",
+        "buffers",
+        "optimizer",
+        "scaler",
+        "ema",
+        "calls",
+        "python",
+        "numpy",
+    }

@@ -32,7 +32,9 @@ class Plain(nn.Module):
     alive: ClassVar[list[weakref.ref[nn.Module]]] = []
     num_alive: ClassVar[list[int]] = []
 
-    def __init__(self, num_classes: dict[str, int], largest: int = 10**6, rank: int | None = None) -> None:
+    def __init__(
+        self, num_classes: dict[str, int], largest: int = 10**6, rank: int | None = None
+    ) -> None:
         super().__init__()
         self.largest, self.is_here = largest, rank in (None, int(os.environ.get("RANK", "0")))
         self.layers = nn.Sequential(nn.Linear(3 * 8 * 8, 64), nn.Dropout(0.1), nn.ReLU())
@@ -45,7 +47,11 @@ class Plain(nn.Module):
         if self.training and self.is_here and len(images) > most:
             torch.empty(1 << 50, dtype=torch.uint8)
         x = images.flatten(1)
-        x = checkpoint(self.layers, x, use_reentrant=False) if self.is_checkpointed else self.layers(x)
+        x = (
+            checkpoint(self.layers, x, use_reentrant=False)
+            if self.is_checkpointed
+            else self.layers(x)
+        )
         return tuple(head(x) for head in self.heads)
 
 
@@ -56,10 +62,14 @@ class Switchable(Plain):
 
 FIT = (
     *(option for option in SMALL if not option.startswith("MODEL.")),
-    f"MODEL._target_={__name__}.Switchable", "DATA.IMG_SIZE=8", "TRAIN.EPOCHS=1",
-    "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24", "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=1",
+    f"MODEL._target_={__name__}.Switchable",
+    "DATA.IMG_SIZE=8",
+    "TRAIN.EPOCHS=1",
+    "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
+    "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=1",
     "DATA.AUTOBATCH.FIT=[none,checkpointing]",
-)  # fmt: skip
+)
 WANTED = "DATA.AUTOBATCH.MIN_BATCH_SIZE=12"
 
 
@@ -84,12 +94,17 @@ def by_hand(folder: Path) -> tuple[str, ...]:
     """Options that set what a run has found, and leave AutoBatch off."""
     data = saved(folder)["DATA"]
     return (
-        "DATA.AUTOBATCH.ENABLED=False", "TRAIN.GRADIENT_CHECKPOINTING=True", "EXPERIMENT.NAME=by_hand",
-        f"DATA.BATCH_SIZE={data['BATCH_SIZE']}", f"DATA.BATCH_SIZE_VAL={data['BATCH_SIZE_VAL']}",
-    )  # fmt: skip
+        "DATA.AUTOBATCH.ENABLED=False",
+        "TRAIN.GRADIENT_CHECKPOINTING=True",
+        "EXPERIMENT.NAME=by_hand",
+        f"DATA.BATCH_SIZE={data['BATCH_SIZE']}",
+        f"DATA.BATCH_SIZE_VAL={data['BATCH_SIZE_VAL']}",
+    )
 
 
-def test_a_remedy_that_makes_the_wanted_size_fit_trains_as_one_set_by_hand(run: Run, tmp_path: Path) -> None:
+def test_a_remedy_that_makes_the_wanted_size_fit_trains_as_one_set_by_hand(
+    run: Run, tmp_path: Path
+) -> None:
     folder = tmp_path / "runs/small"
     outcome = run(*FIT, WANTED)
     assert outcome.code == 0, outcome.err
@@ -151,11 +166,16 @@ class Uneven(Switchable):
 
 @pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.parametrize("slow_if_checkpointed", [False, True])
-def test_the_faster_of_both_ways_is_kept(slow_if_checkpointed: bool, run: Run, tmp_path: Path) -> None:
+def test_the_faster_of_both_ways_is_kept(
+    slow_if_checkpointed: bool, run: Run, tmp_path: Path
+) -> None:
     options = (
-        *FIT, f"MODEL._target_={__name__}.Uneven", f"MODEL.slow_if_checkpointed={slow_if_checkpointed}",
-        "DATA.AUTOBATCH.OBJECTIVE=throughput", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
-    )  # fmt: skip
+        *FIT,
+        f"MODEL._target_={__name__}.Uneven",
+        f"MODEL.slow_if_checkpointed={slow_if_checkpointed}",
+        "DATA.AUTOBATCH.OBJECTIVE=throughput",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+    )
     is_kept = not slow_if_checkpointed
     for argv in ((), ("TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True")):
         outcome = run(*options, *argv)
@@ -196,7 +216,8 @@ def test_a_wrong_list_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"DATA\.AUTOBATCH\.FIT"):
         load_config([f"DATA.AUTOBATCH.FIT={value}"])
     assert (
-        load_config(["DATA.AUTOBATCH.FIT=[none,checkpointing,shard]"]).config.DATA.AUTOBATCH.FIT[0] == "none"
+        load_config(["DATA.AUTOBATCH.FIT=[none,checkpointing,shard]"]).config.DATA.AUTOBATCH.FIT[0]
+        == "none"
     )
 
 
@@ -204,12 +225,17 @@ def test_messages(golden: Golden, run: Run) -> None:
     """What a run says of its remedies, without the figures of this machine."""
     told = re.search(r"AutoBatch: .*FIT\)", run(*FIT, WANTED).out)
     assert told is not None
-    golden("autobatch_fit", {
-        "a remedy is switched on": re.sub(r"(Budget ).*( Tried)", r"\1<figures>.\2", told.group()),
-        "no remedy helps": run(*FIT, WANTED, "MODEL.largest=8").err.rpartition(". ")[2],
-        "one process": run(*FIT, "DATA.AUTOBATCH.FIT=[shard]").err,
-        "no checkpointing": run(*FIT, PLAIN).err,
-    })  # fmt: skip
+    golden(
+        "autobatch_fit",
+        {
+            "a remedy is switched on": re.sub(
+                r"(Budget ).*( Tried)", r"\1<figures>.\2", told.group()
+            ),
+            "no remedy helps": run(*FIT, WANTED, "MODEL.largest=8").err.rpartition(". ")[2],
+            "one process": run(*FIT, "DATA.AUTOBATCH.FIT=[shard]").err,
+            "no checkpointing": run(*FIT, PLAIN).err,
+        },
+    )
 
 
 @pytest.mark.distributed
@@ -224,7 +250,9 @@ def test_ranks_agree_that_a_size_does_not_fit_on_one_of_them(
     outcome = torchrun(2, *FIT, f"MODEL.rank={rank}", *by_hand(folder))
     assert outcome.code == 0, outcome.err
     assert_same_bits(weights(folder), weights(tmp_path / "runs/by_hand"))
-    outcome = torchrun(2, *FIT, WANTED, f"MODEL.rank={rank}", "MODEL.largest=8", "EXPERIMENT.NAME=none")
+    outcome = torchrun(
+        2, *FIT, WANTED, f"MODEL.rank={rank}", "MODEL.largest=8", "EXPERIMENT.NAME=none"
+    )
     assert outcome.code != 0
     assert "has tried none, checkpointing" in outcome.err
 
@@ -234,9 +262,12 @@ def test_checkpointing_meets_a_limit_of_memory_that_the_model_alone_does_not(
     run: Run, tmp_path: Path
 ) -> None:
     options = (
-        *(option for option in FIT if "MODEL." not in option), "MODEL.NAME=test_vit", "DATA.IMG_SIZE=160",
-        "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0", "DATA.AUTOBATCH.MAX_BATCH_SIZE=48",
-    )  # fmt: skip
+        *(option for option in FIT if "MODEL." not in option),
+        "MODEL.NAME=test_vit",
+        "DATA.IMG_SIZE=160",
+        "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=48",
+    )
     assert run(*options, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", "EXPERIMENT.NAME=first").code == 0
     limit = f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit_with_room_for(65)}"
     outcome = run(*options, "DATA.AUTOBATCH.MIN_BATCH_SIZE=40", limit)

@@ -13,7 +13,10 @@ from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.processes import compute
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]  # the first test waits for all bodies
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(180),
+]  # the first test waits for all bodies
 
 PROGRAM = "tests.autobatch.group_ranks"
 
@@ -43,7 +46,9 @@ def test_four_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_killed_rank_ends_the_other_with_the_cause(tmp_path: Path, dead: int) -> None:
     """Two ranks that no launcher ends when one of them dies."""
-    program = f"import {PROGRAM} as p, pathlib; p.search_until_one_dies({{}}, {dead}, pathlib.Path('.'))"
+    program = (
+        f"import {PROGRAM} as p, pathlib; p.search_until_one_dies({{}}, {dead}, pathlib.Path('.'))"
+    )
     with (tmp_path / "log.txt").open("w") as log:
         ranks = [
             forks.start(
@@ -76,5 +81,7 @@ def test_ranks_of_mp_spawn_search_together(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    mp.spawn(spawned, (Path(sys.argv[1]),), nprocs=2)\n"
     )
-    done = forks.python(program, tmp_path, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = forks.python(
+        program, tmp_path, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.code == 0, done.err

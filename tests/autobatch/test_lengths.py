@@ -48,7 +48,9 @@ def indices(samples: list[dict[str, Any]]) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 40))
-def test_it_is_what_sorting_gives_with_or_without_stored_lengths(lengths: list[int], n: int) -> None:
+def test_it_is_what_sorting_gives_with_or_without_stored_lengths(
+    lengths: list[int], n: int
+) -> None:
     ordered = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     expected = [ordered[place % len(ordered)] for place in range(n)]
     given_lengths: list[Any] = [None, lengths, torch.tensor(lengths), np.array(lengths)]
@@ -124,16 +126,22 @@ def test_the_largest_come_first_where_batches_differ_in_size() -> None:
     assert largest_first(rows, padded, lengths=sizes).tolist() == expected
     assert len(rows.read) == PROBED
     unrelated = [1, 2, 3, 4, 5] * 40
-    assert largest_first(Rows(sizes), padded, lengths=unrelated).tolist() == expected, "of something else"
+    assert largest_first(Rows(sizes), padded, lengths=unrelated).tolist() == expected, (
+        "of something else"
+    )
     rows = Rows(sizes)
-    assert largest_first(rows, lambda samples: torch.zeros(len(samples), 9), lengths=unrelated) is None
+    assert (
+        largest_first(rows, lambda samples: torch.zeros(len(samples), 9), lengths=unrelated) is None
+    )
     assert len(rows.read) == PROBED
     with pytest.raises(ValueError, match="empty"):
         largest_first([], padded)
 
 
 def test_what_the_collate_function_leaves_out_or_pads_on_its_own_is_seen() -> None:
-    texts = [{"text": "x" * (1 + index % 9), "note": "y" * (index * 7 % 200)} for index in range(100)]
+    texts = [
+        {"text": "x" * (1 + index % 9), "note": "y" * (index * 7 % 200)} for index in range(100)
+    ]
     found = largest_first(texts, lambda samples: torch.zeros(2, len(samples[0]["text"])))
     assert len(texts[found[0]]["text"]) == 9
 

@@ -46,20 +46,32 @@ def why_nothing_fits(is_limited: bool = False, **instead: Any) -> str:
     """Why a search on a card of two GiB found nothing."""
     total = GIB if is_limited else 2 * GIB
     found: dict[str, Any] = {
-        "mode": "train", "limits": SearchLimits(600, 800, int(0.8 * total), 0.8, total, "x" * is_limited),
-        "device": torch.device("cuda", 0), "trials": (TrialRecord(600, "oom", None, 0.1),),
-        "limited_by": "memory", "min_batch_size": 600, "held_bytes": GIB // 4, "outside": "<others>",
-        "names": ARGUMENTS, "predicted_bytes": 3 * GIB, **instead,
-    }  # fmt: skip
+        "mode": "train",
+        "limits": SearchLimits(600, 800, int(0.8 * total), 0.8, total, "x" * is_limited),
+        "device": torch.device("cuda", 0),
+        "trials": (TrialRecord(600, "oom", None, 0.1),),
+        "limited_by": "memory",
+        "min_batch_size": 600,
+        "held_bytes": GIB // 4,
+        "outside": "<others>",
+        "names": ARGUMENTS,
+        "predicted_bytes": 3 * GIB,
+        **instead,
+    }
     return nothing_fits(**found)
 
 
 def in_a_run() -> None:
     """A search of validation as the framework makes it, so that messages name keys."""
     with BatchSizeFinder(
-        step, make_batch, SearchSettings(0.9, 600, 800), device="cpu", mode="val", names=keys("val"),
+        step,
+        make_batch,
+        SearchSettings(0.9, 600, 800),
+        device="cpu",
+        mode="val",
+        names=keys("val"),
         train_once=refuse,
-    ) as finder:  # fmt: skip
+    ) as finder:
         finder.find()
 
 
@@ -73,7 +85,9 @@ class Data(list[dict[str, Any]]):
     column_names = ["input_ids", "length"]  # noqa: RUF012
 
 
-def of_calls(function: Any, right: dict[str, Any], wrong: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def of_calls(
+    function: Any, right: dict[str, Any], wrong: list[dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
     """The error for each of the wrong arguments."""
     for arguments in wrong:
         title = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
@@ -82,26 +96,48 @@ def of_calls(function: Any, right: dict[str, Any], wrong: list[dict[str, Any]]) 
 
 def bad_arguments() -> Iterator[tuple[str, str]]:
     yield from of_calls(
-        auto_find_batch_size, {"step": step, "make_batch": make_batch, "device": "cpu"},
+        auto_find_batch_size,
+        {"step": step, "make_batch": make_batch, "device": "cpu"},
         [
-            {"target_memory_fraction": "0.8"}, {"target_memory_fraction": 1.01}, {"tolerance": 1.0},
-            {"memory_limit_gb": math.inf}, {"timeout_minutes": math.nan}, {"mode": "test"},
-            {"strategy": "magic"}, {"objective": "speed"}, {"step": 3}, {"observer": print},
-            {"max_trials": 0}, {"max_batch_size": True}, {"start": 0}, {"bounds": [3]},
-            {"bounds": {"dataset": 3.5}}, {"bounds": {3: 4}}, {"state": "model"},
-            {"state": {"model": 1}}, {"state": (3,)}, {"min_batch_size": 20, "max_batch_size": 7},
-            {"min_batch_size": 20, "bounds": {"dataset": 7}}, {"max_batch_size": None, "strategy": "binary"},
+            {"target_memory_fraction": "0.8"},
+            {"target_memory_fraction": 1.01},
+            {"tolerance": 1.0},
+            {"memory_limit_gb": math.inf},
+            {"timeout_minutes": math.nan},
+            {"mode": "test"},
+            {"strategy": "magic"},
+            {"objective": "speed"},
+            {"step": 3},
+            {"observer": print},
+            {"max_trials": 0},
+            {"max_batch_size": True},
+            {"start": 0},
+            {"bounds": [3]},
+            {"bounds": {"dataset": 3.5}},
+            {"bounds": {3: 4}},
+            {"state": "model"},
+            {"state": {"model": 1}},
+            {"state": (3,)},
+            {"min_batch_size": 20, "max_batch_size": 7},
+            {"min_batch_size": 20, "bounds": {"dataset": 7}},
+            {"max_batch_size": None, "strategy": "binary"},
         ],
-    )  # fmt: skip
+    )
     lazy = (nn.Sequential(nn.LazyLinear(3)),)
     yield "lazy layers", raised(auto_find_batch_size, step, make_batch, state=lazy)
     yield from of_calls(
-        longest, {"dataset": Data([{"input_ids": [1]}] * 3), "n": 1},
+        longest,
+        {"dataset": Data([{"input_ids": [1]}] * 3), "n": 1},
         [
-            {"n": 0}, {"length": "tokens"}, {"length": [1, 2]}, {"length": 5}, {"length": [1, "long", 2]},
-            {"dataset": []}, {"dataset": [1], "length": "length"},
+            {"n": 0},
+            {"length": "tokens"},
+            {"length": [1, 2]},
+            {"length": 5},
+            {"length": [1, "long", 2]},
+            {"dataset": []},
+            {"dataset": [1], "length": "length"},
         ],
-    )  # fmt: skip
+    )
     bounds = {"min_size": 9, "max_size": 15, "multiple_of": 8}
     yield "no multiple within the bounds", raised(find_largest, int, budget_bytes=1, **bounds)
     yield "a record without a size", raised(TrialRecord, 0, "fits", 1, 0.0)
@@ -115,7 +151,10 @@ def optimizers() -> Iterator[tuple[str, str]]:
         yield f"optimizer {kind.__name__}", raised(search_it)
     model = nn.Linear(2, 2)
     left_out = torch.optim.SGD(model.parameters())
-    yield "optimizer left out", raised(search, lambda batch: left_out.step(), make_batch, state=(model,))
+    yield (
+        "optimizer left out",
+        raised(search, lambda batch: left_out.step(), make_batch, state=(model,)),
+    )
     average = Forgetful()
 
     def count(batch: Tensor) -> None:
@@ -127,10 +166,17 @@ def optimizers() -> Iterator[tuple[str, str]]:
 def summaries() -> Iterator[tuple[str, str]]:
     def result(*trials: TrialRecord, **more: Any) -> AutoBatchResult:
         fields: dict[str, Any] = {
-            "mode": "train", "batch_size": 16, "certified": False, "limited_by": "max_trials",
-            "target_memory_fraction": 0.8, "budget_bytes": GIB, "total_bytes": 2 * GIB, "strategy": "guided",
-            "seconds": 0.9, **more,
-        }  # fmt: skip
+            "mode": "train",
+            "batch_size": 16,
+            "certified": False,
+            "limited_by": "max_trials",
+            "target_memory_fraction": 0.8,
+            "budget_bytes": GIB,
+            "total_bytes": 2 * GIB,
+            "strategy": "guided",
+            "seconds": 0.9,
+            **more,
+        }
         return AutoBatchResult(trials=trials, **fields)
 
     def trial(size: int, status: Any = "fits") -> TrialRecord:
@@ -152,7 +198,9 @@ def shown(log: SearchLog) -> None:
         log.trial_started(size, purpose)  # type: ignore[arg-type]
         if purpose == "trial":
             peak_bytes = None if status is None else int(status * GIB)
-            log.trial_finished(TrialRecord(size, "fits" if status else "oom", peak_bytes, 0.25), GIB)
+            log.trial_finished(
+                TrialRecord(size, "fits" if status else "oom", peak_bytes, 0.25), GIB
+            )
     log.trial_started(16, "confirmation")
     log.trial_finished(TrialRecord(16, "over", int(1.25 * GIB), 0.25), GIB)
     for samples_per_s in (200.0, 0.0):
@@ -160,7 +208,9 @@ def shown(log: SearchLog) -> None:
         log.size_timed(Timing(8, 0.04, samples_per_s))
 
 
-def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(
+    golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "linnaeus.autobatch")
     console, output = terminal(monkeypatch)
     told: list[str] = []
@@ -175,12 +225,13 @@ def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch:
     beside = SearchLimits(600, 800, GIB // 2, 1.0, 2 * GIB)
     over = (TrialRecord(400, "over", 2 * GIB, 0.1),)
     for title, instead in {
-        "nothing fits": {}, "nothing fits beside others": {"limits": beside},
+        "nothing fits": {},
+        "nothing fits beside others": {"limits": beside},
         "nothing fits within a limit": {"is_limited": True},
         "the trials ran out": {"limited_by": "max_trials", "trials": over, "predicted_bytes": None},
         "a validation that is full before the first sample": {"mode": "val", "held_bytes": 2 * GIB},
         "nothing fits in a run": {"is_limited": True, "names": keys("train"), "min_batch_size": 1},
-    }.items():  # fmt: skip
+    }.items():
         messages[title] = why_nothing_fits(**instead)
     messages["training before a validation"] = raised(in_a_run)
     kept: list[Tensor] = []
@@ -189,8 +240,13 @@ def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch:
     search = partial(auto_find_batch_size, device="cpu", memory_limit_gb=limit_with_room_for(200))
     search(step, lambda size: make_batch(4), max_batch_size=64, target_memory_fraction=1.0)
     search(
-        lambda batch: kept.append(make_batch(8)), make_batch, max_batch_size=8, target_memory_fraction=0.97
+        lambda batch: kept.append(make_batch(8)),
+        make_batch,
+        max_batch_size=8,
+        target_memory_fraction=0.97,
     )
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     messages["warnings"] = "\n".join(warnings)
     golden("autobatch", messages)

@@ -57,7 +57,9 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     messages["the failure of another rank"] = error_of(main.check)
     main, other = planes()
     main.update("train: trying batch size 128")
-    messages["a rank that never ends"] = error_of(RankStatus(control=other).gather, None, names=keys("train"))
+    messages["a rank that never ends"] = error_of(
+        RankStatus(control=other).gather, None, names=keys("train")
+    )
     main, other = planes()
     messages["a rank that has not begun its search"] = error_of(check_equal, main, {})
     main, other = planes()
@@ -118,7 +120,9 @@ def of_predictions(said: Callable[[], str]) -> dict[str, str]:
         "unknown places": lambda loss, batch: batch[batch * loss > 0],
         "an array": lambda loss, batch: loss.detach().numpy(),
         "a tensor outside state": lambda loss, batch: batch * torch.ones(8),
-        "operations that depend on the batch": lambda loss, batch: [part * 2 for part in batch.split(4)],
+        "operations that depend on the batch": lambda loss, batch: [
+            part * 2 for part in batch.split(4)
+        ],
     }
     messages = {title: error(look) for title, look in looks.items()}
     messages["an optimizer outside state"] = error(state=(layer,))
@@ -167,9 +171,13 @@ def test_messages_of_ranks(
     messages = {**of_ranks(monkeypatch), **of_groups(monkeypatch)}
     said()
     ranks(fits_less, fits_less)
-    messages["a rank that fits less"] = next(line for line in said().splitlines() if "fits no more" in line)
+    messages["a rank that fits less"] = next(
+        line for line in said().splitlines() if "fits no more" in line
+    )
     quiet = [f"DATA.AUTOBATCH.LOG_LEVEL{suffix}=ERROR" for suffix in ("", "_VAL")]
-    find_sizes(prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", *quiet)[0], {"train": 9})
+    find_sizes(
+        prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", *quiet)[0], {"train": 9}
+    )
     messages["a checkpoint's size that is not kept"] = said()
     messages |= of_predictions(said) | of_memory(monkeypatch)
     golden("autobatch_ranks", messages, TORCH=torch.__version__)

@@ -46,9 +46,14 @@ def _uncompiled() -> Iterator[None]:
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(),
-        nn.Linear(32, 4), nn.LayerNorm(4), nn.Linear(4, 3),
-    )  # fmt: skip
+        nn.Conv2d(1, 2, 3, padding=1),
+        nn.BatchNorm2d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32, 4),
+        nn.LayerNorm(4),
+        nn.Linear(4, 3),
+    )
 
 
 class Loop:
@@ -77,7 +82,11 @@ class Loop:
 
 
 def trained(
-    make_optimizer: Callable[[nn.Module], Any], *, searches: bool, already: int = 0, num_steps: int = 3
+    make_optimizer: Callable[[nn.Module], Any],
+    *,
+    searches: bool,
+    already: int = 0,
+    num_steps: int = 3,
 ) -> Any:
     """The bits of the parameters and of the optimizer after training, with a search before or without."""
     loop = Loop(make_optimizer)
@@ -96,7 +105,18 @@ def timm_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return build_optimizer(OptimizerConfig(NAME=name, LR=1e-3, WEIGHT_DECAY=0.01), model)
 
 
-QUICK = {"adafactor", "adahessian", "adopt", "kron", "lamb", "madgrad", "muon", "nadam", "novograd", "sgdp"}
+QUICK = {
+    "adafactor",
+    "adahessian",
+    "adopt",
+    "kron",
+    "lamb",
+    "madgrad",
+    "muon",
+    "nadam",
+    "novograd",
+    "sgdp",
+}
 """Optimizers that keep their state in ways of their own."""
 
 
@@ -167,7 +187,9 @@ class Keeping(torch.optim.SGD):
         super().step(closure)
         self.count += 1
         self.nest["pair"][0][0] += 1.0
-        drawn = self.count + self.numpy.random() + self.nest["pair"][0][0] + sum(self.nest["past"]) / 10
+        drawn = (
+            self.count + self.numpy.random() + self.nest["pair"][0][0] + sum(self.nest["past"]) / 10
+        )
         self.nest["past"].append(drawn)
         with torch.no_grad():
             for group, slow in zip(self.param_groups, self.slow, strict=True):
@@ -183,7 +205,10 @@ class Hybrid(torch.optim.Optimizer):
         super().__init__(model.parameters(), {"lr": 0.01})
         matrices = [p for p in model.parameters() if p.ndim > 1]
         vectors = [p for p in model.parameters() if p.ndim == 1]
-        self.inner = {"matrices": torch.optim.Adam(matrices), "vectors": torch.optim.Adagrad(vectors)}
+        self.inner = {
+            "matrices": torch.optim.Adam(matrices),
+            "vectors": torch.optim.Adagrad(vectors),
+        }
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for optimizer in self.inner.values():
@@ -257,7 +282,11 @@ def test_an_optimizer_that_needs_a_closure_is_searched_with() -> None:
 
     before = bits(model.state_dict())
     found = auto_find_batch_size(
-        step, lambda n: torch.randn(n, 1, 4, 4), state=(model, optimizer), max_batch_size=4, device="cpu"
+        step,
+        lambda n: torch.randn(n, 1, 4, 4),
+        state=(model, optimizer),
+        max_batch_size=4,
+        device="cpu",
     )
     assert found.batch_size == 4
     assert bits(model.state_dict()) == before

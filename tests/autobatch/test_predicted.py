@@ -30,7 +30,9 @@ class Means(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (n, elements) to (n, 64)."""
-        return nn.functional.dropout(x * self.weight, 0.1, self.training).view(len(x), 64, -1).mean(2)
+        return (
+            nn.functional.dropout(x * self.weight, 0.1, self.training).view(len(x), 64, -1).mean(2)
+        )
 
 
 class Loop:
@@ -40,7 +42,10 @@ class Loop:
     """
 
     def __init__(
-        self, kibibytes: int = 1024, width: int = 64, look: Callable[[Tensor], object] = lambda loss: None
+        self,
+        kibibytes: int = 1024,
+        width: int = 64,
+        look: Callable[[Tensor], object] = lambda loss: None,
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(Means(), nn.Linear(64, width), nn.Linear(width, 10)).to(DEVICE)
@@ -72,7 +77,9 @@ class Loop:
 
 
 def search(loop: Loop, **arguments: Any) -> AutoBatchResult:
-    return auto_find_batch_size(loop.step, loop.make_batch, state=loop.state, tolerance=0.0, **arguments)
+    return auto_find_batch_size(
+        loop.step, loop.make_batch, state=loop.state, tolerance=0.0, **arguments
+    )
 
 
 def sizes(result: AutoBatchResult) -> list[int]:
@@ -84,7 +91,9 @@ def sizes(result: AutoBatchResult) -> list[int]:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_the_file_holds_the_prediction_but_not_of_other_strategies_or_a_start_of_the_callers_own() -> None:
+def test_the_file_holds_the_prediction_but_not_of_other_strategies_or_a_start_of_the_callers_own() -> (
+    None
+):
     result = search(Loop(kibibytes=1), max_batch_size=8)
     assert result.prediction is not None
     entry = json.loads(json.dumps(result.as_dict()))
@@ -205,14 +214,18 @@ def test_what_no_trace_can_follow_is_refused_and_left_whole() -> None:
     step_of(model, optimizer)(rows(2))
 
 
-def test_hooks_on_parameters_are_called_and_a_model_on_meta_is_predicted_as_one_with_weights() -> None:
+def test_hooks_on_parameters_are_called_and_a_model_on_meta_is_predicted_as_one_with_weights() -> (
+    None
+):
     def predicted(device: str, frees: bool = False) -> int:
         with torch.device(device):
             model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
             optimizer = torch.optim.Adagrad(model.parameters())
         if frees:
             for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda each: setattr(each, "grad", None)
+                )
         found = predict_memory(
             step_of(model, optimizer), lambda n: torch.empty(n, 2048), state=(model, optimizer)
         )

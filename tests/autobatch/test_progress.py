@@ -64,7 +64,9 @@ class Recorder(SearchObserver):
 @pytest.fixture(scope="module", autouse=True)
 def _modules_loaded() -> None:
     """Memory of the first search of a process does not count here."""
-    with BatchSizeFinder(step, make_batch, SearchSettings(max_batch_size=2), device="cpu") as finder:
+    with BatchSizeFinder(
+        step, make_batch, SearchSettings(max_batch_size=2), device="cpu"
+    ) as finder:
         finder.find()
     freeze_what_is_there()
 
@@ -72,7 +74,10 @@ def _modules_loaded() -> None:
 def settings(extra_mib: float, **others: Any) -> SearchSettings:
     """Settings that leave so much above what the process holds."""
     return SearchSettings(
-        target_memory_fraction=1.0, tolerance=0.0, memory_limit_gb=limit_with_room_for(extra_mib), **others
+        target_memory_fraction=1.0,
+        tolerance=0.0,
+        memory_limit_gb=limit_with_room_for(extra_mib),
+        **others,
     )
 
 
@@ -90,7 +95,12 @@ def test_the_events_of_a_search_come_in_their_order() -> None:
         timings = finder.prefer_throughput(result).timings
     warm_up, (name, limits), *events = recorder.events[:num_searched]
     assert warm_up == ("warm-up", 1)
-    assert (name, limits.min_size, limits.max_size, limits.target_memory_fraction) == ("search", 1, 300, 1.0)
+    assert (name, limits.min_size, limits.max_size, limits.target_memory_fraction) == (
+        "search",
+        1,
+        300,
+        1.0,
+    )
     assert (limits.total_bytes, limits.total_name) == (result.total_bytes, "memory_limit_gb")
     starts, ends = events[::2], events[1::2]
     assert [(name, size) for name, size in starts[:-1] if name == "trial"]
@@ -120,7 +130,9 @@ def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run: Run, tmp_path: 
     outcome = run(*bare, OWN_MODEL, *AUTOBATCH, "DATA.AUTOBATCH.MEMORY_LIMIT_GB=8")
     assert outcome.code == 0, outcome.err
     found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
-    trials = [(mode, trial["batch_size"]) for mode in ("train", "val") for trial in found[mode]["trials"]]
+    trials = [
+        (mode, trial["batch_size"]) for mode in ("train", "val") for trial in found[mode]["trials"]
+    ]
     assert trial_lines(outcome.out) == trials
     assert (found["train"]["total_bytes"], found["train"]["total_is_limit"]) == (8 * GIB, True)
     assert outcome.out.count("(MEMORY_LIMIT_GB)") == 4, "two searches, two summaries"
@@ -152,11 +164,17 @@ def on_terminal(folder: Path, *argv: str) -> str:
     termios.tcsetwinsize(slave, (40, 120))
     with os.fdopen(slave, "wb") as file:
         process = forks.start(
-            ["-m", "linnaeus.main", *argv], cwd=folder, stdout=file, stderr=file,
+            ["-m", "linnaeus.main", *argv],
+            cwd=folder,
+            stdout=file,
+            stderr=file,
             env={"PYTHONPATH": str(forks.ROOT), "CI": "", "TERM": "xterm", "NO_COLOR": "1"},
-        )  # fmt: skip
+        )
     written = b""
-    with os.fdopen(master, "rb", buffering=0) as file, suppress(OSError):  # the other side is closed
+    with (
+        os.fdopen(master, "rb", buffering=0) as file,
+        suppress(OSError),
+    ):  # the other side is closed
         while part := file.read(1 << 16):
             written += part
     text = _ESCAPES.sub("", written.decode(errors="replace")).replace("\r", "\n")
@@ -171,6 +189,8 @@ def test_a_run_on_a_terminal_shows_each_trial_as_it_ends(tmp_path: Path) -> None
     in_order = "(?s:.*)".join((rows[0], r"^. 0:\d\d train: .* 24, trial 2 \(16: ", rows[1]))
     assert re.search(in_order, text.partition("AutoBatch val")[0], re.MULTILINE), text
     found = json.loads((folder / "autobatch.json").read_text())
-    trials = [(mode, trial["batch_size"]) for mode in ("train", "val") for trial in found[mode]["trials"]]
+    trials = [
+        (mode, trial["batch_size"]) for mode in ("train", "val") for trial in found[mode]["trials"]
+    ]
     assert trial_lines((folder / "logs/rank0.log").read_text()) == trials
     assert not trial_lines(text), "these lines are for the file alone"

@@ -50,7 +50,10 @@ MODELS = {
     "efficientnet": ("MODEL.NAME=test_efficientnet", "DATA.IMG_SIZE=128"),
     "mambaout": ("MODEL.NAME=test_mambaout", "DATA.IMG_SIZE=96"),
     "maxvit": ("MODEL.NAME=test_maxvit", "DATA.IMG_SIZE=64"),
-    "byobnet": ("MODEL.NAME=test_byobnet", "DATA.IMG_SIZE=64"),  # samples below the C library's threshold
+    "byobnet": (
+        "MODEL.NAME=test_byobnet",
+        "DATA.IMG_SIZE=64",
+    ),  # samples below the C library's threshold
     "nfnet": ("MODEL.NAME=test_nfnet", "DATA.IMG_SIZE=64"),
 }
 OPTIMIZERS = ("sgd", "adamw", "adafactor")
@@ -138,10 +141,13 @@ def test_training_grows_by_no_more_than_the_search_promised(
 ) -> None:
     is_quick = (model, optimizer, ema, accumulation) in QUICK
     searched = search(
-        *MODELS[model], f"OPTIMIZER.NAME={optimizer}", f"TRAIN.EMA.ENABLED={ema}",
-        f"TRAIN.ACCUMULATION_STEPS={accumulation}", "DATA.AUTOBATCH.ENABLED_VAL=False",
+        *MODELS[model],
+        f"OPTIMIZER.NAME={optimizer}",
+        f"TRAIN.EMA.ENABLED={ema}",
+        f"TRAIN.ACCUMULATION_STEPS={accumulation}",
+        "DATA.AUTOBATCH.ENABLED_VAL=False",
         extra_mib=60 if is_quick else 100,
-    )  # fmt: skip
+    )
     found = searched.found["train"]
     assert found.limited_by == "memory"
     assert found.certified
@@ -156,7 +162,9 @@ def test_training_grows_by_no_more_than_the_search_promised(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["resnet", "vit"])
-def test_validation_after_training_grows_by_no_more_than_promised(model: str, tmp_path: Path) -> None:
+def test_validation_after_training_grows_by_no_more_than_promised(
+    model: str, tmp_path: Path
+) -> None:
     """And by more with a size that is too large."""
     options = (*MODELS[model], "TRAIN.EMA.ENABLED=True", "OPTIMIZER.NAME=adamw")
     searched = search(*options, extra_mib=120)
@@ -164,7 +172,11 @@ def test_validation_after_training_grows_by_no_more_than_promised(model: str, tm
     assert found.limited_by == "memory"
     assert found.batch_size > searched.found["train"].batch_size
     grown_bytes = train(searched, tmp_path, num_steps=2)["val"]
-    grown_bytes -= nest.num_bytes(searched.assembly.optimizer.state_dict()["state"])  # `held_bytes` has it
+    grown_bytes -= nest.num_bytes(
+        searched.assembly.optimizer.state_dict()["state"]
+    )  # `held_bytes` has it
     assert abs(excess_over_promise(grown_bytes, found)) <= TOLERANCE
-    too_much_bytes = train(searched, tmp_path, excess=0.1, num_steps=2)["val"]  # the state is there by now
+    too_much_bytes = train(searched, tmp_path, excess=0.1, num_steps=2)[
+        "val"
+    ]  # the state is there by now
     assert excess_over_promise(too_much_bytes, found) > TOLERANCE

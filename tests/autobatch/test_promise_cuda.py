@@ -26,7 +26,9 @@ def check(run: Run) -> list[Phase]:
     for found in run.found.values():
         assert found.limited_by == "memory"
         assert found.certified
-    assert all(phase.is_kept for phase in phases), [f"{phase.mode} {phase.excess:+.1%}" for phase in phases]
+    assert all(phase.is_kept for phase in phases), [
+        f"{phase.mode} {phase.excess:+.1%}" for phase in phases
+    ]
     return phases
 
 

@@ -26,7 +26,10 @@ CPU = torch.device("cpu")
 
 
 def exchange(
-    plane: ControlPlane | None, work: Work, show: Callable[[str], object] = lambda text: None, **options: Any
+    plane: ControlPlane | None,
+    work: Work,
+    show: Callable[[str], object] = lambda text: None,
+    **options: Any,
 ) -> list[Any]:
     """What all ranks return, when this one does its work."""
     status = RankStatus(show, plane)
@@ -38,7 +41,9 @@ def ranks(*works: Work) -> list[Any]:
 
     def one(plane: ControlPlane) -> Any:
         try:
-            with errors_told_first(World(CPU, rank=plane.rank, world_size=len(works), control=plane)):
+            with errors_told_first(
+                World(CPU, rank=plane.rank, world_size=len(works), control=plane)
+            ):
                 return exchange(plane, works[plane.rank])
         except RankEnded as ended:
             return ended.code
@@ -83,7 +88,9 @@ def test_an_error_of_one_rank_ends_all_with_its_message_and_exit_code(
     text = capsys.readouterr().err
     for line in (f"[rank 1] {told}", f"[rank 0] rank 1: {told}", f"[rank 2] rank 1: {told}"):
         assert line in text
-    assert ("Traceback" in text) != isinstance(error, LinnaeusError), "only of an error that is not ours"
+    assert ("Traceback" in text) != isinstance(error, LinnaeusError), (
+        "only of an error that is not ours"
+    )
 
 
 def test_what_a_rank_does_and_waits_for_can_be_shown() -> None:
@@ -143,7 +150,8 @@ def test_the_size_of_all_is_one_that_has_run_on_every_rank() -> None:
         [(12, 16, "oom"), (12, 12, "fits"), (8, 8, "fits")],
     )
     finders = [
-        Finder(*(result(size, trial, rank=rank) for size, *trial in each)) for rank, each in enumerate(rounds)
+        Finder(*(result(size, trial, rank=rank) for size, *trial in each))
+        for rank, each in enumerate(rounds)
     ]
     found, *same = search(finders)
     assert same == [found, found]
@@ -157,7 +165,10 @@ def test_the_size_of_all_is_one_that_has_run_on_every_rank() -> None:
 def test_a_size_that_is_planned_later_runs_once_on_every_rank() -> None:
     earlier = result(16, (16, "fits"))
     for fits, size in ((True, 16), (False, 6)):
-        finders = [Finder(result(8, (8, "fits"))), Finder(result(8 if fits else 6, (8, "oom"), rank=1))]
+        finders = [
+            Finder(result(8, (8, "fits"))),
+            Finder(result(8 if fits else 6, (8, "oom"), rank=1)),
+        ]
         found, same = search(finders, found=earlier, size=8)
         assert found == same
         assert (found.batch_size, found.ran_on_every_rank) == (size, (8,) if fits else ())

@@ -29,8 +29,12 @@ def test_the_size_that_every_rank_has_run_trains_as_one_set_by_hand(
     train, val = sizes(tmp_path)
     assert (train, val) == (8, 16)
     outcome = torchrun(
-        2, *TINY, "DATA.AUTOBATCH.ENABLED=False", f"DATA.BATCH_SIZE={train}",
-        f"DATA.BATCH_SIZE_VAL={val}", "EXPERIMENT.NAME=by_hand",
-    )  # fmt: skip
+        2,
+        *TINY,
+        "DATA.AUTOBATCH.ENABLED=False",
+        f"DATA.BATCH_SIZE={train}",
+        f"DATA.BATCH_SIZE_VAL={val}",
+        "EXPERIMENT.NAME=by_hand",
+    )
     assert outcome.code == 0, outcome.err
     assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/by_hand"))

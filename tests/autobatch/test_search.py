@@ -61,7 +61,11 @@ def candidates_of(min_size: int, max_size: int, multiple_of: int) -> list[int]:
 
 
 def check_honest(
-    result: SearchResult, device: Device, candidates: list[int], max_trials: int, num_wasted: int = 0
+    result: SearchResult,
+    device: Device,
+    candidates: list[int],
+    max_trials: int,
+    num_wasted: int = 0,
 ) -> None:
     """What holds for every search that does not stop before it has a proof, whatever the curve."""
     fitting = {size for size, peak in device.peaks.items() if peak <= BUDGET}
@@ -78,7 +82,10 @@ def check_honest(
     else:
         following = candidates[0 if result.size is None else candidates.index(result.size) + 1]
         proved = following in device.peaks.keys() - fitting
-        assert (result.certified, result.limited_by) == (proved, "memory" if proved else "max_trials")
+        assert (result.certified, result.limited_by) == (
+            proved,
+            "memory" if proved else "max_trials",
+        )
         assert proved or len(result.trials) == max_trials
 
 
@@ -109,7 +116,9 @@ def unruly_curves(draw: st.DrawFn) -> Curve:
     """Noise, dips, a falling curve, peaks around the budget only, or an answer that ignores the size."""
     curve = draw(rising_curves())
     rng = random.Random(draw(st.integers(0, 10**6)))
-    kind = draw(st.sampled_from(["noisy", "dips", "falls", "at budget", "different", "all or nothing"]))
+    kind = draw(
+        st.sampled_from(["noisy", "dips", "falls", "at budget", "different", "all or nothing"])
+    )
     if kind == "noisy":
         return lambda n: int(curve(n) * rng.uniform(0.9, 1.1))
     if kind == "dips":
@@ -133,7 +142,9 @@ capacities = st.sampled_from([BUDGET, 1.25 * BUDGET, math.inf])
 starts = st.one_of(st.none(), st.integers(1, 9000))
 points = st.one_of(
     st.none(),
-    st.builds(PredictedPoint, st.integers(1, 9000), st.floats(0, 3 * BUDGET), st.floats(0.01, 30_000)),
+    st.builds(
+        PredictedPoint, st.integers(1, 9000), st.floats(0, 3 * BUDGET), st.floats(0.01, 30_000)
+    ),
 )
 strategies = st.sampled_from(sorted(STRATEGIES))
 
@@ -152,24 +163,41 @@ strategies = st.sampled_from(sorted(STRATEGIES))
     max_trials=st.sampled_from([1, 2, 3, 5, 10, 25, 10**9]),
 )
 @example(line(0, 0), math.inf, (1, 1), 1, "guided", None, None, 10**9)
-@example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", None, PredictedPoint(1, BUDGET, 1.0), 10**9)
+@example(
+    line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", None, PredictedPoint(1, BUDGET, 1.0), 10**9
+)
 def test_every_search_is_bounded_and_honest(
-    curve: Curve, capacity: float, bounds: tuple[int, int], multiple_of: int, strategy: str,
-    start: int | None, point: PredictedPoint | None, max_trials: int,
-) -> None:  # fmt: skip
+    curve: Curve,
+    capacity: float,
+    bounds: tuple[int, int],
+    multiple_of: int,
+    strategy: str,
+    start: int | None,
+    point: PredictedPoint | None,
+    max_trials: int,
+) -> None:
     candidates = candidates_of(*bounds, multiple_of)
     device = Device(curve, capacity)
     search = functools.partial(
-        find, device, min_size=bounds[0], max_size=bounds[1], multiple_of=multiple_of, strategy=strategy,
-        start=start, predicted=point, max_trials=max_trials,
-    )  # fmt: skip
+        find,
+        device,
+        min_size=bounds[0],
+        max_size=bounds[1],
+        multiple_of=multiple_of,
+        strategy=strategy,
+        start=start,
+        predicted=point,
+        max_trials=max_trials,
+    )
     if not candidates:
         with pytest.raises(ValueError, match="multiple_of"):
             search()
         return
     result = search()
     if strategy == "power" and not result.certified:  # it stops before it has a proof, by design
-        assert result.size == max((n for n, peak in device.peaks.items() if peak <= BUDGET), default=None)
+        assert result.size == max(
+            (n for n, peak in device.peaks.items() if peak <= BUDGET), default=None
+        )
         assert len(result.trials) <= math.log2(bounds[1]) + 2
     else:
         check_honest(result, device, candidates, max_trials, int(point is not None))
@@ -185,20 +213,35 @@ def test_every_search_is_bounded_and_honest(
     point=points,
 )
 def test_on_a_rising_curve_the_largest_size_is_found(
-    curve: Curve, capacity: float, bounds: tuple[int, int], multiple_of: int, strategy: str,
-    start: int | None, point: PredictedPoint | None,
-) -> None:  # fmt: skip
+    curve: Curve,
+    capacity: float,
+    bounds: tuple[int, int],
+    multiple_of: int,
+    strategy: str,
+    start: int | None,
+    point: PredictedPoint | None,
+) -> None:
     candidates = candidates_of(*bounds, multiple_of)
     assume(candidates)
     result = find(
-        Device(curve, capacity), min_size=bounds[0], max_size=bounds[1], multiple_of=multiple_of,
-        strategy=strategy, start=start, predicted=point, max_trials=10**9,
-    )  # fmt: skip
+        Device(curve, capacity),
+        min_size=bounds[0],
+        max_size=bounds[1],
+        multiple_of=multiple_of,
+        strategy=strategy,
+        start=start,
+        predicted=point,
+        max_trials=10**9,
+    )
     assert result.size == max((n for n in candidates if curve(n) <= BUDGET), default=None)
     assert result.certified
 
 
-@given(curve=st.one_of(rising_curves(), unruly_curves()), capacity=capacities, max_size=st.integers(1, 8192))
+@given(
+    curve=st.one_of(rising_curves(), unruly_curves()),
+    capacity=capacities,
+    max_size=st.integers(1, 8192),
+)
 def test_the_second_size_is_at_most_four_times_the_first(
     curve: Curve, capacity: float, max_size: int
 ) -> None:
@@ -215,7 +258,12 @@ def test_the_second_size_is_at_most_four_times_the_first(
     start=starts,
 )
 def test_known_trials_are_never_run_again(
-    curve: Curve, budgets: list[int], multiple_of: int, strategy: str, strict: bool, start: int | None
+    curve: Curve,
+    budgets: list[int],
+    multiple_of: int,
+    strategy: str,
+    strict: bool,
+    start: int | None,
 ) -> None:
     candidates = candidates_of(1, 2000, multiple_of)
     device = Device(curve)  # one device for all searches: it refuses to measure a size twice
@@ -226,9 +274,15 @@ def test_known_trials_are_never_run_again(
             del device.peaks[size]  # an out-of-memory event that a larger budget may not meet
         device.capacity = budget if strict else math.inf
         result = find(
-            device, budget_bytes=budget, max_size=2000, multiple_of=multiple_of, strategy=strategy,
-            start=start, max_trials=10**9, known=known,
-        )  # fmt: skip
+            device,
+            budget_bytes=budget,
+            max_size=2000,
+            multiple_of=multiple_of,
+            strategy=strategy,
+            start=start,
+            max_trials=10**9,
+            known=known,
+        )
         known += result.trials
         fitting = [size for size, peak in device.peaks.items() if peak <= budget]
         assert result.size == max(fitting, default=None)
@@ -262,21 +316,33 @@ def beside(share: float, largest: int) -> tuple[Curve, dict[str, int], int, int]
         (line(1000, 40), {"start": 247}, 225, 3),
         (line(1000, 40), {"budget_bytes": 8000, "known": known_at(16, 56, 205)}, 175, 3),
         # peaks of sizes that are no candidates guide only
-        (line(1000, 40), {"known": known_at(3, 100, 205, 600), "min_size": 8, "multiple_of": 8}, 224, 3),
+        (
+            line(1000, 40),
+            {"known": known_at(3, 100, 205, 600), "min_size": 8, "multiple_of": 8},
+            224,
+            3,
+        ),
         (line(0, 100), {"budget_bytes": 700}, 7, 5),  # exactly at the budget
         # the model is too large for the first trial, and whatever does not fit leaves no peak
         (Device(line(1000, 4000), BUDGET), {}, 2, 5),
         (
-            line(0, 1), {"budget_bytes": 10**8 + 3, "max_size": 10**9, "multiple_of": 8, "max_trials": 99},
-            10**8, 60,
+            line(0, 1),
+            {"budget_bytes": 10**8 + 3, "max_size": 10**9, "multiple_of": 8, "max_trials": 99},
+            10**8,
+            60,
         ),
         # a plateau just below the budget: every line says that the next size is the last
-        (lambda n: BUDGET - 10 if n <= 4321 else 2 * BUDGET, {"max_size": 8192, "max_trials": 99}, 4321, 35),
+        (
+            lambda n: BUDGET - 10 if n <= 4321 else 2 * BUDGET,
+            {"max_size": 8192, "max_trials": 99},
+            4321,
+            35,
+        ),
         # the line starts from the largest size that fits, even when a smaller one came closer to the budget
         (lambda n: 5300 if n <= 45 else 5250 + 20 * max(n - 96, 0), {}, 333, 8),
         *itertools.starmap(beside, itertools.product([0.3, 0.6, 0.85], [30, 200, 1000])),
     ],
-)  # fmt: skip
+)
 def test_a_guided_search_takes_few_trials(
     curve: Curve, arguments: dict[str, Any], size: int, at_most: int
 ) -> None:
@@ -328,7 +394,9 @@ def test_a_short_step_follows_the_prediction_where_noise_hides_the_slope() -> No
     """Sizes of 230 and more need 1 % less: between 226 and 230 the peaks fall."""
     device = Device(lambda n: int((1000 + 40 * n) * (0.99 if n >= 230 else 1.0)), math.inf)
     budget = int(1000 + 40 * 221.5)
-    result = find(device, budget_bytes=budget, max_size=8192, predicted=PredictedPoint(230, budget, 40.0))
+    result = find(
+        device, budget_bytes=budget, max_size=8192, predicted=PredictedPoint(230, budget, 40.0)
+    )
     assert (result.size, len(result.trials)) == (221, 4)
 
 
@@ -351,9 +419,13 @@ def test_an_exact_prediction_of_a_smaller_size_leads_to_the_largest(fixed: int) 
     answer, start = (budget - fixed) // 40, int((0.94 * budget - fixed) / 40)
     point = PredictedPoint(start, fixed + 40 * start, 40.0)
     result = find(
-        line(fixed, 40), budget_bytes=budget, max_size=99_999, fixed_bytes=fixed, tolerance=0.01,
+        line(fixed, 40),
+        budget_bytes=budget,
+        max_size=99_999,
+        fixed_bytes=fixed,
+        tolerance=0.01,
         predicted=point,
-    )  # fmt: skip
+    )
     assert result.size is not None
     assert answer / 1.01 <= result.size <= answer
     assert abs(sizes(result)[1] / answer - 1) < 0.004
@@ -370,9 +442,10 @@ def test_a_wrong_prediction_costs_one_trial(fixed: int, capacity: float) -> None
         assert alone.size is not None
         start = max(1, min(int(alone.size * wrong), 8192))
         predicted = find(
-            Device(line(fixed, per_sample), capacity), max_size=8192,
+            Device(line(fixed, per_sample), capacity),
+            max_size=8192,
             predicted=PredictedPoint(start, BUDGET, per_sample * wrong_slope),
-        )  # fmt: skip
+        )
         assert predicted.size == alone.size
         assert len(predicted.trials) <= len(alone.trials) + 1, (per_sample, wrong, wrong_slope)
 
@@ -426,9 +499,13 @@ def test_a_search_with_a_tolerance_ends_within_it(
 ) -> None:
     device, candidates = Device(curve, capacity), candidates_of(1, max_size, multiple_of)
     result = find(
-        device, max_size=max_size, multiple_of=multiple_of, strategy=strategy, tolerance=tolerance,
+        device,
+        max_size=max_size,
+        multiple_of=multiple_of,
+        strategy=strategy,
+        tolerance=tolerance,
         max_trials=10**6,
-    )  # fmt: skip
+    )
     largest = max((size for size in candidates if curve(size) <= BUDGET), default=None)
     assert len(result.trials) <= 2 * math.log2(candidates[-1]) + 10
     if largest is None or result.size is None:

@@ -46,9 +46,16 @@ def entry(size: int, *trials: tuple[int, str, int]) -> dict[str, Any]:
         for size, status, peak in trials
     ]
     return {
-        "batch_size": size, "certified": True, "limited_by": "memory", "target_memory_fraction": 0.8,
-        "budget_bytes": 1, "total_bytes": 1, "strategy": "guided", "seconds": 1.0, "trials": runs,
-    }  # fmt: skip
+        "batch_size": size,
+        "certified": True,
+        "limited_by": "memory",
+        "target_memory_fraction": 0.8,
+        "budget_bytes": 1,
+        "total_bytes": 1,
+        "strategy": "guided",
+        "seconds": 1.0,
+        "trials": runs,
+    }
 
 
 # --- planned sizes ---
@@ -70,7 +77,9 @@ def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
 ) -> None:
     search, _ = prepared(OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12")
     runs = [(8, "fits"), *((6, status) for status in statuses)]
-    found = {"train": AutoBatchResult.from_dict("train", entry(8, *((*trial, 1) for trial in runs)))}
+    found = {
+        "train": AutoBatchResult.from_dict("train", entry(8, *((*trial, 1) for trial in runs)))
+    }
     monkeypatch.setattr("linnaeus.sizing.planning.find_sizes", lambda search, earlier: found)
     planned = planned_sizes(search)
     assert planned.plan.micro_batch_size == 6
@@ -84,7 +93,9 @@ SAVED = {"train": entry(7), "val": entry(9)}
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(512, (7, 9)), (5, (5, 9)), (4, (4, 8))])
-def test_a_resumed_run_tries_the_sizes_of_its_checkpoint_once(most: int, sizes: tuple[int, int]) -> None:
+def test_a_resumed_run_tries_the_sizes_of_its_checkpoint_once(
+    most: int, sizes: tuple[int, int]
+) -> None:
     """Without the checkpoint it takes all 12 samples; a bound that is lower now counts."""
     search, _ = prepared(OWN_MODEL, OWN_DATA, f"DATA.AUTOBATCH.MAX_BATCH_SIZE={most}")
     planned = planned_sizes(search, autobatch=SAVED)
@@ -111,9 +122,14 @@ def test_under_a_limit_only_the_validation_size_of_the_checkpoint_is_tried(
 ) -> None:
     """Training's size only says how many samples a step takes: smaller micro-batches are trained."""
     search, _ = prepared(
-        OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12", f"DATA.AUTOBATCH.MAX_BATCH_SIZE={most}"
+        OWN_MODEL,
+        OWN_DATA,
+        "TRAIN.EFFECTIVE_BATCH_SIZE=12",
+        f"DATA.AUTOBATCH.MAX_BATCH_SIZE={most}",
     )
-    planned = planned_sizes(search, autobatch={"train": entry(12), "val": entry(7)}, micro_batch_limit=6)
+    planned = planned_sizes(
+        search, autobatch={"train": entry(12), "val": entry(7)}, micro_batch_limit=6
+    )
     assert (planned.plan.micro_batch_size, planned.micro_batch_limit) == (limit, limit)
     assert planned.plan.effective_batch_size == 12
     assert planned.batch_sizes == {"train": 12, "val": val}
@@ -134,7 +150,12 @@ def test_a_limit_without_a_size_of_training_is_left_behind() -> None:
 
 @pytest.mark.parametrize(
     ("options", "tried"),
-    [((), (12, 12)), (("START=5",), (5, 12)), (("START_VAL=3",), (12, 3)), (("START=9999",), (12, 12))],
+    [
+        ((), (12, 12)),
+        (("START=5",), (5, 12)),
+        (("START_VAL=3",), (12, 3)),
+        (("START=9999",), (12, 12)),
+    ],
 )
 def test_a_search_starts_at_the_size_of_its_mode_and_finds_the_same(
     options: tuple[str, ...], tried: tuple[int, int]
@@ -159,7 +180,9 @@ def test_the_samples_of_one_process_bound_both_sizes() -> None:
 
 def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_per_batch = 8 * (3 * 32 * 32 * 4 + 2 * 8)
-    monkeypatch.setattr("linnaeus.sizing.bounds._available_bytes", lambda workers: 2 * 6 * bytes_per_batch)
+    monkeypatch.setattr(
+        "linnaeus.sizing.bounds._available_bytes", lambda workers: 2 * 6 * bytes_per_batch
+    )
     search, _ = prepared(*BARE, OWN_MODEL, "DATA.NUM_WORKERS=1")
     for result in find_sizes(search).values():
         assert result.limited_by == "host_memory"
@@ -170,9 +193,13 @@ def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.M
 def test_memory_bounds_the_size() -> None:
     """A limit of some MiB beyond what the process holds, once it has loaded all that it needs."""
     options = (
-        *BARE, OWN_MODEL, "DATA.IMG_SIZE=256", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
-        "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1",
-    )  # fmt: skip
+        *BARE,
+        OWN_MODEL,
+        "DATA.IMG_SIZE=256",
+        "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
+        "DATA.AUTOBATCH.ENABLED_VAL=False",
+        "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1",
+    )
     find_sizes(prepared(*options, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4")[0])
     search, _ = prepared(*options)
     search.config.AUTOBATCH.MEMORY_LIMIT_GB = limit_with_room_for(40)
@@ -240,10 +267,14 @@ def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
     assert sizes.count(12) == 2 * num_micro_batches, "two steps a trial"
 
 
-def test_each_training_trial_and_timing_makes_its_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_training_trial_and_timing_makes_its_own_wrapper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its buckets belong to the peak, and a wrapper is unusable after an error in the middle of a step."""
     wrappers = []
-    monkeypatch.setattr("linnaeus.sizing.sizes.wrap", lambda model, *_, **__: wrappers.append(model) or model)
+    monkeypatch.setattr(
+        "linnaeus.sizing.sizes.wrap", lambda model, *_, **__: wrappers.append(model) or model
+    )
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     with search.finder("train", RankStatus()) as finder:
         for number, size in enumerate((2, 4, 4), start=2):  # the first is preceded by the warm-up

@@ -78,8 +78,10 @@ def bits_of_module(module: nn.Module) -> dict[str, Any]:
 
 
 def bits_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
-    groups = [{name: bits(value) for name, value in group.items() if name != "params"}
-              for group in optimizer.param_groups]  # fmt: skip
+    groups = [
+        {name: bits(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
     params = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     state = {id(parameter): bits(state) for parameter, state in optimizer.state.items()}
     return groups, params, type(optimizer.state), state
@@ -137,17 +139,27 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
     "a step": (Net, step),
     "a further step": (trained_net, step),
     "special values": (
-        lambda: nn.ParameterList([nn.Parameter(torch.tensor([math.nan, -0.0, 0.0, math.inf, 1e-45]))]), spoil
+        lambda: nn.ParameterList(
+            [nn.Parameter(torch.tensor([math.nan, -0.0, 0.0, math.inf, 1e-45]))]
+        ),
+        spoil,
     ),
     "two parameters over one storage": (
-        lambda: nn.ParameterList(map(nn.Parameter, torch.randn(10).as_strided((2, 6), (4, 1)))), spoil
+        lambda: nn.ParameterList(map(nn.Parameter, torch.randn(10).as_strided((2, 6), (4, 1)))),
+        spoil,
     ),
     "sparse gradient": (sparse_gradient, lambda model: model(torch.tensor([7])).sum().backward()),
     "extra state": (WithExtraState, lambda model: model.helper.calls.append(1)),
     "data of another shape": (Net, replace_data("embedding.weight", torch.zeros(48))),
-    "data of another type": (Net, replace_data("embedding.weight", torch.zeros(8, 6, dtype=torch.bfloat16))),
-    "buffer of another type": (Net, lambda model: setattr(model.scratch, "data", torch.zeros(5).double())),
-}  # fmt: skip
+    "data of another type": (
+        Net,
+        replace_data("embedding.weight", torch.zeros(8, 6, dtype=torch.bfloat16)),
+    ),
+    "buffer of another type": (
+        Net,
+        lambda model: setattr(model.scratch, "data", torch.zeros(5).double()),
+    ),
+}
 
 
 class Restless(nn.Module):
@@ -183,16 +195,24 @@ class Restless(nn.Module):
         ]
         return {
             "module": bits_of_module(self),
-            "submodules": [(name, id(module), type(module)) for name, module in self.named_modules()],
-            "hooks": hooks, "tensor hooks": len(self.layer.weight._backward_hooks or ()),
+            "submodules": [
+                (name, id(module), type(module)) for name, module in self.named_modules()
+            ],
+            "hooks": hooks,
+            "tensor hooks": len(self.layer.weight._backward_hooks or ()),
             "plain": (self.calls, self.name, set(self.seen), dict(self.counter), list(self.recent)),
             "cache": (id(self.cache), bits(self.cache), id(self.cache["inside"][0])),
             "inferred": (id(self.inferred), self.inferred.tolist()),
             "tensors": (id(self.last), bits(self.last), bits(self.slope), bits(self.slope.grad)),
             "array": (id(self.array), bits(self.array.tolist())),
-            "generators": (str(self.generator.bit_generator.state), bits(self.torch_generator.get_state())),
-            "names": set(vars(self)), "itself": len(self.itself), "hidden": bits_of_module(self.hidden[0]),
-        }  # fmt: skip
+            "generators": (
+                str(self.generator.bit_generator.state),
+                bits(self.torch_generator.get_state()),
+            ),
+            "names": set(vars(self)),
+            "itself": len(self.itself),
+            "hidden": bits_of_module(self.hidden[0]),
+        }
 
 
 def change_an_inference_tensor(module: Restless) -> None:
@@ -222,7 +242,9 @@ CHANGES: dict[str, Callable[[Restless], object]] = {
     "hook of a tensor": lambda module: module.layer.weight.register_hook(lambda gradient: gradient),
     "submodule added": lambda module: module.add_module("new", nn.Linear(1, 1)),
     "submodule replaced": lambda module: setattr(module, "layer", nn.Identity()),
-    "parameter replaced": lambda module: setattr(module.layer, "weight", nn.Parameter(torch.ones(2, 2))),
+    "parameter replaced": lambda module: setattr(
+        module.layer, "weight", nn.Parameter(torch.ones(2, 2))
+    ),
 }
 
 
@@ -331,8 +353,14 @@ def test_without_the_optimizers_what_they_and_attributes_hold_stays() -> None:
 
 
 def test_any_object_with_a_state_dict_comes_back() -> None:
-    content: dict[str, Any] = {"keys": torch.randn(4), "nest": [{"deep": torch.ones(1)}], "pointer": 0}
-    queue = SimpleNamespace(state_dict=lambda: content, load_state_dict=lambda state: content.update(state))
+    content: dict[str, Any] = {
+        "keys": torch.randn(4),
+        "nest": [{"deep": torch.ones(1)}],
+        "pointer": 0,
+    }
+    queue = SimpleNamespace(
+        state_dict=lambda: content, load_state_dict=lambda state: content.update(state)
+    )
     before = bits(content)
     snapshot = Snapshot([None, queue], CPU)
     for _ in range(2):
@@ -346,7 +374,10 @@ def test_any_object_with_a_state_dict_comes_back() -> None:
 
 
 GENERATORS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
-    "torch": lambda: (torch.Generator().manual_seed(1), lambda own: torch.rand(3, generator=own).tolist()),
+    "torch": lambda: (
+        torch.Generator().manual_seed(1),
+        lambda own: torch.rand(3, generator=own).tolist(),
+    ),
     "NumPy": lambda: (np.random.default_rng(1), lambda own: own.standard_normal(3).tolist()),
     "NumPy, old": lambda: (np.random.RandomState(1), lambda own: own.standard_normal(3).tolist()),
     "Python": lambda: (random.Random(1), lambda own: [own.gauss(0, 1) for _ in range(3)]),
@@ -374,15 +405,24 @@ def test_a_generator_draws_on_where_it_was(name: str) -> None:
 
 def draw() -> tuple[float, float, float, float]:
     """From every generator; `gauss` and `standard_normal` keep a second number in store."""
-    return random.gauss(0, 1), random.random(), float(np.random.standard_normal()), torch.randn(1).item()
+    return (
+        random.gauss(0, 1),
+        random.random(),
+        float(np.random.standard_normal()),
+        torch.randn(1).item(),
+    )
 
 
 def switches() -> tuple[Any, ...]:
     cudnn = torch.backends.cudnn
     return (
-        torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_deterministic_debug_mode(),
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic,
-    )  # fmt: skip
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_deterministic_debug_mode(),
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+    )
 
 
 def set_switches(values: tuple[Any, ...]) -> None:

@@ -43,7 +43,9 @@ def test_a_device_that_is_busy_with_few_samples_gets_a_small_size() -> None:
 
 def test_a_fastest_size_below_the_largest_is_found() -> None:
     """As where the largest sizes fall back to a slow kernel."""
-    fast, seconds = sizes_by_speed(Device(lambda n: 0.01 + 0.001 * n * (2 if n > 600 else 1)), range(1, 1025))
+    fast, seconds = sizes_by_speed(
+        Device(lambda n: 0.01 + 0.001 * n * (2 if n > 600 else 1)), range(1, 1025)
+    )
     assert max(seconds, key=lambda size: size / seconds[size]) == 512
     assert fast[-1] <= 600
 
@@ -70,13 +72,19 @@ def test_nothing_is_timed_after_the_deadline_but_the_first() -> None:
 
 
 @given(
-    st.integers(1, 5000), st.integers(1, 64), st.floats(0, 10), st.floats(1e-6, 1),
-    st.floats(0, 0.2), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 5000),
+    st.integers(1, 64),
+    st.floats(0, 10),
+    st.floats(1e-6, 1),
+    st.floats(0, 0.2),
+    st.integers(0, 99),
+)
 def test_any_curve_ends_with_a_size_that_was_timed(
     largest: int, multiple: int, overhead: float, per_sample: float, noise: float, seed: int
 ) -> None:
-    candidates = sorted({*range(1, min(multiple, largest)), *range(multiple, largest + 1, multiple)} or {1})
+    candidates = sorted(
+        {*range(1, min(multiple, largest)), *range(multiple, largest + 1, multiple)} or {1}
+    )
     device = Device(line(overhead, per_sample), noise, seed)
     fast, seconds = sizes_by_speed(device, candidates)
     assert fast
@@ -102,6 +110,10 @@ def test_a_run_that_asks_for_throughput_trains_as_with_the_sizes_set_by_hand(
         assert result["batch_size"] in ran
         assert (result["limited_by"] == "throughput") == (result["batch_size"] < max(ran))
     sizes = {mode: found[mode]["batch_size"] for mode in ("train", "val")}
-    by_hand = (f"DATA.BATCH_SIZE={sizes['train']}", f"DATA.BATCH_SIZE_VAL={sizes['val']}", "TRAIN.EPOCHS=1")
+    by_hand = (
+        f"DATA.BATCH_SIZE={sizes['train']}",
+        f"DATA.BATCH_SIZE_VAL={sizes['val']}",
+        "TRAIN.EPOCHS=1",
+    )
     assert run(*SMALL, *by_hand, "EXPERIMENT.NAME=by_hand").code == 0
     assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/by_hand"))

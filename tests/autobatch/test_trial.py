@@ -57,9 +57,15 @@ def make_runner(
     memory = CpuMemory(CPU)
     memory.clean()
     runner = TrialRunner(
-        step, make_batch, state=state, memory=memory, budget_bytes=memory.in_use() + AMPLE * MIB,
-        num_steps=num_steps, training=training, snapshot=Snapshot(state, CPU),
-    )  # fmt: skip
+        step,
+        make_batch,
+        state=state,
+        memory=memory,
+        budget_bytes=memory.in_use() + AMPLE * MIB,
+        num_steps=num_steps,
+        training=training,
+        snapshot=Snapshot(state, CPU),
+    )
     if warm is not None:
         with contextlib.suppress(OutOfMemory):
             runner(warm)
@@ -117,7 +123,9 @@ class Hungry(torch.autograd.Function):
 
 def test_the_highest_of_all_steps_is_the_peak() -> None:
     sizes = iter([10, 100, 10])
-    runner = make_runner(lambda _: torch.empty(next(sizes) * MIB // 4), samples, num_steps=3, warm=None)
+    runner = make_runner(
+        lambda _: torch.empty(next(sizes) * MIB // 4), samples, num_steps=3, warm=None
+    )
     assert runner(1) - runner.memory.in_use() == pytest.approx(100 * MIB, abs=NOISE)
 
 
@@ -147,7 +155,9 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
     def step(batch: tuple[Tensor, int]) -> None:
         reached.append("forward")
         inputs, mib = batch
-        output = Hungry.apply(model(inputs), mib * (place == "forward"), mib * (place == "backward"))
+        output = Hungry.apply(
+            model(inputs), mib * (place == "forward"), mib * (place == "backward")
+        )
         reached.append("backward")
         output.sum().backward()
         optimizer.step()
@@ -219,7 +229,9 @@ def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state(num_ste
     seen.clear()
     peak = runner(4)
     # Gradients stay, as in training.
-    assert seen == ([(True, False)] if num_steps == 1 else [(False, False), (True, True), (True, True)])
+    assert seen == (
+        [(True, False)] if num_steps == 1 else [(False, False), (True, True), (True, True)]
+    )
     assert peak - runner.memory.in_use() >= 8 * 3 * MIB - SLACK
     assert model.weight.grad is None
 
@@ -256,7 +268,9 @@ def test_an_optimizer_of_sparse_gradients_works(training: bool) -> None:
             loss.backward()
             optimizer.step()
 
-    runner = make_runner(step, lambda size: torch.randint(1000, (size,)), model, optimizer, training=training)
+    runner = make_runner(
+        step, lambda size: torch.randint(1000, (size,)), model, optimizer, training=training
+    )
     assert runner(1000) - runner.memory.in_use() >= 1000 * 8 * 1024
     assert not optimizer.state
     runner.snapshot.restore()

@@ -32,8 +32,14 @@ ERRORS: dict[str, tuple[Facts, dict[str, Any]]] = {
     "effective batch, not divisible": (FOUR, {"EFFECTIVE_BATCH_SIZE": 130}),
     "effective batch, not divisible, few": (FOUR, {"EFFECTIVE_BATCH_SIZE": 5}),
     "effective batch with BatchNorm": (NORM, {"EFFECTIVE_BATCH_SIZE": 131}),
-    "effective batch with BatchNorm, few": (replace(FOUR, batchnorm="local"), {"EFFECTIVE_BATCH_SIZE": 4}),
-    "micro-batch of one with BatchNorm": (replace(NORM, max_micro_batch_size=1), {"EFFECTIVE_BATCH_SIZE": 8}),
+    "effective batch with BatchNorm, few": (
+        replace(FOUR, batchnorm="local"),
+        {"EFFECTIVE_BATCH_SIZE": 4},
+    ),
+    "micro-batch of one with BatchNorm": (
+        replace(NORM, max_micro_batch_size=1),
+        {"EFFECTIVE_BATCH_SIZE": 8},
+    ),
     "effective batch above the samples": (FEW, {"EFFECTIVE_BATCH_SIZE": 1001}),
     "last size above the samples": (FEW, grow(LAST=2000)),
     "first size above the samples": (FEW, grow(FIRST=2000)),
@@ -55,34 +61,44 @@ ERRORS: dict[str, tuple[Facts, dict[str, Any]]] = {
 WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
     "many steps": (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 17}),
     "a prime number of samples": (
-        replace(FACTS, max_micro_batch_size=128), {"EFFECTIVE_BATCH_SIZE": 131}
+        replace(FACTS, max_micro_batch_size=128),
+        {"EFFECTIVE_BATCH_SIZE": 131},
     ),
     "few for BatchNorm": (replace(NORM, max_micro_batch_size=15), {}),
-    "few for BatchNorm on several processes": (replace(NORM, max_micro_batch_size=15, world_size=2), {}),
+    "few for BatchNorm on several processes": (
+        replace(NORM, max_micro_batch_size=15, world_size=2),
+        {},
+    ),
     "few for synchronised BatchNorm": (
-        replace(FACTS, max_micro_batch_size=7, batchnorm="synchronised", world_size=2), {}
+        replace(FACTS, max_micro_batch_size=7, batchnorm="synchronised", world_size=2),
+        {},
     ),
     "fine-tuning": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512}),
     "fine-tuning, a lower rate": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
     "a tenth of the data": (replace(FACTS, num_samples=639), {}),
     "of a size that was found": (
-        replace(FACTS, num_samples=639, batch_size_key="DATA.AUTOBATCH.MAX_BATCH_SIZE"), {}
+        replace(FACTS, num_samples=639, batch_size_key="DATA.AUTOBATCH.MAX_BATCH_SIZE"),
+        {},
     ),
     "keys that are not used": (FACTS, {"EFFECTIVE_BATCH_SIZE": 64, "ACCUMULATION_STEPS": 2}),
     "keys of a schedule that is not used": (FACTS, {"schedule": {"FIRST": 8}}),
     "a much raised rate": (FACTS, {"optimizer": LINEAR, "EFFECTIVE_BATCH_SIZE": 2048}),
-}  # fmt: skip
+}
 
 
 def summary(facts: Facts, **wishes: Any) -> str:
     schedule = BatchScheduleConfig(**wishes.get("schedule", {}))
-    train, optimizer = TrainConfig(BATCH_SCHEDULE=schedule), wishes.get("optimizer", OptimizerConfig())
+    train, optimizer = (
+        TrainConfig(BATCH_SCHEDULE=schedule),
+        wishes.get("optimizer", OptimizerConfig()),
+    )
     return "\n".join(summary_lines(plan_of(facts, **wishes), train, optimizer))
 
 
 def test_messages(golden: Golden) -> None:
     messages = {
-        f"error: {title}": error_of(plan_of, facts, **wishes) for title, (facts, wishes) in ERRORS.items()
+        f"error: {title}": error_of(plan_of, facts, **wishes)
+        for title, (facts, wishes) in ERRORS.items()
     }
     for title, (facts, wishes) in WARNINGS.items():
         found = plan_of(facts, **wishes)

@@ -21,17 +21,24 @@ from tests.helpers.configs import FACTS, plan_of
 
 def effective_sizes(plan: BatchPlan) -> list[int]:
     """The effective batch size of every optimizer step."""
-    return [stage.effective_batch_size for stage in chain(*plan.epochs) for _ in range(stage.num_steps)]
+    return [
+        stage.effective_batch_size for stage in chain(*plan.epochs) for _ in range(stage.num_steps)
+    ]
 
 
 @given(
-    world_size=st.integers(1, 4), samples_per_rank=st.integers(1, 60), fits=st.integers(1, 40),
-    limit=st.integers(1, 40), num_samples=st.integers(240, 500),
-)  # fmt: skip
+    world_size=st.integers(1, 4),
+    samples_per_rank=st.integers(1, 60),
+    fits=st.integers(1, 40),
+    limit=st.integers(1, 40),
+    num_samples=st.integers(240, 500),
+)
 def test_a_limit_splits_the_same_optimizer_steps_more_finely(
     world_size: int, samples_per_rank: int, fits: int, limit: int, num_samples: int
 ) -> None:
-    facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size, num_samples=num_samples)
+    facts = replace(
+        FACTS, max_micro_batch_size=fits, world_size=world_size, num_samples=num_samples
+    )
     plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=samples_per_rank * world_size, EPOCHS=2)
     limited = plan.limited(limit)
     assert effective_sizes(limited) == effective_sizes(plan)
@@ -50,37 +57,52 @@ def test_a_limit_splits_the_same_optimizer_steps_more_finely(
 
 
 @given(
-    world_size=st.integers(1, 8), samples_per_rank=st.integers(1, 300),
-    max_micro_batch_size=st.integers(1, 128), num_samples=st.integers(1, 5000), epochs=st.integers(1, 5),
-)  # fmt: skip
+    world_size=st.integers(1, 8),
+    samples_per_rank=st.integers(1, 300),
+    max_micro_batch_size=st.integers(1, 128),
+    num_samples=st.integers(1, 5000),
+    epochs=st.integers(1, 5),
+)
 def test_every_step_takes_the_effective_size(
     world_size: int, samples_per_rank: int, max_micro_batch_size: int, num_samples: int, epochs: int
 ) -> None:
     effective = world_size * samples_per_rank
     assume(effective <= num_samples // world_size * world_size)
     facts = replace(
-        FACTS, max_micro_batch_size=max_micro_batch_size, world_size=world_size, num_samples=num_samples
+        FACTS,
+        max_micro_batch_size=max_micro_batch_size,
+        world_size=world_size,
+        num_samples=num_samples,
     )
     plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs)
     assert (
-        plan.micro_batch_size * plan.accumulation_steps * world_size == plan.effective_batch_size == effective
+        plan.micro_batch_size * plan.accumulation_steps * world_size
+        == plan.effective_batch_size
+        == effective
     )
     fewest = -(-samples_per_rank // max_micro_batch_size)
-    assert plan.accumulation_steps == next(n for n in range(fewest, 301) if samples_per_rank % n == 0)
+    assert plan.accumulation_steps == next(
+        n for n in range(fewest, 301) if samples_per_rank % n == 0
+    )
     assert plan.steps_per_epoch == (num_samples // effective,) * epochs
     assert plan.total_steps == epochs * (num_samples // effective)
     assert set(effective_sizes(plan)) == {effective}
 
 
 @given(
-    max_micro_batch_size=st.integers(1, 200), world_size=st.integers(1, 5), num_samples=st.integers(5, 2000),
+    max_micro_batch_size=st.integers(1, 200),
+    world_size=st.integers(1, 5),
+    num_samples=st.integers(5, 2000),
     accumulation=st.integers(1, 9),
-)  # fmt: skip
+)
 def test_without_a_wish_every_whole_micro_batch_is_used(
     max_micro_batch_size: int, world_size: int, num_samples: int, accumulation: int
 ) -> None:
     facts = replace(
-        FACTS, max_micro_batch_size=max_micro_batch_size, world_size=world_size, num_samples=num_samples
+        FACTS,
+        max_micro_batch_size=max_micro_batch_size,
+        world_size=world_size,
+        num_samples=num_samples,
     )
     plan = plan_of(facts, ACCUMULATION_STEPS=accumulation, EPOCHS=2)
     per_process = num_samples // world_size
@@ -88,7 +110,10 @@ def test_without_a_wish_every_whole_micro_batch_is_used(
     num_micro_batches = per_process // micro_batch_size
     assert list(plan.micro_batches(0)) == [micro_batch_size] * num_micro_batches
     assert plan.steps_per_epoch[0] == math.ceil(num_micro_batches / accumulation)
-    assert plan.effective_batch_size == micro_batch_size * min(accumulation, num_micro_batches) * world_size
+    assert (
+        plan.effective_batch_size
+        == micro_batch_size * min(accumulation, num_micro_batches) * world_size
+    )
     assert plan.learning_rate == 0.1
 
 
@@ -117,9 +142,12 @@ def scheduled(run: dict[str, Any], optimizer: OptimizerConfig | None = None) -> 
         num_samples=run["num_samples"],
     )
     schedule = {
-        "NAME": run["name"], "UNIT": run["unit"], "LENGTH": run["length"],
-        "FIRST": run["first"] * world_size, "LAST": run["last"] * world_size,
-    }  # fmt: skip
+        "NAME": run["name"],
+        "UNIT": run["unit"],
+        "LENGTH": run["length"],
+        "FIRST": run["first"] * world_size,
+        "LAST": run["last"] * world_size,
+    }
     try:
         return plan_of(facts, optimizer, schedule=schedule, EPOCHS=run["epochs"])
     except ConfigError as error:
@@ -141,7 +169,8 @@ def test_a_schedule_goes_one_way_and_its_steps_and_samples_add_up(run: dict[str,
             assert stage.num_steps >= 1
             assert 1 <= stage.micro_batch_size <= run["max_micro_batch"]
             assert (
-                stage.effective_batch_size == stage.micro_batch_size * stage.accumulation_steps * world_size
+                stage.effective_batch_size
+                == stage.micro_batch_size * stage.accumulation_steps * world_size
             )
         used = sum(plan.micro_batches(epoch))
         assert used * world_size == plan.samples_per_epoch[epoch]
@@ -149,7 +178,9 @@ def test_a_schedule_goes_one_way_and_its_steps_and_samples_add_up(run: dict[str,
         following = stages[-1].samples_per_rank
         if run["unit"] == "steps" and step < len(sizes):
             following = sizes[step] // world_size
-        assert used <= run["num_samples"] // world_size < used + following  # no further step would fit in
+        assert (
+            used <= run["num_samples"] // world_size < used + following
+        )  # no further step would fit in
 
 
 @given(run=schedules, rule=st.sampled_from(["none", "linear", "sqrt"]))
@@ -185,7 +216,10 @@ def test_warm_up_in_epochs_counts_the_steps_of_each_epoch() -> None:
     assert plan.warmup_steps == 125
 
 
-@given(fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]), world_size=st.sampled_from([1, 2, 4, 8]))
+@given(
+    fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]),
+    world_size=st.sampled_from([1, 2, 4, 8]),
+)
 def test_accumulation_alone_never_changes_the_rate(fits: int, world_size: int) -> None:
     optimizer = OptimizerConfig(LR_SCALING="linear", WEIGHT_DECAY_SCALING="sqrt")
     facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size)
@@ -216,20 +250,28 @@ def test_a_much_raised_rate_gets_a_warm_up(
     effective: int, warmup: dict[str, Any], epochs: int, steps: int, has_note: bool
 ) -> None:
     optimizer = OptimizerConfig(LR_SCALING="linear")
-    plan = plan_of(optimizer=optimizer, warmup=warmup, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs)
+    plan = plan_of(
+        optimizer=optimizer, warmup=warmup, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs
+    )
     assert plan.warmup_steps == steps
     assert ["SCHEDULE.WARMUP" in note for note in plan.notes] == [True] * has_note
 
 
 SGD = OptimizerConfig(NAME="sgd")
 QUIET = (
-    (replace(FACTS, batchnorm="local"), {"warmup": {"WARMUP_EPOCHS": 5}, "EFFECTIVE_BATCH_SIZE": 256}),
+    (
+        replace(FACTS, batchnorm="local"),
+        {"warmup": {"WARMUP_EPOCHS": 5}, "EFFECTIVE_BATCH_SIZE": 256},
+    ),
     (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 16}),
     (replace(FACTS, max_micro_batch_size=131), {"EFFECTIVE_BATCH_SIZE": 131}),
     (replace(FACTS, max_micro_batch_size=16, batchnorm="local"), {}),
     (replace(FACTS, max_micro_batch_size=8, batchnorm="synchronised", world_size=2), {}),
     (FACTS, {"EFFECTIVE_BATCH_SIZE": 512}),
-    (replace(FACTS, pretrained=True, learning_rate=0.06), {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
+    (
+        replace(FACTS, pretrained=True, learning_rate=0.06),
+        {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD},
+    ),
     (replace(FACTS, num_samples=640), {}),
 )
 
@@ -242,9 +284,11 @@ def test_a_plan_within_the_limits_of_each_warning_says_nothing(facts: Facts, wis
 
 
 @given(
-    size=st.integers(1, 600), world_size=st.integers(1, 6), fits=st.integers(2, 100),
+    size=st.integers(1, 600),
+    world_size=st.integers(1, 6),
+    fits=st.integers(2, 100),
     batchnorm=st.sampled_from(["none", "local"]),
-)  # fmt: skip
+)
 def test_the_sizes_that_an_error_names_would_do(
     size: int, world_size: int, fits: int, batchnorm: str
 ) -> None:
@@ -254,7 +298,9 @@ def test_the_sizes_that_an_error_names_would_do(
     except ConfigError as error:
         named = re.search(r"(\d+)(?: or (\d+))? would", str(error))
         for other in filter(None, named.groups() if named else ()):
-            assert plan_of(facts, EFFECTIVE_BATCH_SIZE=int(other)).effective_batch_size == int(other)
+            assert plan_of(facts, EFFECTIVE_BATCH_SIZE=int(other)).effective_batch_size == int(
+                other
+            )
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def test_any_changes_within_an_epoch_take_each_sample_at_most_once_and_leave_les
     num_samples: int, parts: Sequence[tuple[int, int, int, bool, int]], epoch: int
 ) -> None:
     taken: list[int] = []
-    for number, (world_size, micro_batch, accumulation, is_set, num_steps) in enumerate(parts, start=1):
+    for number, (world_size, micro_batch, accumulation, is_set, num_steps) in enumerate(
+        parts, start=1
+    ):
         facts = replace(
             FACTS, world_size=world_size, max_micro_batch_size=micro_batch, num_samples=num_samples
         )
@@ -76,8 +78,11 @@ def test_a_growing_batch_resumed_anywhere_wastes_less_than_its_largest_step(
 ) -> None:
     facts = replace(FACTS, num_samples=120, world_size=world_size, max_micro_batch_size=micro_batch)
     schedule = {
-        "NAME": "milestones", "UNIT": "steps", "FIRST": world_size, "MILESTONES": [[3, 4 * world_size]]
-    }  # fmt: skip
+        "NAME": "milestones",
+        "UNIT": "steps",
+        "FIRST": world_size,
+        "MILESTONES": [[3, 4 * world_size]],
+    }
     plan = plan_of(facts, schedule=schedule, EPOCHS=2)
     rest = plan.rest_of_epoch(0, done)
     used = sum(stage.num_steps * stage.effective_batch_size for stage in rest)
@@ -90,13 +95,17 @@ def test_a_growing_batch_resumed_anywhere_wastes_less_than_its_largest_step(
 
 
 @given(
-    world_size=st.integers(1, 4), micro_batch=st.integers(1, 12), accumulation=st.integers(1, 4),
+    world_size=st.integers(1, 4),
+    micro_batch=st.integers(1, 12),
+    accumulation=st.integers(1, 4),
     num_samples=st.integers(20, 220),
-)  # fmt: skip
+)
 def test_an_undisturbed_run_is_at_its_number_of_steps(
     world_size: int, micro_batch: int, accumulation: int, num_samples: int
 ) -> None:
-    facts = replace(FACTS, world_size=world_size, max_micro_batch_size=micro_batch, num_samples=num_samples)
+    facts = replace(
+        FACTS, world_size=world_size, max_micro_batch_size=micro_batch, num_samples=num_samples
+    )
     assert_positions_are_steps(plan_of(facts, ACCUMULATION_STEPS=accumulation, EPOCHS=3))
 
 
@@ -122,10 +131,19 @@ def assert_positions_are_steps(plan: BatchPlan) -> None:
 def test_between_two_steps_the_position_is_a_fraction() -> None:
     plan = plan_of(FACTS, EFFECTIVE_BATCH_SIZE=32, EPOCHS=2)
     positions = [plan.position(1, samples) for samples in (0, 8, 40, 96, 97, 100)]
-    assert positions == [3, 3.25, 4.25, 6, 6, 6]  # three steps an epoch; the last four samples are left out
+    assert positions == [
+        3,
+        3.25,
+        4.25,
+        6,
+        6,
+        6,
+    ]  # three steps an epoch; the last four samples are left out
 
 
 def test_a_dataset_that_has_shrunk_below_the_samples_done_leaves_no_step() -> None:
-    plan = plan_of(Facts(max_micro_batch_size=8, world_size=1, num_samples=50, learning_rate=0.1), EPOCHS=2)
+    plan = plan_of(
+        Facts(max_micro_batch_size=8, world_size=1, num_samples=50, learning_rate=0.1), EPOCHS=2
+    )
     assert plan.rest_of_epoch(0, 33), "some are left"
     assert plan.rest_of_epoch(0, 67) == []

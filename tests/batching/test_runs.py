@@ -21,9 +21,13 @@ def test_several_processes_train_as_one(
 ) -> None:
     """The same effective size; 103 samples leave some over for any number of processes."""
     options = (
-        *PLAIN, "DATA.DATASET.length=103", "TRAIN.EFFECTIVE_BATCH_SIZE=32", "DATA.BATCH_SIZE=8",
-        "OPTIMIZER.LR_SCALING=sqrt", "SCHEDULE.WARMUP_FRACTION=0.3",
-    )  # fmt: skip
+        *PLAIN,
+        "DATA.DATASET.length=103",
+        "TRAIN.EFFECTIVE_BATCH_SIZE=32",
+        "DATA.BATCH_SIZE=8",
+        "OPTIMIZER.LR_SCALING=sqrt",
+        "SCHEDULE.WARMUP_FRACTION=0.3",
+    )
     assert run(*options, f"{NAME}by1").code == 0
     one = curve(tmp_path / "runs/by1")
     assert len(one[0]) == 9
@@ -31,12 +35,17 @@ def test_several_processes_train_as_one(
         outcome = torchrun(number, *options, f"{NAME}by{number}")
         assert outcome.code == 0, outcome.err
         folder = tmp_path / f"runs/by{number}"
-        assert (plan_of(folder)["WORLD_SIZE"], plan_of(folder)["ACCUMULATION_STEPS"]) == (number, 4 // number)
+        assert (plan_of(folder)["WORLD_SIZE"], plan_of(folder)["ACCUMULATION_STEPS"]) == (
+            number,
+            4 // number,
+        )
         assert curve(folder)[:2] == one[:2]
         assert curve(folder)[2] == pytest.approx(one[2], rel=1e-4)
 
 
-def test_everything_counts_optimizer_steps(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_counts_optimizer_steps(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight micro-batches are two steps of three and one of two."""
     clipped, clip = [], nn.utils.clip_grad_norm_
 
@@ -46,10 +55,15 @@ def test_everything_counts_optimizer_steps(run: Run, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", counting)
     outcome = run(
-        *PLAIN, "DATA.DATASET.length=64", "DATA.BATCH_SIZE=8", "TRAIN.EMA.ENABLED=True",
-        "TRAIN.ACCUMULATION_STEPS=3", "SCHEDULE.MIN_LR_FRACTION=0", "SCHEDULE.WARMUP_STEPS=2",
+        *PLAIN,
+        "DATA.DATASET.length=64",
+        "DATA.BATCH_SIZE=8",
+        "TRAIN.EMA.ENABLED=True",
+        "TRAIN.ACCUMULATION_STEPS=3",
+        "SCHEDULE.MIN_LR_FRACTION=0",
+        "SCHEDULE.WARMUP_STEPS=2",
         "OPTIMIZER.NAME=adamw",
-    )  # fmt: skip
+    )
     assert outcome.code == 0, outcome.err
     folder, total = tmp_path / "runs/plain", 9
     steps, rates, _ = curve(folder)
@@ -58,7 +72,9 @@ def test_everything_counts_optimizer_steps(run: Run, tmp_path: Path, monkeypatch
     state = checkpoint_of(folder)["state"]
     assert state["ema"]["num_updates"] == total
     assert checkpoint_of(folder)["progress"]["step"] == total
-    assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0, abs=1e-12)  # the decay is over
+    assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(
+        0, abs=1e-12
+    )  # the decay is over
     assert {int(entry["step"]) for entry in state["optimizer"]["state"].values()} == {total}
     assert len(clipped) == total
     assert [line["step"] for line in lines_of(folder, "val")] == [3, 6, 9]
@@ -66,20 +82,28 @@ def test_everything_counts_optimizer_steps(run: Run, tmp_path: Path, monkeypatch
 
 
 GROWING = (
-    *PLAIN, "TRAIN.BATCH_SCHEDULE.NAME=linear", "TRAIN.BATCH_SCHEDULE.FIRST=4",
-    "TRAIN.BATCH_SCHEDULE.LAST=24", "TRAIN.BATCH_SCHEDULE.UNIT=steps", "TRAIN.BATCH_SCHEDULE.LENGTH=20",
-    "DATA.BATCH_SIZE=8", "OPTIMIZER.LR_SCALING=linear", "OPTIMIZER.BASE_BATCH_SIZE=8",
+    *PLAIN,
+    "TRAIN.BATCH_SCHEDULE.NAME=linear",
+    "TRAIN.BATCH_SCHEDULE.FIRST=4",
+    "TRAIN.BATCH_SCHEDULE.LAST=24",
+    "TRAIN.BATCH_SCHEDULE.UNIT=steps",
+    "TRAIN.BATCH_SCHEDULE.LENGTH=20",
+    "DATA.BATCH_SIZE=8",
+    "OPTIMIZER.LR_SCALING=linear",
+    "OPTIMIZER.BASE_BATCH_SIZE=8",
     "SCHEDULE.NAME=constant",
-)  # fmt: skip
+)
 WITHIN = "another micro-batch within the epoch"
 SCHEDULES: dict[str, list[str]] = {
     "by steps": [],
     "by epochs": ["TRAIN.BATCH_SCHEDULE.UNIT=epochs", "TRAIN.BATCH_SCHEDULE.LENGTH=2"],
     WITHIN: [
-        "TRAIN.BATCH_SCHEDULE.NAME=milestones", "TRAIN.BATCH_SCHEDULE.FIRST=8",
-        "TRAIN.BATCH_SCHEDULE.LAST=20", "TRAIN.BATCH_SCHEDULE.MILESTONES=[[3,12],[7,20]]",
+        "TRAIN.BATCH_SCHEDULE.NAME=milestones",
+        "TRAIN.BATCH_SCHEDULE.FIRST=8",
+        "TRAIN.BATCH_SCHEDULE.LAST=20",
+        "TRAIN.BATCH_SCHEDULE.MILESTONES=[[3,12],[7,20]]",
     ],
-}  # fmt: skip
+}
 """On top of `GROWING`; the last takes 8, 2 x 6 and 4 x 5 samples."""
 
 
@@ -87,7 +111,10 @@ SCHEDULES: dict[str, list[str]] = {
     ("num_workers", "after", "schedule"),
     [
         (0, 66, WITHIN),
-        *(pytest.param(0, 66, schedule, marks=pytest.mark.e2e) for schedule in ("by steps", "by epochs")),
+        *(
+            pytest.param(0, 66, schedule, marks=pytest.mark.e2e)
+            for schedule in ("by steps", "by epochs")
+        ),
         *(
             pytest.param(workers, after, schedule, marks=pytest.mark.slow)
             for workers, after in ((0, 166), (2, 66))
@@ -99,9 +126,14 @@ def test_resuming_within_a_schedule_changes_no_bit(
     run: Run, tmp_path: Path, schedule: str, num_workers: int, after: int
 ) -> None:
     options = [
-        *GROWING, "MODEL.drop=0.3", "TRAIN.EMA.ENABLED=True", "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=3",
-        f"DATA.NUM_WORKERS={num_workers}", *SCHEDULES[schedule],
-    ]  # fmt: skip
+        *GROWING,
+        "MODEL.drop=0.3",
+        "TRAIN.EMA.ENABLED=True",
+        "TRAIN.AUTO_RESUME=True",
+        "TRAIN.EPOCHS=3",
+        f"DATA.NUM_WORKERS={num_workers}",
+        *SCHEDULES[schedule],
+    ]
     assert run(*options, f"{NAME}whole").code == 0
     interrupted = run(*options, f"{NAME}parts", f"DATA.DATASET.interrupt_after={after}")
     assert interrupted.code == 130, interrupted.err
@@ -116,13 +148,17 @@ def test_resuming_within_a_schedule_changes_no_bit(
     assert_same_bits(whole["ema"]["module"], parts["ema"]["module"])
     assert whole["optimizer"]["param_groups"] == parts["optimizer"]["param_groups"]
     keys = ("step", "lr", "effective_batch")
-    lines = [[[line[key] for key in keys] for line in lines_of(tmp_path / "runs" / name)]
-             for name in ("whole", "parts")]  # fmt: skip
+    lines = [
+        [[line[key] for key in keys] for line in lines_of(tmp_path / "runs" / name)]
+        for name in ("whole", "parts")
+    ]
     assert lines[0] == lines[1]
     if schedule == "by steps":  # 4 more every 4 steps
         sizes = [size for *_, size in lines[0]]
         assert sizes == [min(4 + step // 4 * 4, 24) for step in range(len(sizes))]
-        assert [rate for _, rate, _ in lines[0]] == pytest.approx([0.01 * size / 8 for size in sizes])
+        assert [rate for _, rate, _ in lines[0]] == pytest.approx(
+            [0.01 * size / 8 for size in sizes]
+        )
 
 
 @pytest.mark.e2e
@@ -130,12 +166,20 @@ def test_resuming_within_a_schedule_changes_no_bit(
     "options",
     [
         GROWING,
-        (*PLAIN[:-1], "OPTIMIZER._target_=torch.optim.SGD", "OPTIMIZER.lr=0.1", "DATA.AUTOBATCH.ENABLED=True",
-         "DATA.AUTOBATCH.MAX_BATCH_SIZE=8", "TRAIN.EFFECTIVE_BATCH_SIZE=20"),
+        (
+            *PLAIN[:-1],
+            "OPTIMIZER._target_=torch.optim.SGD",
+            "OPTIMIZER.lr=0.1",
+            "DATA.AUTOBATCH.ENABLED=True",
+            "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+            "TRAIN.EFFECTIVE_BATCH_SIZE=20",
+        ),
     ],
     ids=["schedule", "AutoBatch"],
-)  # fmt: skip
-def test_the_saved_configuration_repeats_the_run(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
+)
+def test_the_saved_configuration_repeats_the_run(
+    run: Run, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     assert run(*options).code == 0
     saved = tmp_path / "runs/plain/config.yaml"
     again = run("--cfg", str(saved), "DATA.AUTOBATCH.ENABLED=False", f"{NAME}again")
@@ -163,9 +207,13 @@ def test_the_search_stops_at_the_share_asked_for(run: Run, tmp_path: Path) -> No
 @pytest.mark.e2e
 def test_the_micro_batches_of_the_plan_have_run(run: Run, tmp_path: Path) -> None:
     options = (
-        *SEARCH, "DATA.AUTOBATCH.MAX_BATCH_SIZE=13", "TRAIN.AUTO_RESUME=True", *SCHEDULES[WITHIN],
-        "TRAIN.BATCH_SCHEDULE.UNIT=steps", "TRAIN.BATCH_SCHEDULE.LENGTH=20",
-    )  # fmt: skip
+        *SEARCH,
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=13",
+        "TRAIN.AUTO_RESUME=True",
+        *SCHEDULES[WITHIN],
+        "TRAIN.BATCH_SCHEDULE.UNIT=steps",
+        "TRAIN.BATCH_SCHEDULE.LENGTH=20",
+    )
     assert run(*options).code == 0
     folder = tmp_path / "runs/plain"
     found = found_in(folder)

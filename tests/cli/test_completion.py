@@ -23,7 +23,10 @@ from tests.helpers.forks import ROOT
         ("DATA.AUTOBATCH.STRA", ["DATA.AUTOBATCH.STRATEGY="]),
         ("train TRAIN.AMP=", ["TRAIN.AMP=off", "TRAIN.AMP=bf16", "TRAIN.AMP=fp16"]),
         ("TRAIN.AMP b", ["bf16"]),
-        ("EXPERIMENT.WANDB.ENABLED=", [f"EXPERIMENT.WANDB.ENABLED={value}" for value in (True, False)]),
+        (
+            "EXPERIMENT.WANDB.ENABLED=",
+            [f"EXPERIMENT.WANDB.ENABLED={value}" for value in (True, False)],
+        ),
         ("MODEL._", ["MODEL._target_="]),
         ("~DATA.BATCH_SIZE_", ["~DATA.BATCH_SIZE_VAL"]),
         ("++DATA.BATCH_SIZE_", ["++DATA.BATCH_SIZE_VAL="]),
@@ -44,7 +47,7 @@ from tests.helpers.forks import ROOT
         ("compare TRAIN.AM", []),
         ("plan an", []),
     ],
-)  # fmt: skip
+)
 def test_what_may_follow(
     line: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,9 +59,11 @@ def test_what_may_follow(
 
 def test_every_command_key_and_preset_is_offered(tmp_path: Path) -> None:
     found = candidates([], "")
-    assert {*COMMANDS, *(f"{dotted(path)}=" for path in KEYS), *(f"{group}=" for group in available())} <= {
-        *found
-    }
+    assert {
+        *COMMANDS,
+        *(f"{dotted(path)}=" for path in KEYS),
+        *(f"{group}=" for group in available()),
+    } <= {*found}
     assert all(found.values()), "each has a text"
     for group, names in available().items():
         assert list(candidates([], f"{group}=")) == [f"{group}={name}" for name in names]
@@ -73,13 +78,24 @@ def test_the_program_answers_the_shell(tmp_path: Path) -> None:
     """In bash, whose line of `register-python-argcomplete` asks for what replaces the text after `=`."""
     line = "linnaeus --cfg a.yaml DATA.AUTOBATCH.STRATEGY=b"
     asked = {
-        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
-        "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line,
-        "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": "\"'><=;|&(:",
-    }  # fmt: skip
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
+        "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_COMP_WORDBREAKS": "\"'><=;|&(:",
+    }
     code = "from linnaeus.main import console; raise SystemExit(console())"
     env = {**os.environ, **asked, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, check=False).returncode
+        == 0
+    )
     assert (tmp_path / "answer").read_text().split("\n") == ["binary", "binsearch"]
     without = f"import sys; sys.modules['argcomplete'] = None; {code}"
-    assert subprocess.run([sys.executable, "-c", without], env=env, cwd=tmp_path, check=False).returncode == 1
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", without], env=env, cwd=tmp_path, check=False
+        ).returncode
+        == 1
+    )

@@ -27,60 +27,143 @@ from tests.helpers.run_files import write_run, write_validations
 
 LINES: dict[str, tuple[Any, list[str]]] = {
     "the run of evaluate": (evaluate, ["DATA.BATCH_SIZE_VAL=3"]),
-    "a checkpoint of a checkpoint": (evaluate, ["runs/one/checkpoints/last.pt", "--checkpoint=best"]),
+    "a checkpoint of a checkpoint": (
+        evaluate,
+        ["runs/one/checkpoints/last.pt", "--checkpoint=best"],
+    ),
     "a run that is not there": (evaluate, ["runs/tin"]),
-    "keys of evaluate": (evaluate, [
-        "runs/one", "TRAIN.EPOCHS=3", "DATA.BATCH_SIZE=3", "data=imagefolder", "--cfg=a.yaml",
-        "--unknown=drop", "--plot=a.pdf",
-    ]),
-    "words of predict": (predict, [
-        "runs/othr", "photo", "https://example.org/a.jpg", "x*.jpg", "-", "-", "--pat", "-x.png",
-        "--top=0", "--workers=x", "--output=a.txt",
-    ]),
+    "keys of evaluate": (
+        evaluate,
+        [
+            "runs/one",
+            "TRAIN.EPOCHS=3",
+            "DATA.BATCH_SIZE=3",
+            "data=imagefolder",
+            "--cfg=a.yaml",
+            "--unknown=drop",
+            "--plot=a.pdf",
+        ],
+    ),
+    "words of predict": (
+        predict,
+        [
+            "runs/othr",
+            "photo",
+            "https://example.org/a.jpg",
+            "x*.jpg",
+            "-",
+            "-",
+            "--pat",
+            "-x.png",
+            "--top=0",
+            "--workers=x",
+            "--output=a.txt",
+        ],
+    ),
     "a run among the images": (predict, ["runs", "runs/one"]),
     "predict alone": (predict, []),
     "predict without images": (predict, ["runs/one"]),
-    "words of export": (export, ["run/other", "--format=onyx", "--outputs=p", "--images", "x.jpg", "-"]),
+    "words of export": (
+        export,
+        ["run/other", "--format=onyx", "--outputs=p", "--images", "x.jpg", "-"],
+    ),
     "export without a format": (export, ["runs/one", "runs/other"]),
-    "names of compare": (compare, [
-        "runs/onee", "x*", "folder.png", "runs/one/config.yaml", "--metrik", "--plot=a.gif",
-        "--output=a.xlsx",
-    ]),
+    "names of compare": (
+        compare,
+        [
+            "runs/onee",
+            "x*",
+            "folder.png",
+            "runs/one/config.yaml",
+            "--metrik",
+            "--plot=a.gif",
+            "--output=a.xlsx",
+        ],
+    ),
     "compare alone": (compare, []),
-    "values of options of sweep": (sweep, [
-        "--plot=a.pdf", "--trials=0", "--search=grid", "--predict-gpu=rtx-409",
-    ]),
+    "values of options of sweep": (
+        sweep,
+        [
+            "--plot=a.pdf",
+            "--trials=0",
+            "--search=grid",
+            "--predict-gpu=rtx-409",
+        ],
+    ),
     "a grid without values": (sweep, ["DATA.BATCH_SIZE=32"]),
-    "values of a grid": (sweep, [
-        "DATA.BATCH_SIZE=32,64,", "EXPERIMENT.NAME=a,b", "OPTIMIZER.LR=interval(0,1)", "--trials=3",
-        "--no-prune",
-    ]),
+    "values of a grid": (
+        sweep,
+        [
+            "DATA.BATCH_SIZE=32,64,",
+            "EXPERIMENT.NAME=a,b",
+            "OPTIMIZER.LR=interval(0,1)",
+            "--trials=3",
+            "--no-prune",
+        ],
+    ),
     "a wrong combination of two": (sweep, ["DATA.BATCH_SIZE=0,8", "TRAIN.AMP=off,bf16"]),
-    "mistakes in all combinations and in one": (sweep, [
-        "DATA.BATCH_SIZE=0,8", "OPTIMIZER.LR=-1", "TRAIN.EPOCH=3", "--plot=x", "TRAIN.AMP=bf16,fp8",
-    ]),
+    "mistakes in all combinations and in one": (
+        sweep,
+        [
+            "DATA.BATCH_SIZE=0,8",
+            "OPTIMIZER.LR=-1",
+            "TRAIN.EPOCH=3",
+            "--plot=x",
+            "TRAIN.AMP=bf16,fp8",
+        ],
+    ),
     "a search without trials": (sweep, ["--search=optuna", "OPTIMIZER.LR=1,2"]),
     "a search without axes": (sweep, ["--search=optuna", "--trials=3", "TRAIN.EPOCHS=2"]),
-    "intervals": (sweep, [
-        "--search=optuna", "--trials=3", "OPTIMIZER.LR=interval(2,1)", "LOSS.LABEL_SMOOTHING=interval(1e-4)",
-        "OPTIMIZER.WEIGHT_DECAY=tag(log,interval(0,1))", "DATA.BATCH_SIZE=interval(8.2,8.8)",
-        "MODEL.NAME=interval(1,2)",
-    ]),
+    "intervals": (
+        sweep,
+        [
+            "--search=optuna",
+            "--trials=3",
+            "OPTIMIZER.LR=interval(2,1)",
+            "LOSS.LABEL_SMOOTHING=interval(1e-4)",
+            "OPTIMIZER.WEIGHT_DECAY=tag(log,interval(0,1))",
+            "DATA.BATCH_SIZE=interval(8.2,8.8)",
+            "MODEL.NAME=interval(1,2)",
+        ],
+    ),
     "the folder of a run for a sweep": (sweep, ["EXPERIMENT.NAME=one", "EXPERIMENT.SEED=1,2"]),
-    "the folder of a grid for a search": (sweep, [
-        "EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,2", "--search=optuna", "--trials=2",
-    ]),
-    "other values in the folder of a sweep": (sweep, ["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,3"]),
-    "another configuration in it": (sweep, [
-        "EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,2", "TRAIN.EPOCHS=9",
-    ]),
+    "the folder of a grid for a search": (
+        sweep,
+        [
+            "EXPERIMENT.NAME=grid",
+            "EXPERIMENT.SEED=1,2",
+            "--search=optuna",
+            "--trials=2",
+        ],
+    ),
+    "other values in the folder of a sweep": (
+        sweep,
+        ["EXPERIMENT.NAME=grid", "EXPERIMENT.SEED=1,3"],
+    ),
+    "another configuration in it": (
+        sweep,
+        [
+            "EXPERIMENT.NAME=grid",
+            "EXPERIMENT.SEED=1,2",
+            "TRAIN.EPOCHS=9",
+        ],
+    ),
     "a worker without a folder": (work, []),
     "a worker of a run": (work, ["runs/one"]),
     "a worker of a damaged sweep": (work, ["runs/damaged"]),
     "a launcher": (train, ["--launcher", "slrum"]),
-    "options of sbatch": (train, [
-        "--launcher", "slurm", "--slurm", "array=1", "ntasks=8", "chdir=/", "signal=B:TERM@60",
-    ]),
+    "options of sbatch": (
+        train,
+        [
+            "--launcher",
+            "slurm",
+            "--slurm",
+            "array=1",
+            "ntasks=8",
+            "chdir=/",
+            "signal=B:TERM@60",
+        ],
+    ),
     "options of sbatch without a launcher": (train, ["--slurm", "nodes=2"]),
     "a status without a folder": (sweep, ["--status"]),
     "the status of a folder that is not there": (sweep, ["--status", "runs/nope"]),
@@ -89,7 +172,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
     "completion": (train, ["--install-completion", "bash"]),
     "a URL": (train, ["--cfg", "https://example.org/a.yaml"]),
     "a dry run here": (train, ["--dry-run"]),
-}  # fmt: skip
+}
 
 
 def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,13 +211,19 @@ def of_runs() -> dict[str, str]:
     names = ["one", "other", "failed", "third"]
     found = compared(read_runs([Path("runs", name) for name in names]), names)
     found.rows.append(
-        RunRow(found.rows[0].values, Path("none"), State("running", Holder("node7", 12, "", "", "34_5")))
+        RunRow(
+            found.rows[0].values,
+            Path("none"),
+            State("running", Holder("node7", 12, "", "", "34_5")),
+        )
     )
     console, output = plain_console()
     print_runs(found, console)
     return {
         "runs side by side": output.getvalue(),
-        "a metric that no run has": str(compared(found.rows, [*names, "x"], "top1/knid").unknown_metric),
+        "a metric that no run has": str(
+            compared(found.rows, [*names, "x"], "top1/knid").unknown_metric
+        ),
         "what runs cannot be sorted by": error_of(sort_rows, found, "lr"),
     }
 
@@ -144,7 +233,11 @@ def of_sweeps() -> dict[str, str]:
     argv = [*GROWING, "DATA.BATCH_SIZE=100000,8", "DATA.DATASET.length=200000"]
     request = sweep.read([*argv, "EXPERIMENT.NAME=new"])
     assert isinstance(request, tuple)
-    said = {"nothing fits": error_of(check_predictions, request[2], [find_gpu("t4")], plain_console()[0])}
+    said = {
+        "nothing fits": error_of(
+            check_predictions, request[2], [find_gpu("t4")], plain_console()[0]
+        )
+    }
     claim = Claim(Path("runs/killed"))
     claim.begin()
     shutil.rmtree("runs/killed/.claims")

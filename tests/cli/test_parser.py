@@ -31,7 +31,9 @@ def read(command: str, *argv: str) -> Any:
 def problems(command: str, *argv: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         read(command, *argv)
-    return [each for each in caught.value.problems if each.startswith("-") and "missing" not in each]
+    return [
+        each for each in caught.value.problems if each.startswith("-") and "missing" not in each
+    ]
 
 
 @pytest.mark.parametrize("command", [*MEASURING, *OTHERS])
@@ -61,9 +63,11 @@ def test_files_are_looked_at_before_the_work(
     option = "--output" if command == "predict" else "--plot"
     ending = "csv" if command == "predict" else "png"
     argv = {
-        "compare": ["runs"], "evaluate": ["runs/one"], "predict": ["runs/one", "photos"],
+        "compare": ["runs"],
+        "evaluate": ["runs/one"],
+        "predict": ["runs/one", "photos"],
         "sweep": ["TRAIN.EPOCHS=1,2"],
-    }.get(command, [])  # fmt: skip
+    }.get(command, [])
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=rf"{option}: missing/a\.{ending}"):
         read(command, *argv, option, f"missing/a.{ending}")
@@ -146,9 +150,12 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
 
 
 LIGHT = (
-    "linnaeus.config.load", "linnaeus.batching.plan", "linnaeus.batching.summary", "linnaeus.main",
+    "linnaeus.config.load",
+    "linnaeus.batching.plan",
+    "linnaeus.batching.summary",
+    "linnaeus.main",
     "linnaeus.autobatch.search",
-)  # fmt: skip
+)
 WITHOUT_TORCH = """
 import importlib, json, sys
 from linnaeus.main import cli
@@ -175,8 +182,12 @@ def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_p
     (tmp_path / "one/checkpoints").mkdir(parents=True)
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*COMMANDS]), json.dumps(LIGHT)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     completing, reading, comparing, importing = json.loads(done.stdout.splitlines()[-1])
     heavy = {"torch", "matplotlib", "timm", "sklearn"}
     assert not {*completing} & {*heavy, "hydra", "omegaconf", "numpy", "yaml", "rich", "wandb"}
@@ -189,7 +200,10 @@ def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_p
 
 @pytest.mark.parametrize("command", [*MEASURING, "sweep", "evaluate"])
 def test_print_config(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     desk(tmp_path, monkeypatch)
     before = sorted(tmp_path.rglob("*"))

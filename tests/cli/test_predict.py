@@ -33,15 +33,28 @@ CPU = ("--device", "cpu")
 
 
 def test_a_table_of_all_and_what_is_left_out(desk: Path, run: Run) -> None:
-    outcome = run("predict", "runs/birds", "photos", "--output", "out.csv", "--top", "3", "--path", *CPU)
+    outcome = run(
+        "predict", "runs/birds", "photos", "--output", "out.csv", "--top", "3", "--path", *CPU
+    )
     assert (outcome.code, outcome.out) == (0, "")
     rows = list(csv.reader(io.StringIO((desk / "out.csv").read_text(), newline="")))
     assert rows[0] == [
-        "path", "order_1", "order_1_probability", "order_2", "order_2_probability",
-        "species_1", "species_1_probability", "species_2", "species_2_probability",
-        "species_3", "species_3_probability",
-        "consistent_order", "consistent_species", "consistent_probability", "consistent_differs",
-    ]  # fmt: skip
+        "path",
+        "order_1",
+        "order_1_probability",
+        "order_2",
+        "order_2_probability",
+        "species_1",
+        "species_1_probability",
+        "species_2",
+        "species_2_probability",
+        "species_3",
+        "species_3_probability",
+        "consistent_order",
+        "consistent_species",
+        "consistent_probability",
+        "consistent_differs",
+    ]
     assert [row[0] for row in rows[1:]] == PHOTOS
     expected = load_run("runs/birds", device="cpu").predict(PHOTOS, top=3, path=True)
     named = {name for row in rows[1:] for name in (row[5], row[7], row[9])}
@@ -66,11 +79,20 @@ def test_text_and_json(desk: Path, run: Run) -> None:
     )
     assert len(blocks) == 4
     assert "\n".join(blocks).count("\n\n") == 3, "nothing else is printed"
-    expected = [item.as_dict() for item in load_run("runs/birds", device="cpu").predict(PHOTOS, path=True)]
+    expected = [
+        item.as_dict() for item in load_run("runs/birds", device="cpu").predict(PHOTOS, path=True)
+    ]
     for ending in ("json", "jsonl"):
-        assert run("predict", "runs/birds", *PHOTOS, "--path", "--output", f"out.{ending}", *CPU).code == 0
+        assert (
+            run("predict", "runs/birds", *PHOTOS, "--path", "--output", f"out.{ending}", *CPU).code
+            == 0
+        )
         text = (desk / f"out.{ending}").read_text()
-        found = json.loads(text) if ending == "json" else [json.loads(line) for line in text.splitlines()]
+        found = (
+            json.loads(text)
+            if ending == "json"
+            else [json.loads(line) for line in text.splitlines()]
+        )
         assert found == expected
 
 
@@ -117,14 +139,17 @@ def test_an_interruption_keeps_what_is_done(desk: Path, number: signal.Signals) 
     os.mkfifo(pipe)
     argv = ["predict", "runs/birds", "-", "--output", "out.json", "--batch-size", "2", *CPU]
     code = (
-        f"import sys; from linnaeus.main import cli; sys.stdin = open({str(pipe)!r}); sys.exit(cli({argv!r}))"
+        f"import sys; from linnaeus.main import cli; sys.stdin = open({str(pipe)!r}); "
+        f"sys.exit(cli({argv!r}))"
     )
 
     def has_begun() -> bool:
         return any(path.stat().st_size > 1000 for path in desk.glob("out.json.partial"))
 
     with (desk / "log").open("w") as log:
-        process = forks.start(["-c", code], cwd=desk, env={"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log)
+        process = forks.start(
+            ["-c", code], cwd=desk, env={"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
+        )
         with pipe.open("w") as lines:
             lines.write("photos/000.png\nphotos/001.png\n" * 100)
             lines.flush()
@@ -153,9 +178,18 @@ def test_a_run_becomes_a_file_for_other_programs(desk: Path, run: Run) -> None:
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("runs/birds/export/timm ")
     outcome = run(
-        "export", "--images", "photos/000.png", "photos/001.png", "--format", "safetensors", "runs/birds",
-        "--output", "birds.safetensors", "--checkpoint", "last",
-    )  # fmt: skip
+        "export",
+        "--images",
+        "photos/000.png",
+        "photos/001.png",
+        "--format",
+        "safetensors",
+        "runs/birds",
+        "--output",
+        "birds.safetensors",
+        "--checkpoint",
+        "last",
+    )
     assert outcome.code == 0, outcome.err
     assert "last.pt" in outcome.err
     outcome = run("predict", "birds.safetensors", "photos", "--device", "cpu")

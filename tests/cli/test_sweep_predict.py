@@ -13,9 +13,11 @@ from tests.helpers.consoles import plain_console
 pytestmark = pytest.mark.usefixtures("run")  # in an empty folder
 ON = "DATA.AUTOBATCH.ENABLED=True"
 POINTS = (
-    "MODEL._target_=tests.cli.tiny.Growing", "DATA.DATASET._target_=tests.cli.tiny.Points",
-    "DATA.DATASET.length=96", "DATA.BATCH_SIZE_VAL=7",
-)  # fmt: skip
+    "MODEL._target_=tests.cli.tiny.Growing",
+    "DATA.DATASET._target_=tests.cli.tiny.Points",
+    "DATA.DATASET.length=96",
+    "DATA.BATCH_SIZE_VAL=7",
+)
 
 
 def planned(*argv: str) -> list[Plan]:
@@ -27,7 +29,9 @@ def planned(*argv: str) -> list[Plan]:
 def test_runs_whose_sizes_cannot_differ_are_one_group() -> None:
     rates = ("OPTIMIZER.LR=0.1,0.2", "EXPERIMENT.SEED=0,1")
     assert [len(group) for group in groups_of(planned(ON, *rates)).values()] == [4]
-    assert [len(group) for group in groups_of(planned(ON, *rates[:1], "TRAIN.AMP=off,bf16")).values()] == [
+    assert [
+        len(group) for group in groups_of(planned(ON, *rates[:1], "TRAIN.AMP=off,bf16")).values()
+    ] == [
         2,
         2,
     ]

@@ -93,7 +93,9 @@ class Growing(Wide):
 
     num_calls = 0  # of the class: those of a model are restored after a trial
 
-    def __init__(self, num_classes: int, width: int = 2**18, interrupt_at: int | None = None) -> None:
+    def __init__(
+        self, num_classes: int, width: int = 2**18, interrupt_at: int | None = None
+    ) -> None:
         super().__init__(num_classes, width)
         self.interrupt_at = interrupt_at
         Growing.num_calls = 0
@@ -165,9 +167,12 @@ class TinyNet(nn.Module):
     def __init__(self, num_classes: Mapping[str, int], in_chans: int) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(in_chans, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+            nn.Conv2d(in_chans, 8, 3, stride=2),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
             nn.Flatten(),
-        )  # fmt: skip
+        )
         self.heads = nn.ModuleList(nn.Linear(32, count) for count in num_classes.values())
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:

@@ -41,12 +41,18 @@ def test_what_the_framework_gives_comes_untouched() -> None:
     """Of what is offered, what the signature names and the node does not set."""
     facts, values = object(), [1, 2]
     thing = call_target(
-        {"_target_": THING, "size": 7}, "MODEL", facts, values, offer={"size": 1, "facts": facts, "x": 3}
+        {"_target_": THING, "size": 7},
+        "MODEL",
+        facts,
+        values,
+        offer={"size": 1, "facts": facts, "x": 3},
     )
     assert thing.args[0] is thing.facts is facts
     assert thing.args[1] is values
     assert thing.size == 7
-    assert call_target({"_target_": "builtins.dict", "a": 1}, "MODEL", offer={"a": 2, "b": 3}) == {"a": 1}
+    assert call_target({"_target_": "builtins.dict", "a": 1}, "MODEL", offer={"a": 2, "b": 3}) == {
+        "a": 1
+    }
 
 
 def test_positional_arguments_follow_those_of_the_framework() -> None:

@@ -46,7 +46,11 @@ def test_defaults_are_typed_and_resolved_and_shared_by_nobody() -> None:
     assert isinstance(config.DATA.DATASET, DatasetConfig)
     assert config.DATA.BATCH_SIZE_VAL == config.DATA.BATCH_SIZE
     auto = config.DATA.AUTOBATCH
-    assert (auto.MAX_BATCH_SIZE_VAL, type(auto.MAX_BATCH_SIZE_VAL), auto.ENABLED_VAL) == (1024, int, False)
+    assert (auto.MAX_BATCH_SIZE_VAL, type(auto.MAX_BATCH_SIZE_VAL), auto.ENABLED_VAL) == (
+        1024,
+        int,
+        False,
+    )
     assert "${" not in to_yaml(config)
     expected = load()
     config.DATA.DATASET.NUM_CLASSES.append(99)
@@ -59,24 +63,41 @@ def test_each_source_wins_over_the_one_below() -> None:
     assert load("optimizer=sgd").OPTIMIZER.LR == 0.1 != OptimizerConfig().LR
     assert load("--cfg=my.yaml", "optimizer=sgd").OPTIMIZER.LR == 0.3
     config = load("OPTIMIZER.LR=0.4", "--cfg=my.yaml", "optimizer=sgd", "model=resnet50")
-    assert (config.OPTIMIZER.LR, config.OPTIMIZER.NAME, config.MODEL.NAME) == (0.4, "sgd", "from_file")
+    assert (config.OPTIMIZER.LR, config.OPTIMIZER.NAME, config.MODEL.NAME) == (
+        0.4,
+        "sgd",
+        "from_file",
+    )
 
 
 def test_the_last_override_wins_in_any_spelling() -> None:
     assert load("DATA.BATCH_SIZE", "8", "--opts", "DATA.BATCH_SIZE=9").DATA.BATCH_SIZE == 9
     config = load(
-        "DATA.BATCH_SIZE=9", "+DATA.BATCH_SIZE=7", "++DATA.BATCH_SIZE", "8", "model=resnet18",
+        "DATA.BATCH_SIZE=9",
+        "+DATA.BATCH_SIZE=7",
+        "++DATA.BATCH_SIZE",
+        "8",
+        "model=resnet18",
         "model=resnet50",
         "DATA.AUTOBATCH={ENABLED: true, MAX_BATCH_SIZE: 8}",
-    )  # fmt: skip
+    )
     assert (config.DATA.BATCH_SIZE, config.DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL) == (8, 16)
     assert config.MODEL.NAME == "resnet50"
 
 
 def test_tilde_goes_back_to_the_default() -> None:
-    write({"my": "DATA: {BATCH_SIZE: 8, FOO: 1}\nMODEL: {NAME: x, DROP_RATE: 0.1}\nTRAIN: {AMP: bf16}"})
-    assert load("--cfg=my.yaml", "~DATA.BATCH_SIZE", "~MODEL", "~DATA.FOO", "~TRAIN.AMP=bf16") == load()
-    assert load("DATA.BATCH_SIZE=8", "~DATA", "DATA.BATCH_SIZE_VAL=9") == load("DATA.BATCH_SIZE_VAL=9")
+    write(
+        {
+            "my": "DATA: {BATCH_SIZE: 8, FOO: 1}\nMODEL: {NAME: x, DROP_RATE: 0.1}\nTRAIN: {AMP: bf16}"
+        }
+    )
+    assert (
+        load("--cfg=my.yaml", "~DATA.BATCH_SIZE", "~MODEL", "~DATA.FOO", "~TRAIN.AMP=bf16")
+        == load()
+    )
+    assert load("DATA.BATCH_SIZE=8", "~DATA", "DATA.BATCH_SIZE_VAL=9") == load(
+        "DATA.BATCH_SIZE_VAL=9"
+    )
 
 
 def test_followers_follow_unless_set() -> None:
@@ -88,7 +109,9 @@ def test_followers_follow_unless_set() -> None:
     auto = load(*argv).DATA.AUTOBATCH
     assert (auto.ENABLED_VAL, auto.MIN_BATCH_SIZE_VAL, auto.LOG_LEVEL_VAL) == (True, 4, "DEBUG")
     assert load(*argv, "DATA.AUTOBATCH.ENABLED_VAL=False").DATA.AUTOBATCH.ENABLED_VAL is False
-    unbounded = load("DATA.AUTOBATCH.MAX_BATCH_SIZE=null", "DATA.AUTOBATCH.MIN_BATCH_SIZE=9").DATA.AUTOBATCH
+    unbounded = load(
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=null", "DATA.AUTOBATCH.MIN_BATCH_SIZE=9"
+    ).DATA.AUTOBATCH
     assert (unbounded.MAX_BATCH_SIZE, unbounded.MAX_BATCH_SIZE_VAL) == (None, None), (
         "twice nothing is nothing"
     )
@@ -97,7 +120,12 @@ def test_followers_follow_unless_set() -> None:
 def test_a_file_that_beats_a_choice_of_the_command_line_is_told_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write({"beats": "TRAIN: {EPOCHS: 3}\nMODEL:\n  NAME: test_resnet", "same": "MODEL: {NAME: resnet18}"})
+    write(
+        {
+            "beats": "TRAIN: {EPOCHS: 3}\nMODEL:\n  NAME: test_resnet",
+            "same": "MODEL: {NAME: resnet18}",
+        }
+    )
     for _ in range(2):
         assert load("--cfg=beats.yaml", "model=resnet18").MODEL.NAME == "test_resnet"
     (warning,) = capsys.readouterr().err.splitlines()
@@ -110,36 +138,63 @@ def test_a_file_that_beats_a_choice_of_the_command_line_is_told_once(
 def test_all_problems_at_once() -> None:
     write({"my": "DATA:\n  BATCHSIZE: 8\n  NUM_WORKERS: few\n"})
     assert subjects(
-        "--cfg=my.yaml", "--print_config", "stray", "modl=resnet50", "model=resnet51", "TRAIN.AMP", "bf61",
-        "DATA.AUTOBATCH.ENABLE=True", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION", "1.5", "+DATA.FOO=1",
+        "--cfg=my.yaml",
+        "--print_config",
+        "stray",
+        "modl=resnet50",
+        "model=resnet51",
+        "TRAIN.AMP",
+        "bf61",
+        "DATA.AUTOBATCH.ENABLE=True",
+        "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION",
+        "1.5",
+        "+DATA.FOO=1",
         "TRAIN.EPOCHS",
     ) == [
-        "--print_config", "'stray'", "TRAIN.EPOCHS", "modl", "model", "DATA.BATCHSIZE", "DATA.NUM_WORKERS",
-        "DATA.AUTOBATCH.ENABLE", "DATA.FOO", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION", "TRAIN.AMP",
-    ]  # fmt: skip
+        "--print_config",
+        "'stray'",
+        "TRAIN.EPOCHS",
+        "modl",
+        "model",
+        "DATA.BATCHSIZE",
+        "DATA.NUM_WORKERS",
+        "DATA.AUTOBATCH.ENABLE",
+        "DATA.FOO",
+        "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION",
+        "TRAIN.AMP",
+    ]
 
 
 def test_all_problems_of_defaults_lists_at_once() -> None:
     """Hydra names one problem of the lists; it neither hides others nor makes some up."""
-    write({
-        "my": "defaults:\n- model: resnet51\n- modl: resnet50\n- bse\n- optimizer: ???\n"
-        "- data: [digits, digitz]\n- 7: [x]\n- optional\nTRAIN: {EPOCH: 3}\nMODEL: {width: 3}",
-        "broken": "MODEL: {_target_: my.Model, ]",
-    })  # fmt: skip
+    write(
+        {
+            "my": "defaults:\n- model: resnet51\n- modl: resnet50\n- bse\n- optimizer: ???\n"
+            "- data: [digits, digitz]\n- 7: [x]\n- optional\nTRAIN: {EPOCH: 3}\nMODEL: {width: 3}",
+            "broken": "MODEL: {_target_: my.Model, ]",
+        }
+    )
     found = set(subjects("--cfg=my.yaml", "schedule=cosin", "TRAIN.AMP=x"))
     assert found == {"defaults", "schedule", "TRAIN.EPOCH", "TRAIN.AMP"}
-    broken, other = subjects("--cfg=broken.yaml", "MODEL.width=3", "~MODEL.depth", "DATA.BATCHSIZE=3")
+    broken, other = subjects(
+        "--cfg=broken.yaml", "MODEL.width=3", "~MODEL.depth", "DATA.BATCHSIZE=3"
+    )
     assert broken.startswith("broken.yaml")
     assert other == "DATA.BATCHSIZE"
 
 
 def test_one_mistake_is_one_problem() -> None:
     """Keys that follow a wrong one are not listed; each key of a cycle is."""
-    names = [f"DATA.AUTOBATCH.{name}" for name in ("TARGET_MEMORY_FRACTION", "STEPS_PER_TRIAL", "LOG_LEVEL")]
+    names = [
+        f"DATA.AUTOBATCH.{name}"
+        for name in ("TARGET_MEMORY_FRACTION", "STEPS_PER_TRIAL", "LOG_LEVEL")
+    ]
     found = subjects(*(f"{name}={bad}" for name, bad in zip(names, ["2", "0", "X"], strict=True)))
     assert sorted(found) == sorted(names)
     cycle = ["OPTIMIZER.LR", "OPTIMIZER.WEIGHT_DECAY"]
-    found = subjects("OPTIMIZER.LR=${OPTIMIZER.WEIGHT_DECAY}", "OPTIMIZER.WEIGHT_DECAY=${OPTIMIZER.LR}*1")
+    found = subjects(
+        "OPTIMIZER.LR=${OPTIMIZER.WEIGHT_DECAY}", "OPTIMIZER.WEIGHT_DECAY=${OPTIMIZER.LR}*1"
+    )
     assert found == cycle
     found = subjects("LOSS._target_=my.Loss", "LOSS.a=${x", "LOSS.b=1", "LOSS.c=${LOSS.b}")
     assert found == ["LOSS.a"], "not the arguments beside it"
@@ -149,16 +204,32 @@ def test_one_mistake_is_one_problem() -> None:
 
 def test_a_target_takes_any_keys_of_every_source_in_place_of_the_built_in_ones() -> None:
     write({"my": "MODEL: {_target_: my.Model, depth: 3, inner: {a: 1, b: [1]}}\nLOSS: {weight: 2}"})
-    argv = ["--cfg=my.yaml", "MODEL.width", "8", "MODEL.inner.b=[${TRAIN.EPOCHS}]", "LOSS._target_=my.Loss"]
-    argv += ["DATA.DATASET={_target_: my.Data, n: -1e-3}", "optimizer=sgd", "OPTIMIZER._target_=my.Sgd"]
+    argv = [
+        "--cfg=my.yaml",
+        "MODEL.width",
+        "8",
+        "MODEL.inner.b=[${TRAIN.EPOCHS}]",
+        "LOSS._target_=my.Loss",
+    ]
+    argv += [
+        "DATA.DATASET={_target_: my.Data, n: -1e-3}",
+        "optimizer=sgd",
+        "OPTIMIZER._target_=my.Sgd",
+    ]
     argv += ["TRAIN.EPOCHS=20", "~MODEL.depth", "MODEL.twice=${MODEL.width}"]
     config = load(*argv)
-    assert config.MODEL == {"_target_": "my.Model", "inner": {"a": 1, "b": [20]}, "width": 8, "twice": 8}
+    assert config.MODEL == {
+        "_target_": "my.Model",
+        "inner": {"a": 1, "b": [20]},
+        "width": 8,
+        "twice": 8,
+    }
     assert config.LOSS == {"_target_": "my.Loss", "weight": 2}
     assert config.DATA.DATASET == {"_target_": "my.Data", "n": -0.001}
     assert config.OPTIMIZER == {"_target_": "my.Sgd"}  # the preset is for the built-in node
     assert (
-        ModelConfig(NAME="resnet18") == load("--cfg=my.yaml", "~MODEL", "~LOSS", "MODEL.NAME=resnet18").MODEL
+        ModelConfig(NAME="resnet18")
+        == load("--cfg=my.yaml", "~MODEL", "~LOSS", "MODEL.NAME=resnet18").MODEL
     )
     assert "MODEL.depth" in subjects("--cfg=my.yaml", "~MODEL._target_")
 
@@ -195,8 +266,13 @@ def test_every_shipped_experiment_loads(file: Path) -> None:
 
 
 def test_other_commands_take_folders_and_names_too() -> None:
-    write({"conf/model/mine": "DROP_RATE: 0.1", "conf/model/wide": "DROP_RATE: 0.2",
-           "conf/base": "defaults: [{model: resnet50}, {optimizer: adamw}]\nTRAIN: {EPOCHS: 2}"})  # fmt: skip
+    write(
+        {
+            "conf/model/mine": "DROP_RATE: 0.1",
+            "conf/model/wide": "DROP_RATE: 0.2",
+            "conf/base": "defaults: [{model: resnet50}, {optimizer: adamw}]\nTRAIN: {EPOCHS: 2}",
+        }
+    )
     base = ["--config-dir", "conf", "-cn", "base"]
     _, config = analyze([*base, "model=mine", "--modes", "train"])
     assert (config.MODEL.DROP_RATE, config.TRAIN.EPOCHS) == (0.1, 2)
@@ -236,11 +312,36 @@ def reloaded(config: Config) -> Config:
 
 
 HARD_TEXTS = [
-    "", " ", "None", "none", "null", "~", "1e3", "-1E-3", "1", "0x1", "true", "off", "=", "<<", "???x",
+    "",
+    " ",
+    "None",
+    "none",
+    "null",
+    "~",
+    "1e3",
+    "-1E-3",
+    "1",
+    "0x1",
+    "true",
+    "off",
+    "=",
+    "<<",
+    "???x",
     "2024-01-01",
-    "${x}", r"\${x}", r"\\${x}", "a${", "'x'", '"x"', "- a", "a: b", "a #b", "\x85\u2028\n",
-]  # fmt: skip
-hard_texts = st.text() | st.sampled_from(HARD_TEXTS) | st.text(alphabet="\\${}a' \"#:\n\x85\u2028\t-")
+    "${x}",
+    r"\${x}",
+    r"\\${x}",
+    "a${",
+    "'x'",
+    '"x"',
+    "- a",
+    "a: b",
+    "a #b",
+    "\x85\u2028\n",
+]
+hard_texts = (
+    st.text() | st.sampled_from(HARD_TEXTS) | st.text(alphabet="\\${}a' \"#:\n\x85\u2028\t-")
+)
 trees = st.recursive(
     hard_texts | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -251,12 +352,17 @@ trees = st.recursive(
 @pytest.fixture(scope="module")
 def odd() -> Config:
     return load(
-        "MODEL._target_=my.Model", "MODEL.a={b:[1,{c:null}],d:{}}", "OPTIMIZER.LR=1e-5", "TRAIN.AMP=off"
+        "MODEL._target_=my.Model",
+        "MODEL.a={b:[1,{c:null}],d:{}}",
+        "OPTIMIZER.LR=1e-5",
+        "TRAIN.AMP=off",
     )
 
 
 @given(text=hard_texts, optional=hard_texts | st.none(), tree=trees)
-def test_any_values_survive_the_file(odd: Config, text: str, optional: str | None, tree: Any) -> None:
+def test_any_values_survive_the_file(
+    odd: Config, text: str, optional: str | None, tree: Any
+) -> None:
     config = copy.deepcopy(odd)
     config.EXPERIMENT.OUTPUT_DIR = text
     config.DATA.DATASET.ROOT = optional

@@ -19,54 +19,143 @@ from tests.helpers.messages import Golden, error_of
 
 COMMAND_LINES = (
     # options
-    "--print_config", "-x", "--DATA.BATCH_SIZE=8", "--help=yes", "--cfg --print-config", "--config-dir",
-    "--config-name", "my_exp.yaml", "resnet50", "DATA..BATCH_SIZE=8", "--cfg none.yaml", "--cfg .",
-    "--config-dir nowhere", "--config-name base",
+    "--print_config",
+    "-x",
+    "--DATA.BATCH_SIZE=8",
+    "--help=yes",
+    "--cfg --print-config",
+    "--config-dir",
+    "--config-name",
+    "my_exp.yaml",
+    "resnet50",
+    "DATA..BATCH_SIZE=8",
+    "--cfg none.yaml",
+    "--cfg .",
+    "--config-dir nowhere",
+    "--config-name base",
     # keys
-    "EXPERIMENT.NAME DATA.BATCH_SIZE=8", "DATA.FOO=1", "~DATA.FOO", "~MODEL.KWARGS.foo",
+    "EXPERIMENT.NAME DATA.BATCH_SIZE=8",
+    "DATA.FOO=1",
+    "~DATA.FOO",
+    "~MODEL.KWARGS.foo",
     "~TRAIN.COMPILE=true",
-    "TRAIN.AMP=bf16 ~TRAIN.AMP=fp16", "DATA.BATCHSIZE=8", "data.batch_size=8", "LR=1", "TRAIN.EPOCH=1",
-    "DATA.AUTOBATCH={ENABLE:true}", "DATA.BATCH_SIZE.x=8", "DATA=8", "DATA._target_=x.Y", "MODEL.width=8",
-    "LOSS.LABEL_SMOTHING=0.1", "MODEL=mlp", "DATA.AUGMENT=strong", "MODEL.KWARGS.x=[1,2] MODEL.KWARGS.x.0=5",
-    "MODEL._target_=3", "MODEL._target_='a..b'",
+    "TRAIN.AMP=bf16 ~TRAIN.AMP=fp16",
+    "DATA.BATCHSIZE=8",
+    "data.batch_size=8",
+    "LR=1",
+    "TRAIN.EPOCH=1",
+    "DATA.AUTOBATCH={ENABLE:true}",
+    "DATA.BATCH_SIZE.x=8",
+    "DATA=8",
+    "DATA._target_=x.Y",
+    "MODEL.width=8",
+    "LOSS.LABEL_SMOTHING=0.1",
+    "MODEL=mlp",
+    "DATA.AUGMENT=strong",
+    "MODEL.KWARGS.x=[1,2] MODEL.KWARGS.x.0=5",
+    "MODEL._target_=3",
+    "MODEL._target_='a..b'",
     # groups
-    "modl=resnet50", "~modl", "model=resnet51", "model=../data/digits", "~optimizer=slg",
+    "modl=resnet50",
+    "~modl",
+    "model=resnet51",
+    "model=../data/digits",
+    "~optimizer=slg",
     "optimizer=sgd ~optimizer=adamw",
     "+model=resnet18 +model=resnet50",
     # values
-    "DATA.BATCH_SIZE=many", "DATA.BATCH_SIZE=5/2", "DATA.BATCH_SIZE=2**3", "DATA.BATCH_SIZE=__import__('os')",
-    "DATA.BATCH_SIZE=1/0", "DATA.BATCH_SIZE=nan", "DATA.BATCH_SIZE=null", "DATA.BATCH_SIZE=0",
-    "DATA.BATCH_SIZE=[8]", "DATA={BATCH_SIZE:true}", "DATA.BATCH_SIZE=???", "OPTIMIZER.LR=1e308*1e308",
-    "OPTIMIZER.LR=x", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=0", "DATA.AUTOBATCH.STRATEGY=Guided",
-    "DATA.AUTOBATCH.MIN_BATCH_SIZE=600", "DATA.AUTOBATCH.FIT=[none,chekpointing]", "DATA.AUTOBATCH.FIT=[]",
-    "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=4 DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=5", "TRAIN.COMPILE=maybe",
-    "TRAIN.COMPILE=null", "TRAIN.AMP=bf61", "DATA.AUGMENT.MEAN=[0.5,x]", "DATA.AUGMENT.CROP_SCALE=0,1",
-    "DATA.AUGMENT.CROP_SCALE=1,0.5", "DATA.DATASET.NUM_CLASSES=[]", "DATA.IMG_SIZE=[1,2,3]",
-    "DATA.IMG_SIZE=0", "MODEL.KWARGS=3", "MODEL.KWARGS={1:2}", "EXPERIMENT.NAME=", "EXPERIMENT.NAME=../x",
-    "EXPERIMENT.NAME=null", "EXPERIMENT.NAME=a\0b", "EXPERIMENT.NAME=a\udc80",
+    "DATA.BATCH_SIZE=many",
+    "DATA.BATCH_SIZE=5/2",
+    "DATA.BATCH_SIZE=2**3",
+    "DATA.BATCH_SIZE=__import__('os')",
+    "DATA.BATCH_SIZE=1/0",
+    "DATA.BATCH_SIZE=nan",
+    "DATA.BATCH_SIZE=null",
+    "DATA.BATCH_SIZE=0",
+    "DATA.BATCH_SIZE=[8]",
+    "DATA={BATCH_SIZE:true}",
+    "DATA.BATCH_SIZE=???",
+    "OPTIMIZER.LR=1e308*1e308",
+    "OPTIMIZER.LR=x",
+    "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=0",
+    "DATA.AUTOBATCH.STRATEGY=Guided",
+    "DATA.AUTOBATCH.MIN_BATCH_SIZE=600",
+    "DATA.AUTOBATCH.FIT=[none,chekpointing]",
+    "DATA.AUTOBATCH.FIT=[]",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=4 DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=5",
+    "TRAIN.COMPILE=maybe",
+    "TRAIN.COMPILE=null",
+    "TRAIN.AMP=bf61",
+    "DATA.AUGMENT.MEAN=[0.5,x]",
+    "DATA.AUGMENT.CROP_SCALE=0,1",
+    "DATA.AUGMENT.CROP_SCALE=1,0.5",
+    "DATA.DATASET.NUM_CLASSES=[]",
+    "DATA.IMG_SIZE=[1,2,3]",
+    "DATA.IMG_SIZE=0",
+    "MODEL.KWARGS=3",
+    "MODEL.KWARGS={1:2}",
+    "EXPERIMENT.NAME=",
+    "EXPERIMENT.NAME=../x",
+    "EXPERIMENT.NAME=null",
+    "EXPERIMENT.NAME=a\0b",
+    "EXPERIMENT.NAME=a\udc80",
     # interpolations
-    "DATA.IMG_SIZE=${TRAIN.EPOCH}", "DATA.BATCH_SIZE_VAL=${DATA.BATCH_SIZE_VAL}",
-    "DATA.BATCH_SIZE_VAL=${TRAIN.EPOCHS}/0", "DATA.BATCH_SIZE_VAL=${TRAIN.AMP}", "DATA.BATCH_SIZE_VAL=${x",
-    "EXPERIMENT.OUTPUT_DIR=${oc.env:LINNAEUS_NONE}", "EXPERIMENT.OUTPUT_DIR=${hydra:job.num}",
-    "EXPERIMENT.OUTPUT_DIR=${hydra:runtime.choices.model}", "EXPERIMENT.NAME=${hydra:job.name}",
+    "DATA.IMG_SIZE=${TRAIN.EPOCH}",
+    "DATA.BATCH_SIZE_VAL=${DATA.BATCH_SIZE_VAL}",
+    "DATA.BATCH_SIZE_VAL=${TRAIN.EPOCHS}/0",
+    "DATA.BATCH_SIZE_VAL=${TRAIN.AMP}",
+    "DATA.BATCH_SIZE_VAL=${x",
+    "EXPERIMENT.OUTPUT_DIR=${oc.env:LINNAEUS_NONE}",
+    "EXPERIMENT.OUTPUT_DIR=${hydra:job.num}",
+    "EXPERIMENT.OUTPUT_DIR=${hydra:runtime.choices.model}",
+    "EXPERIMENT.NAME=${hydra:job.name}",
     # what Hydra's users type
-    "--cfg=job", "--info", "--resolve", "--config-path conf", "hydra.run.dir=/x",
-    "hydra/launcher=joblib", "DATA.BATCH_SIZE=8,16", "model=resnet18,resnet50", "TRAIN.EPOCHS=range(1,4)",
-)  # fmt: skip
+    "--cfg=job",
+    "--info",
+    "--resolve",
+    "--config-path conf",
+    "hydra.run.dir=/x",
+    "hydra/launcher=joblib",
+    "DATA.BATCH_SIZE=8,16",
+    "model=resnet18,resnet50",
+    "TRAIN.EPOCHS=range(1,4)",
+)
 """Command lines with one problem."""
 
 FILES = (
-    "DATA:\n  BATCHSIZE: 8", "DATA.BATCH_SIZE: 8", "DATA:\n  BATCH_SIZE: many", "DATA:\n  BATCH_SIZE:",
-    "DATA:\n  BATCH_SIZE: {x: 8}", "EXPERIMENT:\n  NAME: [a]", "DATA: [3]", "MODEL: resnet50",
-    "MODEL:\n  KWARGS: {_target_: my.Thing}", "DATA:\n  DATASET:\n    ROOT: ???",
-    "DATA:\n  BATCH_SIZE: 8\n  BATCH_SIZE: 9", "MODEL:\n  KWARGS: {a: 1, a: 2}",
-    "DATA:\n  BATCH_SIZE: 8\n - x: [", "DATA:\n\tBATCH_SIZE: 8", "a: &x\n  b: *x", "? [a]\n: 3",
-    "MODEL:\n  KWARGS: {x: !!python/name:os.system a}", "DATA: {}\n---\nDATA: {}", "- a", "x: \"\\0\"\n\0",
-    "hydra:\n  run:\n    dir: /x", "defaults: base",
-    "defaults: [base]", "defaults: [model]", "defaults:\n  - model: resnet51", "defaults: [modl: resnet50]",
-    "defaults:\n  - optimizer: ???", "defaults: [model: {a: 1}]", "defaults: [_self_, _self_]",
-    "defaults: [model: resnet50, model: resnet18]", "defaults: [my]", "defaults: [{model: '${nothing}'}]",
-)  # fmt: skip
+    "DATA:\n  BATCHSIZE: 8",
+    "DATA.BATCH_SIZE: 8",
+    "DATA:\n  BATCH_SIZE: many",
+    "DATA:\n  BATCH_SIZE:",
+    "DATA:\n  BATCH_SIZE: {x: 8}",
+    "EXPERIMENT:\n  NAME: [a]",
+    "DATA: [3]",
+    "MODEL: resnet50",
+    "MODEL:\n  KWARGS: {_target_: my.Thing}",
+    "DATA:\n  DATASET:\n    ROOT: ???",
+    "DATA:\n  BATCH_SIZE: 8\n  BATCH_SIZE: 9",
+    "MODEL:\n  KWARGS: {a: 1, a: 2}",
+    "DATA:\n  BATCH_SIZE: 8\n - x: [",
+    "DATA:\n\tBATCH_SIZE: 8",
+    "a: &x\n  b: *x",
+    "? [a]\n: 3",
+    "MODEL:\n  KWARGS: {x: !!python/name:os.system a}",
+    "DATA: {}\n---\nDATA: {}",
+    "- a",
+    'x: "\\0"\n\0',
+    "hydra:\n  run:\n    dir: /x",
+    "defaults: base",
+    "defaults: [base]",
+    "defaults: [model]",
+    "defaults:\n  - model: resnet51",
+    "defaults: [modl: resnet50]",
+    "defaults:\n  - optimizer: ???",
+    "defaults: [model: {a: 1}]",
+    "defaults: [_self_, _self_]",
+    "defaults: [model: resnet50, model: resnet18]",
+    "defaults: [my]",
+    "defaults: [{model: '${nothing}'}]",
+)
 """Files with one problem."""
 
 TREES: dict[str, dict[str, str]] = {
@@ -130,9 +219,13 @@ def batches() -> list[list[str]]:
     found: list[dict[str, str]] = []
     for line in COMMAND_LINES:
         key = re.split("[=@]", line.lstrip("+~-"))[0]
-        alone = " " in line or "{" in line or "_target_" in line or ("." not in key and key.isupper())
+        alone = (
+            " " in line or "{" in line or "_target_" in line or ("." not in key and key.isupper())
+        )
         alone |= line.startswith(("--c", "DATA.AUGMENT="))
-        batch = next((batch for batch in found if not {key, "alone"} & batch.keys() and not alone), None)
+        batch = next(
+            (batch for batch in found if not {key, "alone"} & batch.keys() and not alone), None
+        )
         if batch is None:
             found.append(batch := {})
         batch["alone" if alone else key] = line
@@ -159,8 +252,15 @@ def problems_of(*lines: str) -> dict[str, str]:
     assert len(listed) == len(lines), listed
     found = {}
     for line in lines:
-        begins = {line.replace("=", " "), repr(line), line.split("=")[0].lstrip("+~"), line.split("=")[0]}
-        (found[line],) = [text for text in listed if len(lines) == 1 or text.partition(": ")[0] in begins]
+        begins = {
+            line.replace("=", " "),
+            repr(line),
+            line.split("=")[0].lstrip("+~"),
+            line.split("=")[0],
+        }
+        (found[line],) = [
+            text for text in listed if len(lines) == 1 or text.partition(": ")[0] in begins
+        ]
     return found
 
 
@@ -189,7 +289,9 @@ def test_messages(
     assert max(map(len, found.values())) < 400
     assert not any("\n" in text for text in found.values()), "each is a line"
     found["several problems"] = error_of(load_config, ["DATA.FOO=1", "TRAIN.AMP=" + "\nx" * 400])
-    found["values without a bottom"] = error_of(load_config, ["MODEL.KWARGS.x=" + "[" * 300 + "]" * 300])
+    found["values without a bottom"] = error_of(
+        load_config, ["MODEL.KWARGS.x=" + "[" * 300 + "]" * 300]
+    )
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     found["no text"] = error_of(load_config, ["--cfg=binary.yaml"])
     write({"wins": "MODEL:\n  NAME: test_resnet\nOPTIMIZER: {KWARGS: {x: '${TRAIN.EPOCHS}'}}"})
@@ -197,7 +299,9 @@ def test_messages(
         ["--print-config", "--origin", "--cfg=wins.yaml", "model=resnet18", "TRAIN.LOG_EVERY=1 * 2"]
     )
     found["a file beats a group"] = capsys.readouterr().err
-    told = [str(row) for row in str(origins).splitlines() if "default" not in row.partition("# ")[2]]
+    told = [
+        str(row) for row in str(origins).splitlines() if "default" not in row.partition("# ")[2]
+    ]
     found["origins"] = "\n".join(told)
     monkeypatch.setenv("WORLD_SIZE", "2")  # as srun sets it
     found["`${now:}` of several machines"] = error_of(load_config, ["EXPERIMENT.NAME=${now:%Y}"])

@@ -21,16 +21,46 @@ TEXTS = {
     "experiment/birds": "defaults: [override /model: mine, _self_]\nTRAIN: {EPOCHS: 5}",
 }
 PIECES = [
-    "", "\n", " ", ":", "- ", "@", "[", "}", "&a ", "*a", "${", "${..y}", "'", "\t", "\0", "é", "???", "~",
-    "../", "null", "_global_", "_group_",
-]  # fmt: skip
+    "",
+    "\n",
+    " ",
+    ":",
+    "- ",
+    "@",
+    "[",
+    "}",
+    "&a ",
+    "*a",
+    "${",
+    "${..y}",
+    "'",
+    "\t",
+    "\0",
+    "é",
+    "???",
+    "~",
+    "../",
+    "null",
+    "_global_",
+    "_group_",
+]
 TOKENS = [
-    "model=resnet50", "+data=digits", "~optimizer", "data/augment=strong", "+experiment=[birds,my]",
+    "model=resnet50",
+    "+data=digits",
+    "~optimizer",
+    "data/augment=strong",
+    "+experiment=[birds,my]",
     "--origin",
-    "TRAIN.EPOCHS=${DATA.BATCH_SIZE} * 2", "MODEL.KWARGS.x={a: [1, ${TRAIN.EPOCHS}]}",
+    "TRAIN.EPOCHS=${DATA.BATCH_SIZE} * 2",
+    "MODEL.KWARGS.x={a: [1, ${TRAIN.EPOCHS}]}",
     "LOSS._target_=my.Loss",
-    "--cfg", "-m", "hydra.run.dir=x", "${now:%Y}", "${hydra:runtime.choices.model}", "DATA.BATCH_SIZE=8/2",
-]  # fmt: skip
+    "--cfg",
+    "-m",
+    "hydra.run.dir=x",
+    "${now:%Y}",
+    "${hydra:runtime.choices.model}",
+    "DATA.BATCH_SIZE=8/2",
+]
 
 
 @st.composite
@@ -61,7 +91,9 @@ def outcome(texts: dict[str, str], argv: list[str]) -> list[str]:
         path.write_text(text, encoding="utf-8")
     sources = [f"--cfg={folder / 'my.yaml'}"] if "my" in texts else []
     try:
-        return [] if load_config([*sources, f"--config-dir={folder}", *argv]).text() else ["no text"]
+        return (
+            [] if load_config([*sources, f"--config-dir={folder}", *argv]).text() else ["no text"]
+        )
     except ConfigError as error:
         return error.problems or ["no problem"]
 

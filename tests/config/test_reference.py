@@ -18,7 +18,9 @@ def test_every_key_has_a_row_with_its_meaning_and_every_group_a_heading() -> Non
     rows = [line for line in lines if line.startswith("| `")]
     assert len(rows) == len(KEYS)
     for key in KEYS.values():
-        assert any(row.startswith(f"| `{key.path[-1]}` |") and key.doc.split("|")[0] in row for row in rows)
+        assert any(
+            row.startswith(f"| `{key.path[-1]}` |") and key.doc.split("|")[0] in row for row in rows
+        )
 
 
 def test_every_row_has_four_cells_and_an_anchor() -> None:
@@ -33,7 +35,9 @@ def test_every_row_has_four_cells_and_an_anchor() -> None:
 
 def test_the_site_shows_the_keys_in_place_of_how_to_see_them() -> None:
     hook = HOOKS["on_page_markdown"]
-    page, other = (SimpleNamespace(file=SimpleNamespace(src_uri=name)) for name in ("keys.md", "index.md"))
+    page, other = (
+        SimpleNamespace(file=SimpleNamespace(src_uri=name)) for name in ("keys.md", "index.md")
+    )
     assert (ROOT / "docs" / page.file.src_uri).is_file()
     assert hook("text", page, None, None) == reference()
     assert hook("text", other, None, None) == "text"

@@ -25,9 +25,11 @@ def _new_moment() -> Iterator[None]:
 
 def test_now_is_one_moment_of_the_process() -> None:
     config = load(
-        "EXPERIMENT.NAME=${now:%Y-%m-%d_%H-%M-%S-%f}", "MODEL.KWARGS.at=[${now:%f}]",
-        "LOSS._target_=x.Y", "LOSS.at={x: '${now:%H:%M}'}",
-    )  # fmt: skip
+        "EXPERIMENT.NAME=${now:%Y-%m-%d_%H-%M-%S-%f}",
+        "MODEL.KWARGS.at=[${now:%f}]",
+        "LOSS._target_=x.Y",
+        "LOSS.at={x: '${now:%H:%M}'}",
+    )
     moment = datetime.strptime(config.EXPERIMENT.NAME, "%Y-%m-%d_%H-%M-%S-%f")
     assert {"at": [moment.strftime("%f")]} == config.MODEL.KWARGS
     assert config.LOSS["at"] == {"x": f"{moment:%H:%M}"}
@@ -42,15 +44,21 @@ def test_now_is_one_moment_of_the_process() -> None:
 
 def test_what_hydra_knows(tmp_path: Path) -> None:
     config = load(
-        "model=resnet50", "DATA.DATASET.ROOT=${hydra:runtime.cwd}/data",
+        "model=resnet50",
+        "DATA.DATASET.ROOT=${hydra:runtime.cwd}/data",
         "EXPERIMENT.NAME=r-${hydra:runtime.choices.model}",
-        "EXPERIMENT.WANDB.PROJECT=${hydra:job.name}", "EXPERIMENT.WANDB.GROUP=${hydra:run.dir}",
+        "EXPERIMENT.WANDB.PROJECT=${hydra:job.name}",
+        "EXPERIMENT.WANDB.GROUP=${hydra:run.dir}",
         "EXPERIMENT.WANDB.ENTITY=${hydra:runtime.output_dir}",
-    )  # fmt: skip
+    )
     assert f"{tmp_path}/data" == config.DATA.DATASET.ROOT
     assert config.EXPERIMENT.NAME == config.EXPERIMENT.WANDB.PROJECT == "r-resnet50"
     assert config.EXPERIMENT.WANDB.GROUP == config.EXPERIMENT.WANDB.ENTITY == "runs/r-resnet50"
-    write({"my": "defaults: [{model: vit_tiny}]\nEXPERIMENT: {NAME: '${hydra:runtime.choices.model}'}"})
+    write(
+        {
+            "my": "defaults: [{model: vit_tiny}]\nEXPERIMENT: {NAME: '${hydra:runtime.choices.model}'}"
+        }
+    )
     assert load("--cfg", "my.yaml").EXPERIMENT.NAME == "vit_tiny"
     assert load("--cfg", "my.yaml", "model=resnet18").EXPERIMENT.NAME == "resnet18"
 

@@ -26,11 +26,13 @@ def figures(*argv: str) -> tuple[str, int, int]:
 
 
 def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
-    write({
-        "my": "defaults:\n- base\n- model: resnet50\n- optional data: nothing\n- optimizer: null\n"
-        "- override /schedule: cosine\nTRAIN: {EPOCHS: 3}",
-        "base": "defaults: [{schedule: linear}]\nTRAIN: {EPOCHS: 7, LOG_EVERY: 9}",
-    })  # fmt: skip
+    write(
+        {
+            "my": "defaults:\n- base\n- model: resnet50\n- optional data: nothing\n- optimizer: null\n"
+            "- override /schedule: cosine\nTRAIN: {EPOCHS: 3}",
+            "base": "defaults: [{schedule: linear}]\nTRAIN: {EPOCHS: 7, LOG_EVERY: 9}",
+        }
+    )
     config = load("--cfg=my.yaml")
     assert (config.MODEL.NAME, config.SCHEDULE.NAME) == ("resnet50", "cosine")
     assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (3, 9)
@@ -39,24 +41,34 @@ def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
 
 
 def test_interpolated_and_several_names() -> None:
-    write({
-        "my": "defaults: [{model: vit_tiny}, {extra: [one, two]}, {by: '${model}'}]",
-        "extra/one": f"{GLOBAL}TRAIN: {{EPOCHS: 1, LOG_EVERY: 1}}",
-        "extra/two": f"{GLOBAL}TRAIN: {{EPOCHS: 2}}",
-        "by/vit_tiny": f"{GLOBAL}OPTIMIZER: {{LR: 0.5}}", "by/resnet18": f"{GLOBAL}OPTIMIZER: {{LR: 0.25}}",
-    })  # fmt: skip
+    write(
+        {
+            "my": "defaults: [{model: vit_tiny}, {extra: [one, two]}, {by: '${model}'}]",
+            "extra/one": f"{GLOBAL}TRAIN: {{EPOCHS: 1, LOG_EVERY: 1}}",
+            "extra/two": f"{GLOBAL}TRAIN: {{EPOCHS: 2}}",
+            "by/vit_tiny": f"{GLOBAL}OPTIMIZER: {{LR: 0.5}}",
+            "by/resnet18": f"{GLOBAL}OPTIMIZER: {{LR: 0.25}}",
+        }
+    )
     assert figures("--cfg=my.yaml") == (VIT, 2, 1)
     assert load("--cfg=my.yaml").OPTIMIZER.LR == 0.5
     assert load("--cfg=my.yaml", "model=resnet18").OPTIMIZER.LR == 0.25
     assert load("--cfg=my.yaml", "extra=[two,one]").TRAIN.EPOCHS == 1
-    assert figures("--cfg=my.yaml", "extra=[]") == (VIT, load().TRAIN.EPOCHS, load().TRAIN.LOG_EVERY)
+    assert figures("--cfg=my.yaml", "extra=[]") == (
+        VIT,
+        load().TRAIN.EPOCHS,
+        load().TRAIN.LOG_EVERY,
+    )
 
 
 def test_overrides_are_choices_that_can_be_left_out() -> None:
-    write({
-        "my": "defaults: [model: resnet50]", "early": "defaults: [model: resnet18, exp: a]",
-        "exp/a": f"{GLOBAL}defaults: [override /model: vit_tiny]",
-    })  # fmt: skip
+    write(
+        {
+            "my": "defaults: [model: resnet50]",
+            "early": "defaults: [model: resnet18, exp: a]",
+            "exp/a": f"{GLOBAL}defaults: [override /model: vit_tiny]",
+        }
+    )
     assert load("--cfg=my.yaml").MODEL.NAME == "resnet50"
     for token in ("~model", "~model=resnet50", "model=null"):
         assert load("--cfg=my.yaml", token) == load()
@@ -69,8 +81,14 @@ def test_a_choice_that_a_list_leaves_to_the_command_line() -> None:
 
 
 def test_later_files_win() -> None:
-    write({"a": "defaults: [{model: resnet18}]\nTRAIN: {EPOCHS: 3, LOG_EVERY: 9}", "b": "TRAIN: {EPOCHS: 4}",
-           "c": "defaults: [{override /model: vit_tiny}]", "d": "defaults: [{model: vit_tiny}]"})  # fmt: skip
+    write(
+        {
+            "a": "defaults: [{model: resnet18}]\nTRAIN: {EPOCHS: 3, LOG_EVERY: 9}",
+            "b": "TRAIN: {EPOCHS: 4}",
+            "c": "defaults: [{override /model: vit_tiny}]",
+            "d": "defaults: [{model: vit_tiny}]",
+        }
+    )
     assert figures("--cfg=a.yaml", "--cfg", "b.yaml", "--cfg=c.yaml") == (VIT, 4, 9)
     assert figures("--cfg=b.yaml", "--cfg=a.yaml", "TRAIN.LOG_EVERY=1") == ("resnet18", 3, 1)
     assert "override model" in problems("--cfg=a.yaml", "--cfg=d.yaml")[0]  # as in Hydra
@@ -78,13 +96,15 @@ def test_later_files_win() -> None:
 
 def test_files_are_looked_up_beside_the_cfg_file_that_leads_to_them() -> None:
     for folder, epochs in (("a", 3), ("b", 4)):
-        write({
-            f"{folder}/my": "defaults: [sub/base, {model: mine}]",
-            f"{folder}/sub/base": f"{GLOBAL}defaults: [next]\nTRAIN: {{EPOCHS: {epochs}}}",
-            f"{folder}/sub/next": f"{GLOBAL}TRAIN: {{LOG_EVERY: {epochs}}}",
-            f"{folder}/model/mine": f"defaults: [below]\nNAME: {folder}",
-            f"{folder}/model/below": f"KWARGS: {{{folder}: 1}}",
-        })  # fmt: skip
+        write(
+            {
+                f"{folder}/my": "defaults: [sub/base, {model: mine}]",
+                f"{folder}/sub/base": f"{GLOBAL}defaults: [next]\nTRAIN: {{EPOCHS: {epochs}}}",
+                f"{folder}/sub/next": f"{GLOBAL}TRAIN: {{LOG_EVERY: {epochs}}}",
+                f"{folder}/model/mine": f"defaults: [below]\nNAME: {folder}",
+                f"{folder}/model/below": f"KWARGS: {{{folder}: 1}}",
+            }
+        )
     write({"conf/model/mine": "NAME: conf"})
     of_a, of_b = ("a", 3, 3), ("b", 4, 4)
     assert figures("--cfg=a/my.yaml") == of_a
@@ -94,11 +114,15 @@ def test_files_are_looked_up_beside_the_cfg_file_that_leads_to_them() -> None:
 
 
 def test_the_first_folder_that_has_a_file_counts() -> None:
-    write({
-        "conf/model/mine": "NAME: mine", "conf/model/resnet18": "NAME: my_resnet18",
-        "other/model/mine": "NAME: other",
-        "model/beside": "NAME: beside", "my": "TRAIN: {EPOCHS: 1}",
-    })  # fmt: skip
+    write(
+        {
+            "conf/model/mine": "NAME: mine",
+            "conf/model/resnet18": "NAME: my_resnet18",
+            "other/model/mine": "NAME: other",
+            "model/beside": "NAME: beside",
+            "my": "TRAIN: {EPOCHS: 1}",
+        }
+    )
     assert load("--config-dir", "conf", "model=resnet18").MODEL.NAME == "my_resnet18"
     assert load("--config-dir=other", "--config-dir=conf", "model=mine").MODEL.NAME == "other"
     assert load("--cfg=my.yaml", "model=beside").MODEL.NAME == "beside"
@@ -155,14 +179,19 @@ def test_the_order_of_files_groups_and_experiments() -> None:
 
 
 def test_packages() -> None:
-    write({
-        "conf/encoder/small": "width: 3", "conf/encoder/large": "defaults: [small]\ndepth: 9",
-        "conf/model/target": "_target_: my.Model", "conf/model/same": "# @package MODEL\nNAME: same",
-        "conf/model/below": "# @package MODEL.KWARGS\nx: 1",
-        "conf/extra/wide": "# @package _global_\nTRAIN: {EPOCHS: 8}",
-        "my": "defaults: [{model: target}, {encoder@MODEL.encoder: large}, extra@TRAIN, whole@_global_]",
-        "extra": "EPOCHS: 4", "whole": "TRAIN: {LOG_EVERY: 3}",
-    })  # fmt: skip
+    write(
+        {
+            "conf/encoder/small": "width: 3",
+            "conf/encoder/large": "defaults: [small]\ndepth: 9",
+            "conf/model/target": "_target_: my.Model",
+            "conf/model/same": "# @package MODEL\nNAME: same",
+            "conf/model/below": "# @package MODEL.KWARGS\nx: 1",
+            "conf/extra/wide": "# @package _global_\nTRAIN: {EPOCHS: 8}",
+            "my": "defaults: [{model: target}, {encoder@MODEL.encoder: large}, extra@TRAIN, whole@_global_]",
+            "extra": "EPOCHS: 4",
+            "whole": "TRAIN: {LOG_EVERY: 3}",
+        }
+    )
     config = load("--config-dir=conf", "--cfg=my.yaml")
     assert config.MODEL == {"_target_": "my.Model", "encoder": {"width": 3, "depth": 9}}
     assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (4, 3)
@@ -176,13 +205,18 @@ def test_packages() -> None:
 TREES = {
     "groups": {
         "config": "defaults: [{a: one}, {b: one}, _self_, {override a: two}]\nb: {z: 9}",
-        "a/one": "x: 1", "a/two": "defaults: [one, {c: deep}]\ny: 2", "a/c/deep": "w: 5", "b/one": "z: 3",
+        "a/one": "x: 1",
+        "a/two": "defaults: [one, {c: deep}]\ny: 2",
+        "a/c/deep": "w: 5",
+        "b/one": "z: 3",
     },
     "packages": {
-        "config": "defaults: [{a@b: one}, {a@_here_: two}, f@c]", "a/one": "x: 1", "a/two": "y: 2",
+        "config": "defaults: [{a@b: one}, {a@_here_: two}, f@c]",
+        "a/one": "x: 1",
+        "a/two": "y: 2",
         "f": "z: 3",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -209,10 +243,15 @@ def test_the_composition_is_that_of_hydra(tmp_path: Path, name: str) -> None:
 
 def test_threads_do_not_disturb_each_other() -> None:
     write(
-        {f"t{number}": f"defaults: [model: resnet18]\nTRAIN: {{EPOCHS: {number}}}" for number in range(1, 9)}
+        {
+            f"t{number}": f"defaults: [model: resnet18]\nTRAIN: {{EPOCHS: {number}}}"
+            for number in range(1, 9)
+        }
     )
     with ThreadPoolExecutor(8) as pool:
-        found = pool.map(lambda number: figures(f"--cfg=t{number}.yaml", "optimizer=sgd")[1], range(1, 9))
+        found = pool.map(
+            lambda number: figures(f"--cfg=t{number}.yaml", "optimizer=sgd")[1], range(1, 9)
+        )
         assert [*found] == [*range(1, 9)]
 
 
@@ -230,20 +269,33 @@ def test_origins() -> None:
             "OPTIMIZER: {KWARGS: {x: '${TRAIN.EPOCHS}', y: {}}}"
         }
     )
-    found = origins("--cfg=my.yaml", "TRAIN.LOG_EVERY=${TRAIN.EPOCHS} * 2", "DATA.BATCH_SIZE=${TRAIN.EPOCHS}")
+    found = origins(
+        "--cfg=my.yaml", "TRAIN.LOG_EVERY=${TRAIN.EPOCHS} * 2", "DATA.BATCH_SIZE=${TRAIN.EPOCHS}"
+    )
     expected = {
-        "EPOCHS: 3": "my.yaml 3", "NAME: resnet50": "model=resnet50", "LOG_EVERY: 6": "${TRAIN.EPOCHS}",
-        "SEED: 0": "default", "BATCH_SIZE_VAL: 3": "default ${DATA.BATCH_SIZE}", "a:": "my.yaml 4",
-        "x: 3": "my.yaml 5 ${TRAIN.EPOCHS}", "y: {}": "my.yaml 5",
-    }  # fmt: skip
+        "EPOCHS: 3": "my.yaml 3",
+        "NAME: resnet50": "model=resnet50",
+        "LOG_EVERY: 6": "${TRAIN.EPOCHS}",
+        "SEED: 0": "default",
+        "BATCH_SIZE_VAL: 3": "default ${DATA.BATCH_SIZE}",
+        "a:": "my.yaml 4",
+        "x: 3": "my.yaml 5 ${TRAIN.EPOCHS}",
+        "y: {}": "my.yaml 5",
+    }
     assert {
-        line: [word for word in words.split() if word not in found[line]] for line, words in expected.items()
+        line: [word for word in words.split() if word not in found[line]]
+        for line, words in expected.items()
     } == {line: [] for line in expected}
     assert found["TRAIN:"] == ""
 
 
 def test_origins_change_nothing() -> None:
-    argv = ["LOSS._target_=x.Y", "LOSS.w=[1,2]", "EXPERIMENT.OUTPUT_DIR=a # b\n\x85", "data=inat2021"]
+    argv = [
+        "LOSS._target_=x.Y",
+        "LOSS.w=[1,2]",
+        "EXPERIMENT.OUTPUT_DIR=a # b\n\x85",
+        "data=inat2021",
+    ]
     text = load_config(["--origin", *argv]).text()
     plain = load_config(["--print-config", *argv])
     assert yaml.safe_load(text) == yaml.safe_load(plain.text())

@@ -15,7 +15,12 @@ from linnaeus.config.values import evaluate
 from tests.helpers.configs import load, problems, write
 
 # What the tests refer to; the schema may choose other defaults.
-BASE = ("TRAIN.EPOCHS=20", "TRAIN.LOG_EVERY=20", "OPTIMIZER.LR=0.002", "DATA.AUGMENT.CROP_SCALE=0.8,1")
+BASE = (
+    "TRAIN.EPOCHS=20",
+    "TRAIN.LOG_EVERY=20",
+    "OPTIMIZER.LR=0.002",
+    "DATA.AUGMENT.CROP_SCALE=0.8,1",
+)
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -34,36 +39,102 @@ def rows(keys: Sequence[str], cases: Sequence[tuple[str, Any]]) -> list[dict[str
 
 
 TEXTS = [
-    "", " ", " a ", "a,b", "(x)", "[a]", "{a: 1}", "a=b", "a#b", "$HOME", "$(x)", "it's", "'a' and 'b'",
-    "C:\\", "~/x", "1e-3", "007", "true", "null", "None", "nan", "2024-01-01", "*x", "!x", "@x", "a: b",
+    "",
+    " ",
+    " a ",
+    "a,b",
+    "(x)",
+    "[a]",
+    "{a: 1}",
+    "a=b",
+    "a#b",
+    "$HOME",
+    "$(x)",
+    "it's",
+    "'a' and 'b'",
+    "C:\\",
+    "~/x",
+    "1e-3",
+    "007",
+    "true",
+    "null",
+    "None",
+    "nan",
+    "2024-01-01",
+    "*x",
+    "!x",
+    "@x",
+    "a: b",
     "- a",
-    "日本", "a\tb", "a\nb", "choice(a,b)", "/data/birds (2021), 'best'/x=1", "--x", "-",
-]  # fmt: skip
+    "日本",
+    "a\tb",
+    "a\nb",
+    "choice(a,b)",
+    "/data/birds (2021), 'best'/x=1",
+    "--x",
+    "-",
+]
 WHOLE = [
-    (" 8 ", 8), ("1e3", 1000), ("8.0", 8), ("1_000", 1000), ("0x10", 16), ("007", 7), ("6/2", 3),
-    ("2 * (3 + 4)", 14), ("-2 + 3", 1), ("7 // 2", 3), ("--3", 3), ("'8'", 8),
+    (" 8 ", 8),
+    ("1e3", 1000),
+    ("8.0", 8),
+    ("1_000", 1000),
+    ("0x10", 16),
+    ("007", 7),
+    ("6/2", 3),
+    ("2 * (3 + 4)", 14),
+    ("-2 + 3", 1),
+    ("7 // 2", 3),
+    ("--3", 3),
+    ("'8'", 8),
     ("${TRAIN.EPOCHS} * 2 + 1", 41),
-    ("(${TRAIN.EPOCHS} + ${TRAIN.LOG_EVERY}) / 8", 5), ("\"${TRAIN.EPOCHS} // 3\"", 6), (str(10**30), 10**30),
-]  # fmt: skip
+    ("(${TRAIN.EPOCHS} + ${TRAIN.LOG_EVERY}) / 8", 5),
+    ('"${TRAIN.EPOCHS} // 3"', 6),
+    (str(10**30), 10**30),
+]
 SWITCHES = [
     *((text, True) for text in ("true", "True", "1", "yes", "on", "ON", "'true'")),
     *((text, False) for text in ("false", "False", "0", "no", "off")),
 ]
-OPTIONAL = [("null", None), ("None", None), ("none", None), ("'None'", "None"), (r"'it\'s'", "it's")]
+OPTIONAL = [
+    ("null", None),
+    ("None", None),
+    ("none", None),
+    ("'None'", "None"),
+    (r"'it\'s'", "it's"),
+]
 UNTYPED = [
-    ("1", 1), ("1e-3", 0.001), ("true", True), ("null", None), ("None", None), ("'None'", "None"),
+    ("1", 1),
+    ("1e-3", 0.001),
+    ("true", True),
+    ("null", None),
+    ("None", None),
+    ("'None'", "None"),
     (" a b ", " a b "),
-    (r"a\,b", r"a\,b"), ("[1,a]", [1, "a"]), ("{a:1,b:{c:x}}", {"a": 1, "b": {"c": "x"}}), ("a,b", "a,b"),
-    ("choice(a,b)", "choice(a,b)"), ("(x)", "(x)"), ("'1'", "1"), ("", ""), ("${OPTIMIZER.LR}", 0.002),
-    ("[${TRAIN.EPOCHS}]", [20]), ("[" * 2000, "[" * 2000),
-]  # fmt: skip
+    (r"a\,b", r"a\,b"),
+    ("[1,a]", [1, "a"]),
+    ("{a:1,b:{c:x}}", {"a": 1, "b": {"c": "x"}}),
+    ("a,b", "a,b"),
+    ("choice(a,b)", "choice(a,b)"),
+    ("(x)", "(x)"),
+    ("'1'", "1"),
+    ("", ""),
+    ("${OPTIMIZER.LR}", 0.002),
+    ("[${TRAIN.EPOCHS}]", [20]),
+    ("[" * 2000, "[" * 2000),
+]
 ROWS: list[dict[str, tuple[str, Any]]] = [
     *rows(
         ["EXPERIMENT.OUTPUT_DIR", "EXPERIMENT.WANDB.PROJECT", "DATA.DATASET.IMAGE_COLUMN"],
         [(text, text) for text in TEXTS],
     ),
-    *rows(["DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL", "DATA.PREFETCH_FACTOR", "TRAIN.VALIDATE_EVERY"], WHOLE),
-    *rows(["TRAIN.COMPILE", "DATA.PIN_MEMORY", "TRAIN.CHANNELS_LAST", "TRAIN.DETERMINISTIC"], SWITCHES),
+    *rows(
+        ["DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL", "DATA.PREFETCH_FACTOR", "TRAIN.VALIDATE_EVERY"],
+        WHOLE,
+    ),
+    *rows(
+        ["TRAIN.COMPILE", "DATA.PIN_MEMORY", "TRAIN.CHANNELS_LAST", "TRAIN.DETERMINISTIC"], SWITCHES
+    ),
     *rows(["DATA.DATASET.ROOT", "DATA.DATASET.TRAIN", "EXPERIMENT.WANDB.GROUP"], OPTIONAL),
     {f"MODEL.KWARGS.x{number}": case for number, case in enumerate(UNTYPED)},
     {
@@ -78,20 +149,24 @@ ROWS: list[dict[str, tuple[str, Any]]] = [
     {
         "DATA.AUGMENT.CROP_SCALE": ("[1/4, ${DATA.AUGMENT.CROP_FRACTION}]", [0.25, 1.0]),
         "DATA.AUGMENT.MEAN": ("null", None),
-        "DATA.DATASET.NUM_CLASSES": ("7", [7]), "DATA.IMG_SIZE": ("224", 224),
-        "EXPERIMENT.WANDB.TAGS": ("[001, a b, 'x, y', \"it's\", 'true']",
-        ["001", "a b", "x, y", "it's", "true"]),
+        "DATA.DATASET.NUM_CLASSES": ("7", [7]),
+        "DATA.IMG_SIZE": ("224", 224),
+        "EXPERIMENT.WANDB.TAGS": (
+            "[001, a b, 'x, y', \"it's\", 'true']",
+            ["001", "a b", "x, y", "it's", "true"],
+        ),
         "EXPERIMENT.NAME": (r"\${x}", "${x}"),
     },
     {
-        "EXPERIMENT.WANDB.TAGS": ("", []), "DATA.IMG_SIZE": ("None", None),
+        "EXPERIMENT.WANDB.TAGS": ("", []),
+        "DATA.IMG_SIZE": ("None", None),
         "DATA.BATCH_SIZE": ("${TRAIN.EPOCHS} / 2", 10),
         "DATA.BATCH_SIZE_VAL": ("${DATA.BATCH_SIZE} * 2", 20),
         "EXPERIMENT.NAME": ("bs${DATA.BATCH_SIZE}", "bs10"),
         "SCHEDULE.WARMUP_STEPS": ("${DATA.AUTOBATCH.MEMORY_LIMIT_GB}", None),
         "OPTIMIZER.LAYER_DECAY": ("${TRAIN.EPOCHS}/40", 0.5),
     },
-]  # fmt: skip
+]
 """By key: what is typed, and the value. A key stands below those that it follows."""
 
 
@@ -108,13 +183,33 @@ def test_what_is_typed_and_its_value(
 
 
 WRONG = [
-    "", "True", "8,16", "-inf", "1e400", "1//0", "2 % 3", "abs(3)", "3 if 1 else 2", "1j", "(" * 300,
-    "9" * 5000, "${TRAIN.EPOCHS} ** 2", "${TRAIN.EPOCHS}' + '1", "${DATA.AUGMENT}", "${nope:1}", "-1",
-]  # fmt: skip
+    "",
+    "True",
+    "8,16",
+    "-inf",
+    "1e400",
+    "1//0",
+    "2 % 3",
+    "abs(3)",
+    "3 if 1 else 2",
+    "1j",
+    "(" * 300,
+    "9" * 5000,
+    "${TRAIN.EPOCHS} ** 2",
+    "${TRAIN.EPOCHS}' + '1",
+    "${DATA.AUGMENT}",
+    "${nope:1}",
+    "-1",
+]
 
 
 def test_not_a_positive_whole_number() -> None:
-    keys = ["DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL", "DATA.PREFETCH_FACTOR", "TRAIN.VALIDATE_EVERY"]
+    keys = [
+        "DATA.BATCH_SIZE",
+        "DATA.BATCH_SIZE_VAL",
+        "DATA.PREFETCH_FACTOR",
+        "TRAIN.VALIDATE_EVERY",
+    ]
     for row in rows(keys, [(text, None) for text in WRONG]):
         found = problems(*BASE, *(f"{key}={text}" for key, (text, _) in row.items()))
         assert sorted(problem.partition(":")[0] for problem in found) == sorted(row)
@@ -127,20 +222,28 @@ def test_mappings_merge_and_can_be_emptied() -> None:
     config = load(*argv)
     assert (config.MODEL.KWARGS, config.OPTIMIZER.KWARGS) == ({"a": None, "b": {"d": 3}}, {"d": 3})
     assert load(*argv, "~MODEL.KWARGS", "~OPTIMIZER.KWARGS") == load()
-    assert load("MODEL.KWARGS={a: 1}", "MODEL.KWARGS.a={b: 2}", "MODEL.KWARGS.a=1").MODEL.KWARGS == {"a": 1}
+    assert load(
+        "MODEL.KWARGS={a: 1}", "MODEL.KWARGS.a={b: 2}", "MODEL.KWARGS.a=1"
+    ).MODEL.KWARGS == {"a": 1}
 
 
 texts = st.text() | st.text(alphabet="a '\"\\,()[]{}=#$~:*?<>|é\n-")
 plain_texts = texts.filter(
-    lambda text: "${" not in text and text != "???" and (text[:1] not in "'\"" or text[:1] != text[-1:])
+    lambda text: (
+        "${" not in text and text != "???" and (text[:1] not in "'\"" or text[:1] != text[-1:])
+    )
 )
 tags = st.text(alphabet="ab ,'[](){}é=:", min_size=1)
 
 
 @given(
-    text=plain_texts, in_file=plain_texts, quote=st.sampled_from("'\""), tags=st.lists(tags, max_size=5),
-    whole=st.integers(min_value=1), number=st.floats(min_value=1e-300, allow_infinity=False),
-)  # fmt: skip
+    text=plain_texts,
+    in_file=plain_texts,
+    quote=st.sampled_from("'\""),
+    tags=st.lists(tags, max_size=5),
+    whole=st.integers(min_value=1),
+    number=st.floats(min_value=1e-300, allow_infinity=False),
+)
 def test_any_values_arrive_as_typed(
     text: str, in_file: str, quote: str, tags: list[str], whole: int, number: float
 ) -> None:
@@ -148,10 +251,17 @@ def test_any_values_arrive_as_typed(
     escaped = "".join(f"\\U{ord(character):08x}" for character in in_file)
     write({"one": f'MODEL: {{WEIGHTS: "{escaped}"}}'})
     config = load(
-        "--cfg=one.yaml", f"EXPERIMENT.OUTPUT_DIR={text}", f"EXPERIMENT.WANDB.PROJECT={quote}{inner}{quote}",
-        "DATA.DATASET.IMAGE_COLUMN", f"x{text}", f"MODEL.KWARGS.x={text}", "DATA.BATCH_SIZE", str(whole),
-        f"OPTIMIZER.LR={number!r}", "EXPERIMENT.WANDB.TAGS=[" + ",".join(f'"{tag}"' for tag in tags) + "]",
-    )  # fmt: skip
+        "--cfg=one.yaml",
+        f"EXPERIMENT.OUTPUT_DIR={text}",
+        f"EXPERIMENT.WANDB.PROJECT={quote}{inner}{quote}",
+        "DATA.DATASET.IMAGE_COLUMN",
+        f"x{text}",
+        f"MODEL.KWARGS.x={text}",
+        "DATA.BATCH_SIZE",
+        str(whole),
+        f"OPTIMIZER.LR={number!r}",
+        "EXPERIMENT.WANDB.TAGS=[" + ",".join(f'"{tag}"' for tag in tags) + "]",
+    )
     assert (text, inner) == (config.EXPERIMENT.OUTPUT_DIR, config.EXPERIMENT.WANDB.PROJECT)
     assert (f"x{text}", in_file) == (config.DATA.DATASET.IMAGE_COLUMN, config.MODEL.WEIGHTS)
     assert (whole, number) == (config.DATA.BATCH_SIZE, config.OPTIMIZER.LR)
@@ -188,26 +298,40 @@ def test_files_that_set_nothing(text: str) -> None:
 
 def test_values_of_a_file() -> None:
     """Scalars without quotes keep their text where the key takes text, else they get the key's type."""
-    write({"my": """
+    write(
+        {
+            "my": """
     EXPERIMENT: {NAME: 1e3, OUTPUT_DIR: 007, WANDB: {PROJECT: on, GROUP: '=', TAGS: [1.0, yes, 2024-01-01]}}
     OPTIMIZER: {LR: 1e-3, WEIGHT_DECAY: 0, KWARGS: {<<: &shared {a: 1, b: 2}, b: 3}}
     TRAIN: {AMP: off, COMPILE: yes, CLIP_GRAD_NORM: None, EPOCHS: "3"}
     DATA: {DATASET: {ROOT: null, TRAIN: none}, BATCH_SIZE: "${TRAIN.EPOCHS} * 2"}
     MODEL: {KWARGS: {<<: *shared, c: 1e-3, d: 2024-01-01, e: None, g: [on, {h: 0x10}], i: 1.5e3, j: .5}}
-    """})  # fmt: skip
+    """
+        }
+    )
     config = load("--cfg=my.yaml")
     experiment, dataset = config.EXPERIMENT, config.DATA.DATASET
     assert (experiment.NAME, experiment.OUTPUT_DIR) == ("1e3", "007")
     assert (experiment.WANDB.PROJECT, experiment.WANDB.GROUP) == ("on", "=")
     assert experiment.WANDB.TAGS == ["1.0", "yes", "2024-01-01"]
     assert (config.OPTIMIZER.LR, config.OPTIMIZER.WEIGHT_DECAY) == (0.001, 0.0)
-    assert (config.TRAIN.AMP, config.TRAIN.COMPILE, config.TRAIN.CLIP_GRAD_NORM) == ("off", True, None)
+    assert (config.TRAIN.AMP, config.TRAIN.COMPILE, config.TRAIN.CLIP_GRAD_NORM) == (
+        "off",
+        True,
+        None,
+    )
     assert (dataset.ROOT, dataset.TRAIN, config.DATA.BATCH_SIZE) == (None, None, 6)
     assert config.OPTIMIZER.KWARGS == {"a": 1, "b": 3}
     assert config.MODEL.KWARGS == {
-        "a": 1, "b": 2, "c": 0.001, "d": "2024-01-01", "e": None, "g": [True, {"h": 16}], "i": 1500.0,
+        "a": 1,
+        "b": 2,
+        "c": 0.001,
+        "d": "2024-01-01",
+        "e": None,
+        "g": [True, {"h": 16}],
+        "i": 1500.0,
         "j": 0.5,
-    }  # fmt: skip
+    }
 
 
 def test_a_byte_order_mark_and_windows_lines() -> None:

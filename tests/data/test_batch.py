@@ -33,7 +33,9 @@ class Images(Dataset[Sample]):
 
 
 def time_first(samples: list[Sample]) -> Batch:
-    return Batch({"x": torch.stack([x for x, _ in samples], dim=1)}, torch.tensor([y for _, y in samples]))
+    return Batch(
+        {"x": torch.stack([x for x, _ in samples], dim=1)}, torch.tensor([y for _, y in samples])
+    )
 
 
 def concatenated(samples: list[Sample]) -> Batch:
@@ -49,7 +51,9 @@ def graph(samples: list[Sample]) -> Batch:
     """Every sample's rows carry its position in the batch, and the ends are counted."""
     rows = torch.cat([torch.full((len(x),), i) for i, (x, _) in enumerate(samples)])
     ends = torch.tensor([0, *(len(x) for x, _ in samples)]).cumsum(0)
-    return Batch((torch.cat([x for x, _ in samples]), rows, ends), torch.tensor([y for _, y in samples]))
+    return Batch(
+        (torch.cat([x for x, _ in samples]), rows, ends), torch.tensor([y for _, y in samples])
+    )
 
 
 def ordered(samples: list[Sample]) -> Batch:
@@ -81,7 +85,9 @@ def test_made_batch_is_what_collating_would_give(
     torch.manual_seed(0)
     expected = spec._collate(samples)
     if collate in PLAIN:
-        spec.collate = lambda samples: pytest.fail("a batch of a recognised collate function is filled")
+        spec.collate = lambda samples: pytest.fail(
+            "a batch of a recognised collate function is filled"
+        )
     torch.manual_seed(0)
     assert_same(spec.make(n, "cpu"), expected)
     assert len(spec.samples) == num_looked_at
@@ -127,7 +133,10 @@ def test_channels_last_is_for_image_inputs_only() -> None:
         (Batch({"x": torch.zeros(4, 9), "mask": torch.zeros(4)}, None), 4),
         (Batch([torch.zeros(6, 1), torch.zeros(6)], {"y": torch.zeros(6)}), 6),
         (Batch({"a": torch.zeros(4), "b": [torch.zeros(4, 3)]}, None), 4),
-        (Batch([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], [{"boxes": torch.zeros(1, 4)}] * 2), 2),
+        (
+            Batch([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], [{"boxes": torch.zeros(1, 4)}] * 2),
+            2,
+        ),
         (Batch(torch.zeros(3, 8), [torch.zeros(2), torch.zeros(4)]), 3),
     ],
 )

@@ -19,7 +19,9 @@ from tests.helpers.fashion import write_fashion_mnist, write_idx
 PLAIN = AugmentConfig(CROP_SCALE=[1.0, 1.0])
 
 
-def build(augment: AugmentConfig = PLAIN, img_size: Any = None, seed: int = 0, **dataset: Any) -> DataBundle:
+def build(
+    augment: AugmentConfig = PLAIN, img_size: Any = None, seed: int = 0, **dataset: Any
+) -> DataBundle:
     config = DataConfig(DATASET=DatasetConfig(**dataset), AUGMENT=augment, IMG_SIZE=img_size)
     return build_data(config, seed=seed)
 
@@ -68,7 +70,12 @@ def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path, 20, 10)
     labels, images = tmp_path / "train-labels-idx1-ubyte.gz", tmp_path / "t10k-images-idx3-ubyte.gz"
     whole = images.read_bytes()
-    for content in (whole[:-30], whole[:40] + b"?" + whole[41:], gzip.compress(b"\0\0\x08"), b"text"):
+    for content in (
+        whole[:-30],
+        whole[:40] + b"?" + whole[41:],
+        gzip.compress(b"\0\0\x08"),
+        b"text",
+    ):
         images.write_bytes(content)
         with pytest.raises(DataError, match=images.name):
             build(NAME="fashion_mnist", ROOT=str(tmp_path))
@@ -77,7 +84,9 @@ def test_files_of_fashion_mnist_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=labels.name):
             build(NAME="fashion_mnist", ROOT=str(tmp_path))
     labels.unlink()
-    with pytest.raises(ConfigError, match=r"DATASET.ROOT.*train-labels-idx1-ubyte.gz.*dataset-fashion"):
+    with pytest.raises(
+        ConfigError, match=r"DATASET.ROOT.*train-labels-idx1-ubyte.gz.*dataset-fashion"
+    ):
         build(NAME="fashion_mnist", ROOT=str(tmp_path))
 
 

@@ -28,7 +28,9 @@ def test_images_are_checked_once_and_all_damaged_ones_named(run: Run, tmp_path: 
     def known() -> int:
         outcome = run("check-data", "data=imagefolder", "DATA.DATASET.ROOT=images")
         assert outcome.code == any(str(path.name) in outcome.err for path in bad)
-        [(number, num_known)] = re.findall(r"^(\d+) images checked in .* s, (\d+) of them", outcome.out, re.M)
+        [(number, num_known)] = re.findall(
+            r"^(\d+) images checked in .* s, (\d+) of them", outcome.out, re.M
+        )
         assert number == "20"
         return int(num_known)
 

@@ -32,7 +32,9 @@ def files(root: Path, *paths: str) -> Path:
     return root
 
 
-def build(index: LabelIndex, *, own: bool = False, skip: bool = False, **dataset: Any) -> EvaluationData:
+def build(
+    index: LabelIndex, *, own: bool = False, skip: bool = False, **dataset: Any
+) -> EvaluationData:
     config = DataConfig(DATASET=DatasetConfig(**dataset))
     return build_evaluation_data(EvaluationRequest(config, index, PREPROCESSING, 0, own, skip))
 
@@ -136,7 +138,9 @@ class Named(Dataset[Any]):
             self.classes = classes
         else:
             self.taxonomy = classes
-        self.num = len(classes if isinstance(classes, list) else next(iter(reversed(classes.values()))))
+        self.num = len(
+            classes if isinstance(classes, list) else next(iter(reversed(classes.values())))
+        )
 
     def __len__(self) -> int:
         return self.num
@@ -168,16 +172,24 @@ def test_classes_of_a_users_dataset_are_matched_by_name(
 def test_unknown_classes_of_a_users_dataset() -> None:
     data = user_data(FLAT, ["wolf", "dodo", "fox"], skip=True)
     dataset: Any = data.bundle.val
-    assert ([dataset[i][1].tolist() for i in range(len(dataset))], data.num_left_out) == ([[3], [0]], 1)
+    assert ([dataset[i][1].tolist() for i in range(len(dataset))], data.num_left_out) == (
+        [[3], [0]],
+        1,
+    )
 
 
 def declared(genera: list[str], species: dict[str, int]) -> Taxonomy:
     """A taxonomy of genera, and of species with the label of their genus."""
-    levels = (Level("genus", tuple(genera)), Level("species", tuple(name for name, _ in species.items())))
+    levels = (
+        Level("genus", tuple(genera)),
+        Level("species", tuple(name for name, _ in species.items())),
+    )
     return Taxonomy(levels, (tuple(species.values()),))
 
 
-HOMONYMS = index_labels(["genus", "species"], [("Ficus", "alba"), ("Populus", "alba"), ("Populus", "nigra")])
+HOMONYMS = index_labels(
+    ["genus", "species"], [("Ficus", "alba"), ("Populus", "alba"), ("Populus", "nigra")]
+)
 """Labels 0 and 1 are both called `alba`."""
 
 
@@ -188,7 +200,8 @@ def relabelled(relabel: Relabel, *rows: tuple[int, int]) -> list[list[int]]:
 
 def test_a_name_that_several_classes_have_is_told_by_its_parent() -> None:
     same_names = Taxonomy(
-        (Level("genus", ("Populus", "Ficus")), Level("species", ("nigra", "alba", "alba"))), ((0, 0, 1),)
+        (Level("genus", ("Populus", "Ficus")), Level("species", ("nigra", "alba", "alba"))),
+        ((0, 0, 1),),
     )
     relabel = Relabel(same_names, HOMONYMS, "own")
     assert relabel.unknown == []

@@ -48,7 +48,12 @@ def test_damaged_metadata_do_not_spoil_a_picture(tmp_path: Path) -> None:
 
 def damaged_files(folder: Path) -> dict[str, Path]:
     files = {}
-    for name, keep in [("short.jpg", 0.5), ("nearly.jpg", 0.97), ("short.png", 0.5), ("short.webp", 0.5)]:
+    for name, keep in [
+        ("short.jpg", 0.5),
+        ("nearly.jpg", 0.97),
+        ("short.png", 0.5),
+        ("short.webp", 0.5),
+    ]:
         path = write_image(folder / name)
         data = path.read_bytes()
         path.write_bytes(data[: int(keep * len(data))])
@@ -56,7 +61,11 @@ def damaged_files(folder: Path) -> dict[str, Path]:
     path = write_image(folder / "progressive.jpg", progressive=True)
     path.write_bytes(path.read_bytes()[:-40])
     files[path.name] = path
-    for name, data in [("empty.jpg", b""), ("text.jpg", b"no image at all"), ("zeros.png", bytes(1000))]:
+    for name, data in [
+        ("empty.jpg", b""),
+        ("text.jpg", b"no image at all"),
+        ("zeros.png", bytes(1000)),
+    ]:
         (folder / name).write_bytes(data)
         files[name] = folder / name
     files["missing.jpg"] = folder / "missing.jpg"
@@ -113,18 +122,38 @@ COLOUR, SHADES, CHOSEN = Image.fromarray(RGB), Image.fromarray(GREY), PALETTE[LA
 MORE = {"save_all": True, "append_images": [Image.new("P", (24, 16))]}
 LOOSE = {"progressive": True, "quality": 100, "subsampling": 0}
 ODD: dict[str, tuple[Callable[[Path], Any], np.ndarray, float]] = {
-    "16-bit grey.tif": (lambda p: Image.fromarray(GREY.astype(np.uint16) * 257).save(p), grey(RGB), 0),
-    "32-bit grey.tif": (lambda p: Image.fromarray(GREY.astype(np.int32) * 2**23).save(p), grey(RGB), 0),
-    "fractions.tif": (lambda p: Image.fromarray(GREY.astype(np.float32) / 255).save(p), grey(RGB), 0),
+    "16-bit grey.tif": (
+        lambda p: Image.fromarray(GREY.astype(np.uint16) * 257).save(p),
+        grey(RGB),
+        0,
+    ),
+    "32-bit grey.tif": (
+        lambda p: Image.fromarray(GREY.astype(np.int32) * 2**23).save(p),
+        grey(RGB),
+        0,
+    ),
+    "fractions.tif": (
+        lambda p: Image.fromarray(GREY.astype(np.float32) / 255).save(p),
+        grey(RGB),
+        0,
+    ),
     "floats.tif": (lambda p: Image.fromarray(GREY.astype(np.float32)).save(p), grey(RGB), 0),
-    "16-bit floats.tif": (lambda p: Image.fromarray(GREY.astype(np.float32) * 257).save(p), grey(RGB), 0),
+    "16-bit floats.tif": (
+        lambda p: Image.fromarray(GREY.astype(np.float32) * 257).save(p),
+        grey(RGB),
+        0,
+    ),
     "cmyk.jpg": (lambda p: COLOUR.convert("CMYK").save(p, quality=100), RGB, 3),
     "animated.gif": (lambda p: palette_image().save(p, **MORE), CHOSEN, 0),
     "palette.png": (lambda p: palette_image().save(p, transparency=bytes(range(16))), CHOSEN, 0),
     "la.png": (lambda p: with_alpha(SHADES.copy()).save(p), grey(RGB), 0),
     "rgba.png": (lambda p: with_alpha(COLOUR.copy()).save(p), RGB, 0),
     "rotated.png": (rotated, RGB, 0),
-    "1-bit.png": (lambda p: Image.fromarray(BITS).convert("1").save(p), np.stack([BITS] * 3, axis=2), 0),
+    "1-bit.png": (
+        lambda p: Image.fromarray(BITS).convert("1").save(p),
+        np.stack([BITS] * 3, axis=2),
+        0,
+    ),
     "progressive.jpg": (lambda p: COLOUR.save(p, **LOOSE), RGB, 6),
     "lossless.webp": (lambda p: COLOUR.save(p, lossless=True), RGB, 0),
 }

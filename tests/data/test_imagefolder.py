@@ -19,7 +19,10 @@ from tests.helpers.datasets import write_image
 
 
 def build(
-    root: Path | str | list[Path] | None, on_bad_image: str = "raise", on_main: OnMain = call, **dataset: Any
+    root: Path | str | list[Path] | None,
+    on_bad_image: str = "raise",
+    on_main: OnMain = call,
+    **dataset: Any,
 ) -> DataBundle:
     text = [*map(str, root)] if isinstance(root, list) else None if root is None else str(root)
     node = DatasetConfig(NAME="imagefolder", ROOT=text, **dataset)
@@ -91,17 +94,22 @@ def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested: Path, tmp_
     assert labels(bundle.train)["Plantae/some.jpg"] == [1, -1]
     assert labels(bundle.val)["Plantae/other.jpg"] == [1, -1]
     assert [re.findall(r"\d+ of \d+ images?", line) for line in bundle.report[1:]] == [
-        ["1 of 21 images"], ["1 of 2 images"],
-    ]  # fmt: skip
+        ["1 of 21 images"],
+        ["1 of 2 images"],
+    ]
     node = DatasetConfig(NAME="imagefolder", ROOT=str(root))
-    request = EvaluationRequest(DataConfig(DATASET=node), bundle.index, bundle.preprocessing, 0, is_own=True)
+    request = EvaluationRequest(
+        DataConfig(DATASET=node), bundle.index, bundle.preprocessing, 0, is_own=True
+    )
     assert labels(build_evaluation_data(request).bundle.val) == labels(bundle.val)
     assert [line for line in build(nested).report if "unknown" in line] == []
     with pytest.raises(DataError, match=r"Plantae/some\.jpg.*ALLOW_COARSE"):
         build(root, ALLOW_COARSE=False)
 
 
-def test_roots_are_joined_and_each_holds_out_what_it_would_alone(nested: Path, tmp_path: Path) -> None:
+def test_roots_are_joined_and_each_holds_out_what_it_would_alone(
+    nested: Path, tmp_path: Path
+) -> None:
     more = tmp_path / "more"
     for i in range(10):
         write_image(more / ("Animalia/dog", "Plantae/oak")[i % 2] / f"{i}.jpg", seed=i)
@@ -113,7 +121,9 @@ def test_roots_are_joined_and_each_holds_out_what_it_would_alone(nested: Path, t
         assert getattr(both, split).files == expected
     assert both.val[0][0].shape == (3, 16, 16)
     node = DatasetConfig(NAME="imagefolder", ROOT=[str(nested), str(more)])
-    request = EvaluationRequest(DataConfig(DATASET=node), both.index, both.preprocessing, 0, is_own=True)
+    request = EvaluationRequest(
+        DataConfig(DATASET=node), both.index, both.preprocessing, 0, is_own=True
+    )
     assert labels(build_evaluation_data(request).bundle.val) == labels(both.val)
     shutil.copytree(more, tmp_path / "split" / "train")
     shutil.copytree(more, tmp_path / "split" / "val")
@@ -121,7 +131,9 @@ def test_roots_are_joined_and_each_holds_out_what_it_would_alone(nested: Path, t
     assert (len(paths(bundle.train)), len(paths(bundle.val))) == (30, 10)
 
 
-def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(nested: Path, tmp_path: Path) -> None:
+def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(
+    nested: Path, tmp_path: Path
+) -> None:
     expected = paths(build(nested).train)
     write_image(nested / ".trash" / "x" / "0.jpg")
     write_image(nested / "Animalia" / "cat" / ".0.jpg")
@@ -168,8 +180,14 @@ def test_folder_names_of_inaturalist_are_seven_ranks(inat: Path) -> None:
     taxonomy = bundle.taxonomy
     assert taxonomy is not None
     assert taxonomy.num_classes == {
-        "kingdom": 2, "phylum": 2, "class": 3, "order": 4, "family": 4, "genus": 5, "species": 5,
-    }  # fmt: skip
+        "kingdom": 2,
+        "phylum": 2,
+        "class": 3,
+        "order": 4,
+        "family": 4,
+        "genus": 5,
+        "species": 5,
+    }
     assert "Quercus alba" in taxonomy.levels[-1].classes
     assert "Robinia alba" in taxonomy.levels[-1].classes
     for i, path in enumerate(paths(bundle.train)):

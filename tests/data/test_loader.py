@@ -21,7 +21,13 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image_files import ImageFiles
-from linnaeus.data.loader import Loaders, SeededBatches, build_loaders, samples_per_s, with_measured_workers
+from linnaeus.data.loader import (
+    Loaders,
+    SeededBatches,
+    build_loaders,
+    samples_per_s,
+    with_measured_workers,
+)
 from linnaeus.data.sampler import EpochSampler, Sizes
 from linnaeus.dist import World
 from linnaeus.errors import DataError
@@ -32,7 +38,9 @@ from tests.helpers.small_runs import PLAIN
 
 CPU = torch.device("cpu")
 WORKERS = [0, 2]
-AUGMENT = AugmentConfig(CROP_SCALE=[0.3, 1.0], HFLIP=0.5, COLOR_JITTER=0.3, POLICY="randaugment", ERASING=0.3)
+AUGMENT = AugmentConfig(
+    CROP_SCALE=[0.3, 1.0], HFLIP=0.5, COLOR_JITTER=0.3, POLICY="randaugment", ERASING=0.3
+)
 
 
 class Draws(Dataset[Any]):
@@ -45,7 +53,9 @@ class Draws(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item(), index]), index
+        return torch.tensor(
+            [random.random(), np.random.rand(), torch.rand(()).item(), index]
+        ), index
 
 
 class Calls(Dataset[Any]):
@@ -77,7 +87,12 @@ def whole_batches(size: int, samples_per_rank: int) -> Sizes:
 
 
 def loaders(
-    bundle: DataBundle, workers: int = 0, size: int = 4, rank: int = 0, world: int = 1, seed: int = 0
+    bundle: DataBundle,
+    workers: int = 0,
+    size: int = 4,
+    rank: int = 0,
+    world: int = 1,
+    seed: int = 0,
 ) -> Loaders:
     return build_loaders(
         bundle,
@@ -96,13 +111,21 @@ def loaders(
         ({0: 9, 1: 9, 2: 17, 3: 26}, None, 3, 1, 3),
         ({0: 9, 1: 7}, None, 16, 16, 1),
         ({0: 17}, None, 8, 1, 0),  # an epoch of 16 images within a second
-        ({}, None, 1, 1, 0), ({}, 0, 8, 1, 0), ({}, 16, 2, 1, 16),
+        ({}, None, 1, 1, 0),
+        ({}, 0, 8, 1, 0),
+        ({}, 16, 2, 1, 16),
     ],
-)  # fmt: skip
+)
 def test_without_a_number_there_are_as_many_workers_as_make_loading_faster(
-    nested: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    rates: dict[int, float], asked: int | None, cores: int, processes: int, expected: int,
-) -> None:  # fmt: skip
+    nested: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rates: dict[int, float],
+    asked: int | None,
+    cores: int,
+    processes: int,
+    expected: int,
+) -> None:
     caplog.set_level("INFO", logger="linnaeus.data")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr("linnaeus.data.loader.samples_per_s", lambda _, __, n, batch_size: rates[n])
@@ -124,7 +147,11 @@ def test_the_speed_of_loading_is_measured_with_the_workers_asked_for(workers: in
 
 @pytest.mark.parametrize(("workers", "rank", "lines"), [(3, 0, 1), (3, 1, 0), (2, 0, 0)])
 def test_more_workers_than_cores_are_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int, rank: int, lines: int
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    workers: int,
+    rank: int,
+    lines: int,
 ) -> None:
     """torch's own warnings would be errors here."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
@@ -148,7 +175,9 @@ def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_batches_depend_neither_on_workers_nor_on_where_an_epoch_was_left_or_is_resumed(workers: int) -> None:
+def test_batches_depend_neither_on_workers_nor_on_where_an_epoch_was_left_or_is_resumed(
+    workers: int,
+) -> None:
     bundle = bundle_of(Draws(23), Draws(11), noisy_collate)
     expected = epochs(loaders(bundle))
     assert len(expected) == 2 * (23 // 4 + 3)
@@ -164,7 +193,9 @@ def test_batches_depend_neither_on_workers_nor_on_where_an_epoch_was_left_or_is_
 
 
 @pytest.mark.parametrize(("erasing", "workers"), [(0.0, 2), (0.5, 0)])
-def test_batches_of_files_are_their_samples_collated(nested: Path, erasing: float, workers: int) -> None:
+def test_batches_of_files_are_their_samples_collated(
+    nested: Path, erasing: float, workers: int
+) -> None:
     """Although the loader normalises whole batches, unless something follows on that."""
     node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
     augment = replace(AUGMENT, ERASING=erasing)
@@ -250,7 +281,10 @@ def failing_at_33(split: str) -> Calls:
 
 
 def test_a_dead_worker_is_a_clear_error() -> None:
-    with loaders(bundle_of(Calls(8, die)), 1) as made, pytest.raises(DataError, match=r"DATA\.NUM_WORKERS"):
+    with (
+        loaders(bundle_of(Calls(8, die)), 1) as made,
+        pytest.raises(DataError, match=r"DATA\.NUM_WORKERS"),
+    ):
         epochs(made)
 
 
@@ -263,7 +297,9 @@ def describe_worker(index: int) -> Tensor:
     return torch.tensor([torch.get_num_threads(), ignores, os.getpid()])
 
 
-def test_workers_stay_between_epochs_use_one_thread_leave_ctrl_c_alone_and_end_when_closed() -> None:
+def test_workers_stay_between_epochs_use_one_thread_leave_ctrl_c_alone_and_end_when_closed() -> (
+    None
+):
     with loaders(bundle_of(Calls(16, describe_worker)), 2) as made:
         seen = [
             {tuple(row) for inputs in epochs(made, (epoch,))[:4] for row in inputs.tolist()}
@@ -291,12 +327,25 @@ def is_alive(pid: int) -> bool:
 def test_interrupted_processes_end_quietly(tmp_path: Path) -> None:
     """What a user sees on the terminal."""
     log = tmp_path / "log.txt"
-    argv = ["-W", "error", "-m", "linnaeus.main", *PLAIN, "DATA.NUM_WORKERS=2", "TRAIN.EPOCHS=100000"]
+    argv = [
+        "-W",
+        "error",
+        "-m",
+        "linnaeus.main",
+        *PLAIN,
+        "DATA.NUM_WORKERS=2",
+        "TRAIN.EPOCHS=100000",
+    ]
     with log.open("w") as file:
         process = forks.start(
-            argv, cwd=tmp_path, env={"PYTHONPATH": str(forks.ROOT)}, stdout=file, stderr=file, finalize=True,
+            argv,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(forks.ROOT)},
+            stdout=file,
+            stderr=file,
+            finalize=True,
             new_session=True,  # Ctrl-C reaches all processes of the terminal's group, workers too
-        )  # fmt: skip
+        )
     wait_until((tmp_path / "runs/plain/metrics.jsonl").exists, process, log)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(50) == 130
@@ -331,7 +380,11 @@ def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
 def test_batches_are_pinned_for_cuda_as_asked(workers: int, pin: bool) -> None:
     config = DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin)
     with build_loaders(
-        bundle_of(Draws(8)), config, World(torch.device("cuda")), sizes=whole_batches(4, 8), batch_size_val=4,
+        bundle_of(Draws(8)),
+        config,
+        World(torch.device("cuda")),
+        sizes=whole_batches(4, 8),
+        batch_size_val=4,
         seed=0,
-    ) as made:  # fmt: skip
+    ) as made:
         assert [batch.inputs.is_pinned() for batch in made.train] == [pin] * 2

@@ -67,7 +67,9 @@ def test_columns_are_ranks_and_empty_cells_unknown(folder: Path) -> None:
         lambda text: b"\xef\xbb\xbf" + text.encode(),
         lambda text: text.replace("\n", "\r\n").encode(),
         lambda text: text.replace("\n", "\n\n").encode() + b"\n\n",
-        lambda text: text.replace(",", " , ").replace(' , "lynx ,  wild"', ',"lynx, wild"').encode(),
+        lambda text: (
+            text.replace(",", " , ").replace(' , "lynx ,  wild"', ',"lynx, wild"').encode()
+        ),
         lambda text: text.rstrip("\n").encode(),
     ],
     ids=["byte-order mark", "Windows line ends", "blank lines", "spaces", "no last line end"],
@@ -94,7 +96,9 @@ def test_ranks_choose_and_order_the_columns(folder: Path) -> None:
 
 
 def test_validation_manifest_is_encoded_with_training_classes(folder: Path) -> None:
-    (folder / "val.csv").write_text("species,image,kingdom\noak,img/0.jpg,Plantae\n,img/1.jpg,Animalia\n")
+    (folder / "val.csv").write_text(
+        "species,image,kingdom\noak,img/0.jpg,Plantae\n,img/1.jpg,Animalia\n"
+    )
     bundle = build(folder)
     assert len(bundle.train) == 6  # type: ignore[arg-type]
     assert [bundle.val[i][1].tolist() for i in range(2)] == [[1, 2], [0, -1]]

@@ -11,7 +11,12 @@ import torch
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec, batch_size
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_data, build_evaluation_data
+from linnaeus.data.datasets import (
+    EvaluationData,
+    EvaluationRequest,
+    build_data,
+    build_evaluation_data,
+)
 from linnaeus.data.image import load_image
 from linnaeus.data.mixing import Mixing, mixed_epochs
 from linnaeus.data.sampler import BalancedSampler
@@ -28,7 +33,9 @@ def build(augment: AugmentConfig | None = None, **dataset: Any) -> DataBundle:
     skips = dataset.pop("skip", False)
     node: Any = dataset if "_target_" in dataset else DatasetConfig(**dataset)
     bad = "skip" if skips else "raise"
-    config = DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=bad, AUGMENT=augment or AugmentConfig())
+    config = DataConfig(
+        DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=bad, AUGMENT=augment or AugmentConfig()
+    )
     return build_data(config, seed=0)
 
 
@@ -61,7 +68,10 @@ FOLDERS: dict[str, Callable[[], object]] = {
     "a class outside": lambda: folders("images/Fungi/0.jpg", ALLOW_COARSE=False),
     "a class too deep": lambda: folders("images/A/cat/white/0.jpg", ALLOW_COARSE=False),
     "one class too deep": lambda: folders("images/A/cat/white/0.jpg"),
-    "roots of other depth": lambda: [folders(), folders(classes=("c/d",), ROOT=["images", "images/A"])],
+    "roots of other depth": lambda: [
+        folders(),
+        folders(classes=("c/d",), ROOT=["images", "images/A"]),
+    ],
     "an image outside": lambda: folders("images/0.jpg"),
     "a class without image": lambda: folders("images/Plants/ash/notes.txt"),
     "one class at the top": lambda: folders(classes=CLASSES[:2]),
@@ -79,7 +89,7 @@ FOLDERS: dict[str, Callable[[], object]] = {
     "nothing but damage": lambda: folders(skip=True),
     "damaged image": lambda: folders().train[0],
     "no such image": lambda: load_image(Path("gone.jpg"), 3),
-}  # fmt: skip
+}
 
 
 def manifest(text: str | bytes, **dataset: Any) -> DataBundle:
@@ -107,14 +117,16 @@ MANIFESTS: dict[str, Callable[[], object]] = {
     "no image": lambda: manifest("image,a\n0.jpg,x\n", val="image,a\n1.jpg,x\n"),
     "misspelled rank": lambda: manifest(ROWS, RANKS=["specie"]),
     "the image as a rank": lambda: manifest(ROWS, RANKS=["image"]),
-    "fine to coarse": lambda: manifest("image,b,a\nimg/0.jpg,cat,A\nimg/1.jpg,dog,A\nimg/1.jpg,oak,P\n"),
+    "fine to coarse": lambda: manifest(
+        "image,b,a\nimg/0.jpg,cat,A\nimg/1.jpg,dog,A\nimg/1.jpg,oak,P\n"
+    ),
     "unknown class of val": lambda: manifest(
         ROWS, val="image,kingdom,species\nimg/0.jpg,Plantae,oak\nimg/1.jpg,Plantae,elm\n"
     ),
     "val column": lambda: manifest(ROWS, val="image,kingdom\nimg/0.jpg,Plantae\n"),
     "none": lambda: build(NAME="manifest"),
     "not there": lambda: manifest(ROWS, TRAIN="gone.csv"),
-}  # fmt: skip
+}
 
 
 def target(name: str, augment: AugmentConfig | None = None, **node: Any) -> DataBundle:
@@ -167,7 +179,9 @@ OWN: dict[str, Callable[[], object]] = {
     "mixing without classes": lambda: target("Samples", MIXED),
     "mixing vectors": lambda: target("Samples", MIXED, num_classes=2, shape=[8]),
     "mixing mappings": lambda: target("InMappings", MIXED),
-    "mixing other targets": lambda: Mixing([2, 3], 1.0, 0.0)(Batch(torch.rand(5, 3, 8, 8), torch.rand(5, 2))),
+    "mixing other targets": lambda: Mixing([2, 3], 1.0, 0.0)(
+        Batch(torch.rand(5, 3, 8, 8), torch.rand(5, 2))
+    ),
     "no epoch to mix": lambda: mixed_epochs(AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3), 3),
     "statistics": lambda: synthetic(2, augment=AugmentConfig(MEAN=[0.5] * 2)),
     "labels to balance": lambda: BalancedSampler(torch.full((4, 2), -1), seed=0),
@@ -177,20 +191,26 @@ OWN: dict[str, Callable[[], object]] = {
     "unknown in part": lambda: synthetic(4, UNKNOWN_FRACTION=0.5),
     "no tensor in a batch": lambda: batch_size(Batch({"a": 1}, 3)),
     "no sample to look at": lambda: BatchSpec([], collate_pairs, 4, seed=0),
-    "a name under several parents": lambda: index_labels(["genus", "species"], [*ALBA, (None, "alba")]),
-}  # fmt: skip
+    "a name under several parents": lambda: index_labels(
+        ["genus", "species"], [*ALBA, (None, "alba")]
+    ),
+}
 
 NESTED = index_labels(["family", "species"], [("cats", "lion"), ("dogs", "fox"), ("dogs", "wolf")])
 FLAT = index_labels(["species"], [("fox",), ("lion",), ("wolf",)])
 PREPROCESSING = Preprocessing(3, (8, 8), 1.0, (0.5,) * 3, (0.5,) * 3)
 
 
-def evaluation(index: LabelIndex | None, rows: str, *, own: bool = False, **dataset: Any) -> EvaluationData:
+def evaluation(
+    index: LabelIndex | None, rows: str, *, own: bool = False, **dataset: Any
+) -> EvaluationData:
     """Data of a manifest for the evaluation of a run; rows are parted by blanks."""
     touch("1.png")
     Path("test.csv").write_text(rows.replace(" ", "\n1.png,"))
     config = DataConfig(
-        DATASET=DatasetConfig(**{"NAME": "manifest", "TRAIN": "test.csv", "VAL": "test.csv", **dataset})
+        DATASET=DatasetConfig(
+            **{"NAME": "manifest", "TRAIN": "test.csv", "VAL": "test.csv", **dataset}
+        )
     )
     return build_evaluation_data(
         EvaluationRequest(config, index, PREPROCESSING, 0, own, dataset.get("skip", False))
@@ -213,18 +233,24 @@ EVALUATIONS: dict[str, Callable[[], object]] = {
         NESTED, "image,family,species" + " cats,lion dogs,fox" * 5, own=True, VAL=None
     ),
     "a run on tensors": lambda: build_evaluation_data(
-        EvaluationRequest(DataConfig(DATASET=DatasetConfig(NAME="manifest")), NESTED, None, 0, False)
+        EvaluationRequest(
+            DataConfig(DATASET=DatasetConfig(NAME="manifest")), NESTED, None, 0, False
+        )
     ),
     "unknown classes of a dataset": lambda: users(FLAT, ["wolf", "dodo", "fox"]),
     "a run without classes": lambda: users(None, ["wolf", "fox"]),
     "other ranks": lambda: users(NESTED, ["wolf", "fox"]),
     "built-in data": lambda: build_evaluation_data(
-        EvaluationRequest(DataConfig(DATASET=DatasetConfig(NAME="synthetic")), FLAT, PREPROCESSING, 0, True)
+        EvaluationRequest(
+            DataConfig(DATASET=DatasetConfig(NAME="synthetic")), FLAT, PREPROCESSING, 0, True
+        )
     ),
-}  # fmt: skip
+}
 
 KINDS = {"folders": FOLDERS, "manifest": MANIFESTS, "own": OWN, "evaluation": EVALUATIONS}
-MISTAKES = {f"{kind}: {title}": case for kind, cases in KINDS.items() for title, case in cases.items()}
+MISTAKES = {
+    f"{kind}: {title}": case for kind, cases in KINDS.items() for title, case in cases.items()
+}
 """By a title: what raises an error."""
 
 

@@ -57,9 +57,14 @@ def loaders(
     config = DataConfig(DATASET=node, IMG_SIZE=8, AUGMENT=augment, NUM_WORKERS=workers)
     data = build_data(config, seed=0)
     return build_loaders(
-        data, config, World(CPU), sizes=lambda epoch, skip: iter([size] * ((12 - skip) // size)),
-        batch_size_val=4, seed=5, mixed_epochs=mixed_epochs(augment, epochs),
-    )  # fmt: skip
+        data,
+        config,
+        World(CPU),
+        sizes=lambda epoch, skip: iter([size] * ((12 - skip) // size)),
+        batch_size_val=4,
+        seed=5,
+        mixed_epochs=mixed_epochs(augment, epochs),
+    )
 
 
 def batches(made: Loaders, epoch: int = 0, skip: int = 0) -> list[Batch]:
@@ -86,14 +91,19 @@ def test_validation_and_the_last_epochs_are_not_mixed() -> None:
     assert mixed_epochs(AugmentConfig(MIX_OFF_EPOCHS=3), 3) == 0
     with loaders(MIX_OFF_EPOCHS=1) as made, loaders(MIXUP=0.0, CUTMIX=0.0) as plain:
         assert batches(made, 0)[0].targets.shape == (4, 5)
-        for mixes, other in ((batches(made, 1), batches(plain, 1)), (list(made.val), list(plain.val))):
+        for mixes, other in (
+            (batches(made, 1), batches(plain, 1)),
+            (list(made.val), list(plain.val)),
+        ):
             for one, expected in zip(mixes, other, strict=True):
                 assert torch.equal(one.inputs, expected.inputs)
                 assert torch.equal(one.targets, expected.targets)
 
 
 @pytest.mark.parametrize("alphas", ALPHAS)
-def test_a_spec_makes_batches_of_the_mixed_form_without_collating(alphas: tuple[float, float]) -> None:
+def test_a_spec_makes_batches_of_the_mixed_form_without_collating(
+    alphas: tuple[float, float],
+) -> None:
     samples = list(zip(IMAGES, LABELS, strict=True))
     mixing = Mixing(COUNTS, *alphas)
     spec = BatchSpec(samples, mixing.soft_collate(collate_pairs), num_samples=5)

@@ -13,7 +13,9 @@ LENGTHS, WORLDS = st.integers(0, 300), st.integers(1, 8)
 
 
 @given(LENGTHS, WORLDS, st.integers(0, 3), st.integers(0, 2**40))
-def test_ranks_share_an_epoch_without_duplicates(length: int, world: int, epoch: int, seed: int) -> None:
+def test_ranks_share_an_epoch_without_duplicates(
+    length: int, world: int, epoch: int, seed: int
+) -> None:
     shares = []
     for rank in range(world):
         sampler = EpochSampler(length, seed=seed, rank=rank, world_size=world)
@@ -36,14 +38,18 @@ def test_validation_loses_and_repeats_nothing(length: int, world: int) -> None:
 
 
 @given(
-    length=st.integers(48, 300), world=st.sampled_from([1, 2, 4]), epoch=st.integers(0, 3),
+    length=st.integers(48, 300),
+    world=st.sampled_from([1, 2, 4]),
+    epoch=st.integers(0, 3),
     steps=st.lists(st.tuples(st.sampled_from([4, 8, 12]), st.integers(1, 2)), max_size=4),
-)  # fmt: skip
+)
 def test_a_step_has_the_same_samples_on_any_number_of_processes(
     length: int, world: int, epoch: int, steps: list[tuple[int, int]]
 ) -> None:
     """Each step is (effective batch, accumulation steps); sizes differ from step to step."""
-    sizes = [effective // world // parts for effective, parts in steps if effective // world % parts == 0]
+    sizes = [
+        effective // world // parts for effective, parts in steps if effective // world % parts == 0
+    ]
     batches = []
     for rank in range(world):
         sampler = EpochSampler(length, seed=1, rank=rank, world_size=world)

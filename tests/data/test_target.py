@@ -44,10 +44,14 @@ def with_collate(split: str, **attributes: Any) -> Samples:
     return Samples(split, collate_fn=collate, **attributes)
 
 
-def build(name: str, img_size: Any = None, augment: AugmentConfig | None = None, **node: Any) -> DataBundle:
+def build(
+    name: str, img_size: Any = None, augment: AugmentConfig | None = None, **node: Any
+) -> DataBundle:
     module = datasets.__name__ if hasattr(datasets, name) else __name__
     augment = augment or AugmentConfig(CROP_SCALE=[1.0, 1.0])
-    config = DataConfig(DATASET={"_target_": f"{module}.{name}", **node}, IMG_SIZE=img_size, AUGMENT=augment)
+    config = DataConfig(
+        DATASET={"_target_": f"{module}.{name}", **node}, IMG_SIZE=img_size, AUGMENT=augment
+    )
     return build_data(config, seed=3)
 
 
@@ -113,7 +117,9 @@ def test_training_images_are_augmented_and_validation_images_are_not() -> None:
         ({"coarse": 1}, [1, -1]),
     ],
 )
-def test_targets_of_several_ranks(monkeypatch: pytest.MonkeyPatch, target: Any, expected: list[int]) -> None:
+def test_targets_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, target: Any, expected: list[int]
+) -> None:
     monkeypatch.setattr(sys.modules[__name__], "TARGET", target)
     bundle = build("ranked")
     assert bundle.taxonomy == TAXONOMY

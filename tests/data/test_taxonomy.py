@@ -12,7 +12,12 @@ NAMES = st.sampled_from(["a", "b", "c", "unknown"])
 
 
 def test_classes_are_sorted_and_know_their_parents() -> None:
-    lineages = [("Plantae", "oak"), ("Animalia", "unknown"), ("Plantae", "unknown"), ("Animalia", "cat")]
+    lineages = [
+        ("Plantae", "oak"),
+        ("Animalia", "unknown"),
+        ("Plantae", "unknown"),
+        ("Animalia", "cat"),
+    ]
     taxonomy = index_labels(["kingdom", "species"], lineages).taxonomy
     assert taxonomy.names == ("kingdom", "species")
     assert taxonomy.num_classes == {"kingdom": 2, "species": 4}
@@ -22,7 +27,9 @@ def test_classes_are_sorted_and_know_their_parents() -> None:
 
 
 def test_an_unknown_parent_takes_the_only_class_of_that_name() -> None:
-    index = index_labels(["genus", "species"], [("Felis", "catus"), ("Canis", "lupus"), (None, "catus")])
+    index = index_labels(
+        ["genus", "species"], [("Felis", "catus"), ("Canis", "lupus"), (None, "catus")]
+    )
     assert index.encode((None, "catus")) == (UNKNOWN, index.encode(("Felis", "catus"))[1])
     assert index.encode(("Canis", None)) == (0, UNKNOWN)
     assert index.encode((None, None)) == (UNKNOWN, UNKNOWN)
@@ -59,9 +66,12 @@ def test_labels_and_parents_agree(lineages: list[tuple[str, str, str]]) -> None:
 
 
 LINEAGES = [
-    ("Animalia", "Felis", "catus"), ("Animalia", "Canis", "lupus"), ("Plantae", "Felis", "x"),
-    (None, "Rosa", "canina"), ("Plantae", None, "y"),
-]  # fmt: skip
+    ("Animalia", "Felis", "catus"),
+    ("Animalia", "Canis", "lupus"),
+    ("Plantae", "Felis", "x"),
+    (None, "Rosa", "canina"),
+    ("Plantae", None, "y"),
+]
 
 
 @pytest.mark.parametrize("names", [None, ["kingdom", "species"]])
@@ -70,4 +80,6 @@ def test_an_index_comes_back_from_a_file(names: list[str] | None) -> None:
     index = index if names is None else index.select(names)
     again = LabelIndex.from_dict(json.loads(json.dumps(index.as_dict())))
     assert again == index
-    assert [again.encode(lineage) for lineage in LINEAGES] == [index.encode(line) for line in LINEAGES]
+    assert [again.encode(lineage) for lineage in LINEAGES] == [
+        index.encode(line) for line in LINEAGES
+    ]

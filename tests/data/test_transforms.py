@@ -12,7 +12,9 @@ from torchvision.transforms.v2 import functional
 from linnaeus.config.schema import AugmentConfig
 from linnaeus.data.transforms import Normalise, ThroughPillow, Transform, build_transforms
 
-IMAGE = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+IMAGE = torch.randint(
+    0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+)
 OFF = AugmentConfig(CROP_SCALE=[1.0, 1.0])
 
 
@@ -23,7 +25,9 @@ def transform(
     return for_training if train else for_validation.transform()
 
 
-def results(pipeline: Transform, image: torch.Tensor = IMAGE, tries: int = 20) -> list[torch.Tensor]:
+def results(
+    pipeline: Transform, image: torch.Tensor = IMAGE, tries: int = 20
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [pipeline(image.clone()) for _ in range(tries)]
 
@@ -62,7 +66,9 @@ def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
     """Of fractions too, which are not divided by 255 once more."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     for image in (IMAGE, IMAGE / 255, (IMAGE / 255).half()):
-        expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(image)
+        expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(
+            image
+        )
         assert torch.equal(Normalise(mean, std)(image), expected)
         assert not torch.equal(Normalise(mean, mean)(image), expected)
         torch.testing.assert_close(expected, Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3)

@@ -11,7 +11,13 @@ import pytest
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import Facts
 from linnaeus.config.load import load_config
-from linnaeus.config.schema import BatchScheduleConfig, Config, OptimizerConfig, ScheduleConfig, TrainConfig
+from linnaeus.config.schema import (
+    BatchScheduleConfig,
+    Config,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from linnaeus.errors import ConfigError
 
 FACTS = Facts(
@@ -47,4 +53,6 @@ def plan_of(
     **train: Any,
 ) -> BatchPlan:
     node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**(schedule or {})))
-    return plan_batches(node, optimizer or OptimizerConfig(), ScheduleConfig(**(warmup or {})), facts)
+    return plan_batches(
+        node, optimizer or OptimizerConfig(), ScheduleConfig(**(warmup or {})), facts
+    )

@@ -15,7 +15,12 @@ class Samples(Dataset[Any]):
     """Tensors with whatever targets and attributes a test asks for."""
 
     def __init__(
-        self, split: str, targets: Any = None, length: int = 6, shape: Any = (3, 4, 4), **attributes: Any
+        self,
+        split: str,
+        targets: Any = None,
+        length: int = 6,
+        shape: Any = (3, 4, 4),
+        **attributes: Any,
     ) -> None:
         self.split = split
         self.targets = targets

@@ -18,5 +18,7 @@ def write_idx(path: Path, values: Any) -> None:
 def write_fashion_mnist(folder: Path, num_train: int, num_test: int) -> None:
     """Write the four files. The pixels of an image are its number, its label is the last digit."""
     for split, numbers in (("train", np.arange(num_train)), ("t10k", np.arange(num_test))):
-        write_idx(folder / f"{split}-images-idx3-ubyte.gz", numbers[:, None, None] + np.zeros((28, 28)))
+        write_idx(
+            folder / f"{split}-images-idx3-ubyte.gz", numbers[:, None, None] + np.zeros((28, 28))
+        )
         write_idx(folder / f"{split}-labels-idx1-ubyte.gz", numbers % 10)

@@ -155,9 +155,13 @@ def start(
         children_fork: Python programs that the process starts are forks of it in place of new interpreters.
     """
     request = {
-        "argv": [str(token) for token in argv], "cwd": str(cwd), "env": {**os.environ, **(env or {})},
-        "new_session": new_session, "finalize": finalize, "children_fork": children_fork,
-    }  # fmt: skip
+        "argv": [str(token) for token in argv],
+        "cwd": str(cwd),
+        "env": {**os.environ, **(env or {})},
+        "new_session": new_session,
+        "finalize": finalize,
+        "children_fork": children_fork,
+    }
     if ADDRESS not in os.environ:
         share_template()
     connection = _Connection(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -254,7 +258,9 @@ def become(request: dict[str, Any], path: list[str]) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if sys.argv[0] == "-u":
         del sys.argv[0]
-    sys.modules["numpy"].random.seed()  # random does so by itself, and torch begins with a fixed seed
+    sys.modules[
+        "numpy"
+    ].random.seed()  # random does so by itself, and torch begins with a fixed seed
 
 
 def execute() -> None:
@@ -282,9 +288,16 @@ def fork_in_place_of_exec(path: list[str]) -> None:
     execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute_or_fork(
-        self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Sequence[int],
-        cwd: Any, env: Any, *more: Any,
-    ) -> None:  # fmt: skip
+        self: Any,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: bool,
+        pass_fds: Sequence[int],
+        cwd: Any,
+        env: Any,
+        *more: Any,
+    ) -> None:
         if isinstance(args, str) or args[0] != sys.executable or "-c" in args:
             execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
             return
@@ -303,9 +316,11 @@ def fork_in_place_of_exec(path: list[str]) -> None:
                 first = kept + 1
             os.closerange(first, os.sysconf("SC_OPEN_MAX"))
             request = {
-                "argv": args[1:], "cwd": cwd or ".", "env": dict(os.environ if env is None else env),
+                "argv": args[1:],
+                "cwd": cwd or ".",
+                "env": dict(os.environ if env is None else env),
                 "new_session": start_new_session,
-            }  # fmt: skip
+            }
             run_to_the_end(request, path)
         self._close_pipe_fds(*pipes)
 
@@ -344,10 +359,20 @@ def run_to_the_end(request: dict[str, Any], path: list[str]) -> None:
 
 
 PRELOADED = (
-    "linnaeus.run", "linnaeus.main", "torch.distributed.run", "matplotlib.figure", "pytest", "hypothesis",
-    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.utils.serialization.config",
-    "antlr4.LL1Analyzer", "rich._emoji_codes", "encodings.idna", "wandb", "sklearn.linear_model",
-)  # fmt: skip
+    "linnaeus.run",
+    "linnaeus.main",
+    "torch.distributed.run",
+    "matplotlib.figure",
+    "pytest",
+    "hypothesis",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch.utils.serialization.config",
+    "antlr4.LL1Analyzer",
+    "rich._emoji_codes",
+    "encodings.idna",
+    "wandb",
+    "sklearn.linear_model",
+)
 """The last ones are modules that the others would import later."""
 
 

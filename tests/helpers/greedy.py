@@ -30,10 +30,17 @@ from tests.helpers.trainers import building
 EXABYTE = 1 << 60
 SPLIT = "TRAIN.ON_OUT_OF_MEMORY=split"
 OPTIONS = (
-    "EXPERIMENT.DEVICE=cpu", f"MODEL._target_={__name__}.Greedy", "TRAIN.EMA.ENABLED=True",
-    "DATA.IMG_SIZE=8", "DATA.NUM_WORKERS=0", "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_CLASSES=[3]",
-    "DATA.DATASET.NUM_SAMPLES=96", "DATA.DATASET.NUM_SAMPLES_VAL=32", "TRAIN.EPOCHS=2",
-)  # fmt: skip
+    "EXPERIMENT.DEVICE=cpu",
+    f"MODEL._target_={__name__}.Greedy",
+    "TRAIN.EMA.ENABLED=True",
+    "DATA.IMG_SIZE=8",
+    "DATA.NUM_WORKERS=0",
+    "DATA.DATASET.NAME=synthetic",
+    "DATA.DATASET.NUM_CLASSES=[3]",
+    "DATA.DATASET.NUM_SAMPLES=96",
+    "DATA.DATASET.NUM_SAMPLES_VAL=32",
+    "TRAIN.EPOCHS=2",
+)
 
 
 def allocate_too_much(*_: object) -> None:
@@ -74,7 +81,9 @@ class Greedy(Layers):
         self.num_samples += len(inputs)
         if self.num_samples == int(os.environ.get("INTERRUPT_AT", "0")):
             os.kill(os.getpid(), signal.SIGINT)
-        self.drawn = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()]).double()
+        self.drawn = torch.tensor(
+            [torch.rand(()).item(), np.random.rand(), random.random()]
+        ).double()
         if self.largest and self.num_samples > self.from_sample and len(inputs) > self.largest:
             if self.where == "forward":
                 allocate_too_much()
@@ -96,7 +105,9 @@ class Switchable(Greedy):
 class GreedyInValidation(Greedy):
     """After so many samples of validation, batches above a size need too much."""
 
-    def __init__(self, num_classes: int, largest: int, from_sample: int = 0, rank: int | None = None) -> None:
+    def __init__(
+        self, num_classes: int, largest: int, from_sample: int = 0, rank: int | None = None
+    ) -> None:
         super().__init__(num_classes)
         self.largest_val, self.from_sample, self.num_validated = largest, from_sample, 0
         if rank is not None and int(os.environ.get("RANK", "0")) != rank:

@@ -31,7 +31,11 @@ def limit_with_room_for(extra_mib: float) -> float:
 
 def room(extra_mib: float, **options: Any) -> dict[str, Any]:
     """Arguments of a search that leave so much above what this process holds, and others."""
-    return {"target_memory_fraction": 1.0, "memory_limit_gb": limit_with_room_for(extra_mib), **options}
+    return {
+        "target_memory_fraction": 1.0,
+        "memory_limit_gb": limit_with_room_for(extra_mib),
+        **options,
+    }
 
 
 class Ledger:

@@ -46,8 +46,12 @@ class Golden:
             file.write_text(text)
         known = file.read_text() if file.exists() else ""
         if _by_title(text) != _by_title(known):
-            lines = difflib.unified_diff(known.splitlines(), text.splitlines(), str(file), "said now", n=2)
-            pytest.fail("\n".join(["`make messages` writes what is said now", *lines]), pytrace=False)
+            lines = difflib.unified_diff(
+                known.splitlines(), text.splitlines(), str(file), "said now", n=2
+            )
+            pytest.fail(
+                "\n".join(["`make messages` writes what is said now", *lines]), pytrace=False
+            )
 
 
 def _by_title(text: str) -> dict[str, str]:

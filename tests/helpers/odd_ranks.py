@@ -133,6 +133,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests.helpers import odd_ranks  # the module that `DATA.DATASET._target_` names counts the events
+    from tests.helpers import (
+        odd_ranks,
+    )  # the module that `DATA.DATASET._target_` names counts the events
 
     raise SystemExit(odd_ranks.main())

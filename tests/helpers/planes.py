@@ -41,7 +41,9 @@ def nothing() -> None:
 def planes(num_ranks: int = 2, store: Store | None = None, **options: Any) -> list[ControlPlane]:
     """Control planes with a clock each, whose heartbeats only come when the test calls `look`."""
     store = store or HashStore()
-    return [ControlPlane(store, rank, num_ranks, clock=Script(), **options) for rank in range(num_ranks)]
+    return [
+        ControlPlane(store, rank, num_ranks, clock=Script(), **options) for rank in range(num_ranks)
+    ]
 
 
 def script(plane: ControlPlane, *events: Callable[[], object]) -> Script:

@@ -12,7 +12,14 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.measure import Setup
 from linnaeus.cli.analyze.options import Options, read
-from linnaeus.cli.analyze.predict import PredictedStep, build_on_meta, fill, job_of, predicted_step, world_of
+from linnaeus.cli.analyze.predict import (
+    PredictedStep,
+    build_on_meta,
+    fill,
+    job_of,
+    predicted_step,
+    world_of,
+)
 from linnaeus.cli.analyze.results import Row
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
@@ -24,19 +31,33 @@ BASE = 600 * MIB
 POINTS = ("DATA.DATASET._target_=tests.cli.tiny.Points", "DATA.DATASET.length=500")
 WIDE = ("MODEL._target_=tests.cli.tiny.Wide", *POINTS)
 GROWING = (
-    "MODEL._target_=tests.cli.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",
+    "MODEL._target_=tests.cli.tiny.Growing",
+    *POINTS,
+    "DATA.DATASET.length=5000",
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=5000",
-)  # fmt: skip
-DEEP = ("MODEL._target_=tests.cli.tiny.Deep", *POINTS, "DATA.DATASET.length=400000", "--modes=train")
+)
+DEEP = (
+    "MODEL._target_=tests.cli.tiny.Deep",
+    *POINTS,
+    "DATA.DATASET.length=400000",
+    "--modes=train",
+)
 IMAGES = (
-    "MODEL._target_=tests.cli.tiny.Blocks", "DATA.DATASET.NAME=synthetic",
-    "DATA.DATASET.NUM_SAMPLES=9999", "DATA.DATASET.NUM_SAMPLES_VAL=9999", "DATA.DATASET.NUM_CLASSES=[6]",
-    "DATA.IMG_SIZE=64", "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=9999",
-)  # fmt: skip
+    "MODEL._target_=tests.cli.tiny.Blocks",
+    "DATA.DATASET.NAME=synthetic",
+    "DATA.DATASET.NUM_SAMPLES=9999",
+    "DATA.DATASET.NUM_SAMPLES_VAL=9999",
+    "DATA.DATASET.NUM_CLASSES=[6]",
+    "DATA.IMG_SIZE=64",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=9999",
+)
 MEASURED = (
-    "MODEL._target_=tests.cli.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",
-    "EXPERIMENT.DEVICE=cpu", "TRAIN.EMA.ENABLED=True",
-)  # fmt: skip
+    "MODEL._target_=tests.cli.tiny.Growing",
+    *POINTS,
+    "DATA.DATASET.length=5000",
+    "EXPERIMENT.DEVICE=cpu",
+    "TRAIN.EMA.ENABLED=True",
+)
 NARROW = (*MEASURED, "MODEL.width=64")
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -27,7 +27,10 @@ def compute(module: str, num_ranks: int, folder: Path) -> list[Results]:
     with log.open("w") as output:
         processes = [
             forks.start(
-                ["-c", program.format(module, rank, str(folder))], cwd=ROOT, stdout=output, stderr=output
+                ["-c", program.format(module, rank, str(folder))],
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
             )
             for rank in range(num_ranks)
         ]

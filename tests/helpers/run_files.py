@@ -26,7 +26,14 @@ def write_validations(folder: Path, values: list[float | None], metric: str = "t
     """The `metrics.jsonl` of a run with a validation for each value."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
-        {"step": 10 * epoch, "epoch": epoch, "split": "val", "time": 1.0, metric: value, "loss": 1.0}
+        {
+            "step": 10 * epoch,
+            "epoch": epoch,
+            "split": "val",
+            "time": 1.0,
+            metric: value,
+            "loss": 1.0,
+        }
         for epoch, value in enumerate(values, start=1)
     ]
     lines.insert(1, {"step": 12, "epoch": 1, "split": "train", "time": 1.0, "loss": 9.0, "lr": 0.1})
@@ -40,9 +47,13 @@ def config_text(*argv: str) -> str:
 
 
 def write_run(
-    folder: Path, *argv: str, values: tuple[float | None, ...] = (0.25, 0.75, 0.5), finished: bool = True,
-    checkpoint: bool = True, **more: Any,
-) -> Path:  # fmt: skip
+    folder: Path,
+    *argv: str,
+    values: tuple[float | None, ...] = (0.25, 0.75, 0.5),
+    finished: bool = True,
+    checkpoint: bool = True,
+    **more: Any,
+) -> Path:
     """The folder of a run; its `result.json` holds `more` too."""
     write_validations(folder, [*values])
     (folder / "config.yaml").write_text(config_text(*argv))

@@ -39,9 +39,11 @@ def freeze_what_is_there() -> None:
 
 
 def wait_until(
-    condition: Callable[[], bool], process: Process | None = None, log: Path | None = None,
+    condition: Callable[[], bool],
+    process: Process | None = None,
+    log: Path | None = None,
     limit_s: float = 50.0,
-) -> None:  # fmt: skip
+) -> None:
     """Wait for a condition; fail with the log's text when it does not come, or the process has ended.
 
     It looks again and again: a file, a record or a status cannot wake anybody.
@@ -52,7 +54,9 @@ def wait_until(
         if ended and condition():
             return
         assert not ended, log.read_text() if log is not None else "the process has ended"
-        assert time.monotonic() < deadline, log.read_text() if log is not None else "nothing has come"
+        assert time.monotonic() < deadline, (
+            log.read_text() if log is not None else "nothing has come"
+        )
         time.sleep(0.005)
 
 

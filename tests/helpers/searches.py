@@ -93,7 +93,15 @@ def content(assembly: Assembly) -> Any:
 def result(size: int, *trials: tuple[int, str], rank: int = 0) -> AutoBatchResult:
     """What a rank has found, each of its figures larger by its number; a trial is a size and its status."""
     return AutoBatchResult(
-        mode="train", batch_size=size, certified=True, limited_by="memory", target_memory_fraction=0.8,
-        budget_bytes=20 + rank, total_bytes=100, strategy="guided", seconds=1.0 + rank, held_bytes=2 + rank,
+        mode="train",
+        batch_size=size,
+        certified=True,
+        limited_by="memory",
+        target_memory_fraction=0.8,
+        budget_bytes=20 + rank,
+        total_bytes=100,
+        strategy="guided",
+        seconds=1.0 + rank,
+        held_bytes=2 + rank,
         trials=tuple(TrialRecord(tried, status, 5, 0.1) for tried, status in trials),
-    )  # fmt: skip
+    )

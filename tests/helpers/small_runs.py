@@ -43,15 +43,24 @@ class Layers(nn.Sequential):
 
     def __init__(self, num_classes: int, norm: str = "LayerNorm", drop: float = 0.0) -> None:
         super().__init__(
-            nn.Linear(4, 16), getattr(nn, norm)(16), nn.ReLU(), nn.Dropout(drop), nn.Linear(16, num_classes)
+            nn.Linear(4, 16),
+            getattr(nn, norm)(16),
+            nn.ReLU(),
+            nn.Dropout(drop),
+            nn.Linear(16, num_classes),
         )
 
 
 PLAIN = (
-    f"DATA.DATASET._target_={__name__}.Clusters", f"MODEL._target_={__name__}.Layers",
-    "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=plain", "TRAIN.EPOCHS=3", "TRAIN.LOG_EVERY=1",
-    "DATA.BATCH_SIZE=32", "OPTIMIZER.LR=0.01",
-)  # fmt: skip
+    f"DATA.DATASET._target_={__name__}.Clusters",
+    f"MODEL._target_={__name__}.Layers",
+    "EXPERIMENT.DEVICE=cpu",
+    "EXPERIMENT.NAME=plain",
+    "TRAIN.EPOCHS=3",
+    "TRAIN.LOG_EVERY=1",
+    "DATA.BATCH_SIZE=32",
+    "OPTIMIZER.LR=0.01",
+)
 """A run without BatchNorm. Later tokens override these."""
 
 NAME = "EXPERIMENT.NAME="
@@ -64,7 +73,11 @@ def lines_of(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 
 def validations_of(folder: Path) -> list[int]:
     """The optimizer steps of the validations so far."""
-    return [line["step"] for line in lines_of(folder, "val")] if (folder / "metrics.jsonl").exists() else []
+    return (
+        [line["step"] for line in lines_of(folder, "val")]
+        if (folder / "metrics.jsonl").exists()
+        else []
+    )
 
 
 def curve(folder: Path) -> tuple[list[int], list[float], list[float]]:

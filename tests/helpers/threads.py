@@ -35,7 +35,9 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
             number, result, error = ended.get(timeout=forks.limit_s)
         except queue.Empty:
             late = sorted({*range(len(functions))} - results.keys())
-            raise AssertionError(f"functions {late} have not returned within {forks.limit_s} s") from None
+            raise AssertionError(
+                f"functions {late} have not returned within {forks.limit_s} s"
+            ) from None
         if error is not None:
             raise error
         results[number] = result

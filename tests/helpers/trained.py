@@ -19,12 +19,18 @@ from linnaeus.models.model_spec import ModelSpec
 BIRDS = Taxonomy(
     (
         Level("order", ("Passeriformes", "Piciformes")),
-        Level("species", ("Corvus corax", "Parus, major", 'Picus "viridis"', "Jynx\ntorquilla", "Sitta")),
+        Level(
+            "species",
+            ("Corvus corax", "Parus, major", 'Picus "viridis"', "Jynx\ntorquilla", "Sitta"),
+        ),
     ),
     ((0, 0, 1, 1, 0),),
 )
 PLAIN = Taxonomy(
-    (Level("order", ("Passeriformes", "Piciformes")), Level("species", ("corax", "major", "viridis"))),
+    (
+        Level("order", ("Passeriformes", "Piciformes")),
+        Level("species", ("corax", "major", "viridis")),
+    ),
     ((0, 0, 1),),
 )
 ONE_RANK = Taxonomy((Level("class", ("cat", "dog", "eel")),))
@@ -44,7 +50,9 @@ def spec_of(
         channels, size, 0.9, (0.5, 0.4, 0.3)[:channels], (0.2, 0.3, 0.25)[:channels]
     )
     return ModelSpec(
-        node=dict(node) if node is not None else dataclasses.asdict(ModelConfig(NAME=name, **model)),
+        node=dict(node)
+        if node is not None
+        else dataclasses.asdict(ModelConfig(NAME=name, **model)),
         index=None if taxonomy is None else LabelIndex.of(taxonomy),
         in_chans=channels,
         img_size=size,
@@ -63,15 +71,23 @@ def save_run(folder: Path, spec: ModelSpec, *, seed: int = 0, **content: Any) ->
             torch.manual_seed(seed + offset)
             model = spec.build()
         randomise(model, seed + offset)
-        save_checkpoint(folder / "checkpoints" / name, spec, {"model": model.state_dict()}, **content)
+        save_checkpoint(
+            folder / "checkpoints" / name, spec, {"model": model.state_dict()}, **content
+        )
     return folder
 
 
-def save_checkpoint(path: Path, spec: ModelSpec | None, state: dict[str, Any], **content: Any) -> None:
+def save_checkpoint(
+    path: Path, spec: ModelSpec | None, state: dict[str, Any], **content: Any
+) -> None:
     whole = {
-        "progress": {"epoch": 1, "samples": 0, "step": 1}, "rng": [], "autobatch": {},
-        "state": state, **({} if spec is None else {"model_spec": spec.as_dict()}), **content,
-    }  # fmt: skip
+        "progress": {"epoch": 1, "samples": 0, "step": 1},
+        "rng": [],
+        "autobatch": {},
+        "state": state,
+        **({} if spec is None else {"model_spec": spec.as_dict()}),
+        **content,
+    }
     torch.save(whole, path)
 
 
@@ -101,14 +117,18 @@ def write_images(folder: Path, number: int, size: tuple[int, int] = (40, 52)) ->
 
 
 def picture(seed: int, size: tuple[int, int] = (40, 52)) -> Image.Image:
-    blocks = np.random.default_rng(seed).integers(0, 256, (size[0] // 4, size[1] // 4, 3), dtype=np.uint8)
+    blocks = np.random.default_rng(seed).integers(
+        0, 256, (size[0] // 4, size[1] // 4, 3), dtype=np.uint8
+    )
     return Image.fromarray(blocks.repeat(4, axis=0).repeat(4, axis=1))
 
 
 class Flat(torch.nn.Module):
     """A user's model: levels by name in a dictionary."""
 
-    def __init__(self, num_classes: dict[str, int], in_chans: int, img_size: tuple[int, int]) -> None:
+    def __init__(
+        self, num_classes: dict[str, int], in_chans: int, img_size: tuple[int, int]
+    ) -> None:
         super().__init__()
         size = in_chans * img_size[0] * img_size[1]
         layers = {name: torch.nn.Linear(size, count) for name, count in num_classes.items()}

@@ -29,9 +29,14 @@ T = TypeVar("T", bound=Trainer)
 
 @contextmanager
 def building(
-    kind: type[T], config: Config, data: DataBundle, assembly: Assembly, world: World,
-    sizes: Mapping[str, int], checkpoints: CheckpointFolder,
-) -> Iterator[T]:  # fmt: skip
+    kind: type[T],
+    config: Config,
+    data: DataBundle,
+    assembly: Assembly,
+    world: World,
+    sizes: Mapping[str, int],
+    checkpoints: CheckpointFolder,
+) -> Iterator[T]:
     """A trainer of one process, with its loaders until the context ends.
 
     Args:
@@ -47,14 +52,24 @@ def building(
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
     probe = build_probe(config.TRAIN.NOISE_SCALE, assembly.model, assembly.scaler, plan)
     with build_loaders(
-        data, config.DATA, world, sizes=plan.micro_batches, batch_size_val=sizes.get("val", 8), seed=0
+        data,
+        config.DATA,
+        world,
+        sizes=plan.micro_batches,
+        batch_size_val=sizes.get("val", 8),
+        seed=0,
     ) as loaders:
         yield kind(
-            config.TRAIN, plan, world, assembly,
+            config.TRAIN,
+            plan,
+            world,
+            assembly,
             loaders=loaders,
             train_step=dataclasses.replace(assembly.train_step, probe=probe),
             schedule=Schedule(
-                config.SCHEDULE, assembly.optimizer, steps_per_epoch=plan.steps_per_epoch,
+                config.SCHEDULE,
+                assembly.optimizer,
+                steps_per_epoch=plan.steps_per_epoch,
                 warmup_steps=plan.warmup_steps,
             ),
             checkpoints=checkpoints,
@@ -62,4 +77,4 @@ def building(
             stop=StopAgreement(world, StopRequest()),
             checkpoint_extras={"autobatch": {}},
             wrap=partial(wrap, world=world),
-        )  # fmt: skip
+        )

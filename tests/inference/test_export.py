@@ -27,7 +27,9 @@ def run_of(folder: Path, name: str = "test_resnet", config: Any = None, **spec: 
 
 def flat_run(folder: Path, **spec: Any) -> TrainedRun:
     """A tiny model, for what does not depend on the architecture."""
-    return run_of(folder, **{"node": {"_target_": f"{Flat.__module__}.Flat"}, "size": (4, 4), **spec})
+    return run_of(
+        folder, **{"node": {"_target_": f"{Flat.__module__}.Flat"}, "size": (4, 4), **spec}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def outputs_of(run: TrainedRun, batch: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert list(found) == list(expected)
-    assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected)
+    assert all(
+        torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected
+    )
 
 
 def check_description(content: dict[str, Any], outputs: str | None, size: int = 32) -> None:
@@ -52,9 +56,14 @@ def check_description(content: dict[str, Any], outputs: str | None, size: int = 
     assert content["levels"][1]["parents"] == list(BIRDS.parents[0])
     assert content["outputs"] == outputs
     expected = {
-        "name": "images", "channels": 3, "height": size, "width": size, "mean": [0.5, 0.4, 0.3],
-        "std": [0.2, 0.3, 0.25], "crop_fraction": 0.9,
-    }  # fmt: skip
+        "name": "images",
+        "channels": 3,
+        "height": size,
+        "width": size,
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.3, 0.25],
+        "crop_fraction": 0.9,
+    }
     assert content["input"] == expected
 
 
@@ -75,7 +84,9 @@ def onnx_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path)
     names = [entry.name for entry in session.get_outputs()]
-    return dict(zip(names, map(torch.from_numpy, session.run(None, {"images": batch.numpy()})), strict=True))
+    return dict(
+        zip(names, map(torch.from_numpy, session.run(None, {"images": batch.numpy()})), strict=True)
+    )
 
 
 def program_outputs(path: Path, batch: torch.Tensor, about: str) -> dict[str, torch.Tensor]:
@@ -148,7 +159,10 @@ def test_plain_timm_loads_its_folder(case: str, tmp_path: Path) -> None:
 def test_timm_takes_the_head_of_another_rank(birds: TrainedRun, tmp_path: Path) -> None:
     folder = birds.export("timm", tmp_path / "out", level="order").path
     config = json.loads((folder / "config.json").read_text())
-    assert (config["label_names"], config["linnaeus"]["level"]) == (list(BIRDS.levels[0].classes), "order")
+    assert (config["label_names"], config["linnaeus"]["level"]) == (
+        list(BIRDS.levels[0].classes),
+        "order",
+    )
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     batch = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
@@ -208,8 +222,12 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
 
 
 def test_the_images_of_a_check(birds: TrainedRun, tmp_path: Path) -> None:
-    exported = load_run(birds.export("safetensors", tmp_path / "birds.safetensors").path, device="cpu")
-    assert "birds.safetensors" in samples_of(exported).origin  # which does not name the run's dataset
+    exported = load_run(
+        birds.export("safetensors", tmp_path / "birds.safetensors").path, device="cpu"
+    )
+    assert (
+        "birds.safetensors" in samples_of(exported).origin
+    )  # which does not name the run's dataset
     data = tmp_path / "data"
     write_images(data / "val" / "Passeriformes" / "Sitta", 8)
     (data / "val" / "Passeriformes" / "Sitta" / "000.png").write_text("damaged")
@@ -235,10 +253,14 @@ def run_with_config(folder: Path, dataset: str, **spec: Any) -> TrainedRun:
 def own(split: str) -> list[Any]:
     """Three images for validation, whose sum is their position."""
     assert split == "val"
-    return [(torch.full((3, 32, 32), index / (3 * 32 * 32)), torch.tensor([0, 0])) for index in range(3)]
+    return [
+        (torch.full((3, 32, 32), index / (3 * 32 * 32)), torch.tensor([0, 0])) for index in range(3)
+    ]
 
 
-def test_packages_that_are_missing_are_named(birds: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_missing_are_named(
+    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(formats, "_NEEDED", ("onnx", "no_such_package"))
     with pytest.raises(ConfigError, match=r"no_such_package.*linnaeus\[export\]"):
         birds.export("onnx")

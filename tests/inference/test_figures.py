@@ -18,7 +18,11 @@ from linnaeus.inference.figures import EvaluationMetrics, LevelFigures, distance
 
 CPU = torch.device("cpu")
 TAXONOMY = Taxonomy(
-    (Level("order", ("p", "q")), Level("family", ("a", "b", "c")), Level("species", tuple("uvwxyz"))),
+    (
+        Level("order", ("p", "q")),
+        Level("family", ("a", "b", "c")),
+        Level("species", tuple("uvwxyz")),
+    ),
     ((0, 0, 1), (0, 0, 1, 1, 2, -1)),
 )
 TWO = Taxonomy((Level("class", ("a", "b")),))
@@ -31,13 +35,17 @@ def make_batches(num_batches: int = 7, size: int = 11) -> list[tuple[tuple[Tenso
     batches = []
     for _ in range(num_batches):
         logits = tuple(4 * torch.randn(size, count, generator=generator) for count in COUNTS)
-        labels = torch.stack([torch.randint(-1, count, (size,), generator=generator) for count in COUNTS], 1)
+        labels = torch.stack(
+            [torch.randint(-1, count, (size,), generator=generator) for count in COUNTS], 1
+        )
         labels[labels[:, 2] == 2, 2] = 3
         batches.append((logits, labels))
     return batches
 
 
-def figures(batches: Any, taxonomy: Taxonomy = TAXONOMY, *, are_logs: bool = False) -> list[LevelFigures]:
+def figures(
+    batches: Any, taxonomy: Taxonomy = TAXONOMY, *, are_logs: bool = False
+) -> list[LevelFigures]:
     metrics = EvaluationMetrics(taxonomy, CPU, are_logs=are_logs)
     for logits, labels in batches:
         metrics.update(logits, labels, torch.zeros(()))
@@ -56,13 +64,19 @@ def test_figures_are_those_of_torchmetrics() -> None:
         count = COUNTS[level]
         assert (found.num_samples, found.num_unlabelled) == (len(labels), int((~known).sum()))
         assert found.top1 == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
-        expected = reference.classification.multiclass_calibration_error(logits, labels, count, n_bins=15)
+        expected = reference.classification.multiclass_calibration_error(
+            logits, labels, count, n_bins=15
+        )
         assert found.calibration_error == pytest.approx(float(expected), abs=1e-6)
         loss = torch.nn.functional.cross_entropy(logits, labels)
         assert found.cross_entropy == pytest.approx(float(loss), rel=1e-5)
         present = labels.bincount(minlength=count) > 0
         assert found.num_classes_with_samples == int(present.sum()) == (5 if level == 2 else count)
-        means = {"recall": found.macro_recall, "precision": found.macro_precision, "f1_score": found.macro_f1}
+        means = {
+            "recall": found.macro_recall,
+            "precision": found.macro_precision,
+            "f1_score": found.macro_f1,
+        }
         for name, mean in means.items():
             compute = getattr(reference.classification, f"multiclass_{name}")
             values = compute(logits, labels, count, average="none")[present]
@@ -71,7 +85,9 @@ def test_figures_are_those_of_torchmetrics() -> None:
             assert torch.allclose(own.float(), values)
 
 
-def test_the_size_of_batches_and_of_waiting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_batches_and_of_waiting_parts_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batches = make_batches()
     logits, labels = zip(*batches, strict=True)
     expected = figures([(tuple(map(torch.cat, zip(*logits, strict=True))), torch.cat(labels))])
@@ -96,7 +112,10 @@ def test_log_probabilities_are_counted_as_they_are() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_outputs_that_are_not_finite_are_an_error(value: float) -> None:
     """With or without a label."""
-    logits, labels = torch.tensor([[value, 0.0], [3.0, 0.0], [0.0, value]]), torch.tensor([[0], [0], [-1]])
+    logits, labels = (
+        torch.tensor([[value, 0.0], [3.0, 0.0], [0.0, value]]),
+        torch.tensor([[0], [0], [-1]]),
+    )
     with pytest.raises(LinnaeusError, match=r"'class'.* 2 samples"):
         figures([(logits, labels)], TWO)
     assert figures([(logits[1:2], labels[1:2])], TWO)[0].top1 == 1
@@ -128,7 +147,9 @@ def test_the_distance_of_a_mistake_is_the_height_of_the_common_ancestor() -> Non
     """u and v share a family, u and w an order, u and y the root; the parent of z is unknown."""
     u, v, w, y, z = 0, 1, 2, 4, 5
     for pair, height in {(u, v): 1, (u, w): 2, (y, u): 3}.items():
-        (finest,) = figures([predicting(6, {(u, u): 3, pair: 2, (u, z): 4})], Taxonomy(TAXONOMY.levels[2:]))
+        (finest,) = figures(
+            [predicting(6, {(u, u): 3, pair: 2, (u, z): 4})], Taxonomy(TAXONOMY.levels[2:])
+        )
         found = distance_of_mistakes(TAXONOMY, finest)
         assert found is not None
         assert (found.mean_over_mistakes, found.mean_over_samples) == (height, 2 * height / 5)

@@ -104,33 +104,46 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "outputs of another size": lambda: levels(torch.zeros(2, 4)),
     "an image for a run on tensors": lambda: tensors().predict(picture(0)),
     "a tensor of another shape": lambda: tensors().predict(torch.zeros(3, 8, 8)),
-    "a run without classes": lambda: run_of("none", spec_of(taxonomy=None, node=PLAIN)).predict(picture(0)),
+    "a run without classes": lambda: run_of("none", spec_of(taxonomy=None, node=PLAIN)).predict(
+        picture(0)
+    ),
     "export: format": lambda: birds().export("tflite"),
     "export: rank": lambda: birds().export("timm", level="genus"),
     "export: rank of another format": lambda: birds().export("onnx", level="order"),
     "export: a file for a folder": lambda: birds().export("timm", written("file")),
     "export: ending": lambda: birds().export("safetensors", "model.pt"),
     "export: folder in use": lambda: [
-        Path("full").mkdir(), written("full/notes.txt"), birds().export("timm", "full")
+        Path("full").mkdir(),
+        written("full/notes.txt"),
+        birds().export("timm", "full"),
     ],
     "export: own class with timm": lambda: untraceable().export("timm"),
     "export: not traceable": lambda: untraceable().export("torch-export"),
     "export: head": lambda: other_head().export("timm"),
-    "export: no shape": lambda: run_of("linear", replace(
-        spec_of(taxonomy=None, node={**PLAIN, "in_features": 4}, is_of_files=False), in_chans=None
-    )).export("torch-export"),
+    "export: no shape": lambda: run_of(
+        "linear",
+        replace(
+            spec_of(taxonomy=None, node={**PLAIN, "in_features": 4}, is_of_files=False),
+            in_chans=None,
+        ),
+    ).export("torch-export"),
     "export: other outputs": lambda: difference(1.01),
     "export: other ranks": lambda: difference(1, "b"),
     "export: damaged image": lambda: samples_of(birds(), [written("x.png")]),
-}  # fmt: skip
+}
 """By a title: what raises an error."""
 
 
 def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = {title: error_and_code_of(mistake) for title, mistake in MISTAKES.items()}
-    found["paths"] = "\n".join(f"{word}: {problem_of(word)}" for word in ("nowhere", "nowhere/*.gif"))
+    found["paths"] = "\n".join(
+        f"{word}: {problem_of(word)}" for word in ("nowhere", "nowhere/*.gif")
+    )
     golden(
         "inference",
-        {title: re.sub(r"(?<=torch\.export )\(.*\)", "(CAUSE)", text) for title, text in found.items()},
+        {
+            title: re.sub(r"(?<=torch\.export )\(.*\)", "(CAUSE)", text)
+            for title, text in found.items()
+        },
     )

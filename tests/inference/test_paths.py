@@ -19,11 +19,20 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_words_keep_their_order_and_folders_are_walked_by_name(photos: Path) -> None:
-    images = ["photos/a.PNG", "photos/b.jpg", "photos/m[1].jpg", "photos/m/n/d.webp", "photos/z/c.jpg"]
+    images = [
+        "photos/a.PNG",
+        "photos/b.jpg",
+        "photos/m[1].jpg",
+        "photos/m/n/d.webp",
+        "photos/z/c.jpg",
+    ]
     assert list(walk(["photos"])) == images
     words = ["photos/z", "photos/notes.txt", "photos/m[1].jpg", "missing.jpg"]
     assert list(walk(words)) == ["photos/z/c.jpg", *words[1:]]
-    assert list(walk(["-"], ["photos/b.jpg\n", "\n", "photos/z\r\n"])) == ["photos/b.jpg", "photos/z/c.jpg"]
+    assert list(walk(["-"], ["photos/b.jpg\n", "\n", "photos/z\r\n"])) == [
+        "photos/b.jpg",
+        "photos/z/c.jpg",
+    ]
 
 
 def test_patterns(photos: Path) -> None:
@@ -37,7 +46,14 @@ def test_patterns(photos: Path) -> None:
 
 def test_words_without_an_image_are_problems(photos: Path) -> None:
     (photos / "empty").mkdir()
-    for word in ("photos", "photos/notes.txt", "photos/*.jpg", "photos/m[1].jpg", "photos/**/n", "-"):
+    for word in (
+        "photos",
+        "photos/notes.txt",
+        "photos/*.jpg",
+        "photos/m[1].jpg",
+        "photos/**/n",
+        "-",
+    ):
         assert problem_of(word) is None
     for word in ("photo", "photos/*.gif", "photos/empty", "photos/**/q"):
         assert problem_of(word)

@@ -35,7 +35,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_images(tmp_path_factory.mktemp("photos"), 7)
 
 
-def test_predictions_are_those_of_validation_bit_for_bit(birds: TrainedRun, photos: list[Path]) -> None:
+def test_predictions_are_those_of_validation_bit_for_bit(
+    birds: TrainedRun, photos: list[Path]
+) -> None:
     found = birds.predict(photos, batch_size=3)
     assert [prediction.source for prediction in found] == [str(path) for path in photos]
     preprocessing = birds.spec.preprocessing
@@ -44,15 +46,22 @@ def test_predictions_are_those_of_validation_bit_for_bit(birds: TrainedRun, phot
     dataset = ImageFiles(Path(), list(map(str, photos)), targets, 3, preprocessing.transform())
     outputs: list[Any] = []
     step = ValidationStep(
-        birds.model, lambda *_: torch.zeros(()), birds.precision, lambda out, *_: outputs.append(out)
+        birds.model,
+        lambda *_: torch.zeros(()),
+        birds.precision,
+        lambda out, *_: outputs.append(out),
     )
     for batch in torch.utils.data.DataLoader(dataset, 3):
         step(Batch(*batch))
     for level, parts in zip(BIRDS.levels, zip(*outputs, strict=True), strict=True):
-        best = torch.cat([part.log_softmax(1) for part in parts]).topk(min(5, len(level.classes)), dim=1)
+        best = torch.cat([part.log_softmax(1) for part in parts]).topk(
+            min(5, len(level.classes)), dim=1
+        )
         for prediction, labels, logs in zip(found, best.indices.tolist(), best.values, strict=True):
             names = [level.classes[label] for label in labels]
-            assert prediction.levels[level.name] == list(zip(names, logs.exp().tolist(), strict=True))
+            assert prediction.levels[level.name] == list(
+                zip(names, logs.exp().tolist(), strict=True)
+            )
 
 
 def test_the_batch_size_does_not_change_predictions(birds: TrainedRun, photos: list[Path]) -> None:
@@ -76,13 +85,18 @@ def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path], tmp_path:
     assert len(birds.predict(torch.stack([tensor, tensor]))) == 2
     assert [found.source for found in birds.predict([photos[0], array])] == [str(photos[0]), 1]
     (fractions,) = birds.predict(tensor / 255)
-    for (name, p), (other, q) in zip(fractions.levels["species"], expected.levels["species"], strict=True):
+    for (name, p), (other, q) in zip(
+        fractions.levels["species"], expected.levels["species"], strict=True
+    ):
         assert (name, p) == (other, pytest.approx(q, rel=0.02))
     grey = Image.fromarray(array[:, :, 0])
     assert birds.predict(grey)[0].levels == birds.predict(array[:, :, 0])[0].levels
     assert birds.predict(tensor[:1])[0].levels == birds.predict(grey)[0].levels != expected.levels
     (tmp_path / "cut.png").write_bytes(photos[0].read_bytes()[:300])
-    with Image.open(tmp_path / "cut.png") as late, pytest.raises(DataError):  # it is decoded only now
+    with (
+        Image.open(tmp_path / "cut.png") as late,
+        pytest.raises(DataError),
+    ):  # it is decoded only now
         birds.predict(late)
 
 
@@ -100,7 +114,10 @@ def test_a_fault_of_the_program_is_no_unreadable_image(
 
 def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
     (found,) = birds.predict(photos[0], top=2, path=True)
-    assert {level: len(classes) for level, classes in found.levels.items()} == {"order": 2, "species": 2}
+    assert {level: len(classes) for level, classes in found.levels.items()} == {
+        "order": 2,
+        "species": 2,
+    }
     assert found.path is not None
     assert [word for word in (str(photos[0]), "order: ", " %") if word not in repr(found)] == []
     assert len(birds.predict(photos[0], top=9)[0].levels["species"]) == 5
@@ -167,8 +184,13 @@ def test_a_marginal_head_predicts_its_own_probabilities(tmp_path: Path) -> None:
             num_other += sum(expected.values()) < 0.99
         path = prediction.path
         assert path is not None
-        assert (path.classes["c"], path.probability) == prediction.levels["c"][0], "a path is as its end"
-        b, c = (PARTLY_KNOWN.levels[n].classes.index(path.classes[name]) for n, name in ((1, "b"), (2, "c")))
+        assert (path.classes["c"], path.probability) == prediction.levels["c"][0], (
+            "a path is as its end"
+        )
+        b, c = (
+            PARTLY_KNOWN.levels[n].classes.index(path.classes[name])
+            for n, name in ((1, "b"), (2, "c"))
+        )
         assert PARTLY_KNOWN.parents[1][c] in (b, UNKNOWN)
     assert num_other > 0, "a softmax would give something else"
 
@@ -178,10 +200,14 @@ def test_a_run_on_tensors_takes_tensors(tmp_path: Path) -> None:
     inputs = torch.randn(2, 3, 32, 32)
     found = run.predict(inputs)
     expected = run.model(inputs)[0].softmax(1).max(1).values.tolist()
-    assert [prediction.levels["order"][0][1] for prediction in found] == pytest.approx(expected, rel=1e-5)
+    assert [prediction.levels["order"][0][1] for prediction in found] == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
-def test_a_batch_that_does_not_fit_is_halved(birds: TrainedRun, photos: list[Path], caplog: Any) -> None:
+def test_a_batch_that_does_not_fit_is_halved(
+    birds: TrainedRun, photos: list[Path], caplog: Any
+) -> None:
     sizes = []
 
     def model(images: torch.Tensor) -> Any:

@@ -26,7 +26,11 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.norm, self.leave = nn.Linear(16, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)
+        self.enter, self.norm, self.leave = (
+            nn.Linear(16, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, 4),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.enter(x))
@@ -55,7 +59,9 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
 
 
-def train(accelerator: Accelerator, batch_size: int, *built: Any, num_steps: int = 4) -> dict[str, Any]:
+def train(
+    accelerator: Accelerator, batch_size: int, *built: Any, num_steps: int = 4
+) -> dict[str, Any]:
     """So many optimizer steps; everything that a search could have left its mark on."""
     model, optimizer, scheduler = built or parts()
     loader = DataLoader(dataset(), batch_size=batch_size, shuffle=True, drop_last=True)
@@ -75,10 +81,14 @@ def train(accelerator: Accelerator, batch_size: int, *built: Any, num_steps: int
             if len(losses) == num_steps:
                 break
     return {
-        "weights": list(accelerator.unwrap_model(model).state_dict().values()), "sizes": sizes,
-        "losses": losses, "lr": optimizer.param_groups[0]["lr"], "random": torch.rand(3).tolist(),
-        "models": len(accelerator._models), "step": accelerator.step,
-    }  # fmt: skip
+        "weights": list(accelerator.unwrap_model(model).state_dict().values()),
+        "sizes": sizes,
+        "losses": losses,
+        "lr": optimizer.param_groups[0]["lr"],
+        "random": torch.rand(3).tolist(),
+        "models": len(accelerator._models),
+        "step": accelerator.step,
+    }
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
@@ -96,7 +106,9 @@ def find_first() -> dict[str, Any]:
     torch.manual_seed(7)
     accelerator, (model, optimizer, scheduler) = fresh(**options), parts()
     prepared = accelerator.prepare(model, optimizer)
-    search = room(100 / (1 + 0.4 * accelerator.process_index), max_batch_size=LARGEST, tolerance=0.1)
+    search = room(
+        100 / (1 + 0.4 * accelerator.process_index), max_batch_size=LARGEST, tolerance=0.1
+    )
     size = find_batch_size(accelerator, *prepared, loss_of, dataset(), **search)
     accelerator.free_memory()
     found = train(accelerator, size, model, optimizer, scheduler)
@@ -126,7 +138,9 @@ def lengths() -> Any:
 
     def collate(samples: list[torch.Tensor]) -> torch.Tensor:
         longest = max(map(len, samples))
-        return torch.stack([nn.functional.pad(sample, (0, longest - len(sample))) for sample in samples])
+        return torch.stack(
+            [nn.functional.pad(sample, (0, longest - len(sample))) for sample in samples]
+        )
 
     samples = [torch.ones(16 + index % 3 + 40 * (index == 555)) for index in range(1000)]
     search = {"collate_fn": collate, "memory_limit_gb": 8.0, "max_batch_size": 4}
@@ -161,7 +175,9 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     num_ranks = int(os.environ.get("NUM_RANKS", "1"))
     if num_ranks > 1:
         join_as_torchrun(rank, num_ranks, folder)
-    auto_find_batch_size(lambda x: None, torch.ones, max_batch_size=2, memory_limit_gb=8.0, group=False)
+    auto_find_batch_size(
+        lambda x: None, torch.ones, max_batch_size=2, memory_limit_gb=8.0, group=False
+    )
     for precision in ("no", "bf16"):  # loads what training needs, so that limits are exact
         train(fresh(mixed_precision=precision), 8)
     own = {} if num_ranks > 1 else {"not restored": not_restored(), "lengths": lengths()}

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when a library of Hugging Face is imported; also by child processes
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # read when a library of Hugging Face is imported; also by child processes
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

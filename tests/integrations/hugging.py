@@ -65,8 +65,8 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     longest = max(len(sample["input_ids"]) for sample in samples)
     ids, labels = (torch.full((len(samples), longest), fill) for fill in (2, -100))
     for row, sample in enumerate(samples):
-        ids[row, : len(sample["input_ids"])] = labels[row, : len(sample["input_ids"])] = torch.tensor(
-            sample["input_ids"]
+        ids[row, : len(sample["input_ids"])] = labels[row, : len(sample["input_ids"])] = (
+            torch.tensor(sample["input_ids"])
         )
     return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
 
@@ -85,17 +85,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
-        bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
-    )  # fmt: skip
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+    )
 
 
 def arguments(kind: type = TrainingArguments, **options: Any) -> Any:
     """Three steps on the CPU that write nothing but what they are asked for."""
     own = {
-        "output_dir": "unused", "per_device_train_batch_size": 8, "use_cpu": True, "report_to": [],
-        "max_steps": 3, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "seed": 1,
+        "output_dir": "unused",
+        "per_device_train_batch_size": 8,
+        "use_cpu": True,
+        "report_to": [],
+        "max_steps": 3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 1,
         "learning_rate": 1e-3,
-    }  # fmt: skip
+    }
     return kind(**{**own, **options})
 
 
@@ -116,18 +125,24 @@ def trl_trainer(name: str, **options: Any) -> Any:
     others = [row[: len(row) // 2 + 4] for row in rows]
     data = {
         "SFT": {"input_ids": rows},
-        "DPO": {"prompt": [text(row[:8]) for row in rows], "chosen": [text(row[8:]) for row in rows],
-                "rejected": [text(row) for row in others]},
+        "DPO": {
+            "prompt": [text(row[:8]) for row in rows],
+            "chosen": [text(row[8:]) for row in rows],
+            "rejected": [text(row) for row in others],
+        },
         "Reward": {"chosen_ids": rows, "rejected_ids": others},
-    }[name]  # fmt: skip
+    }[name]
     kind, own = getattr(trl, f"{name}Trainer"), {"max_length": LONGEST, "bf16": False}
     pretrained = model(GPT2ForSequenceClassification, num_labels=1) if name == "Reward" else model()
     reference = {"ref_model": model()} if name == "DPO" else {}
     return kind(
-        pretrained, args=arguments(getattr(trl, f"{name}Config"), **{**own, **options}),
-        train_dataset=datasets.Dataset.from_dict(data), processing_class=tokenizer(), **reference,
+        pretrained,
+        args=arguments(getattr(trl, f"{name}Config"), **{**own, **options}),
+        train_dataset=datasets.Dataset.from_dict(data),
+        processing_class=tokenizer(),
+        **reference,
         eval_dataset=datasets.Dataset.from_dict(data) if "eval_strategy" in options else None,
-    )  # fmt: skip
+    )
 
 
 class Calls(TrainerCallback):
@@ -140,8 +155,16 @@ class Calls(TrainerCallback):
 def _watch(name: str) -> Any:
     def called(self: Calls, args: Any, state: Any, control: Any, **rest: Any) -> None:
         random_state = rng_state(torch.device("cpu"))
-        numbers = [random_state["python"], random_state["numpy"][1].tolist(), random_state["torch"].tolist()]
-        sizes = args.per_device_train_batch_size, args.per_device_eval_batch_size, state.train_batch_size
+        numbers = [
+            random_state["python"],
+            random_state["numpy"][1].tolist(),
+            random_state["torch"].tolist(),
+        ]
+        sizes = (
+            args.per_device_train_batch_size,
+            args.per_device_eval_batch_size,
+            state.train_batch_size,
+        )
         self.seen.append((name, state.global_step, state.max_steps, sizes, hash(str(numbers))))
 
     return called
@@ -159,19 +182,26 @@ def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
         "weights": [value.clone() for value in trained.model.state_dict().values()],
         "moments": [value for entry in optimizer["state"].values() for value in entry.values()],
         "groups": json.loads(json.dumps(optimizer["param_groups"], default=str)),
-        "schedule": {key: value for key, value in trained.lr_scheduler.state_dict().items() if key[0] != "_"},
+        "schedule": {
+            key: value for key, value in trained.lr_scheduler.state_dict().items() if key[0] != "_"
+        },
         "log": [
             {key: value for key, value in entry.items() if not any(part in key for part in TIMED)}
             for entry in trained.state.log_history
         ],
-        "state": [trained.state.global_step, trained.state.max_steps, trained.state.train_batch_size,
-                  trained.state.epoch, trained.state.total_flos],
+        "state": [
+            trained.state.global_step,
+            trained.state.max_steps,
+            trained.state.train_batch_size,
+            trained.state.epoch,
+            trained.state.total_flos,
+        ],
         "random": [random.random(), float(np.random.rand()), torch.rand(3)],
         "calls": [] if calls is None else calls.seen,
         "mode": trained.model.training,
         "attributes": sorted(set(vars(trained)) - {"autobatch_results"}),
         "model attributes": sorted(vars(trained.model)),
-    }  # fmt: skip
+    }
 
 
 class Recorder(Trainer):
@@ -200,7 +230,11 @@ def left_by(made: Any, calls: Calls | None = None) -> dict[str, Any]:
 
 def by_hand(found: Any, calls: Calls | None = None, **options: Any) -> Any:
     """A trainer that was given the sizes that another has found, and has trained."""
-    names = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    names = (
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+    )
     sizes = {name: getattr(found.args, name) for name in names}
     made = trainer(Recorder, callbacks=None if calls is None else [calls], **{**options, **sizes})
     made.train()

@@ -63,5 +63,11 @@ def failure(kind: type) -> str:
 def work(rank: int, folder: str) -> dict[str, Any]:
     """Trainers of transformers."""
     join_as_torchrun(rank, 2, folder)
-    autobatch(trainer(), max_batch_size=2).train()  # loads what would count as memory of the next search
-    return {"compared": compared(rank), "broken": failure(Broken), "broken data": failure(BrokenData)}
+    autobatch(
+        trainer(), max_batch_size=2
+    ).train()  # loads what would count as memory of the next search
+    return {
+        "compared": compared(rank),
+        "broken": failure(Broken),
+        "broken data": failure(BrokenData),
+    }

@@ -40,7 +40,9 @@ class Talkative(Net):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
-def compared(module: Callable[[int], Any], given: Callable[[int], Any], **options: Any) -> dict[str, Any]:
+def compared(
+    module: Callable[[int], Any], given: Callable[[int], Any], **options: Any
+) -> dict[str, Any]:
     """The size found, and what differs from the run with that size by hand."""
     callback = AutoBatch(**{"max_batch_size": 12, **options.pop("search", {})})
     options = {**RANKS, "max_epochs": 1, **options}
@@ -52,7 +54,9 @@ def compared(module: Callable[[int], Any], given: Callable[[int], Any], **option
         options["accumulate_grad_batches"] = searched["accumulate"]
     by_hand = fit(module(size), *given(size), **options)
     weights = [
-        float(tensor.double().sum()) for name, tensor in searched["weights"].items() if "running" not in name
+        float(tensor.double().sum())
+        for name, tensor in searched["weights"].items()
+        if "running" not in name
     ]  # each rank's statistics are its own
     return {
         "size": size,
@@ -90,7 +94,9 @@ class NoData(Net):
             raise ZeroDivisionError("sample")
         return super().train_dataloader()
 
-    def configure_optimizers(self) -> Any:  # estimated_stepping_batches has a barrier of Lightning's own
+    def configure_optimizers(
+        self,
+    ) -> Any:  # estimated_stepping_batches has a barrier of Lightning's own
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
@@ -106,9 +112,12 @@ def uneven_data() -> dict[str, Any]:
     """Each rank has data of its own, of another length."""
     length = (37, 8)[RANK]
     return compared(
-        lambda size: Bare(), lambda size: (DataLoader(data(length), size),), search=NO_VAL,
-        use_distributed_sampler=False, limit_train_batches=1,
-    )  # fmt: skip
+        lambda size: Bare(),
+        lambda size: (DataLoader(data(length), size),),
+        search=NO_VAL,
+        use_distributed_sampler=False,
+        limit_train_batches=1,
+    )
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {

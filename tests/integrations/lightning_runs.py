@@ -13,7 +13,13 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from linnaeus.autobatch import nest
 
@@ -36,7 +42,11 @@ class Net(LightningModule):
         self.mib = mib
         torch.manual_seed(0)
         self.net = nn.Sequential(
-            nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, NUM_CLASSES)
+            nn.Linear(WIDTH, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(32, NUM_CLASSES),
         )
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(NUM_CLASSES)
         self.sizes: list[int] = []
@@ -64,7 +74,9 @@ class Net(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         total = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, total_steps=total)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.hparams.lr, total_steps=total
+        )
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def train_dataloader(self) -> Any:
@@ -211,7 +223,9 @@ class Needy(Net):
         self.val_losses.append(self.loss(batch).item())
 
     def configure_optimizers(self) -> Any:
-        schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, start_factor=0.5, total_iters=5)
+        schedule = torch.optim.lr_scheduler.LinearLR(
+            self.optimizer, start_factor=0.5, total_iters=5
+        )
         return [self.optimizer], [schedule]
 
 
@@ -264,21 +278,35 @@ class Recorder(Logger):
         self.rows.append(dict(params))
 
 
-def fit(module: LightningModule, *given: Any, callbacks: Any = (), ckpt: Any = None, **options: Any) -> Any:
+def fit(
+    module: LightningModule, *given: Any, callbacks: Any = (), ckpt: Any = None, **options: Any
+) -> Any:
     """Train two epochs and describe the outcome: see `outcome`."""
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     trainer = trainer_for(callbacks, **options)
     datamodule = given[0] if given and isinstance(given[0], LightningDataModule) else None
     loaders = () if datamodule is not None else given
-    trainer.fit(module, *loaders, datamodule=datamodule, ckpt_path=ckpt, weights_only=False if ckpt else None)
+    trainer.fit(
+        module,
+        *loaders,
+        datamodule=datamodule,
+        ckpt_path=ckpt,
+        weights_only=False if ckpt else None,
+    )
     return outcome(trainer, module)
 
 
 def trainer_for(callbacks: Any = (), **options: Any) -> Trainer:
     quiet = {
-        "accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": Recorder(), "log_every_n_steps": 1,
-        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    }  # fmt: skip
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "logger": Recorder(),
+        "log_every_n_steps": 1,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     given = {**quiet, **options}
     if callable(given.get("strategy")):  # a strategy serves one trainer
         given["strategy"] = given["strategy"]()
@@ -291,14 +319,21 @@ def outcome(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     found = {
         "weights": module.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
-        "schedules": [{name: held for name, held in each.items() if "_fn" not in name} for each in schedules],
+        "schedules": [
+            {name: held for name, held in each.items() if "_fn" not in name} for each in schedules
+        ],
         "logs": [getattr(logger, "rows", None) for logger in trainer.loggers],
         "metrics": dict(trainer.callback_metrics),
         "progress": trainer.fit_loop.state_dict(),
-        "random numbers": [torch.get_rng_state(), *map(repr, (np.random.get_state(), random.getstate()))],
+        "random numbers": [
+            torch.get_rng_state(),
+            *map(repr, (np.random.get_state(), random.getstate())),
+        ],
         "sizes": getattr(module, "sizes", None),
         "attributes": {
-            name: held for name, held in vars(module).items() if isinstance(held, bool | int | float | str)
+            name: held
+            for name, held in vars(module).items()
+            if isinstance(held, bool | int | float | str)
         },
         "hyperparameters": dict(module.hparams),
         "accumulate": trainer.accumulate_grad_batches,
@@ -308,7 +343,9 @@ def outcome(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
             if isinstance(each, EMAWeightAveraging)
         ],
     }
-    return nest.map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, found)
+    return nest.map_leaves(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, found
+    )
 
 
 Case = tuple[Callable[[int], Any], Callable[[int], tuple[Any, ...]], dict[str, Any]]
@@ -359,7 +396,11 @@ CASES: dict[str, Case] = {
     ),
     "stream": (lambda size: Bare(), lambda size: (DataLoader(Stream(), size),), {"max_steps": 6}),
     "manual": (Manual, lambda size: (), {}),
-    "bf16, accumulation": (Net, lambda size: (), {"precision": "bf16-mixed", "accumulate_grad_batches": 3}),
+    "bf16, accumulation": (
+        Net,
+        lambda size: (),
+        {"precision": "bf16-mixed", "accumulate_grad_batches": 3},
+    ),
     "average": (Net, lambda size: (), {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]}),
     "needy": (Needy, lambda size: (), {}),
     "direct": (Direct, lambda size: (), {}),

@@ -31,7 +31,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         return compute(RANKS, 2, tmp_path_factory.mktemp("two"))
 
 
-def test_a_run_is_the_one_with_the_size_found_by_hand(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+def test_a_run_is_the_one_with_the_size_found_by_hand(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
     assert two[0]["found"] == two[1]["found"]
     for found in (one["found"], two[0]["found"]):
         assert found["same"], found
@@ -39,7 +41,9 @@ def test_a_run_is_the_one_with_the_size_found_by_hand(one: dict[str, Any], two: 
         assert found["sizes"] == [found["size"]]
 
 
-def test_afterwards_all_processes_are_there_again(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+def test_afterwards_all_processes_are_there_again(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
     assert [found["processes"] for found in (one, *two)] == [[1, 1], [2, 2], [2, 2]]
 
 
@@ -51,7 +55,9 @@ def test_batches_of_trials_hold_the_longest_samples(one: dict[str, Any]) -> None
     assert one["lengths"] == [56]
 
 
-def test_an_error_of_the_data_is_told_to_all(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+def test_an_error_of_the_data_is_told_to_all(
+    one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
     told, own = (found["broken"] for found in two)
     assert own == one["broken"] == "KeyError: 'mine'"
     assert told.startswith("AutoBatchError: ")
@@ -60,7 +66,14 @@ def test_an_error_of_the_data_is_told_to_all(one: dict[str, Any], two: list[dict
 
 def test_the_example_learns_with_the_size_that_it_finds(tmp_path: Path) -> None:
     limit = str((held_bytes() + 2**28) / 0.8 / 2**30)
-    argv = (ROOT / "examples" / "accelerate_digits.py", "--cpu", "--epochs", "2", "--memory-limit-gb", limit)
+    argv = (
+        ROOT / "examples" / "accelerate_digits.py",
+        "--cpu",
+        "--epochs",
+        "2",
+        "--memory-limit-gb",
+        limit,
+    )
     done = forks.python(*argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert done.code == 0, done.err
     lines = done.out.splitlines()

@@ -22,9 +22,14 @@ from tests.helpers.runs import Run
 pytestmark = pytest.mark.filterwarnings("ignore")
 SEQUENCE, VOCABULARY, BASE = 64, 1024, 600 << 20
 LLAMA: dict[str, Any] = {
-    "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 8192,
+}
 CONFIGS = {
     "llama": LlamaConfig(**LLAMA),
     # Its positions are as many bytes as the logits of the traced batches.
@@ -108,7 +113,11 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         predict_language_model("no/such")
     with pytest.raises(ValueError, match=r"8193.*8192 positions"):
         predict_language_model(llama, sequence=8193)
-    quantised = {"bnb_4bit_compute_dtype": "bfloat16", "load_in_4bit": True, "quant_method": "bitsandbytes"}
+    quantised = {
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "load_in_4bit": True,
+        "quant_method": "bitsandbytes",
+    }
     with pytest.raises(ValueError, match="quantization_config"):
         predict_language_model(LlamaConfig(**LLAMA, quantization_config=quantised))
     with pytest.raises(TypeError, match="config is a dict"):
@@ -141,15 +150,28 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     for row in (small, large):
         assert sum(row["breakdown"].values()) == row["peak_bytes"]
         assert [remedy["keys"] for remedy in row["remedies"]] == [
-            {"--checkpointing": True}, {"--sequence": 32}, {"--dtype": "bfloat16"}, {"--method": "lora"},
-        ]  # fmt: skip
+            {"--checkpointing": True},
+            {"--sequence": 32},
+            {"--dtype": "bfloat16"},
+            {"--method": "lora"},
+        ]
         assert all(remedy["saved_bytes"] > 0 for remedy in row["remedies"])
-        assert all(remedy["safe_batch_size"] >= row["safe_batch_size"] for remedy in row["remedies"])
+        assert all(
+            remedy["safe_batch_size"] >= row["safe_batch_size"] for remedy in row["remedies"]
+        )
 
 
 def test_the_command_where_nothing_fits(run: Run, tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "tiny", {**LLAMA, "num_hidden_layers": 4})
-    argv = ("--method", "lora", "--sequence", "8192", "--checkpointing", "--device-memory-gb", "0.5,0.51")
+    argv = (
+        "--method",
+        "lora",
+        "--sequence",
+        "8192",
+        "--checkpointing",
+        "--device-memory-gb",
+        "0.5,0.51",
+    )
     outcome = run("analyze", "--hf", folder, *argv, "--fractions", "1")
     assert outcome.code == 3
     assert "Traceback" not in outcome.err
@@ -157,7 +179,9 @@ def test_the_command_where_nothing_fits(run: Run, tmp_path: Path) -> None:
     for row in json.loads(Path("batch_sizes.json").read_text())["results"]:
         assert row["batch_size"] is None
         assert sum(row["breakdown"].values()) > row["budget_bytes"]
-        assert [(each["keys"], each["batch_size"]) for each in row["remedies"]] == [({"--sequence": 4096}, 1)]
+        assert [(each["keys"], each["batch_size"]) for each in row["remedies"]] == [
+            ({"--sequence": 4096}, 1)
+        ]
 
 
 def test_the_command_refuses(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,16 +62,21 @@ def test_training_is_that_of_a_run_with_the_size_by_hand(name: str) -> None:
 
 def test_what_is_not_the_same_is_seen() -> None:
     four, six = (fit(Net(size)) for size in (4, 6))
-    assert {"weights", "optimizers", "logs", "progress", "random numbers"} <= {*differences(four, six)}
+    assert {"weights", "optimizers", "logs", "progress", "random numbers"} <= {
+        *differences(four, six)
+    }
 
 
 # --- sizes ---
 
 
 @pytest.mark.parametrize(
-    ("options", "average"), [({"accumulate_grad_batches": 3}, False), ({"precision": "bf16-mixed"}, True)]
+    ("options", "average"),
+    [({"accumulate_grad_batches": 3}, False), ({"precision": "bf16-mixed"}, True)],
 )
-def test_training_takes_the_memory_that_the_search_measured(options: dict[str, Any], average: bool) -> None:
+def test_training_takes_the_memory_that_the_search_measured(
+    options: dict[str, Any], average: bool
+) -> None:
     def others() -> list[Callback]:
         return [EMAWeightAveraging(decay=0.9)] if average else []
 
@@ -100,7 +105,11 @@ def test_validation_has_a_size_of_its_own_where_it_follows_and_is_asked_for() ->
             return DataLoader(data(10), 5)
 
     own = {"val_options": {"max_batch_size": 30}}
-    for kind, options, found in ((Data, own, 30), (FixedValidation, {}, 7), (Data, {"val": False}, 7)):
+    for kind, options, found in (
+        (Data, own, 30),
+        (FixedValidation, {}, 7),
+        (Data, {"val": False}, 7),
+    ):
         data_module, callback = kind(4, 7), small(**options)
         fit(Bare(), data_module, callbacks=[callback])
         assert (data_module.batch_size, data_module.val_batch_size) == (LARGE, found)
@@ -111,7 +120,9 @@ def test_validation_has_a_size_of_its_own_where_it_follows_and_is_asked_for() ->
     ("num_samples", "drop_last", "found", "limited_by"),
     [(9, False, 9, "dataset"), (41, True, LARGE, "max_batch_size")],
 )
-def test_the_data_bound_the_size(num_samples: int, drop_last: bool, found: int, limited_by: str) -> None:
+def test_the_data_bound_the_size(
+    num_samples: int, drop_last: bool, found: int, limited_by: str
+) -> None:
     """One more than the samples is never tried."""
     callback = small()
     fit(Bare(), DataLoader(data(num_samples), 4, drop_last=drop_last), callbacks=[callback])
@@ -125,7 +136,9 @@ def test_the_data_bound_the_size(num_samples: int, drop_last: bool, found: int, 
         ({"effective_batch_size": 72, "multiple_of": 24, "max_batch_size": 50}, 24, 3),
     ],
 )
-def test_the_batch_size_divides_the_effective_batch(options: dict[str, Any], size: int, steps: int) -> None:
+def test_the_batch_size_divides_the_effective_batch(
+    options: dict[str, Any], size: int, steps: int
+) -> None:
     callback = small(val=False, **options)
     searched = fit(Net(), callbacks=[callback])
     assert (callback.batch_size, searched["accumulate"]) == (size, steps)
@@ -187,9 +200,11 @@ class Texts(Plain):
 
     def make_loader(self, dataset: Any) -> Any:
         return DataLoader(
-            dataset, self.batch_size, num_workers=self.num_workers,
+            dataset,
+            self.batch_size,
+            num_workers=self.num_workers,
             collate_fn=lambda texts: torch.nn.utils.rnn.pad_sequence(texts, batch_first=True),
-        )  # fmt: skip
+        )
 
     def train_dataloader(self) -> Any:
         return self.make_loader([torch.ones(length) for length in self.lengths])
@@ -319,17 +334,26 @@ def test_lightnings_command_line_configures_the_callback(tmp_path: Path) -> None
     pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
-    own = {"target_memory_fraction": 0.9, "max_batch_size": 20, "val_options": {"max_batch_size": 16}}
+    own = {
+        "target_memory_fraction": 0.9,
+        "max_batch_size": 20,
+        "val_options": {"max_batch_size": 16},
+    }
     callback = {"class_path": "linnaeus.integrations.lightning.AutoBatch", "init_args": own}
     config = tmp_path / "config.yaml"  # JSON is YAML
     config.write_text(json.dumps({"trainer": {"accelerator": "cpu", "callbacks": [callback]}}))
     cli = LightningCLI(Net, run=False, args=["--config", str(config)], save_config_callback=None)
     (found,) = (each for each in cli.trainer.callbacks if isinstance(each, AutoBatch))
-    assert found._options["train"].items() >= {"target_memory_fraction": 0.9, "max_batch_size": 20}.items()
+    assert (
+        found._options["train"].items()
+        >= {"target_memory_fraction": 0.9, "max_batch_size": 20}.items()
+    )
     assert found._options["val"]["max_batch_size"] == 16
 
 
-def test_nothing_is_searched_in_a_fast_run_nor_in_validation(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_searched_in_a_fast_run_nor_in_validation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     module, callback = Net(), small()
     trainer = trainer_for([callback], fast_dev_run=True)
@@ -358,7 +382,12 @@ def test_the_older_package_name_works_too() -> None:
 
     module = Older()
     older.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[small()],
-        enable_progress_bar=False, enable_model_summary=False,
-    ).fit(module)  # fmt: skip
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[small()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module)
     assert module.batch_size == LARGE

@@ -34,7 +34,9 @@ def test_both_ranks_train_as_with_the_size_by_hand(name: str, found: Ranks) -> N
     assert first["weights"] == second["weights"]
     assert set(first["sizes"][:4]) == {12}
     assert first["ran_on_every_rank"] == (12,)
-    assert first["accumulate"] == second["accumulate"] == (2 if name == "collectives" else 1), "48 on both"
+    assert first["accumulate"] == second["accumulate"] == (2 if name == "collectives" else 1), (
+        "48 on both"
+    )
 
 
 def test_the_rank_with_less_memory_decides(found: Ranks) -> None:
@@ -63,8 +65,12 @@ def test_the_example_trains_on_two_ranks_of_lightnings_own_launcher() -> None:
     command = [sys.executable, str(ROOT / "examples" / "lightning_digits.py"), "--epochs", "1"]
     done = subprocess.run(
         [*command, "--devices", "2", "--accelerator", "cpu", "--effective-batch-size", "200"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found, accuracy = done.stdout.splitlines()[-2:]
     assert (found.split()[2], accuracy.split()[-2]) == ("50", "8")

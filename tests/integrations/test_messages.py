@@ -91,15 +91,27 @@ FITS: dict[str, Fit] = {
     "batches of the dataset": (Bare, (DataLoader(data(), batch_size=None),), {}),
     "no loader": (Bare, ([data()[:4]],), {}),
     "an iterator": (Iterating, (), {}),
-    "a stream of samples that differ": (NoSchedule, (DataLoader(Lines(), 4, collate_fn=pad_sequence),), {}),
+    "a stream of samples that differ": (
+        NoSchedule,
+        (DataLoader(Lines(), 4, collate_fn=pad_sequence),),
+        {},
+    ),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
-    "an effective batch below the smallest": (Net, (), {"effective_batch_size": 33, "min_batch_size": 12}),
+    "an effective batch below the smallest": (
+        Net,
+        (),
+        {"effective_batch_size": 33, "min_batch_size": 12},
+    ),
 }
 ARGUMENTS: tuple[dict[str, Any], ...] = (
-    {"max_batchsize": 3}, {"val_options": {"mode": "val"}}, {"predict": True}, {"max_batch_size": "4"},
-    {"val": False, "val_options": {"tolerance": 0.1}}, {"strategy": "ball"},
+    {"max_batchsize": 3},
+    {"val_options": {"mode": "val"}},
+    {"predict": True},
+    {"max_batch_size": "4"},
+    {"val": False, "val_options": {"tolerance": 0.1}},
+    {"strategy": "ball"},
     {"min_batch_size": 5, "val_options": {"max_batch_size": 4}},
-)  # fmt: skip
+)
 
 
 def searched(module: Any, *given: Any, **options: Any) -> None:
@@ -118,10 +130,12 @@ def not_alone(name: str) -> str:
 def lightning() -> dict[str, str]:
     return {
         **{f"Lightning: {arguments}": raised(AutoBatch, **arguments) for arguments in ARGUMENTS},
-        **{f"Lightning: {name}": raised(searched, module(), *given, **options)
-           for name, (module, given, options) in FITS.items()},
+        **{
+            f"Lightning: {name}": raised(searched, module(), *given, **options)
+            for name, (module, given, options) in FITS.items()
+        },
         "Lightning: FSDP": not_alone("FSDPStrategy"),
-    }  # fmt: skip
+    }
 
 
 # -- transformers and accelerate
@@ -146,15 +160,25 @@ def with_an_optimizer_elsewhere() -> Any:
 
 
 CHANGES: tuple[tuple[str, Any], ...] = (
-    ("auto_find_batch_size", True), ("is_deepspeed_enabled", True), ("is_fsdp_enabled", True),
-    ("is_model_parallel", True), ("_n_gpu", 2), ("optim", "galore_adamw_layerwise"),
-    ("train_sampling_strategy", "batch_rebalance"), ("eval_dataset", None),
-)  # fmt: skip
+    ("auto_find_batch_size", True),
+    ("is_deepspeed_enabled", True),
+    ("is_fsdp_enabled", True),
+    ("is_model_parallel", True),
+    ("_n_gpu", 2),
+    ("optim", "galore_adamw_layerwise"),
+    ("train_sampling_strategy", "batch_rebalance"),
+    ("eval_dataset", None),
+)
 WRONG: tuple[dict[str, Any], ...] = (
-    {"max_size": 3}, {"make_batch": 3}, {"effective_batch_size": 0}, {"eval_options": {"max_batch_size": 0}},
-    {"samples": []}, {"eval_samples": {"input_ids": [5]}, "evaluation": True},
-    {"effective_batch_size": 64, "multiple_of": 24, "max_batch_size": 30}, {"effective_batch_size": 204},
-)  # fmt: skip
+    {"max_size": 3},
+    {"make_batch": 3},
+    {"effective_batch_size": 0},
+    {"eval_options": {"max_batch_size": 0}},
+    {"samples": []},
+    {"eval_samples": {"input_ids": [5]}, "evaluation": True},
+    {"effective_batch_size": 64, "multiple_of": 24, "max_batch_size": 30},
+    {"effective_batch_size": 204},
+)
 
 
 def trained(made: Any, **options: Any) -> None:

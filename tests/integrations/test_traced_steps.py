@@ -19,15 +19,22 @@ REFUSED = {
 }
 """Steps that need values which depend on weights, or operations that torch lacks on `meta`."""
 QUICK = (
-    "llama with an attention mask", "llama with checkpointing, no mask", "bert, masked words",
-    "opt, Adafactor of transformers", "llama with LoRA and checkpointing", *REFUSED,
-)  # fmt: skip
+    "llama with an attention mask",
+    "llama with checkpointing, no mask",
+    "bert, masked words",
+    "opt, Adafactor of transformers",
+    "llama with LoRA and checkpointing",
+    *REFUSED,
+)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that transformers will remove
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in traced_steps.STEPS],
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in traced_steps.STEPS
+    ],
 )
 def test_an_ordinary_step_is_traced_or_refused_by_the_operation(name: str) -> None:
     if name in REFUSED:

@@ -26,7 +26,16 @@ from tests.helpers.forks import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for, room
 from tests.helpers.processes import compute
 from tests.integrations import hugging
-from tests.integrations.hugging import Calls, Recorder, Text, by_hand, collate, left_by, outcome, trainer
+from tests.integrations.hugging import (
+    Calls,
+    Recorder,
+    Text,
+    by_hand,
+    collate,
+    left_by,
+    outcome,
+    trainer,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning", "default::DeprecationWarning"),
@@ -34,7 +43,9 @@ pytestmark = [
 ]
 
 
-def searched(calls: Calls | None = None, search: dict[str, Any] | None = None, **options: Any) -> Any:
+def searched(
+    calls: Calls | None = None, search: dict[str, Any] | None = None, **options: Any
+) -> Any:
     """A trainer that has searched and trained."""
     made = trainer(Recorder, callbacks=None if calls is None else [calls], **options)
     autobatch(made, **{**room(50, max_batch_size=128), **(search or {})}).train()
@@ -43,14 +54,21 @@ def searched(calls: Calls | None = None, search: dict[str, Any] | None = None, *
 
 CASES: dict[str, dict[str, Any]] = {
     "bf16, accumulation, grouped by length": {
-        "bf16": True, "gradient_accumulation_steps": 3, "train_sampling_strategy": "group_by_length"
+        "bf16": True,
+        "gradient_accumulation_steps": 3,
+        "train_sampling_strategy": "group_by_length",
     },
     "checkpointing, evaluation, neftune, label smoothing": {
-        "activation_checkpointing": True, "eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.0,
-        "neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "dataloader_drop_last": True,
+        "activation_checkpointing": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "max_grad_norm": 0.0,
+        "neftune_noise_alpha": 5.0,
+        "label_smoothing_factor": 0.1,
+        "dataloader_drop_last": True,
         "include_num_input_tokens_seen": "all",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
@@ -94,7 +112,9 @@ def test_modules_and_optimizers_of_the_trainer_are_put_back(
 ) -> None:
     if not is_found:
         nothing = torch.nn.ModuleList()
-        monkeypatch.setattr(transformers_trial, "held_by", lambda made: (nothing, [made.judge_optimizer]))
+        monkeypatch.setattr(
+            transformers_trial, "held_by", lambda made: (nothing, [made.judge_optimizer])
+        )
     found, other = (trainer(WithJudge, per_device_train_batch_size=4) for _ in range(2))
     autobatch(found, **FOUR).train()
     other.train()
@@ -122,8 +142,11 @@ def trained_twice(made: Any) -> dict[str, Any]:
 def with_model_init() -> Any:
     made = trainer(Recorder, per_device_train_batch_size=4)
     return Recorder(
-        model_init=lambda: hugging.model(), args=made.args, train_dataset=Text(), data_collator=collate
-    )  # fmt: skip
+        model_init=lambda: hugging.model(),
+        args=made.args,
+        train_dataset=Text(),
+        data_collator=collate,
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +154,9 @@ def with_model_init() -> Any:
     [lambda: trainer(WithOptimizer, per_device_train_batch_size=4), with_model_init],
     ids=["an optimizer of one's own", "model_init"],
 )
-def test_trainers_that_are_built_otherwise_train_as_by_hand_time_after_time(make: Callable[[], Any]) -> None:
+def test_trainers_that_are_built_otherwise_train_as_by_hand_time_after_time(
+    make: Callable[[], Any],
+) -> None:
     found = make()
     autobatch(found, **FOUR)
     ours = trained_twice(found)
@@ -168,8 +193,12 @@ def test_trials_run_the_longest_samples_through_the_trainers_collator() -> None:
     made.train()
     in_search, trials = batches[PROBED : num_in_search[0]], made.autobatch_results["train"].trials
     in_training = batches[num_in_search[0] :]
-    lengths = sorted((len(Text()[index]["input_ids"]) for index in range(len(Text()))), reverse=True)
-    assert {len(batch) for batch in in_search} == {trial.size for trial in trials} | {1}, "1 warms up"
+    lengths = sorted(
+        (len(Text()[index]["input_ids"]) for index in range(len(Text()))), reverse=True
+    )
+    assert {len(batch) for batch in in_search} == {trial.size for trial in trials} | {1}, (
+        "1 warms up"
+    )
     assert all(batch == lengths[: len(batch)] for batch in in_search)
     assert any(batch != lengths[: len(batch)] for batch in in_training)
 
@@ -223,7 +252,12 @@ def test_evaluation_is_searched_where_it_takes_place_or_is_asked_for() -> None:
 
 
 def test_a_resumed_run_keeps_the_size_of_its_checkpoint(tmp_path: Path) -> None:
-    options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options = {
+        "output_dir": str(tmp_path),
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+    }
     whole = searched(search={"max_batch_size": 9}, **options)
     checkpoint = str(tmp_path / "checkpoint-2")
     assert size_in_checkpoint(checkpoint) == 9
@@ -245,7 +279,12 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(tmp_path: Path) -> None:
 def test_a_resumed_run_whose_size_is_no_longer_allowed_goes_on_with_a_smaller_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, search: dict[str, int]
 ) -> None:
-    options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    options = {
+        "output_dir": str(tmp_path),
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+    }
     trainer(Recorder, per_device_train_batch_size=9, **options).train()
     resumed = trainer(Recorder, **options)
     autobatch(resumed, **search).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -310,7 +349,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return compute("tests.integrations.hugging_ranks", 2, tmp_path_factory.mktemp("ranks"))
 
 
-def test_two_ranks_agree_on_the_smaller_size_and_train_as_by_hand(ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_agree_on_the_smaller_size_and_train_as_by_hand(
+    ranks: list[dict[str, Any]],
+) -> None:
     results = [rank["compared"] for rank in ranks]
     assert [result["differences"] for result in results] == [[], []]
     assert results[0]["size"] == results[1]["size"] >= 2

@@ -24,7 +24,12 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 CASES: dict[str, dict[str, Any]] = {
-    "SFT": {"bf16": True, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+    "SFT": {
+        "bf16": True,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    },
     "SFT, packed": {"packing": True, "packing_strategy": "wrapped", "max_length": 64},
     "DPO": {},
     "Reward": {},
@@ -61,7 +66,9 @@ def test_the_worst_batch_is_that_of_the_longest_texts(name: str) -> None:
     assert own[0] == 128
 
 
-@pytest.mark.parametrize("name", ["KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "New"])
+@pytest.mark.parametrize(
+    "name", ["KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer", "New"]
+)
 def test_trainers_whose_size_cannot_be_found_are_refused_by_name(name: str) -> None:
     """Building one would need generation and more. Subclasses of those that can be searched can be, too."""
     made = trainer(type("Own", (Trainer,), {}))

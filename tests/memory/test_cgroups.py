@@ -14,7 +14,9 @@ V1_LINES = ("12:pids:/job", "11:cpu,memory:/job/step", "1:name=systemd:/init.sco
 
 @pytest.mark.parametrize(("outer", "inner"), [(900 * MIB, 300 * MIB), (300 * MIB, 900 * MIB)])
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_the_tightest_of_nested_limits_holds(cgroups: Cgroups, version: str, outer: int, inner: int) -> None:
+def test_the_tightest_of_nested_limits_holds(
+    cgroups: Cgroups, version: str, outer: int, inner: int
+) -> None:
     cgroups.join(*(V1_LINES if version == "v1" else ["0::/job/step"]))
     write = cgroups.v1 if version == "v1" else cgroups.v2
     write("/job", outer)
@@ -77,7 +79,9 @@ def test_what_the_kernel_can_reclaim_is_available(cgroups: Cgroups, version: str
     assert cgroups.available() == 0
 
 
-def test_the_ranks_of_a_host_share_its_memory(cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_host_share_its_memory(
+    cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cgroups.join("0::/job")
     cgroups.v2("/job", 300 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

@@ -170,7 +170,9 @@ def test_an_ambiguous_error_counts_if_the_allocator_has_refused_a_request() -> N
 
 def test_an_ambiguous_error_counts_if_little_is_free_for_libraries(others: Others) -> None:
     memory = CudaMemory(GPU)
-    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    error = RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    )
     assert not memory.refused(error)
     others.take(torch.cuda.mem_get_info(GPU)[0] - 20 * MIB)
     assert memory.refused(error)
@@ -199,13 +201,17 @@ def fraction(room_bytes: int) -> float:
 def find(room_bytes: int = GIB, **arguments: Any) -> AutoBatchResult:
     arguments.setdefault("target_memory_fraction", fraction(room_bytes))
     return auto_find_batch_size(
-        arguments.pop("step", step), make_batch, device=GPU,
+        arguments.pop("step", step),
+        make_batch,
+        device=GPU,
         **{"max_batch_size": None, "tolerance": 0.0, **arguments},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("is_absurd", [True, False])
-def test_a_size_that_asks_for_too_much_in_one_piece_counts_as_out_of_memory(is_absurd: bool) -> None:
+def test_a_size_that_asks_for_too_much_in_one_piece_counts_as_out_of_memory(
+    is_absurd: bool,
+) -> None:
     """For far more than there is, or for all that there is."""
     asked_bytes = 1 << 50 if is_absurd else CudaMemory(GPU).total_bytes
 
@@ -218,9 +224,13 @@ def test_a_size_that_asks_for_too_much_in_one_piece_counts_as_out_of_memory(is_a
 
 def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run: Run, tmp_path: Path) -> None:
     outcome = run(
-        *SMALL, "EXPERIMENT.DEVICE=cuda", "DATA.AUTOBATCH.ENABLED=True", "TRAIN.AMP=fp16",
-        f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION={fraction(GIB // 2)}", "DATA.AUTOBATCH.MAX_BATCH_SIZE=32",
-    )  # fmt: skip
+        *SMALL,
+        "EXPERIMENT.DEVICE=cuda",
+        "DATA.AUTOBATCH.ENABLED=True",
+        "TRAIN.AMP=fp16",
+        f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION={fraction(GIB // 2)}",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=32",
+    )
     assert outcome.code == 0, outcome.err
     found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
     assert found["environment"]["device"].startswith("cuda")
@@ -284,17 +294,25 @@ def test_whoever_arrives_before_the_confirmation_is_named_and_leaves_a_size_that
     result = find(target_memory_fraction=share, observer=Arriving(others, before, *arrivals))
     assert result.budget_bytes == undisturbed.budget_bytes - sum(arrivals)
     assert result.peak_bytes <= result.budget_bytes < undisturbed.peak_bytes
-    for part in (str(undisturbed.batch_size), "cuda:0", f"{CudaMemory(GPU).outside() / GIB:.2f} GiB"):
+    for part in (
+        str(undisturbed.batch_size),
+        "cuda:0",
+        f"{CudaMemory(GPU).outside() / GIB:.2f} GiB",
+    ):
         assert part in caplog.text
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_when_others_leave_nothing_the_error_names_what_they_hold(is_early: bool, others: Others) -> None:
+def test_when_others_leave_nothing_the_error_names_what_they_hold(
+    is_early: bool, others: Others
+) -> None:
     share = fraction(GIB)
     if is_early:
         others.take(GIB)
     with pytest.raises(AutoBatchError) as caught:
-        find(target_memory_fraction=share, observer=Arriving(others, 1, *([] if is_early else [GIB])))
+        find(
+            target_memory_fraction=share, observer=Arriving(others, 1, *([] if is_early else [GIB]))
+        )
     for part in ("cuda:0", f"{CudaMemory(GPU).outside() / GIB:.2f} GiB"):
         assert part in str(caught.value)
     assert "memory_limit_gb" not in str(caught.value)
@@ -347,4 +365,6 @@ def test_a_fraction_that_leaves_no_room_is_warned_about_once(
         find(target_memory_fraction=share, memory_limit_gb=limit_gb, max_batch_size=4)
     texts = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(texts) == num_warnings
-    assert all("0.97" in text and ("memory_limit_gb" in text) == (limit_gb == 0.5) for text in texts)
+    assert all(
+        "0.97" in text and ("memory_limit_gb" in text) == (limit_gb == 0.5) for text in texts
+    )

@@ -7,12 +7,32 @@ import pytest
 from linnaeus.autobatch.predict.gpus import BASE_MIB, GIB, GPUS, find_gpu
 
 CARD_GIB = {
-    "t4": 16, "v100-16gb": 16, "v100-32gb": 32, "a10": 24, "l4": 24, "a30": 24, "rtx-3090": 24,
+    "t4": 16,
+    "v100-16gb": 16,
+    "v100-32gb": 32,
+    "a10": 24,
+    "l4": 24,
+    "a30": 24,
+    "rtx-3090": 24,
     "rtx-4090": 24,
-    "rtx-5090": 32, "a100-40gb": 40, "l40s": 48, "h100-80gb": 80, "a100-80gb": 80, "rtx-2080-ti": 11,
-    "rtx-3080-10gb": 10, "rtx-3080-12gb": 12, "rtx-4070": 12, "rtx-4080": 16, "rtx-a5000": 24,
-    "rtx-a6000": 48, "a40": 48, "l40": 48, "rtx-6000-ada": 48, "h200": 141, "b200": 180,
-}  # fmt: skip
+    "rtx-5090": 32,
+    "a100-40gb": 40,
+    "l40s": 48,
+    "h100-80gb": 80,
+    "a100-80gb": 80,
+    "rtx-2080-ti": 11,
+    "rtx-3080-10gb": 10,
+    "rtx-3080-12gb": 12,
+    "rtx-4070": 12,
+    "rtx-4080": 16,
+    "rtx-a5000": 24,
+    "rtx-a6000": 48,
+    "a40": 48,
+    "l40": 48,
+    "rtx-6000-ada": 48,
+    "h200": 141,
+    "b200": 180,
+}
 """What is printed on the card."""
 
 
@@ -24,11 +44,18 @@ def test_torch_sees_a_little_less_than_the_card_has() -> None:
 
 def test_names() -> None:
     said_by_drivers = {
-        "NVIDIA GeForce RTX 4090": "rtx-4090", "Tesla T4": "t4", "A100_80GB": "a100-80gb",
-        "NVIDIA RTX A6000": "rtx-a6000", "NVIDIA RTX 6000 Ada Generation": "rtx-6000-ada",
-        "NVIDIA H200": "h200", "NVIDIA H100 80GB": "h100-80gb", "h100": "h100-80gb", "2080ti": "rtx-2080-ti",
-        "3090": "rtx-3090", "6000ada": "rtx-6000-ada",
-    }  # fmt: skip
+        "NVIDIA GeForce RTX 4090": "rtx-4090",
+        "Tesla T4": "t4",
+        "A100_80GB": "a100-80gb",
+        "NVIDIA RTX A6000": "rtx-a6000",
+        "NVIDIA RTX 6000 Ada Generation": "rtx-6000-ada",
+        "NVIDIA H200": "h200",
+        "NVIDIA H100 80GB": "h100-80gb",
+        "h100": "h100-80gb",
+        "2080ti": "rtx-2080-ti",
+        "3090": "rtx-3090",
+        "6000ada": "rtx-6000-ada",
+    }
     for typed, name in {**{name: name for name in GPUS}, **said_by_drivers}.items():
         found = find_gpu(typed)
         assert (found.name, found.total_bytes) == (name, GPUS[name])

@@ -33,7 +33,9 @@ NOISE = 8 * MIB  # what the rest of the process takes or gives back between two 
 @pytest.fixture(autouse=True)
 def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What else runs on this machine changes no budget."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=MACHINE, available=MACHINE))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(total=MACHINE, available=MACHINE)
+    )
 
 
 # -- the budget
@@ -44,7 +46,10 @@ def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(
     cgroups: Cgroups, fraction: float
 ) -> None:
     cgroups.memory()  # the first one loads libraries
-    total, others = min(2 * GIB, MACHINE // 8), MACHINE  # so much that the machine itself never decides
+    total, others = (
+        min(2 * GIB, MACHINE // 8),
+        MACHINE,
+    )  # so much that the machine itself never decides
     cgroups.join("0::/job")
     cgroups.v2("/job", total, used=others + resident_bytes() + 50 * MIB, inactive=50 * MIB)
     budget = cgroups.memory().budget(fraction, None)
@@ -57,7 +62,9 @@ def test_the_tightest_pool_decides_on_the_budget(cgroups: Cgroups) -> None:
     cgroups.join("0::/wide/narrow")
     cgroups.v2("/wide", wide, used=wide - 200 * MIB)
     cgroups.v2("/wide/narrow", narrow, used=0)
-    assert cgroups.memory().budget(1.0, None) == pytest.approx(resident_bytes() + 200 * MIB, abs=NOISE)
+    assert cgroups.memory().budget(1.0, None) == pytest.approx(
+        resident_bytes() + 200 * MIB, abs=NOISE
+    )
 
 
 def test_a_smaller_device_bounds_this_process_alone(cgroups: Cgroups) -> None:
@@ -75,9 +82,13 @@ def test_the_ranks_of_a_host_divide_the_budget_evenly(
     cgroups.v2("/job", total, used=used)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     parent = psutil.Process().parent()
-    family = sum(child.memory_info().rss for child in parent.children()) if parent else resident_bytes()
+    family = (
+        sum(child.memory_info().rss for child in parent.children()) if parent else resident_bytes()
+    )
     budget = cgroups.memory().budget(1.0, None)
-    assert (total - used + resident_bytes()) / 2 - NOISE <= budget <= (total - used + family) / 2 + GIB
+    assert (
+        (total - used + resident_bytes()) / 2 - NOISE <= budget <= (total - used + family) / 2 + GIB
+    )
 
 
 # -- the peak
@@ -171,7 +182,9 @@ def test_beside_compiled_code_a_tensor_that_stays_counts_once(memory: CpuMemory)
 
 def train_once() -> float:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         loss = model(torch.randn(4, 3, 8, 8)).square().mean()
@@ -197,7 +210,9 @@ def test_a_tensor_above_the_cap_is_refused_and_the_process_works_on(memory: CpuM
             assert allocate(10 * MIB).all()
             with pytest.raises(RuntimeError) as caught:
                 allocate(150 * MIB)
-            assert not isinstance(caught.value, MemoryError), "the system has refused it, not the count"
+            assert not isinstance(caught.value, MemoryError), (
+                "the system has refused it, not the count"
+            )
             assert memory.refused(caught.value)
             assert allocate(10 * MIB).all()
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
@@ -307,7 +322,9 @@ def test_convolutions_work_after_one_ran_out_of_memory(memory: CpuMemory) -> Non
 
     def convolve(channels: int) -> None:
         size = 16 + channels
-        nn.functional.conv2d(torch.ones(1, channels, size, size), torch.ones(channels, channels, 3, 3))
+        nn.functional.conv2d(
+            torch.ones(1, channels, size, size), torch.ones(channels, channels, 3, 3)
+        )
 
     def exhaust() -> int:
         refused = 0

@@ -55,7 +55,11 @@ def test_every_library_is_understood(message: str) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("of any kind"), MemoryError(), OSError(errno.ENOMEM, "", "/data/train.bin")],
+    [
+        torch.OutOfMemoryError("of any kind"),
+        MemoryError(),
+        OSError(errno.ENOMEM, "", "/data/train.bin"),
+    ],
     ids=repr,
 )
 def test_errors_of_the_right_type_need_no_text(error: BaseException) -> None:
@@ -77,13 +81,17 @@ def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
         RuntimeError(),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
-                     "dataloader's workers are out of shared memory."),
+        RuntimeError(
+            "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
+            "dataloader's workers are out of shared memory."
+        ),
         RuntimeError("Pin memory thread exited unexpectedly"),
         RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376"),
         RuntimeError("could not create a primitive"),
         RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+        ),
         RuntimeError("FIND was unable to find an engine to execute this computation"),
         RuntimeError("can't start new thread"),
         ValueError("out of memory"),
@@ -95,7 +103,7 @@ def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
         KeyboardInterrupt(),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_no_other_error_counts(error: BaseException | None) -> None:
     assert not is_out_of_memory(error)
     if error is not None:

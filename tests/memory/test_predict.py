@@ -25,10 +25,17 @@ PLAIN = AllocatorSettings()
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     with torch.device("meta"):
         model = nn.Sequential(
-            nn.Conv2d(3, 64, 3, stride=2), nn.BatchNorm2d(64), nn.ReLU(),
-            nn.Conv2d(64, 96, 3, padding=1), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(7), nn.Flatten(), nn.Linear(96 * 49, 500), nn.ReLU(), nn.Linear(500, 10),
-        )  # fmt: skip
+            nn.Conv2d(3, 64, 3, stride=2),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.Conv2d(64, 96, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(7),
+            nn.Flatten(),
+            nn.Linear(96 * 49, 500),
+            nn.ReLU(),
+            nn.Linear(500, 10),
+        )
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -60,7 +67,9 @@ def prediction() -> Prediction:
 
 
 @pytest.mark.parametrize("n", [1, 13, 1000])
-def test_a_replay_at_any_size_is_that_of_a_trace_at_this_size(prediction: Prediction, n: int) -> None:
+def test_a_replay_at_any_size_is_that_of_a_trace_at_this_size(
+    prediction: Prediction, n: int
+) -> None:
     direct = replay(Step().traced(n).events, PLAIN)
     assert prediction.reserved_bytes(n) == direct.peak_reserved_bytes
     assert prediction.peak_bytes(n) == 500 * MIB + direct.peak_reserved_bytes
@@ -84,7 +93,9 @@ def test_scores_of_all_pairs_grow_with_the_square(num_skipped: int) -> None:
 def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
     """The control of the test above: sizes are rounded up, blocks are cut and left over."""
     first, second = (prediction.reserved_bytes(n) for n in (8, 16))
-    assert any(prediction.reserved_bytes(n) != first + (second - first) * (n - 8) // 8 for n in (64, 1000))
+    assert any(
+        prediction.reserved_bytes(n) != first + (second - first) * (n - 8) // 8 for n in (64, 1000)
+    )
 
 
 def test_the_largest_size_is_within_its_bounds(prediction: Prediction) -> None:
@@ -109,7 +120,9 @@ FULL = {
 @pytest.mark.parametrize("case", FULL)
 def test_a_full_device(case: str) -> None:
     events, least_bytes = tuple(FULL[case][0]), (7 + FULL[case][1]) * MIB
-    prediction = Prediction.of(Trace(1, events), Trace(2, events), base_bytes=7 * MIB, settings=PLAIN)
+    prediction = Prediction.of(
+        Trace(1, events), Trace(2, events), base_bytes=7 * MIB, settings=PLAIN
+    )
     assert prediction.peak_within(1, least_bytes) == least_bytes
     assert prediction.peak_within(1, least_bytes - 1) is None
 
@@ -117,7 +130,9 @@ def test_a_full_device(case: str) -> None:
 def test_a_full_device_runs_more_samples_than_have_room(prediction: Prediction) -> None:
     limit_bytes = prediction.peak_bytes(100)
     found = prediction.largest(limit_bytes) or 0
-    assert found > 1.1 * (largest_within(range(1, 1000), limit_bytes, prediction.peak_bytes) or math.inf)
+    assert found > 1.1 * (
+        largest_within(range(1, 1000), limit_bytes, prediction.peak_bytes) or math.inf
+    )
     assert (prediction.peak_within(found, limit_bytes) or math.inf) <= limit_bytes
     assert prediction.peak_within(found + 1, limit_bytes) is None
     assert prediction.peak_within(40, limit_bytes) == prediction.peak_bytes(40), "it is not full"
@@ -136,7 +151,9 @@ def test_the_margin_multiplies_the_peak(prediction: Prediction) -> None:
     assert wide.safe_bytes(32) == int(1.5 * prediction.peak_bytes(32))
 
 
-def test_the_base_is_assumed_without_a_device_and_measured_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_is_assumed_without_a_device_and_measured_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     traces = [Step().traced(n) for n in (8, 16)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assumed = Prediction.of(*traces, settings=PLAIN)
@@ -174,22 +191,31 @@ def test_each_kind_of_convolution_has_its_workspace(
     kind: str, size: int, groups: int, options: dict[str, Any], borrows: bool
 ) -> None:
     """Copies of input, output and weight; or nothing."""
-    x, w = torch.empty(2, 4, 8, 8, device="meta"), torch.empty(4, 4 // groups, size, size, device="meta")
+    x, w = (
+        torch.empty(2, 4, 8, 8, device="meta"),
+        torch.empty(4, 4 // groups, size, size, device="meta"),
+    )
     x, w = x.to(**options), w.to(**options)
     assert conv_workspace_bytes(kind, x, w, x, groups) == borrows * (2 * x.nbytes + w.nbytes)
 
 
 def test_a_flush_gives_free_segments_back() -> None:
-    held, freed, later = (Event("allocate", *each) for each in ((1, 12 * MIB), (2, 30 * MIB), (3, 40 * MIB)))
+    held, freed, later = (
+        Event("allocate", *each) for each in ((1, 12 * MIB), (2, 30 * MIB), (3, 40 * MIB))
+    )
     release, flush = Event("release", 2), Event("flush")
     assert replay([held, freed, release, later], PLAIN).peak_reserved_bytes == (12 + 30 + 40) * MIB
-    assert replay([held, freed, release, flush, later], PLAIN).peak_reserved_bytes == (12 + 40) * MIB
+    assert (
+        replay([held, freed, release, flush, later], PLAIN).peak_reserved_bytes == (12 + 40) * MIB
+    )
 
 
 def test_each_convolution_of_cudnn_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1, groups=groups) for groups in (1, 1, 4)))
+        model = nn.Sequential(
+            *(nn.Conv2d(4, 4, 3, padding=1, groups=groups) for groups in (1, 1, 4))
+        )
 
     def flushes(dtype: torch.dtype) -> int:
         model.to(dtype)
@@ -197,19 +223,27 @@ def test_each_convolution_of_cudnn_is_timed_once(monkeypatch: pytest.MonkeyPatch
         found = trace(lambda x: model(x).sum().backward(), lambda n: batch, 2, state=model)
         return sum(event.kind == "flush" for event in found.events)
 
-    assert flushes(torch.float32) == 3  # output, both gradients; torch's own kernel for the depthwise one
+    assert (
+        flushes(torch.float32) == 3
+    )  # output, both gradients; torch's own kernel for the depthwise one
     assert flushes(torch.bfloat16) == 6
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     assert flushes(torch.float32) == 0
 
 
 @given(
-    st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 3000), st.integers(1, 8),
+    st.lists(st.integers(0, 50), min_size=1, max_size=60),
+    st.integers(0, 3000),
+    st.integers(1, 8),
     st.integers(1, 9),
-)  # fmt: skip
-def test_the_largest_size_within_a_budget(steps: list[int], budget: int, first: int, apart: int) -> None:
+)
+def test_the_largest_size_within_a_budget(
+    steps: list[int], budget: int, first: int, apart: int
+) -> None:
     """Against looking at every candidate, for needs that never fall."""
     candidates = [first + apart * index for index in range(len(steps))]
-    needs = dict(zip(candidates, (sum(steps[: index + 1]) for index in range(len(steps))), strict=True))
+    needs = dict(
+        zip(candidates, (sum(steps[: index + 1]) for index in range(len(steps))), strict=True)
+    )
     fitting = [size for size in candidates if needs[size] <= budget]
     assert largest_within(candidates, budget, needs.__getitem__) == max(fitting, default=None)

@@ -42,7 +42,9 @@ class Training:
         self.optimizer.zero_grad()
 
     def predicted(self) -> Prediction:
-        return predict_memory(self.step, lambda n: torch.randn(n, 513), state=(self.model, self.optimizer))
+        return predict_memory(
+            self.step, lambda n: torch.randn(n, 513), state=(self.model, self.optimizer)
+        )
 
     def sizes(self) -> list[int]:
         found = self.predicted()

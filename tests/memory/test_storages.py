@@ -31,7 +31,9 @@ def test_what_was_there_before_is_not_reported() -> None:
     with ledger:
         view = before[:10]
         before.add_(1)
-        flat = torch.ops.aten._unsafe_view(before, [10, 100])  # shares memory, and its schema does not say so
+        flat = torch.ops.aten._unsafe_view(
+            before, [10, 100]
+        )  # shares memory, and its schema does not say so
         assert not ledger.live
         after = view + 1
         assert ledger.live_bytes == after.nbytes
@@ -99,7 +101,11 @@ def test_peak_and_rest_of_a_training_step_agree_with_the_profiler(checkpointed: 
     def step() -> None:
         x = torch.randn(512, 256)
         for layer in layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+            x = (
+                torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+                if checkpointed
+                else layer(x)
+            )
         x.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -110,7 +116,9 @@ def test_peak_and_rest_of_a_training_step_agree_with_the_profiler(checkpointed: 
 
     step()
     forget()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False
+    ) as profiler:
         step()
     live = peak = 0
     for event in profiler.profiler.kineto_results.events():

@@ -47,7 +47,9 @@ def allocated(found: Trace, *operations: str) -> list[int]:
 
 def workspaces(found: Trace) -> list[int]:
     """What convolutions borrow in the second step."""
-    return [event.num_bytes for event in of_one_step(found) if event[::3] == ("borrow", "convolution")]
+    return [
+        event.num_bytes for event in of_one_step(found) if event[::3] == ("borrow", "convolution")
+    ]
 
 
 def run(forward: Callable[..., Tensor], *shapes: tuple[int, ...], **options: Any) -> Trace:
@@ -139,11 +141,20 @@ def framework_step(model: nn.Module, **options: Any) -> Callable[[Any], object]:
 
 
 def images(n: int, micro_batches: int = 1) -> list[Batch]:
-    return [Batch(torch.empty(n, 3, 8, 8), torch.zeros(n, dtype=torch.long)) for _ in range(micro_batches)]
+    return [
+        Batch(torch.empty(n, 3, 8, 8), torch.zeros(n, dtype=torch.long))
+        for _ in range(micro_batches)
+    ]
 
 
 def network() -> nn.Sequential:
-    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10)
+    layers = (
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 36, 10),
+    )
     return nn.Sequential(*layers)
 
 
@@ -160,78 +171,117 @@ PARTS: dict[str, tuple[Callable[[], Any], Any]] = {
     "fused attention": (lambda: max(allocated(attention(2, 4, 256, 8))), QUERY),
     "flash attention": (
         lambda: kernels(attention(2, 4, 256, 8, dtype=torch.bfloat16)),
-        {"flash_attention", "flash_attention_backward"}
+        {"flash_attention", "flash_attention_backward"},
     ),
     "efficient attention": (
-        lambda: kernels(attention(2, 4, 256, 8)), {"efficient_attention", "efficient_attention_backward"}
+        lambda: kernels(attention(2, 4, 256, 8)),
+        {"efficient_attention", "efficient_attention_backward"},
     ),
     # A product of the output and its gradient, which float32 computes before the kernel.
     "delta of attention": (lambda: allocated(attention(2, 4, 256, 8), "delta"), [QUERY]),
     # Five dimensions: scores, softmax, its masked result; in backward the gradients of the last two.
-    "attention of five dimensions": (lambda: allocated(attention(1, 2, 4, 256, 8)).count(SCORES), 5),
+    "attention of five dimensions": (
+        lambda: allocated(attention(1, 2, 4, 256, 8)).count(SCORES),
+        5,
+    ),
     # Output and mask, one byte each of the latter, then the gradient; the sum is what is left of 4 bytes.
     "dropout": (
-        lambda: sorted(allocated(run(lambda x: functional.dropout(x, 0.5), (1024,)), "native_dropout")),
-        [1024, 4096]
+        lambda: sorted(
+            allocated(run(lambda x: functional.dropout(x, 0.5), (1024,)), "native_dropout")
+        ),
+        [1024, 4096],
     ),
     "RMSNorm": (
         lambda: sorted(allocated(run(lambda x: functional.rms_norm(x, (64,)), (32, 64)))),
         # The loss and its gradient; the reciprocal deviation; x, its norm, the copied gradient, x's gradient.
-        [4, 4, 32 * 4, *[32 * 64 * 4] * 4]
+        [4, 4, 32 * 4, *[32 * 64 * 4] * 4],
     ),
     # Forward copies the input; backward copies it again, and the expanded gradient of the sum.
-    "LayerNorm of a strided input": (lambda: allocated(run(strided_norm, (2, 8, 16)), "copy"), [1024] * 3),
+    "LayerNorm of a strided input": (
+        lambda: allocated(run(strided_norm, (2, 8, 16)), "copy"),
+        [1024] * 3,
+    ),
     "convolution of a strided input": (
-        lambda: allocated(run(strided_conv, (2, 4, 8, 8), (3, 2, 1, 1)), "copy"), [1024, 1024, 384 * 4]
+        lambda: allocated(run(strided_conv, (2, 4, 8, 8), (3, 2, 1, 1)), "copy"),
+        [1024, 1024, 384 * 4],
     ),
     # For the gradient of the input, copies of input, output and weight.
     "workspaces of a convolution": (
-        lambda: workspaces(run(lambda x, w: functional.conv2d(x, w, stride=2), (2, 4, 9, 9), (3, 4, 3, 3))),
-        [4 * (2 * 4 * 81 + 2 * 3 * 16 + 3 * 4 * 9)]
+        lambda: workspaces(
+            run(lambda x, w: functional.conv2d(x, w, stride=2), (2, 4, 9, 9), (3, 4, 3, 3))
+        ),
+        [4 * (2 * 4 * 81 + 2 * 3 * 16 + 3 * 4 * 9)],
     ),
     "grouped 1x1 convolution": (
-        lambda: workspaces(run(lambda x, w: functional.conv2d(x, w, groups=2), (2, 4, 9, 9), (2, 2, 1, 1))),
-        [4 * (2 * 4 * 81 + 2 * 2 * 81 + 2 * 2)]
+        lambda: workspaces(
+            run(lambda x, w: functional.conv2d(x, w, groups=2), (2, 4, 9, 9), (2, 2, 1, 1))
+        ),
+        [4 * (2 * 4 * 81 + 2 * 2 * 81 + 2 * 2)],
     ),
     # Two bytes an element: x and w once each.
     "autocast of a linear layer": (
         lambda: allocated(under_autocast(functional.linear, (8, 100), (10, 100)), "_to_copy")[:2],
-        [1600, 2000]
+        [1600, 2000],
     ),
     # The weight is cast once for both, x twice; then the gradients are cast back: x twice, w once.
     "autocast keeps cast parameters": (
-        lambda: sorted(allocated(under_autocast(
-            lambda x, w: functional.linear(x * 1, w) + functional.linear(x * 1, w), (8, 100), (10, 100)
-        ), "_to_copy")),
-        [1600, 1600, 2000, 3200, 3200, 4000]
+        lambda: sorted(
+            allocated(
+                under_autocast(
+                    lambda x, w: functional.linear(x * 1, w) + functional.linear(x * 1, w),
+                    (8, 100),
+                    (10, 100),
+                ),
+                "_to_copy",
+            )
+        ),
+        [1600, 1600, 2000, 3200, 3200, 4000],
     ),
     "autocast of softmax": (
-        lambda: allocated(under_autocast(
-            lambda x, w: functional.softmax(functional.linear(x, w), -1), (8, 100), (10, 100)), "_softmax"),
-        [8 * 10 * 4]
+        lambda: allocated(
+            under_autocast(
+                lambda x, w: functional.softmax(functional.linear(x, w), -1), (8, 100), (10, 100)
+            ),
+            "_softmax",
+        ),
+        [8 * 10 * 4],
     ),
     "autocast of LayerNorm": (
-        lambda: allocated(under_autocast(
-            lambda x, w: functional.layer_norm(functional.linear(x, w), (10,)), (8, 100), (10, 100),
-        ), "native_layer_norm")[0],
-        8 * 10 * 4
+        lambda: allocated(
+            under_autocast(
+                lambda x, w: functional.layer_norm(functional.linear(x, w), (10,)),
+                (8, 100),
+                (10, 100),
+            ),
+            "native_layer_norm",
+        )[0],
+        8 * 10 * 4,
     ),
     # Forward and again in backward: the layer's input and weight.
     "autocast in a checkpoint": (
-        lambda: sorted(allocated(checkpointed(), "_to_copy"))[:4], [1600, 1600, 2000, 2000]
+        lambda: sorted(allocated(checkpointed(), "_to_copy"))[:4],
+        [1600, 1600, 2000, 2000],
     ),
     # One root for each parameter, all at once.
     "multi-tensor AdamW": (
-        lambda: sorted(allocated(optimized(torch.optim.AdamW), "_foreach_sqrt")), [400, 400_000]
+        lambda: sorted(allocated(optimized(torch.optim.AdamW), "_foreach_sqrt")),
+        [400, 400_000],
     ),
     "fused AdamW": (
-        lambda: allocated(optimized(lambda parameters: torch.optim.AdamW(parameters, fused=True)))
-        == allocated(optimized(torch.optim.SGD)), True
+        lambda: (
+            allocated(optimized(lambda parameters: torch.optim.AdamW(parameters, fused=True)))
+            == allocated(optimized(torch.optim.SGD))
+        ),
+        True,
     ),
     "multi-tensor SGD": (
-        lambda: sorted(allocated(optimized(
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)), "_foreach_add")),
-        [400, 400_000]
+        lambda: sorted(
+            allocated(
+                optimized(lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)),
+                "_foreach_add",
+            )
+        ),
+        [400, 400_000],
     ),
     "clipping": (lambda: allocated(optimized(torch.optim.SGD, clip=True), "_foreach_norm"), [4, 4]),
     # Four layers of 40,000 bytes: parameters, gradients and buckets, less biases and activations.
@@ -239,14 +289,20 @@ PARTS: dict[str, tuple[Callable[[], Any], Any]] = {
     # The gradients are in the buckets, but for the one that was computed last.
     "buckets as views": (lambda: in_buckets(Buckets(as_view=True)) // 40_000, 9),
     "workspace of cuBLAS": (
-        lambda: [event.num_bytes for event in optimized(torch.optim.SGD).events if event.label == "cublas"],
-        [1 << 20, 8_519_680] * 2
+        lambda: [
+            event.num_bytes
+            for event in optimized(torch.optim.SGD).events
+            if event.label == "cublas"
+        ],
+        [1 << 20, 8_519_680] * 2,
     ),
     "state": (
-        lambda: [event.num_bytes for event in optimized(torch.optim.SGD).events if event.label == "state"],
-        [400_000, 400]
+        lambda: [
+            event.num_bytes for event in optimized(torch.optim.SGD).events if event.label == "state"
+        ],
+        [400_000, 400],
     ),
-}  # fmt: skip
+}
 """What a trace says of a part of a step, and what it should say; without the part it says another thing."""
 
 
@@ -266,7 +322,10 @@ def test_the_peak_is_that_of_a_real_step_where_operators_are_the_same(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
     options = {"optimizer": optimizer, "clip_grad_norm": clip_grad_norm}
     found = trace.trace(
-        framework_step(model, **options), lambda n: images(n, num_micro_batches), 8, state=(model, optimizer)
+        framework_step(model, **options),
+        lambda n: images(n, num_micro_batches),
+        8,
+        state=(model, optimizer),
     )
     ledger = Ledger()
     step = framework_step(model, precision=Precision(torch.device("cpu")), **options)
@@ -287,10 +346,15 @@ def test_float16_with_a_scaler_takes_the_optimizer_step_and_a_second_trace_start
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("meta")  # type: ignore[arg-type]
     step = framework_step(
-        model, optimizer=optimizer, scaler=scaler, precision=Precision(META, torch.float16),
+        model,
+        optimizer=optimizer,
+        scaler=scaler,
+        precision=Precision(META, torch.float16),
         clip_grad_norm=1.0,
-    )  # fmt: skip
-    first, second = (trace.trace(step, images, 8, state=(model, optimizer, scaler)) for _ in range(2))
+    )
+    first, second = (
+        trace.trace(step, images, 8, state=(model, optimizer, scaler)) for _ in range(2)
+    )
     assert allocated(first, "_foreach_sqrt")
     assert not optimizer.state
     assert scaler._scale is None
@@ -301,10 +365,14 @@ def test_before_the_steps_only_what_is_still_held_counts() -> None:
     model = nn.Linear(1000, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     train = framework_step(model, optimizer=optimizer)
-    validate = ValidationStep(model, functional.cross_entropy, Precision(META), lambda *results: None)
+    validate = ValidationStep(
+        model, functional.cross_entropy, Precision(META), lambda *results: None
+    )
 
     def batch(n: int) -> list[Batch]:
-        return [Batch(torch.empty(n, 1000, device=META), torch.zeros(n, dtype=torch.long, device=META))]
+        return [
+            Batch(torch.empty(n, 1000, device=META), torch.zeros(n, dtype=torch.long, device=META))
+        ]
 
     def step(batches: list[Batch]) -> None:
         validate(batches[0])
@@ -330,7 +398,11 @@ def test_a_recurrent_layer_is_one_operation(name: str) -> None:
         layer.zero_grad()
 
     counts = [
-        len(trace.trace(step, lambda n, length=length: torch.empty(n, length, 16), 4, state=layer).events)  # type: ignore[misc]
+        len(
+            trace.trace(
+                step, lambda n, length=length: torch.empty(n, length, 16), 4, state=layer
+            ).events
+        )  # type: ignore[misc]
         for length in (5, 50)
     ]
     assert counts[0] == counts[1]
@@ -344,7 +416,9 @@ def test_the_state_is_left_as_it_was(fails: bool) -> None:
     model(torch.randn(4, 3, 8, 8)).sum().backward()
     optimizer.step()
     parameters = list(model.parameters())
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in parameters]))
+    before = copy.deepcopy(
+        (model.state_dict(), optimizer.state_dict(), [p.grad for p in parameters])
+    )
     random_state = torch.get_rng_state()
     model.eval()
 
@@ -377,7 +451,10 @@ def test_the_state_is_left_as_it_was(fails: bool) -> None:
         (lambda loss: loss[None][loss[None] > 0], "nonzero|index"),
         (lambda loss: loss[None].unique(), "unique"),
         (lambda loss: loss.detach().numpy(), "numpy"),
-        (lambda loss: functional.nll_loss(loss.repeat(2, 1), torch.tensor([0, 0])), "makes on the CPU"),
+        (
+            lambda loss: functional.nll_loss(loss.repeat(2, 1), torch.tensor([0, 0])),
+            "makes on the CPU",
+        ),
     ],
 )
 def test_what_needs_values_is_an_error_that_names_the_operation(
@@ -424,7 +501,9 @@ def made_there(x: Tensor, labels: Tensor) -> Tensor:
 def logged(x: Tensor, labels: Tensor) -> Tensor:
     loss = x.exp().mean()
     history = [loss.item(), *loss[None].tolist(), loss.detach().cpu()]
-    print(f"{loss:.3f} {sum(history[:2]) / 2:.2f} {round(loss.item(), 2)} {100 * (x > 0).sum().item():.0f}")
+    print(
+        f"{loss:.3f} {sum(history[:2]) / 2:.2f} {round(loss.item(), 2)} {100 * (x > 0).sum().item():.0f}"
+    )
     return x[:5]
 
 

@@ -25,17 +25,26 @@ FAMILIES = ("test_resnet", "test_vit", "test_convnext", "test_efficientnet")
 
 
 class Recorder(nn.Module):
-    def __init__(self, width: int, num_classes: Any, in_chans: int = 0, img_size: Any = None) -> None:
+    def __init__(
+        self, width: int, num_classes: Any, in_chans: int = 0, img_size: Any = None
+    ) -> None:
         super().__init__()
         self.given = (width, num_classes, in_chans, img_size)
 
 
 @pytest.mark.parametrize(
     ("name", "in_chans", "img_size"),
-    [("test_resnet", 1, (48, 64)), ("test_vit", 5, (48, 64)), ("test_convnext", 1, (32, 32)),
-     ("test_efficientnet", 5, (32, 32)), ("test_resnet", 3, (32, 32))],
-)  # fmt: skip
-def test_channels_and_size_come_from_the_data(name: str, in_chans: int, img_size: tuple[int, int]) -> None:
+    [
+        ("test_resnet", 1, (48, 64)),
+        ("test_vit", 5, (48, 64)),
+        ("test_convnext", 1, (32, 32)),
+        ("test_efficientnet", 5, (32, 32)),
+        ("test_resnet", 3, (32, 32)),
+    ],
+)
+def test_channels_and_size_come_from_the_data(
+    name: str, in_chans: int, img_size: tuple[int, int]
+) -> None:
     model = build(name, in_chans=in_chans, img_size=img_size)
     outputs = model(torch.randn(2, in_chans, *img_size))
     assert [tuple(logits.shape) for logits in outputs] == [(2, 2), (2, 3)]
@@ -54,7 +63,10 @@ def test_a_model_is_built_from_the_seed_in_training_mode_and_its_statistics_unto
 
 
 def test_heads_see_dropped_features_in_training_only() -> None:
-    model, images = HierarchicalClassifier(nn.Flatten(), 4, [2, 3], drop_rate=0.5), torch.ones(64, 1, 2, 2)
+    model, images = (
+        HierarchicalClassifier(nn.Flatten(), 4, [2, 3], drop_rate=0.5),
+        torch.ones(64, 1, 2, 2),
+    )
     assert not torch.equal(model(images)[1], model.heads[1](torch.ones(64, 4)))
     assert torch.equal(model.eval()(images)[1], model.heads[1](torch.ones(64, 4)))
 
@@ -68,16 +80,23 @@ def save(state: dict[str, Tensor], path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_classes", "file"),
-    [*((name, 1000, "weights.pth") for name in FAMILIES), ("test_resnet", 0, "weights.safetensors")],
+    [
+        *((name, 1000, "weights.pth") for name in FAMILIES),
+        ("test_resnet", 0, "weights.safetensors"),
+    ],
 )
-def test_weights_come_from_a_local_file(tmp_path: Path, name: str, num_classes: int, file: str) -> None:
+def test_weights_come_from_a_local_file(
+    tmp_path: Path, name: str, num_classes: int, file: str
+) -> None:
     torch.manual_seed(7)
     source = timm.create_model(name, num_classes=num_classes, **size_of(name))
     save(source.state_dict(), tmp_path / file)
     model = build(name, WEIGHTS=str(tmp_path / file))
     found, expected = model.backbone.state_dict(), source.state_dict()
     assert all(torch.equal(found[key], expected[key]) for key in found)
-    assert all(torch.equal(a.weight, b.weight) for a, b in zip(model.heads, build(name).heads, strict=True))
+    assert all(
+        torch.equal(a.weight, b.weight) for a, b in zip(model.heads, build(name).heads, strict=True)
+    )
 
 
 def size_of(name: str) -> dict[str, int]:
@@ -121,7 +140,9 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name: str) ->
 @pytest.mark.parametrize(
     ("taxonomy", "num_classes"), [(ONE_RANK, 3), (TWO_RANKS, {"family": 2, "species": 3})]
 )
-def test_a_users_model_is_offered_what_the_data_is_like(taxonomy: Taxonomy, num_classes: Any) -> None:
+def test_a_users_model_is_offered_what_the_data_is_like(
+    taxonomy: Taxonomy, num_classes: Any
+) -> None:
     node = {"_target_": f"{__name__}.Recorder", "width": 7, "in_chans": 9}
     model, _ = build_model(node, taxonomy=taxonomy, in_chans=1, img_size=(32, 48))
     assert isinstance(model, Recorder)
@@ -132,10 +153,14 @@ def test_a_users_model_is_offered_what_the_data_is_like(taxonomy: Taxonomy, num_
 def test_a_model_of_a_folder_is_built_without_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     source = timm.create_model("test_vit", pretrained=False, img_size=32, in_chans=1)
-    timm.models.save_for_hf(source, folder, model_args={"img_size": 32, "in_chans": 1, "qkv_bias": False})
+    timm.models.save_for_hf(
+        source, folder, model_args={"img_size": 32, "in_chans": 1, "qkv_bias": False}
+    )
     node = ModelConfig(NAME=f"local-dir:{folder}")
     nothing = TensorDataset(torch.empty(0))
-    data = DataBundle(nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs)
+    data = DataBundle(
+        nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs
+    )
     model, _ = build_model(node, taxonomy=TAXONOMY, in_chans=1, img_size=(32, 32))
     spec = ModelSpec.from_dict(ModelSpec.of(node, data).as_dict())
     folder.rename(tmp_path / "moved")

@@ -75,7 +75,11 @@ class Strange(nn.Module):
         self.table = nn.Embedding(30, 8, padding_idx=3)
         self.tied = nn.Linear(8, 30, bias=False)
         self.tied.weight = self.table.weight
-        self.square, self.sparse, self.kernel = nn.Linear(16, 16), nn.Linear(16, 16), nn.Conv2d(8, 8, 3)
+        self.square, self.sparse, self.kernel = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Conv2d(8, 8, 3),
+        )
         self.scale = nn.Parameter(0.1 * torch.ones(128))
         self.register_buffer("ramp", torch.linspace(0, 1, 12).outer(torch.arange(12.0)))
         nn.init.orthogonal_(self.square.weight)
@@ -104,7 +108,9 @@ def test_writes_through_views_values_in_python_and_copies() -> None:
     assert values["kernel.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("options", [{}, {"WEIGHTS": "file"}, {"HEAD": "marginal"}, {"LORA": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"WEIGHTS": "file"}, {"HEAD": "marginal"}, {"LORA": 4}], ids=str
+)
 def test_the_model_of_a_run(tmp_path: Path, options: dict[str, Any]) -> None:
     name = "test_vit"
     if "WEIGHTS" in options:

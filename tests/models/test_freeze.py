@@ -41,14 +41,33 @@ def in_eval(model: nn.Module) -> set[str]:
     ("freeze", "names", "modules"),
     [
         ("none", set(), set()),
-        ("backbone", {"backbone.*"}, {"backbone", "backbone.0", "backbone.0.0", "backbone.0.1",
-                                      "backbone.0.2", "backbone.1", "backbone.2"}),
-        ("backbone.0.*", {"backbone.0.*"}, {"backbone.0", "backbone.0.0", "backbone.0.1", "backbone.0.2"}),
-        (["backbone.0.0.*", "backbone.2.weight"], {"backbone.0.0.*", "backbone.2.weight"}, {"backbone.0.0"}),
+        (
+            "backbone",
+            {"backbone.*"},
+            {
+                "backbone",
+                "backbone.0",
+                "backbone.0.0",
+                "backbone.0.1",
+                "backbone.0.2",
+                "backbone.1",
+                "backbone.2",
+            },
+        ),
+        (
+            "backbone.0.*",
+            {"backbone.0.*"},
+            {"backbone.0", "backbone.0.0", "backbone.0.1", "backbone.0.2"},
+        ),
+        (
+            ["backbone.0.0.*", "backbone.2.weight"],
+            {"backbone.0.0.*", "backbone.2.weight"},
+            {"backbone.0.0"},
+        ),
         ("*.bias", {"*.bias"}, set()),
     ],
     ids=["none", "backbone", "a layer", "a list", "parts of modules"],
-)  # fmt: skip
+)
 def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(
     freeze: Any, names: set[str], modules: set[str]
 ) -> None:

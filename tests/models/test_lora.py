@@ -19,10 +19,17 @@ OPTIONS = (*SMALL, "MODEL.NAME=test_vit", "MODEL.LORA.RANK=4", "MODEL.LORA.ALPHA
 
 def test_adapters_train_resume_and_are_merged(run: Run, tmp_path: Path) -> None:
     options = (
-        *OPTIONS, "MODEL.LORA.DROPOUT=0.1", "TRAIN.EMA.ENABLED=True", "TRAIN.GRADIENT_CHECKPOINTING=True",
-        "OPTIMIZER.LAYER_DECAY=0.7", "TRAIN.CHECKPOINT_EVERY_STEPS=1", "TRAIN.KEEP_CHECKPOINTS=99",
-        "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=1", "DATA.DATASET.NUM_SAMPLES=48",
-    )  # fmt: skip
+        *OPTIONS,
+        "MODEL.LORA.DROPOUT=0.1",
+        "TRAIN.EMA.ENABLED=True",
+        "TRAIN.GRADIENT_CHECKPOINTING=True",
+        "OPTIMIZER.LAYER_DECAY=0.7",
+        "TRAIN.CHECKPOINT_EVERY_STEPS=1",
+        "TRAIN.KEEP_CHECKPOINTS=99",
+        "TRAIN.AUTO_RESUME=True",
+        "TRAIN.EPOCHS=1",
+        "DATA.DATASET.NUM_SAMPLES=48",
+    )
     outcome = run(*options, "EXPERIMENT.NAME=whole")
     assert outcome.code == 0, outcome.err
     whole, resumed = tmp_path / "runs/whole", tmp_path / "runs/resumed"
@@ -47,7 +54,9 @@ def test_adapters_train_resume_and_are_merged(run: Run, tmp_path: Path) -> None:
     assert_same_bits(saved.backbone, dict(merged.model.get_submodule("backbone").state_dict()))
 
 
-def test_a_run_that_cannot_be_adapted_ends_with_one_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_adapted_ends_with_one_error(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for wrong, named in (
         (("MODEL.FREEZE=backbone",), "MODEL.FREEZE"),
         (("TRAIN.UNFREEZE_EPOCH=2",), "TRAIN.UNFREEZE_EPOCH"),

@@ -21,7 +21,9 @@ COUNTS = (2, 4, 6)
 NESTED: Parents = ((0, 0, 1, 1), (0, 0, 1, 2, 3, 3))
 
 
-def make_head(parents: Parents = NESTED, counts: tuple[int, ...] = COUNTS, scale: float = 1) -> MarginalHead:
+def make_head(
+    parents: Parents = NESTED, counts: tuple[int, ...] = COUNTS, scale: float = 1
+) -> MarginalHead:
     torch.manual_seed(0)
     head = MarginalHead(5, counts, parents).double()
     with torch.no_grad():
@@ -30,7 +32,9 @@ def make_head(parents: Parents = NESTED, counts: tuple[int, ...] = COUNTS, scale
 
 
 def features(num_samples: int = 3) -> Tensor:
-    return torch.randn(num_samples, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        num_samples, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def by_hand(head: MarginalHead, inputs: Tensor, parents: Parents) -> list[Tensor]:
@@ -69,7 +73,9 @@ def test_very_sure_outputs_are_finite_and_so_are_their_gradients() -> None:
     head = make_head(scale=1e4)
     outputs = head(features())
     assert max(float(-output.detach().min()) for output in outputs) > 1e3
-    loss = TaxonomicCrossEntropy(["a", "b", "c"], [1.0] * 3)(outputs, torch.zeros(3, 3, dtype=torch.long))
+    loss = TaxonomicCrossEntropy(["a", "b", "c"], [1.0] * 3)(
+        outputs, torch.zeros(3, 3, dtype=torch.long)
+    )
     loss.backward()
     assert torch.isfinite(loss)
     assert head.leaves.weight.grad is not None

@@ -42,8 +42,11 @@ KEYS: dict[str, dict[str, Any]] = {
     "marginal head": {"HEAD": "marginal", "taxonomy": Taxonomy(TWO_RANKS.levels)},
 }
 FREEZING: dict[str, Any] = {
-    "module": "bacbone", "list": ["backbone", "heads.1"], "everything": "*", "pattern": "bakcbone.0.*"
-}  # fmt: skip
+    "module": "bacbone",
+    "list": ["backbone", "heads.1"],
+    "everything": "*",
+    "pattern": "bakcbone.0.*",
+}
 
 
 @pytest.fixture
@@ -85,19 +88,25 @@ def of_files(folder: Path, tmp_path: Path) -> dict[str, str]:
     return found
 
 
-def test_messages(golden: Golden, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(
+    golden: Golden, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     messages = {f"error: {title}": error_of(build, **keys) for title, keys in KEYS.items()}
     messages["error: no labels"] = error_of(own, ModelConfig(), taxonomy=None)
     messages["error: no images"] = error_of(own, ModelConfig(), in_chans=None, img_size=None)
     messages["error: own, no module"] = error_of(own, {"_target_": OWN})
     messages["error: own, missing"] = error_of(own, {"_target_": f"{OWN}s"})
     messages["error: own, arguments"] = error_of(own, {"_target_": "torch.nn.Linear", "width": 3})
-    messages["error: checkpointing"] = error_of(set_gradient_checkpointing, nn.Sequential(nn.Linear(2, 2)))
+    messages["error: checkpointing"] = error_of(
+        set_gradient_checkpointing, nn.Sequential(nn.Linear(2, 2))
+    )
     for title, freeze in FREEZING.items():
         messages[f"error: freeze, {title}"] = error_of(
             build_freezing, ModelConfig(FREEZE=freeze), build(), None
         )
-    messages["error: freeze, own"] = error_of(build_freezing, {"_target_": "a.B"}, nn.Linear(1, 1), 2)
+    messages["error: freeze, own"] = error_of(
+        build_freezing, {"_target_": "a.B"}, nn.Linear(1, 1), 2
+    )
     messages |= {f"error: {title}": text for title, text in of_files(folder, tmp_path).items()}
 
     def refuse(*_: object, **__: object) -> None:
@@ -122,4 +131,6 @@ def test_messages(golden: Golden, folder: Path, tmp_path: Path, monkeypatch: pyt
 
 def plain(text: str) -> str:
     """Without what differs between versions of torch."""
-    return re.sub(r"(RuntimeError|UnpicklingError|TypeError): .*?(?=\); save|\)$|$)", r"\1: ...", text)
+    return re.sub(
+        r"(RuntimeError|UnpicklingError|TypeError): .*?(?=\); save|\)$|$)", r"\1: ...", text
+    )

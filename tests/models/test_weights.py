@@ -22,7 +22,9 @@ from tests.helpers.small_models import built
 FAMILIES = BEFORE.levels[0]
 SAME_NAMES = Taxonomy((FAMILIES, Level("species", ("wolf", "lion", "lynx"))), ((1, 0, 0),))
 OTHER_NAMES = Taxonomy((FAMILIES, Level("species", ("lion", "lynx", "fox"))), ((0, 0, 1),))
-MORE_NAMES = Taxonomy((FAMILIES, Level("species", ("lion", "lynx", "wolf", "fox"))), ((0, 0, 1, 1),))
+MORE_NAMES = Taxonomy(
+    (FAMILIES, Level("species", ("lion", "lynx", "wolf", "fox"))), ((0, 0, 1, 1),)
+)
 
 
 def source_model(seed: int = 7, in_chans: int = 3) -> HierarchicalClassifier:
@@ -34,7 +36,9 @@ def source_model(seed: int = 7, in_chans: int = 3) -> HierarchicalClassifier:
     return model
 
 
-def checkpoint(model: nn.Module, average: nn.Module | None = None, spec: Taxonomy | None = None) -> Any:
+def checkpoint(
+    model: nn.Module, average: nn.Module | None = None, spec: Taxonomy | None = None
+) -> Any:
     state: dict[str, Any] = {"model": model.state_dict(), "optimizer": {}}
     if average is not None:
         state["ema"] = {"module": average.state_dict(), "num_updates": 3}
@@ -50,7 +54,11 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path: Path) -
     folder.mkdir(parents=True)
     last, best = source_model(1, in_chans=1), source_model(2, in_chans=1)
     # A run killed while it saved may have no more than `previous.pt`.
-    for name, source, average in (("previous", last, None), ("last", last, None), ("best", last, best)):
+    for name, source, average in (
+        ("previous", last, None),
+        ("last", last, None),
+        ("best", last, best),
+    ):
         torch.save(checkpoint(source, average), folder / f"{name}.pt")
         model, line = built(in_chans=1, WEIGHTS=str(folder.parent))
         expected = (average or source).state_dict()
@@ -103,10 +111,15 @@ def test_state_dicts_of_a_whole_model_in_their_wrappings(
     tmp_path: Path, prefix: str, nested: str | None
 ) -> None:
     source = source_model()
-    state: dict[str, Any] = {f"{prefix}{name}": value for name, value in source.state_dict().items()}
+    state: dict[str, Any] = {
+        f"{prefix}{name}": value for name, value in source.state_dict().items()
+    }
     torch.save(state if nested is None else {nested: state, "epoch": 3}, tmp_path / "a.pth")
     model, _ = built(WEIGHTS=str(tmp_path / "a.pth"))
-    assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, source.state_dict()[name])
+        for name, tensor in model.state_dict().items()
+    )
 
 
 def test_nothing_is_read_where_a_checkpoint_replaces_the_weights() -> None:
@@ -133,7 +146,12 @@ def data_of(mean: Any = None, std: Any = None, channels: int = 3) -> DataConfig:
         (ModelConfig(NAME="resnet18"), data_of(), (None, None), False),
         (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(), IMAGENET, False),
         (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(*IMAGENET), IMAGENET, False),
-        (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of([0.5] * 3), ([0.5] * 3, IMAGENET[1]), True),
+        (
+            ModelConfig(NAME="resnet18", PRETRAINED=True),
+            data_of([0.5] * 3),
+            ([0.5] * 3, IMAGENET[1]),
+            True,
+        ),
         (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(channels=5), (None, None), False),
         ({"_target_": "torch.nn.Linear"}, data_of(), (None, None), False),
     ],

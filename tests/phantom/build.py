@@ -19,12 +19,28 @@ ROOT = HERE.parents[1]
 BUILDS = ROOT / "build" / "phantom"
 PARTS = ("runtime", "libraries", "nccl")
 HEADERS = ("nvidia/cu13", "nvidia/cudnn", "nvidia/nccl", "triton/backends/nvidia")
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-Wall", "-Wno-attributes", "-fvisibility=hidden", "-pthread")
+FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-Wall",
+    "-Wno-attributes",
+    "-fvisibility=hidden",
+    "-pthread",
+)
 
-OF_CUDA = re.compile(r"(__cuda|cuda|cudnn|cublas|nccl|cufft|cusparse|cusolver|cupti|cu[A-Z]|cuFile)")
+OF_CUDA = re.compile(
+    r"(__cuda|cuda|cudnn|cublas|nccl|cufft|cusparse|cusolver|cupti|cu[A-Z]|cuFile)"
+)
 ON_TWO_RANKS = (
-    "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python", sys.executable, "-c",
-)  # fmt: skip
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node=2",
+    "--no-python",
+    sys.executable,
+    "-c",
+)
 """Arguments of Python before a program that two ranks run."""
 
 
@@ -42,7 +58,9 @@ def library() -> Path:
     if shutil.which("g++") is None or shutil.which("nm") is None:
         raise CannotBuildError("a phantom GPU needs g++ and binutils, which are not installed")
     if not all((site / name / "include").is_dir() for name in HEADERS):
-        raise CannotBuildError("a phantom GPU needs the torch for CUDA 13 that pip installs on Linux")
+        raise CannotBuildError(
+            "a phantom GPU needs the torch for CUDA 13 that pip installs on Linux"
+        )
     sources = sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "build.py"))
     content = b"".join(path.read_bytes() for path in sources)
     try:
@@ -92,8 +110,13 @@ def on_phantoms(*arguments: str, **settings: object) -> str:
         env = {**environment(dir=folder, **settings), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, *arguments],
-            env=env, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-        )  # fmt: skip
+            env=env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -101,7 +124,9 @@ def on_phantoms(*arguments: str, **settings: object) -> str:
 def _build(folder: Path, site: Path) -> None:
     include = [f"-I{HERE}", *(f"-isystem{site / name / 'include'}" for name in HEADERS)]
     compilers = [
-        subprocess.Popen(["g++", *FLAGS, *include, "-c", HERE / f"{part}.cpp", "-o", folder / f"{part}.o"])
+        subprocess.Popen(
+            ["g++", *FLAGS, *include, "-c", HERE / f"{part}.cpp", "-o", folder / f"{part}.o"]
+        )
         for part in PARTS
     ]
     if sum(compiler.wait() != 0 for compiler in compilers):
@@ -111,8 +136,13 @@ def _build(folder: Path, site: Path) -> None:
     stubs = folder / "stubs.o"
     subprocess.run(["gcc", "-O1", "-fPIC", "-w", "-c", folder / "stubs.c", "-o", stubs], check=True)
     linked = folder / "libphantom_cuda.so"
-    subprocess.run(["g++", "-shared", "-o", linked, *objects, stubs, "-ldl", "-pthread"], check=True)
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # by which torch and others open the driver and NVML
+    subprocess.run(
+        ["g++", "-shared", "-o", linked, *objects, stubs, "-ldl", "-pthread"], check=True
+    )
+    for name in (
+        "libcuda.so.1",
+        "libnvidia-ml.so.1",
+    ):  # by which torch and others open the driver and NVML
         (folder / name).symlink_to(linked.name)
 
 
@@ -121,7 +151,9 @@ def _stubs(torch_libraries: Path, objects: list[Path]) -> str:
     needed: set[str] = set()
     for path in sorted(torch_libraries.glob("lib*.so*")):
         if re.match(r"lib(torch|c10|caffe2)", path.name) and "nvshmem" not in path.name:
-            needed |= {name for name in _symbols("-D", "--undefined-only", path) if OF_CUDA.match(name)}
+            needed |= {
+                name for name in _symbols("-D", "--undefined-only", path) if OF_CUDA.match(name)
+            }
     defined = set().union(*(_symbols("--defined-only", path) for path in objects))
     lines = [
         f'__attribute__((visibility("default"))) int {name}() {{ static int told; '

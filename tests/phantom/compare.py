@@ -46,11 +46,15 @@ def main() -> None:
     parser.add_argument("--amp", choices=FORMATS, default="float32")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW")
     for name in FEATURES:
-        parser.add_argument(f"--{name}", action="append_const", const=name, dest="features", default=[])
+        parser.add_argument(
+            f"--{name}", action="append_const", const=name, dest="features", default=[]
+        )
     parser.add_argument("--benchmark", action="store_true")
     parser.add_argument("--shards", type=int, default=0)
     options = parser.parse_args()
-    case = Case(options.model, options.amp, options.optimizer, tuple(options.features), options.shards)
+    case = Case(
+        options.model, options.amp, options.optimizer, tuple(options.features), options.shards
+    )
     torch.backends.cudnn.benchmark = options.benchmark
     with fake_job(case.shards) if case.shards else contextlib.nullcontext():
         compare(case, options.sizes)
@@ -59,7 +63,9 @@ def main() -> None:
 def compare(case: Case, sizes: list[int]) -> None:
     real = {n: measured(case, n) for n in sizes}
     training = Training(case)
-    found = predict(training.step, lambda n: training.batch(n, "meta"), state=training.state, base_bytes=0)
+    found = predict(
+        training.step, lambda n: training.batch(n, "meta"), state=training.state, base_bytes=0
+    )
     for n, num_bytes in real.items():
         predicted = found.reserved_bytes(n)
         print(

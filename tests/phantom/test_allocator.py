@@ -35,7 +35,9 @@ print(refused, torch.cuda.memory_stats()["num_alloc_retries"])
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("expandable", [False, True])
-def test_a_full_card_serves_and_refuses_the_same(expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_card_serves_and_refuses_the_same(
+    expandable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With expandable segments a fraction counts requests, not pages; there, others hold the rest."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
     fraction, others = ("1", 63) if expandable else ("0.015625", 0)

@@ -10,7 +10,10 @@ from torch import nn
 
 from tests.phantom.build import ON_TWO_RANKS, on_phantoms
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 MIB = 1 << 20
 
@@ -52,7 +55,11 @@ def trained(amp: torch.dtype | None, **options: Any) -> list[float]:
     """The losses of some steps."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10)
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 10),
     ).cuda()
     images, labels = torch.randn(32, 3, 8, 8).cuda(), torch.randint(0, 10, (32,)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)

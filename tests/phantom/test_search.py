@@ -9,7 +9,10 @@ import torch
 
 from tests.phantom.build import ON_TWO_RANKS, on_phantoms
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 SEARCH = """
 import torch
@@ -64,7 +67,9 @@ print(size, *(reserved(n) <= most for n in (size, size + 1, int(1.02 * size) + 1
 
 
 @pytest.mark.parametrize("segments", ["False", "True"])
-def test_a_search_finds_what_training_can_use(segments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_finds_what_training_can_use(
+    segments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the tolerance 0, the next size does not fit in training; negative control: 2 % above breaks it."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{segments}")
     size, fits, next_fits, far_fits, kept = on_phantoms("-c", SEARCH, total_gib=8).split()

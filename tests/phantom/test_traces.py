@@ -51,12 +51,22 @@ def borrowed(x: torch.Tensor, dims: tuple[int, ...]) -> int:
 @pytest.mark.parametrize(
     ("shape", "dims"),
     [
-        ((4728, 3072), (0,)), ((4728, 768), (0,)), ((8192, 8192), (0,)), ((1000, 10), (0,)),
-        ((10**5, 10), (0,)), ((10**6, 3), (0,)), ((24, 3, 224, 224), (0, 1, 2, 3)),
-        ((24, 3, 224, 224), (0, 2, 3)), ((24, 96, 56, 56), (0, 2, 3)), ((64, 1000), (1,)), ((7, 10**6), (1,)),
+        ((4728, 3072), (0,)),
+        ((4728, 768), (0,)),
+        ((8192, 8192), (0,)),
+        ((1000, 10), (0,)),
+        ((10**5, 10), (0,)),
+        ((10**6, 3), (0,)),
+        ((24, 3, 224, 224), (0, 1, 2, 3)),
+        ((24, 3, 224, 224), (0, 2, 3)),
+        ((24, 96, 56, 56), (0, 2, 3)),
+        ((64, 1000), (1,)),
+        ((7, 10**6), (1,)),
     ],
-)  # fmt: skip
-def test_scratch_of_reductions(shape: tuple[int, ...], dims: tuple[int, ...], dtype: torch.dtype) -> None:
+)
+def test_scratch_of_reductions(
+    shape: tuple[int, ...], dims: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x = torch.empty(shape, dtype=dtype, device="cuda")
     assert borrowed(x, dims) == Reduction.of(x, dims).scratch_bytes()
     if len(shape) == 4:

@@ -30,15 +30,22 @@ class Layer(nn.ModuleDict):
     """A layer of `Gpt`."""
 
     def __init__(self, width: int, heads: int) -> None:
-        super().__init__({
-            "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width),
-            "out": nn.Linear(width, width), "norm2": nn.LayerNorm(width),
-            "up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width),
-        })  # fmt: skip
+        super().__init__(
+            {
+                "norm1": nn.LayerNorm(width),
+                "qkv": nn.Linear(width, 3 * width),
+                "out": nn.Linear(width, width),
+                "norm2": nn.LayerNorm(width),
+                "up": nn.Linear(width, 4 * width),
+                "down": nn.Linear(4 * width, width),
+            }
+        )
         self.heads = heads
 
     def forward(self, z: Tensor) -> Tensor:
-        q, k, v = self["qkv"](self["norm1"](z)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self["qkv"](self["norm1"](z)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         z = z + self["out"](y.transpose(1, 2).flatten(2))
         result: Tensor = z + self["down"](functional.gelu(self["up"](self["norm2"](z))))
@@ -96,7 +103,9 @@ class Training:
         self.model = model or case.built()
         if case.shards:
             kind = "bf16" if case.format == "bf16" else "fp32"
-            world = World(torch.device(device), world_size=case.shards, local_world_size=case.shards)
+            world = World(
+                torch.device(device), world_size=case.shards, local_world_size=case.shards
+            )
             config = DistConfig(SHARDING="full", PARAM_DTYPE=kind)
             shard(self.model, FileBacked(), config, world, with_average=False)
         self.model.to(device)
@@ -129,7 +138,9 @@ class Training:
                     with torch.no_grad():
                         self.model(batch[0])
                     return
-                loss = functional.cross_entropy(self.model(batch[0]).flatten(0, -2), batch[1].flatten())
+                loss = functional.cross_entropy(
+                    self.model(batch[0]).flatten(0, -2), batch[1].flatten()
+                )
             self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -30,20 +30,39 @@ LIMIT_BYTES = float(os.environ.get("PHANTOM_VALUES_MIB", "4")) * 2**20
 
 aten = torch.ops.aten
 NOT_REPEATED = {
-    "_efficientzerotensor", "_local_scalar_dense", "_nested_compute_contiguous_strides_offsets",
-    "_nested_view_from_buffer", "_pin_memory", "_reshape_alias", "as_strided", "empty", "empty_strided",
-    "is_pinned", "is_set_to", "record_stream", "resize_", "set_", "unfold", "view", "view_as_complex",
+    "_efficientzerotensor",
+    "_local_scalar_dense",
+    "_nested_compute_contiguous_strides_offsets",
+    "_nested_view_from_buffer",
+    "_pin_memory",
+    "_reshape_alias",
+    "as_strided",
+    "empty",
+    "empty_strided",
+    "is_pinned",
+    "is_set_to",
+    "record_stream",
+    "resize_",
+    "set_",
+    "unfold",
+    "view",
+    "view_as_complex",
     "view_as_real",
-}  # fmt: skip
+}
 """Operations without a kernel, and those that do their work on a phantom too."""
 
 COMPOSITE = ("copy_", "convolution_backward")
 """Operations that have no kernel of their own for CUDA, and reach one past the dispatcher."""
 
 DYNAMIC_SHAPES = {
-    "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
     "repeat_interleave",
-}  # fmt: skip
+}
 """Shapes of their results depend on values: only the host can know them, whatever their size."""
 
 
@@ -52,12 +71,16 @@ def _norm_backward(x: Any, grad: Any, *rest: Any) -> Any:
     return aten.native_batch_norm_backward(grad, x, *weight_and_statistics, True, eps, [True] * 3)
 
 
-def _convolution(x: Any, w: Any, padding: Any, stride: Any, dilation: Any, groups: int, *_: Any) -> Any:
+def _convolution(
+    x: Any, w: Any, padding: Any, stride: Any, dilation: Any, groups: int, *_: Any
+) -> Any:
     return aten.convolution(x, w, None, stride, padding, dilation, False, [0] * len(stride), groups)
 
 
 def _depthwise(x: Any, w: Any, _: Any, bias: Any, stride: Any, padding: Any, dilation: Any) -> Any:
-    return aten.convolution(x, w, bias, stride, padding, dilation, False, [0] * len(stride), x.shape[1])
+    return aten.convolution(
+        x, w, bias, stride, padding, dilation, False, [0] * len(stride), x.shape[1]
+    )
 
 
 CPU_EQUIVALENTS: dict[str, Callable[..., Any]] = {
@@ -103,7 +126,9 @@ def _with_dynamic_shape(operation: Any) -> Callable[..., Any]:
         device = next(value.device for value in tree_leaves((args, kwargs)) if _is_on_device(value))
         torch._C._cuda_synchronize()
         args, kwargs = _on_host((args, kwargs), float("inf"))
-        return tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, operation(*args, **kwargs))
+        return tree_map(
+            lambda v: v.to(device) if isinstance(v, Tensor) else v, operation(*args, **kwargs)
+        )
 
     return run
 
@@ -117,11 +142,14 @@ def _repeated(name: str, operation: Any) -> Callable[..., Any]:
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         args = tuple(  # numbers in place of tensors come without being wrapped
             torch.tensor(value, dtype=torch.result_type(args[0], value))
-            if takes_tensor and isinstance(value, int | float | complex) else value
+            if takes_tensor and isinstance(value, int | float | complex)
+            else value
             for value, takes_tensor in zip(args, is_tensor, strict=False)
-        )  # fmt: skip
+        )
         torch._C._cuda_synchronize()  # collectives that this operation waits for
-        given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if _is_on_device(v)}
+        given = {
+            v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if _is_on_device(v)
+        }
         seed = _seed() if is_random else None
         try:
             host_args, host_kwargs = _on_host((args, kwargs))
@@ -141,7 +169,14 @@ def _repeated(name: str, operation: Any) -> Callable[..., Any]:
             for tensor, is_new, result in zip(made, new, results, strict=False):
                 if is_new:
                     on_host(tensor).copy_(result)
-        except (TooLargeError, NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        except (
+            TooLargeError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            IndexError,
+        ) as error:
             if os.environ.get("PHANTOM_VALUES_TRACE"):
                 sys.stderr.write(f"phantom values: {operation}: {error!r:.150}\n")
             for tensor, is_new in zip(made, new, strict=True):

@@ -32,7 +32,8 @@ MARKS = [
     pytest.mark.slow,
     pytest.mark.distributed,
     pytest.mark.skipif(
-        not all(map(shutil.which, PROGRAMS)), reason="needs slurmctld, slurmd, slurm-client and munge"
+        not all(map(shutil.which, PROGRAMS)),
+        reason="needs slurmctld, slurmd, slurm-client and munge",
     ),
 ]
 """Of all tests that bring up a cluster."""
@@ -87,7 +88,11 @@ class Cluster:
         self._nodes = [self._host, *(f"other{number}" for number in range(1, num_nodes))]
         self._daemons: list[subprocess.Popen[bytes]] = []
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH"))
+        }
         self.env = {**kept, **env, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def __enter__(self) -> Cluster:
@@ -115,9 +120,14 @@ class Cluster:
     def try_call(self, *command: str | Path, cwd: Path | None = None) -> Outcome:
         """How a command of SLURM ends."""
         done = subprocess.run(
-            [str(word) for word in command], cwd=cwd or self.folder, env=self.env, capture_output=True,
-            text=True, timeout=120, check=False,
-        )  # fmt: skip
+            [str(word) for word in command],
+            cwd=cwd or self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     def show(self, job: str) -> dict[str, str]:
@@ -148,11 +158,16 @@ class Cluster:
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
         controller_port, *ports = free_ports(1 + len(self._nodes))
-        nodes = [NODE.format(name=name, port=port) for name, port in zip(self._nodes, ports, strict=True)]
+        nodes = [
+            NODE.format(name=name, port=port) for name, port in zip(self._nodes, ports, strict=True)
+        ]
         general = CONFIGURATION.format(
-            host=self._host, user=getuser(), folder=self.folder, grace_s=GRACE_S,
+            host=self._host,
+            user=getuser(),
+            folder=self.folder,
+            grace_s=GRACE_S,
             controller_port=controller_port,
-        )  # fmt: skip
+        )
         (self.folder / "slurm.conf").write_text("".join([general, *nodes]))
         for number in range(2):
             (self.folder / f"gpu{number}").touch()
@@ -177,13 +192,21 @@ class Cluster:
         with (self.folder / f"{log or command[0]}.txt").open("wb") as file:
             self._daemons.append(
                 subprocess.Popen(
-                    command, executable=program, env=self.env, stdin=subprocess.DEVNULL, stdout=file,
-                    stderr=file, start_new_session=True,
+                    command,
+                    executable=program,
+                    env=self.env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
                 )
-            )  # fmt: skip
+            )
 
     def _await(
-        self, condition: Callable[[], bool], timeout_s: float = 30, shown: Callable[[], str] | None = None
+        self,
+        condition: Callable[[], bool],
+        timeout_s: float = 30,
+        shown: Callable[[], str] | None = None,
     ) -> None:
         """As `wait_until`, but each look asks the controller, and states of SLURM may take minutes."""
         deadline = time.monotonic() + timeout_s

@@ -39,9 +39,15 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 SEARCH = (
-    "sweep", "--cfg", "my_exp.yaml", "--search", "optuna", "OPTIMIZER.LR=interval(1e-6,1e-1)",
-    "TRAIN.EPOCHS=4", *ON_SLURM,
-)  # fmt: skip
+    "sweep",
+    "--cfg",
+    "my_exp.yaml",
+    "--search",
+    "optuna",
+    "OPTIMIZER.LR=interval(1e-6,1e-1)",
+    "TRAIN.EPOCHS=4",
+    *ON_SLURM,
+)
 
 
 def outputs_of(sweep: Path) -> str:
@@ -67,7 +73,9 @@ def test_a_sweep_goes_on_through_preemption_time_limits_and_a_restart_of_the_con
 
     wait_until(lambda: "1" in restarts(), log=shell.log)
     stays = f"{array}_{restarts().index('0')}"
-    slurm.call("scancel", "--batch", "--signal=USR1", stays)  # what SLURM does when time is nearly over
+    slurm.call(
+        "scancel", "--batch", "--signal=USR1", stays
+    )  # what SLURM does when time is nearly over
     slurm.wait_for(stays, "Restarts", "1")
     slurm.stop_controller()
     status = slurm.try_call(*LINNAEUS, "sweep", "--status", "runs/small", cwd=tmp_path)
@@ -100,7 +108,9 @@ def test_cancelled_workers_give_their_runs_back(slurm: Cluster, tmp_path: Path) 
     sweep = tmp_path / "runs/small"
     folders = [sweep / f"EXPERIMENT.SEED={seed}" for seed in range(2)]
     shell = Shell(slurm, tmp_path, *words)
-    wait_until(lambda: all((one / "checkpoints/last.pt").exists() for one in folders), log=shell.log)
+    wait_until(
+        lambda: all((one / "checkpoints/last.pt").exists() for one in folders), log=shell.log
+    )
     slurm.call("scancel", queue(slurm)[0].partition("_")[0])
     assert shell.end() == 1, shell.log.read_text()
     assert [entry["status"] for entry in figures(sweep)] == ["interrupted"] * 2
@@ -151,7 +161,11 @@ def test_tasks_without_torchrun_are_refused_with_the_command_that_works(
     assert refused.code == 2, refused
     assert not (tmp_path / "runs").exists()
     (command,) = set(re.findall(r"srun .* linnaeus\.main \.\.\.", refused.err))
-    for name, value in (("GPUS", "2"), ("HEAD:29500", f"localhost:{free_ports(1)[0]}"), ("...", options)):
+    for name, value in (
+        ("GPUS", "2"),
+        ("HEAD:29500", f"localhost:{free_ports(1)[0]}"),
+        ("...", options),
+    ):
         assert name in command
         command = command.replace(name, value)
     works = slurm.try_call("salloc", "--ntasks=2", "bash", "-c", command, cwd=tmp_path)
@@ -181,5 +195,9 @@ def test_a_search_on_slurm(slurm: Cluster, tmp_path: Path) -> None:
 
 def table(text: str) -> list[list[str]]:
     """The rows of the printed table, without the columns of times."""
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line[:1] == "│"]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in text.splitlines()
+        if line[:1] == "│"
+    ]
     return [[*row[:5], row[-1]] for row in rows]

@@ -29,7 +29,9 @@ def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> 
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     sweep = tmp_path / "runs/small"
     words = ("--cfg", "my_exp.yaml", "TRAIN.EPOCHS=4")
-    shell = Shell(slurm, tmp_path, "sweep", *words, "EXPERIMENT.SEED=0,1", *RESOURCES, "--jobs", "1")
+    shell = Shell(
+        slurm, tmp_path, "sweep", *words, "EXPERIMENT.SEED=0,1", *RESOURCES, "--jobs", "1"
+    )
     first, second = (sweep / f"EXPERIMENT.SEED={seed}" for seed in range(2))
     wait_until((first / "checkpoints/last.pt").exists, log=shell.log)
     urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
@@ -46,7 +48,14 @@ def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> 
     assert "x 2 processes" in text
     assert "Traceback" not in text
 
-    alone = (*TORCHRUN, "--nproc_per_node=2", "-m", "linnaeus.main", *words, "EXPERIMENT.NAME=alone")
+    alone = (
+        *TORCHRUN,
+        "--nproc_per_node=2",
+        "-m",
+        "linnaeus.main",
+        *words,
+        "EXPERIMENT.NAME=alone",
+    )
     outcome = forks.python(*alone, "EXPERIMENT.SEED=0", cwd=tmp_path, env=ENV)
     assert outcome.code == 0, outcome.err
     result = json.loads((tmp_path / "runs/alone/result.json").read_text())

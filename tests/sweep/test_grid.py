@@ -52,7 +52,9 @@ def test_every_spelling_makes_the_same_grid() -> None:
 
     expected = [(32, 0.1), (32, 0.2), (64, 0.1), (64, 0.2)]
     assert configs("DATA.BATCH_SIZE=32,64", "OPTIMIZER.LR=0.1,0.2") == expected
-    assert configs("DATA.BATCH_SIZE", "32,64", "--opts", "+OPTIMIZER.LR=choice(0.1,0.2)") == expected
+    assert (
+        configs("DATA.BATCH_SIZE", "32,64", "--opts", "+OPTIMIZER.LR=choice(0.1,0.2)") == expected
+    )
 
 
 def test_values_reach_the_configuration_as_typed() -> None:
@@ -93,7 +95,8 @@ def test_each_run_has_its_own_place() -> None:
     assert not isinstance(request, str)
     nodes = [config.EXPERIMENT for _, config in request[2]]
     assert [f"{node.OUTPUT_DIR}/{node.NAME}" for node in nodes] == [
-        "out/mine/DATA.BATCH_SIZE=8", "out/mine/DATA.BATCH_SIZE=16",
-    ]  # fmt: skip
+        "out/mine/DATA.BATCH_SIZE=8",
+        "out/mine/DATA.BATCH_SIZE=16",
+    ]
     assert [config.DATA.BATCH_SIZE for _, config in request[2]] == [8, 16]
     assert all(config.TRAIN.AUTO_RESUME for _, config in request[2])

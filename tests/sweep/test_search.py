@@ -33,7 +33,9 @@ AXES = [
 ]
 
 
-@pytest.mark.parametrize(("key", "text", "expected"), AXES, ids=[f"{key}={text}" for key, text, _ in AXES])
+@pytest.mark.parametrize(
+    ("key", "text", "expected"), AXES, ids=[f"{key}={text}" for key, text, _ in AXES]
+)
 def test_the_values_of_a_key(key: str, text: str, expected: Axis) -> None:
     space = read_space([f"{key}={text}", "TRAIN.EPOCHS=2"])
     assert space.problems == []

@@ -67,7 +67,16 @@ def test_options_that_would_take_the_place_of_ours_are_refused(
 
 
 def test_a_run_is_submitted_with_the_script_that_a_dry_run_shows(commands: Path, run: Run) -> None:
-    words = ("train", *TINY, "--launcher", "slurm", "--slurm", "time=30", "exclusive", "partition=gpu")
+    words = (
+        "train",
+        *TINY,
+        "--launcher",
+        "slurm",
+        "--slurm",
+        "time=30",
+        "exclusive",
+        "partition=gpu",
+    )
     shown = run(*words, "--dry-run")
     assert shown.code == 0, shown.err
     assert not Path("slurm").exists()
@@ -156,7 +165,9 @@ def test_a_worker_is_submitted_by_itself(commands: Path, run: Run, tmp_path: Pat
 def test_ranks_follow_from_the_job() -> None:
     env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
     words = slurm.prefix(env, "n1:1")
-    assert {"srun", "--nodes=2", "--ntasks=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:1"} <= {*words}
+    assert {"srun", "--nodes=2", "--ntasks=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:1"} <= {
+        *words
+    }
     assert slurm.prefix(env, "n1:1", alone=True) == [
         "srun",
         "--nodes=1",

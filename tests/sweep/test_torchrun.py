@@ -58,7 +58,9 @@ def test_a_run_that_fails_is_told_as_ever(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("module", "saved"), [(torchrun.__name__, True), ("torch.distributed.run", False)])
+@pytest.mark.parametrize(
+    ("module", "saved"), [(torchrun.__name__, True), ("torch.distributed.run", False)]
+)
 def test_a_checkpoint_may_take_longer_than_torchruns_own_30_s(
     module: str, saved: bool, tmp_path: Path
 ) -> None:

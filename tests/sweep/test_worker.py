@@ -27,16 +27,25 @@ from tests.helpers.runs import Run, wait_until
 from tests.helpers.small_runs import validations_of
 
 TINY = (
-    "DATA.DATASET._target_=tests.cli.tiny.Points", "MODEL._target_=tests.cli.tiny.Perceptron",
-    "MODEL.width=4", "DATA.BATCH_SIZE=16", "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny",
-)  # fmt: skip
+    "DATA.DATASET._target_=tests.cli.tiny.Points",
+    "MODEL._target_=tests.cli.tiny.Perceptron",
+    "MODEL.width=4",
+    "DATA.BATCH_SIZE=16",
+    "TRAIN.EPOCHS=1",
+    "EXPERIMENT.DEVICE=cpu",
+    "EXPERIMENT.NAME=tiny",
+)
 GATED = (*TINY, "DATA.DATASET._target_=tests.cli.tiny.Gated", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3")
 
 
 def start(folder: Path, *argv: str) -> Process:
     with (folder / "shell.txt").open("a") as log:
         return forks.start(
-            ["-m", "linnaeus.main", *argv], cwd=folder, env={"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
+            ["-m", "linnaeus.main", *argv],
+            cwd=folder,
+            env={"PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
         )
 
 
@@ -141,14 +150,21 @@ def test_the_second_signal_kills_a_run(tmp_path: Path) -> None:
     with child.listening():
         thread = threading.Thread(target=send)
         thread.start()
-        assert child.run([sys.executable, "-c", code], os.environ, None, tmp_path) == -signal.SIGKILL
+        assert (
+            child.run([sys.executable, "-c", code], os.environ, None, tmp_path) == -signal.SIGKILL
+        )
         thread.join()
     assert child.received == [signal.SIGINT] * 2
 
 
 @pytest.mark.e2e
 def test_a_run_starts_its_search_where_another_one_ended(run_in_child: Run, tmp_path: Path) -> None:
-    argv = (*TINY, "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=48", "OPTIMIZER.LR=0.1,0.2")
+    argv = (
+        *TINY,
+        "DATA.AUTOBATCH.ENABLED=True",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=48",
+        "OPTIMIZER.LR=0.1,0.2",
+    )
     outcome = run_in_child("sweep", *argv)
     assert outcome.code == 0, outcome.err
     tried = []
@@ -187,7 +203,9 @@ def test_a_dead_worker_s_run_goes_on_in_a_worker_that_is_started_later(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_sweep_that_is_killed_at_random_moments_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_sweep_that_is_killed_at_random_moments_ends_as_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
     """Of the processes of the sweep, a worker or a run is killed; workers are started in their place."""
     argv = ("sweep", *TINY, "TRAIN.EPOCHS=60", "EXPERIMENT.SEED=range(0,8)", "--jobs", "2")
     folder, chance = tmp_path / "runs/tiny", random.Random(0)
@@ -228,7 +246,9 @@ def _is_of(process: psutil.Process, folder: str) -> bool:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("how", ["renamed", "deleted"])
-def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(tmp_path: Path, how: str) -> None:
+def test_a_run_whose_folder_is_renamed_or_deleted_ends_with_an_error(
+    tmp_path: Path, how: str
+) -> None:
     """A second start of the same name at that moment has the folder for itself."""
     os.mkfifo(tmp_path / GATE)
     first, folder = start(tmp_path, "train", *GATED), tmp_path / "runs/tiny"

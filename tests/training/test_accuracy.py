@@ -24,7 +24,8 @@ NUM_SAMPLES = 11
 def make_taxonomy(parents: tuple[tuple[int, ...], ...] = (PARENTS,)) -> Taxonomy:
     names = ("family", "species")
     ranks = [
-        Level(name, tuple(f"{name}{i}" for i in range(n))) for name, n in zip(names, NUM_CLASSES, strict=True)
+        Level(name, tuple(f"{name}{i}" for i in range(n)))
+        for name, n in zip(names, NUM_CLASSES, strict=True)
     ]
     return Taxonomy(tuple(ranks), parents)
 
@@ -55,7 +56,11 @@ def computed(metrics: ClassificationMetrics) -> dict[str, float]:
 
 
 def computed_by_hand() -> dict[str, float]:
-    logits, targets, losses = ([x.numpy() for x in samples()[0]], samples()[1].numpy(), samples()[2].numpy())
+    logits, targets, losses = (
+        [x.numpy() for x in samples()[0]],
+        samples()[1].numpy(),
+        samples()[2].numpy(),
+    )
     values = {"loss": losses.mean()}
     for rank, name in enumerate(("family", "species")):
         known = targets[:, rank] >= 0
@@ -117,7 +122,9 @@ def test_consistent_is_the_share_of_children_under_their_predicted_parent(
     parents: tuple[tuple[int, ...], ...], classes: list[tuple[int, int]], expected: float | None
 ) -> None:
     metrics = ClassificationMetrics(make_taxonomy(parents))
-    metrics.update(predict(*classes), torch.zeros(len(classes), 2, dtype=torch.long), torch.tensor(0.0))
+    metrics.update(
+        predict(*classes), torch.zeros(len(classes), 2, dtype=torch.long), torch.tensor(0.0)
+    )
     assert computed(metrics).get("consistent") == expected
 
 
@@ -153,7 +160,11 @@ TWO_RANKS = {"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent":
 def test_the_headline_is_the_finest_rank_that_counts_or_the_loss(
     values: dict[str, float], rank_weights: list[float] | None, expected: str
 ) -> None:
-    loss = torch.nn.Module() if rank_weights is None else TaxonomicCrossEntropy(["f", "s"], rank_weights)
+    loss = (
+        torch.nn.Module()
+        if rank_weights is None
+        else TaxonomicCrossEntropy(["f", "s"], rank_weights)
+    )
     assert headline([*values], loss) == expected
 
 

@@ -22,8 +22,12 @@ def assembled(
     torch.manual_seed(0)
     model, loss = ModelConfig(NAME=model_name, FREEZE=freeze, HEAD=head), LossConfig()
     nothing = TensorDataset(torch.empty(0))
-    data = DataBundle(nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs)
-    return assemble(model, loss, OptimizerConfig(), TrainConfig(**changes), data, World(torch.device("cpu")))
+    data = DataBundle(
+        nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs
+    )
+    return assemble(
+        model, loss, OptimizerConfig(), TrainConfig(**changes), data, World(torch.device("cpu"))
+    )
 
 
 def make_batch() -> Batch:
@@ -103,23 +107,32 @@ def test_a_marginal_head_trains_and_validates() -> None:
 @pytest.mark.parametrize(("amp", "checkpointing"), [("off", True), ("fp16", False)])
 def test_a_step_trains_what_is_not_frozen(amp: str, checkpointing: bool) -> None:
     parts = assembled(
-        freeze="backbone", AMP=amp, GRADIENT_CHECKPOINTING=checkpointing, EMA=EmaConfig(ENABLED=True)
+        freeze="backbone",
+        AMP=amp,
+        GRADIENT_CHECKPOINTING=checkpointing,
+        EMA=EmaConfig(ENABLED=True),
     )
     assert parts.ema is not None
-    heads = [parameter for name, parameter in parts.model.named_parameters() if name.startswith("heads.")]
+    heads = [
+        parameter for name, parameter in parts.model.named_parameters() if name.startswith("heads.")
+    ]
     held = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
     assert {id(parameter) for parameter in held} == {id(parameter) for parameter in heads}
     before = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
     parts.model.train()
     parts.train_step([make_batch()])
     for state in (parts.model.state_dict(), parts.ema.module.state_dict()):
-        changed = {name.split(".")[0] for name in before if not torch.equal(state[name], before[name])}
+        changed = {
+            name.split(".")[0] for name in before if not torch.equal(state[name], before[name])
+        }
         assert changed == {"heads"}
 
 
 def test_an_optimizer_that_unfreezes_later_holds_everything_without_state() -> None:
     parts = assembled(freeze="backbone", UNFREEZE_EPOCH=2)
-    held = {id(parameter) for group in parts.optimizer.param_groups for parameter in group["params"]}
+    held = {
+        id(parameter) for group in parts.optimizer.param_groups for parameter in group["params"]
+    }
     assert held == {id(parameter) for parameter in parts.model.parameters()}
     parts.model.train()
     parts.train_step([make_batch()])
@@ -146,8 +159,13 @@ def test_the_plan_counts_what_trains_by_the_last_epoch(
     node = ModelConfig(NAME="test_resnet", PRETRAINED=True)
     facts = plan_facts(parts, node, config, max_micro_batch_size=8, world_size=1, num_samples=64)
     assert (facts.batchnorm, facts.pretrained, facts.pretrained_key) == (
-        batchnorm, pretrained, "MODEL.PRETRAINED",
-    )  # fmt: skip
-    assert plan_facts(
-        parts, ModelConfig(), config, max_micro_batch_size=8, world_size=1, num_samples=64
-    ).pretrained is False  # fmt: skip
+        batchnorm,
+        pretrained,
+        "MODEL.PRETRAINED",
+    )
+    assert (
+        plan_facts(
+            parts, ModelConfig(), config, max_micro_batch_size=8, world_size=1, num_samples=64
+        ).pretrained
+        is False
+    )

@@ -48,7 +48,9 @@ def left_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 def train(folder: Path, **instead: Any) -> None:
     """One epoch and its validation, with functions of the trainer's module replaced."""
     with (
-        trainer_of(folder, "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cuda", "DATA.IMG_SIZE=256") as trainer,
+        trainer_of(
+            folder, "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cuda", "DATA.IMG_SIZE=256"
+        ) as trainer,
         pytest.MonkeyPatch.context() as patch,
     ):
         for name, function in instead.items():
@@ -63,7 +65,9 @@ def test_the_cache_is_empty_before_and_after_a_validation(
     assert left_bytes == {"begin": [0], "end": [0]}
 
 
-def test_without_the_calls_blocks_would_stay(tmp_path: Path, left_bytes: dict[str, list[int]]) -> None:
+def test_without_the_calls_blocks_would_stay(
+    tmp_path: Path, left_bytes: dict[str, list[int]]
+) -> None:
     """Without this, the test above could not fail."""
     calls: list[torch.device] = []
     train(tmp_path, empty_cache=calls.append)

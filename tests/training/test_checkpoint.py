@@ -40,10 +40,14 @@ CPU = torch.device("cpu")
 
 
 def make_state() -> TrainingState:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    return TrainingState(model, nn.BCELoss(weight=torch.rand(3)), optimizer, scaler, Ema(model, 0.9))
+    return TrainingState(
+        model, nn.BCELoss(weight=torch.rand(3)), optimizer, scaler, Ema(model, 0.9)
+    )
 
 
 def train(state: TrainingState, num_steps: int) -> None:
@@ -121,7 +125,9 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
-def test_of_a_checkpoint_that_cannot_be_used_the_one_before_it_is(checkpoints: CheckpointFolder) -> None:
+def test_of_a_checkpoint_that_cannot_be_used_the_one_before_it_is(
+    checkpoints: CheckpointFolder,
+) -> None:
     checkpoints.folder.mkdir()
     torch.save({"progress": whole()["progress"]}, checkpoints.last)
     with pytest.raises(CheckpointError):
@@ -130,14 +136,21 @@ def test_of_a_checkpoint_that_cannot_be_used_the_one_before_it_is(checkpoints: C
     assert epoch_of(checkpoints.read_latest()) == 3
 
 
-def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_used(tmp_path: Path) -> None:
+def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_used(
+    tmp_path: Path,
+) -> None:
     """The negative control."""
     path = tmp_path / "last.pt"
     newest = whole(
-        config={"MODEL": {}}, model_spec={}, plan={}, environment={}, state={"model": {}},
-        micro_batch_limit=8, noise_scale={"num": 1, "gradient_sq": 0.5, "trace": 2.0},
+        config={"MODEL": {}},
+        model_spec={},
+        plan={},
+        environment={},
+        state={"model": {}},
+        micro_batch_limit=8,
+        noise_scale={"num": 1, "gradient_sq": 0.5, "trace": 2.0},
         progress=vars(TrainingProgress(2, 8, 5, 0.5, {"top1": 0.5}, 3.5)),
-    )  # fmt: skip
+    )
     for content in (newest, whole(), whole(noise_scale=None)):
         torch.save(content, path)
         assert load_checkpoint(path).keys() == content.keys()
@@ -145,7 +158,9 @@ def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_us
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
 @pytest.mark.parametrize("content", [{}, {"param_groups": [5], "state": 3}])
-def test_a_state_that_does_not_fit_is_a_checkpoint_error(part: str, content: dict[str, Any]) -> None:
+def test_a_state_that_does_not_fit_is_a_checkpoint_error(
+    part: str, content: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=rf"\b{part}\b"):
         make_state().load_state_dict(make_state().state_dict() | {part: content})
 
@@ -193,7 +208,9 @@ def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints: CheckpointFold
         checkpoints.save(content(epoch), is_best=True)
     with full_disk(8192), pytest.raises(CheckpointError, match=r"last.pt"):
         checkpoints.save(content(3, more=torch.zeros(10_000)), is_best=True)
-    found = [load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")]
+    found = [
+        load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")
+    ]
     assert [epoch_of(checkpoint) for checkpoint in found] == [1, 2, 2]
     assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
 
@@ -201,7 +218,9 @@ def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints: CheckpointFold
 # --- what a resumed run keeps of it ---
 
 
-def test_learning_rate_and_weight_decay_are_those_of_the_configuration(checkpoints: CheckpointFolder) -> None:
+def test_learning_rate_and_weight_decay_are_those_of_the_configuration(
+    checkpoints: CheckpointFolder,
+) -> None:
     state, other = make_state(), make_state()
     train(state, 2)
     saved = state.state_dict()
@@ -211,7 +230,9 @@ def test_learning_rate_and_weight_decay_are_those_of_the_configuration(checkpoin
     other.load_state_dict(saved)
     [group] = other.optimizer.param_groups
     assert (group["lr"], group["weight_decay"], group["counter_of_the_optimizer"]) == (0.7, 0.25, 5)
-    assert bits(other.optimizer.state_dict()["state"]) == bits(state.optimizer.state_dict()["state"])
+    assert bits(other.optimizer.state_dict()["state"]) == bits(
+        state.optimizer.state_dict()["state"]
+    )
 
 
 def test_the_state_is_read_once_and_let_go_of(
@@ -242,7 +263,9 @@ def test_the_state_is_read_once_and_let_go_of(
 
 
 def numbers(checkpoints: CheckpointFolder) -> list[int]:
-    return sorted(int(path.stem.removeprefix("step_")) for path in checkpoints.folder.glob("step_*"))
+    return sorted(
+        int(path.stem.removeprefix("step_")) for path in checkpoints.folder.glob("step_*")
+    )
 
 
 def save_steps(checkpoints: CheckpointFolder, *steps: int) -> None:
@@ -321,20 +344,25 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -
         weights += 1  # the next step, before a byte is written
         gate.open.set()
         checkpoints.save(whole(2, weights=weights))
-    first, second = (load_checkpoint(path)["weights"] for path in (checkpoints.best, checkpoints.last))
+    first, second = (
+        load_checkpoint(path)["weights"] for path in (checkpoints.best, checkpoints.last)
+    )
     assert (first.tolist(), second.tolist()) == ([1.0] * 5, [2.0] * 5)
 
 
-def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(tmp_path: Path) -> None:
+def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "checkpoints"
     checkpoints = CheckpointFolder(folder, background=True)
     checkpoints.save(content(1))
     with pytest.raises(CheckpointError, match=r"last.pt"):
         checkpoints.save(content(2))
-    with pytest.raises(CheckpointError, match=r"last.pt"), CheckpointFolder(
-        folder, background=True
-    ) as checkpoints:  # fmt: skip
+    with (
+        pytest.raises(CheckpointError, match=r"last.pt"),
+        CheckpointFolder(folder, background=True) as checkpoints,
+    ):
         checkpoints.save(content(1))
 
 
@@ -356,15 +384,22 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(tmp_path: Path, background: bool) -> None:
+def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(
+    tmp_path: Path, background: bool
+) -> None:
     """It ends the run at once, and torch would make an error of the file of it."""
     pressed = Interrupting()
 
     def save() -> None:
-        with StopRequest().listening(), CheckpointFolder(tmp_path, background=background) as checkpoints:
+        with (
+            StopRequest().listening(),
+            CheckpointFolder(tmp_path, background=background) as checkpoints,
+        ):
             checkpoints.save(whole(1))
             try:
-                checkpoints.save(whole(2, before=torch.zeros(500), pressed=pressed, after=torch.zeros(500)))
+                checkpoints.save(
+                    whole(2, before=torch.zeros(500), pressed=pressed, after=torch.zeros(500))
+                )
                 checkpoints.wait()
             finally:
                 pressed.handled.set()
@@ -396,7 +431,12 @@ def test_a_checkpoint_is_synced_before_it_gets_its_name(
     checkpoints.save(content(1), is_best=True)
     file = checkpoints.last.stat().st_ino
     assert events[0] == ("sync", file)
-    assert {name for name, number in events if number == file} == {"sync", "pending.pt", "last.pt", "best.pt"}
+    assert {name for name, number in events if number == file} == {
+        "sync",
+        "pending.pt",
+        "last.pt",
+        "best.pt",
+    }
 
 
 KILLED_SAVES = """
@@ -433,7 +473,9 @@ while status != 0:
 """Saves epoch 3 over and over, killed at its first operation on a file, at its second, and so on."""
 
 
-def test_a_kill_between_any_two_file_operations_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_between_any_two_file_operations_leaves_a_loadable_checkpoint(
+    tmp_path: Path,
+) -> None:
     checkpoints = CheckpointFolder(tmp_path / "before")
     for epoch in (1, 2):
         checkpoints.save(content(epoch), is_best=True)

@@ -19,7 +19,9 @@ from linnaeus.training.class_weights import class_weights
 from linnaeus.training.losses import TaxonomicLoss
 from tests.helpers.datasets import Samples
 
-TAXONOMY = Taxonomy((Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf", "1"))))
+TAXONOMY = Taxonomy(
+    (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf", "1")))
+)
 TARGETS = torch.tensor([[0, 0], [0, 0], [0, 1], [1, 2], [1, -1], [-1, -1]])
 YAML = "family:\n  dogs: 3\nspecies:\n  lynx: 0.5\n  1: 4\n"
 JSON = '{"family": {"dogs": 3}, "species": {"lynx": 0.5, "1": 4}}'
@@ -37,7 +39,9 @@ def test_balanced_weights_are_those_of_scikit_learn() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [("w.yaml", YAML), ("w.json", JSON), ("w.csv", CSV)])
-def test_weights_of_a_file_have_the_mean_1_over_the_samples(tmp_path: Path, name: str, text: str) -> None:
+def test_weights_of_a_file_have_the_mean_1_over_the_samples(
+    tmp_path: Path, name: str, text: str
+) -> None:
     (tmp_path / name).write_text(text)
     family, species = class_weights(str(tmp_path / name), TAXONOMY, TARGETS)
     torch.testing.assert_close(family, torch.tensor([1.0, 3.0]) / (9 / 5))
@@ -72,7 +76,9 @@ def test_a_run_weights_by_its_own_training_samples() -> None:
 
 
 def test_labels_that_are_not_to_be_had_without_reading_images_are_an_error() -> None:
-    own = [f"DATA.DATASET.{key}" for key in (f"_target_={Samples.__module__}.Samples", "classes=[a,b]")]
+    own = [
+        f"DATA.DATASET.{key}" for key in (f"_target_={Samples.__module__}.Samples", "classes=[a,b]")
+    ]
     for key in ("LOSS.CLASS_WEIGHTS", "DATA.SAMPLER"):
         with pytest.raises(ConfigError, match=rf"{key}"):
             assembled(*own, f"{key}=balanced")

@@ -44,7 +44,9 @@ def test_the_average_against_the_recursion_by_hand(decay: float) -> None:
         expected = now * expected + (1 - now) * weight(model)
         torch.testing.assert_close(weight(ema.module), expected)
     assert ema.module.get_buffer("1.num_batches_tracked") == 7
-    assert not torch.equal(ema.module.get_buffer("1.running_mean"), model.get_buffer("1.running_mean"))
+    assert not torch.equal(
+        ema.module.get_buffer("1.running_mean"), model.get_buffer("1.running_mean")
+    )
     assert ema.module.get_buffer("1.running_mean").any()
 
 
@@ -62,5 +64,7 @@ def test_a_restored_average_goes_on_as_if_nothing_had_been() -> None:
         train(source)
         average.update()
     assert twin.num_updates == ema.num_updates == 4
-    for a, b in zip(ema.module.state_dict().values(), twin.module.state_dict().values(), strict=True):
+    for a, b in zip(
+        ema.module.state_dict().values(), twin.module.state_dict().values(), strict=True
+    ):
         assert torch.equal(a, b)

@@ -48,7 +48,9 @@ DATA = DataConfig(
     IMG_SIZE=8,
     AUGMENT=AugmentConfig(CROP_SCALE=[1.0, 1.0], HFLIP=0.5),
 )
-TRAIN = TrainConfig(ACCUMULATION_STEPS=2, CLIP_GRAD_NORM=1.0, EMA=EmaConfig(ENABLED=True, DECAY=0.9))
+TRAIN = TrainConfig(
+    ACCUMULATION_STEPS=2, CLIP_GRAD_NORM=1.0, EMA=EmaConfig(ENABLED=True, DECAY=0.9)
+)
 
 
 def in_float64(loader: BatchLoader) -> Any:
@@ -69,9 +71,13 @@ def train(num_steps: int = NUM_STEPS) -> dict[str, Any]:
     schedule = Schedule(ScheduleConfig(), parts.optimizer, **steps)
     losses = []
     with build_loaders(
-        data, DATA, World(device), sizes=lambda epoch, skip: repeat(32, NUM_STEPS * TRAIN.ACCUMULATION_STEPS),
-        batch_size_val=64, seed=0,
-    ) as loaders:  # fmt: skip
+        data,
+        DATA,
+        World(device),
+        sizes=lambda epoch, skip: repeat(32, NUM_STEPS * TRAIN.ACCUMULATION_STEPS),
+        batch_size_val=64,
+        seed=0,
+    ) as loaders:
         batches = in_float64(loaders.train)
         parts.model.train()
         for step in range(num_steps):

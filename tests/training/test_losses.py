@@ -19,7 +19,9 @@ from linnaeus.errors import ConfigError
 from linnaeus.training.losses import SingleRank, TaxonomicLoss, build_loss, logits_per_level
 
 RANKS, COUNTS = ("family", "species"), [3, 4]
-LEVELS = tuple(Level(name, tuple(map(str, range(n)))) for name, n in zip(RANKS, COUNTS, strict=True))
+LEVELS = tuple(
+    Level(name, tuple(map(str, range(n)))) for name, n in zip(RANKS, COUNTS, strict=True)
+)
 TAXONOMY, ONE_RANK = Taxonomy(LEVELS), Taxonomy(LEVELS[1:])
 WEIGHTS = [torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 3.0, 0.2, 0.7])]
 TARGETS = torch.tensor([[0, 1], [1, 2], [-1, 0], [2, -1], [-1, -1]])
@@ -38,7 +40,9 @@ def logits(scale: float = 2.0, dtype: torch.dtype = torch.float64) -> tuple[Tens
     return tuple(part.requires_grad_() for part in parts)
 
 
-def built(kind: str, taxonomy: Taxonomy = TAXONOMY, *, weighted: bool = False, **keys: Any) -> TaxonomicLoss:
+def built(
+    kind: str, taxonomy: Taxonomy = TAXONOMY, *, weighted: bool = False, **keys: Any
+) -> TaxonomicLoss:
     weights = WEIGHTS[-len(taxonomy.levels) :] if weighted else None
     loss = build_loss(LossConfig(NAME=kind, **keys), taxonomy, class_weights=weights)
     assert isinstance(loss, TaxonomicLoss)
@@ -53,7 +57,9 @@ def gradient(loss: nn.Module, targets: Tensor) -> list[Tensor]:
 class Weighted(nn.Module):
     """A user's loss with arguments of several types, which knows the classes."""
 
-    def __init__(self, weight: Tensor | None, names: list[str], taxonomy: Taxonomy | None = None) -> None:
+    def __init__(
+        self, weight: Tensor | None, names: list[str], taxonomy: Taxonomy | None = None
+    ) -> None:
         super().__init__()
         self.weight, self.names, self.taxonomy = weight, names, taxonomy
 
@@ -110,9 +116,13 @@ def test_unknown_labels_add_nothing_and_count_in_the_divisor(kind: str) -> None:
         coarse, fine = gradient(loss, targets)
         assert coarse.abs().sum(1).bool().tolist() == [True, True, False, True, False]
         assert fine.abs().sum(1).bool().tolist() == [True, True, True, False, False]
-    parts = [(tuple(part[rows] for part in outputs), TARGETS[rows]) for rows in (slice(2), slice(2, 5))]
+    parts = [
+        (tuple(part[rows] for part in outputs), TARGETS[rows]) for rows in (slice(2), slice(2, 5))
+    ]
     split = sum(loss(part, labels) * len(labels) / 5 for part, labels in parts)
-    for one, other in zip(torch.autograd.grad(split, outputs), gradient(loss, TARGETS), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(split, outputs), gradient(loss, TARGETS), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 
@@ -210,7 +220,9 @@ def test_a_users_loss_gets_the_models_outputs_the_taxonomy_and_its_lists() -> No
     assert isinstance(build_loss({"_target_": "torch.nn.MSELoss"}, None), nn.MSELoss)
 
 
-@pytest.mark.parametrize("form", [lambda fine: fine, lambda fine: (fine,), lambda fine: {"species": fine}])
+@pytest.mark.parametrize(
+    "form", [lambda fine: fine, lambda fine: (fine,), lambda fine: {"species": fine}]
+)
 def test_a_loss_of_torch_gets_plain_tensors_of_one_rank_and_weights(form: Any) -> None:
     fine = logits()[1].float()
     node = {"_target_": CROSS_ENTROPY, "label_smoothing": 0.1, "weight": [1, 2, 4, 8]}
@@ -222,7 +234,9 @@ def test_a_loss_of_torch_gets_plain_tensors_of_one_rank_and_weights(form: Any) -
 def test_a_loss_of_torch_leaves_unknown_labels_out() -> None:
     fine, labels = logits()[1], TARGETS[:, 1:]
     expected = cross_entropy(fine[:3], labels[:3, 0])
-    torch.testing.assert_close(build_loss({"_target_": CROSS_ENTROPY}, ONE_RANK)(fine, labels), expected)
+    torch.testing.assert_close(
+        build_loss({"_target_": CROSS_ENTROPY}, ONE_RANK)(fine, labels), expected
+    )
     with pytest.raises(IndexError):
         build_loss({"_target_": CROSS_ENTROPY, "ignore_index": 2}, ONE_RANK)(fine, labels)
 

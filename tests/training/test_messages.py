@@ -32,7 +32,9 @@ from tests.helpers.greedy import SPLIT, greedy, trainer_of
 from tests.helpers.messages import Golden, error_of
 
 OWN = f"{__name__}.not_a_module"
-TWO_RANKS = Taxonomy((Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf"))))
+TWO_RANKS = Taxonomy(
+    (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf")))
+)
 ONE_RANK = Taxonomy(TWO_RANKS.levels[1:])
 MIXED = ["DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1", "DATA.AUGMENT.MIX_OFF_EPOCHS=2"]
 FROZEN = "MODEL.FREEZE=backbone"
@@ -64,17 +66,33 @@ def out_of_memory(folder: Path, argv: tuple[str, ...], size: int) -> str:
 def memory() -> dict[str, str]:
     """What held the memory, and where sizes come from."""
     state = StateBytes(parameters=1 << 28, buffers=100)
-    parts = {"held_bytes": 1 << 30, "outside_bytes": 3 << 30, "total_bytes": 9 << 30, "is_cpu": True}
+    parts = {
+        "held_bytes": 1 << 30,
+        "outside_bytes": 3 << 30,
+        "total_bytes": 9 << 30,
+        "is_cpu": True,
+    }
     result = AutoBatchResult(
-        "val", 8, certified=True, limited_by="memory", target_memory_fraction=0.7, budget_bytes=1 << 30,
-        total_bytes=2 << 30, strategy="guided", seconds=1.0, trials=(),
-    )  # fmt: skip
+        "val",
+        8,
+        certified=True,
+        limited_by="memory",
+        target_memory_fraction=0.7,
+        budget_bytes=1 << 30,
+        total_bytes=2 << 30,
+        strategy="guided",
+        seconds=1.0,
+        trials=(),
+    )
     config = load_config([]).config
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, Facts(16, 1, 100, 0.1))
     origins = PlannedSizes({"val": result}, plan, "").origins(config.DATA)
     return {
         "memory": memory_sentence(state, **parts),  # type: ignore[arg-type]
-        **{f"size of {mode}": "\n".join([o.sentence, *o.alternatives]) for mode, o in origins.items()},
+        **{
+            f"size of {mode}": "\n".join([o.sentence, *o.alternatives])
+            for mode, o in origins.items()
+        },
     }
 
 
@@ -90,16 +108,19 @@ def checkpoints(folder: Path) -> dict[str, str]:
     folder.mkdir()
     contents = {
         "is of something else": [1, 2],
-        "holds code": {"progress": nn.Linear(1, 1)}, "lacks an entry": {"progress": whole()["progress"]},
+        "holds code": {"progress": nn.Linear(1, 1)},
+        "lacks an entry": {"progress": whole()["progress"]},
         "is of another version": whole(progress=whole()["progress"] | {"loss_scale": 1.0}),
-    }  # fmt: skip
+    }
     found = {}
     for title, content in contents.items():
         torch.save(content, files.last)
         found[f"file {title}"] = error_of(load_checkpoint, files.last)
     found["the only file cannot be used"] = error_of(files.read_latest)
     torch.save(whole(weights=torch.ones(9)), files.last)
-    files.last.write_bytes(files.last.read_bytes().replace(torch.ones(9).numpy().tobytes(), b"\1" * 36))
+    files.last.write_bytes(
+        files.last.read_bytes().replace(torch.ones(9).numpy().tobytes(), b"\1" * 36)
+    )
     found["file has changed on the disk"] = error_of(load_checkpoint, files.last)
     for path in (files.last, files.previous):
         path.write_text("damaged")
@@ -117,13 +138,17 @@ def checkpoints(folder: Path) -> dict[str, str]:
 
 
 WEIGHTS = {
-    "class": ("w.yaml", "family:\n  dgos: 3\n"), "rank": ("w.yaml", "familie:\n  dogs: 3\n"),
+    "class": ("w.yaml", "family:\n  dgos: 3\n"),
+    "rank": ("w.yaml", "familie:\n  dogs: 3\n"),
     "value": ("w.yaml", "family:\n  dogs: many\n"),
-    "all 0": ("w.yaml", "family:\n  dogs: 0\n  cats: 0\n"), "no ranks": ("w.yaml", "family: 3\n"),
-    "YAML": ("w.yaml", "family: [\n"), "JSON": ("w.json", '{"family": 1,}'),
-    "columns": ("w.csv", "class,weight\n"), "cells": ("w.csv", "rank,class,weight\nfamily,dogs\n"),
+    "all 0": ("w.yaml", "family:\n  dogs: 0\n  cats: 0\n"),
+    "no ranks": ("w.yaml", "family: 3\n"),
+    "YAML": ("w.yaml", "family: [\n"),
+    "JSON": ("w.json", '{"family": 1,}'),
+    "columns": ("w.csv", "class,weight\n"),
+    "cells": ("w.csv", "rank,class,weight\nfamily,dogs\n"),
     "no file": ("absent.csv", ""),
-}  # fmt: skip
+}
 LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
     "weights of ranks": (LossConfig(RANK_WEIGHTS=[1.0]), TWO_RANKS),
     "no rank": (LossConfig(RANK_WEIGHTS=[0.0, 0.0]), TWO_RANKS),
@@ -135,11 +160,15 @@ LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
     "argument": ({"_target_": "torch.nn.CrossEntropyLoss", "WEIGHT": [1.0]}, ONE_RANK),
 }
 OPTIMIZERS: dict[str, Any] = {
-    "name": OptimizerConfig(NAME="adamww"), "name like none": OptimizerConfig(NAME="qqqqqq"),
-    "argument": OptimizerConfig(KWARGS={"moment": 1}), "own": {"_target_": "torch.optim.SGDD"},
-    "own argument": {"_target_": "torch.optim.SGD", "moment": 1}, "own kind": {"_target_": OWN},
-    "no layers": OptimizerConfig(LAYER_DECAY=0.5), "no heads": OptimizerConfig(HEAD_LR_SCALE=2.0),
-}  # fmt: skip
+    "name": OptimizerConfig(NAME="adamww"),
+    "name like none": OptimizerConfig(NAME="qqqqqq"),
+    "argument": OptimizerConfig(KWARGS={"moment": 1}),
+    "own": {"_target_": "torch.optim.SGDD"},
+    "own argument": {"_target_": "torch.optim.SGD", "moment": 1},
+    "own kind": {"_target_": OWN},
+    "no layers": OptimizerConfig(LAYER_DECAY=0.5),
+    "no heads": OptimizerConfig(HEAD_LR_SCALE=2.0),
+}
 NOTES = {
     "focal": (["LOSS.FOCAL_GAMMA=3"], "LOSS.NAME=focal"),
     "mixing": (["DATA.AUGMENT.MIX_OFF_EPOCHS=2"], "DATA.AUGMENT.MIXUP=0.5"),
@@ -151,9 +180,14 @@ NOTES = {
 }
 """Keys without effect, and what gives them one."""
 SWITCHED_ON = [
-    *MIXED, "DATA.SAMPLER=balanced", "LOSS.NAME=focal", "LOSS.CLASS_WEIGHTS=balanced", "MODEL.HEAD=marginal",
-    "OPTIMIZER.LAYER_DECAY=0.75", "OPTIMIZER.HEAD_LR_SCALE=10",
-]  # fmt: skip
+    *MIXED,
+    "DATA.SAMPLER=balanced",
+    "LOSS.NAME=focal",
+    "LOSS.CLASS_WEIGHTS=balanced",
+    "MODEL.HEAD=marginal",
+    "OPTIMIZER.LAYER_DECAY=0.75",
+    "OPTIMIZER.HEAD_LR_SCALE=10",
+]
 
 
 def test_messages(golden: Golden, tmp_path: Path) -> None:
@@ -164,7 +198,9 @@ def test_messages(golden: Golden, tmp_path: Path) -> None:
     with trainer_of(tmp_path / "one", "MODEL.norm=BatchNorm1d", size=1) as trainer:
         messages["one sample for BatchNorm"] = error_of(trainer.train_epoch)
     messages |= memory()
-    messages |= {f"checkpoint: {title}": text for title, text in checkpoints(tmp_path / "files").items()}
+    messages |= {
+        f"checkpoint: {title}": text for title, text in checkpoints(tmp_path / "files").items()
+    }
     targets = torch.tensor([[0, 0], [1, 1], [1, 2]])
     for title, (name, text) in WEIGHTS.items():
         if text:
@@ -185,18 +221,24 @@ def test_messages(golden: Golden, tmp_path: Path) -> None:
     marginal = HierarchicalClassifier(nn.Flatten(), 4, [2, 3], parents=((0, 0, 1),))
     messages["loss: sigmoid"] = error_of(check_loss_takes_outputs, LossConfig(NAME="bce"), marginal)
     for title, node in OPTIMIZERS.items():
-        messages[f"optimizer: {title}"] = error_of(build_optimizer, node, nn.Sequential(nn.Linear(2, 2)))
+        messages[f"optimizer: {title}"] = error_of(
+            build_optimizer, node, nn.Sequential(nn.Linear(2, 2))
+        )
     frozen = nn.Linear(2, 2).requires_grad_(False)
     messages["optimizer: nothing trains"] = error_of(build_optimizer, OptimizerConfig(), frozen)
     messages["noise scale"] = error_of(check_noise_scale, NoiseScaleConfig(ENABLED=True), 1)
     messages["switched on"] = str(settings_sentence(load_config(SWITCHED_ON).config))
     for title, (argv, remedy) in NOTES.items():
-        messages[f"no effect: {title}"] = "\n".join(settings_without_effect(load_config(argv).config))
+        messages[f"no effect: {title}"] = "\n".join(
+            settings_without_effect(load_config(argv).config)
+        )
         assert list(settings_without_effect(load_config([*argv, remedy]).config)) == []
     golden("training", messages, folder=tmp_path, here=__name__)
 
 
-@pytest.mark.parametrize("argv", [[], ["MODEL._target_=a.B", "LOSS._target_=a.C", "OPTIMIZER._target_=a.D"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["MODEL._target_=a.B", "LOSS._target_=a.C", "OPTIMIZER._target_=a.D"]]
+)
 def test_a_plain_training_has_no_line(argv: list[str]) -> None:
     config = load_config(argv).config
     assert settings_sentence(config) is None

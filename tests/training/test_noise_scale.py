@@ -33,17 +33,27 @@ def batches(size: int, seed: int) -> Iterator[Batch]:
 
 
 def measured(
-    *, size: int = 8, micro_batches: int = 4, num_steps: int = 1500, dtype: torch.dtype | None = None,
-    clip: float | None = None, scaled: bool = False,
-) -> NoiseScale:  # fmt: skip
+    *,
+    size: int = 8,
+    micro_batches: int = 4,
+    num_steps: int = 1500,
+    dtype: torch.dtype | None = None,
+    clip: float | None = None,
+    scaled: bool = False,
+) -> NoiseScale:
     """What real training steps at a rate of 0 measure."""
     model = Point()
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
     probe = GradientProbe(model, scaler, decay=0.999)
     step = TrainStep(
-        model, half_square, torch.optim.SGD(model.parameters(), lr=0.0), scaler, Precision(CPU, dtype),
-        clip_grad_norm=clip, probe=probe,
-    )  # fmt: skip
+        model,
+        half_square,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        scaler,
+        Precision(CPU, dtype),
+        clip_grad_norm=clip,
+        probe=probe,
+    )
     source = batches(size, seed=3)
     for _ in range(num_steps):
         probe.arm()
@@ -63,7 +73,9 @@ def by_hand(size: int, micro_batches: int, num_steps: int) -> NoiseScale:
 
 
 @pytest.mark.parametrize("options", [{}, {"scaled": True, "clip": 0.01}])
-def test_it_is_measured_before_clipping_and_without_the_scale_of_the_loss(options: dict[str, Any]) -> None:
+def test_it_is_measured_before_clipping_and_without_the_scale_of_the_loss(
+    options: dict[str, Any],
+) -> None:
     sizes = {"size": 3, "micro_batches": 4, "num_steps": 20}
     found, expected = measured(**sizes, **options), by_hand(**sizes)
     assert found.num == 20
@@ -122,10 +134,17 @@ def test_a_checkpoint_keeps_the_averages() -> None:
 @pytest.mark.e2e
 def test_a_run_writes_it_down_and_goes_on_measuring(run: Run, tmp_path: Path) -> None:
     options = (
-        *SMALL, "TRAIN.NOISE_SCALE.ENABLED=True", "TRAIN.NOISE_SCALE.EVERY=1", "TRAIN.LOG_EVERY=1",
-        "DATA.BATCH_SIZE=4", "TRAIN.ACCUMULATION_STEPS=2", "MODEL.NAME=test_vit", "OPTIMIZER.LR=1e-6",
-        "TRAIN.AUTO_RESUME=True", "SCHEDULE.NAME=constant",
-    )  # fmt: skip
+        *SMALL,
+        "TRAIN.NOISE_SCALE.ENABLED=True",
+        "TRAIN.NOISE_SCALE.EVERY=1",
+        "TRAIN.LOG_EVERY=1",
+        "DATA.BATCH_SIZE=4",
+        "TRAIN.ACCUMULATION_STEPS=2",
+        "MODEL.NAME=test_vit",
+        "OPTIMIZER.LR=1e-6",
+        "TRAIN.AUTO_RESUME=True",
+        "SCHEDULE.NAME=constant",
+    )
     assert run(*options, "TRAIN.EPOCHS=1").code == 0
     outcome = run(*options, "TRAIN.EPOCHS=2")
     assert outcome.code == 0, outcome.err

@@ -46,7 +46,9 @@ def test_no_decay_on_biases_and_norms() -> None:
     model = make_model()
     optimizer = build_optimizer(OptimizerConfig(WEIGHT_DECAY=0.125), model)
     decay = {
-        parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
+        parameter: group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
     names = {name: decay[parameter] for name, parameter in model.named_parameters()}
     assert {name for name, value in names.items() if value == 0.125} == {"0.weight", "3.weight"}
@@ -69,7 +71,9 @@ def test_a_users_optimizer_gets_the_parameters_and_plain_values() -> None:
     assert isinstance(optimizer, Unusual)
     assert type(optimizer.betas) is list
     assert optimizer.param_groups[0]["lr"] == 0.5
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    assert all(
+        a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
+    )
 
 
 def test_an_optimizer_written_as_partial_works_too() -> None:
@@ -94,7 +98,9 @@ CLASSES = 5
 def classifier(name: str) -> tuple[HierarchicalClassifier, nn.Module]:
     """A model, and timm's own with the same weights."""
     torch.manual_seed(0)
-    own = timm.create_model(name, num_classes=CLASSES, **({"img_size": 32} if "vit" in name else {}))
+    own = timm.create_model(
+        name, num_classes=CLASSES, **({"img_size": 32} if "vit" in name else {})
+    )
     backbone = deepcopy(own)
     backbone.reset_classifier(0)
     model = HierarchicalClassifier(backbone, own.num_features, [CLASSES])
@@ -103,14 +109,18 @@ def classifier(name: str) -> tuple[HierarchicalClassifier, nn.Module]:
     return model, own
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, set_rate: Callable[[int], object]) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, set_rate: Callable[[int], object]
+) -> None:
     """Four steps on the same samples each time, with the rate of each step set before it."""
     for step in range(4):
         set_rate(step)
         generator = torch.Generator().manual_seed(step)
         outputs = model(torch.randn(4, 3, 32, 32, generator=generator))
         labels = torch.randint(CLASSES, (4,), generator=generator)
-        nn.functional.cross_entropy(outputs[0] if isinstance(outputs, tuple) else outputs, labels).backward()
+        nn.functional.cross_entropy(
+            outputs[0] if isinstance(outputs, tuple) else outputs, labels
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -131,9 +141,13 @@ def test_layer_decay_trains_as_timm_does(name: str) -> None:
     expected = dict(theirs.named_parameters())
     num_different = 0
     for key, parameter in ours.named_parameters():
-        their = key.removeprefix("backbone.").replace("heads.0", str(theirs.pretrained_cfg["classifier"]))  # type: ignore[index]
+        their = key.removeprefix("backbone.").replace(
+            "heads.0", str(theirs.pretrained_cfg["classifier"])
+        )  # type: ignore[index]
         torch.testing.assert_close(parameter, expected[their], rtol=1e-4, atol=1e-6)
-        num_different += not torch.allclose(equal_rates.get_parameter(key), expected[their], rtol=1e-3)
+        num_different += not torch.allclose(
+            equal_rates.get_parameter(key), expected[their], rtol=1e-3
+        )
     assert num_different > len(expected) / 2  # the comparison sees rates that are not timm's
 
 
@@ -141,18 +155,30 @@ def test_heads_are_the_last_layer_and_can_have_a_rate_of_their_own() -> None:
     model, _ = classifier("test_vit")
     config = OptimizerConfig(LR=0.5, LAYER_DECAY=0.5, HEAD_LR_SCALE=10, WEIGHT_DECAY=0.1)
     optimizer = build_optimizer(config, model)
-    no_decay = {p for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
-    assert {model.backbone.pos_embed, model.backbone.cls_token} < no_decay  # the backbone's own exceptions
+    no_decay = {
+        p for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]
+    }
+    assert {
+        model.backbone.pos_embed,
+        model.backbone.cls_token,
+    } < no_decay  # the backbone's own exceptions
     scale = {
-        parameter: group["lr_scale"] for group in optimizer.param_groups for parameter in group["params"]
+        parameter: group["lr_scale"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
     found = {name: scale[parameter] for name, parameter in model.named_parameters()}
     assert found["heads.0.weight"] == found["heads.0.bias"] == 10
     assert found["backbone.patch_embed.proj.weight"] == min(found.values())
-    blocks = [found[f"backbone.blocks.{index}.mlp.fc1.weight"] for index in range(len(model.backbone.blocks))]  # type: ignore[arg-type]
+    blocks = [
+        found[f"backbone.blocks.{index}.mlp.fc1.weight"]
+        for index in range(len(model.backbone.blocks))
+    ]  # type: ignore[arg-type]
     assert blocks == sorted(blocks)
     assert all(b == 2 * a for a, b in pairwise(blocks))
     Schedule(ScheduleConfig(NAME="constant"), optimizer, steps_per_epoch=[4], warmup_steps=0)
-    rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    rates = {
+        parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]
+    }
     assert all(rates[parameter] == 0.5 * value for parameter, value in scale.items())
     assert peak_values(build_optimizer(config, model))[0] == 0.5

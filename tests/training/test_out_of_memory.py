@@ -28,9 +28,12 @@ MODEL = "MODEL._target_=tests.helpers.greedy"
 
 EFFECTIVE = "TRAIN.EFFECTIVE_BATCH_SIZE=16"
 HALF_PRECISION = (
-    "TRAIN.EFFECTIVE_BATCH_SIZE=32", "TRAIN.AMP=fp16", "TRAIN.CLIP_GRAD_NORM=0.1",
-    "TRAIN.NOISE_SCALE.ENABLED=True", "TRAIN.NOISE_SCALE.EVERY=1",
-)  # fmt: skip
+    "TRAIN.EFFECTIVE_BATCH_SIZE=32",
+    "TRAIN.AMP=fp16",
+    "TRAIN.CLIP_GRAD_NORM=0.1",
+    "TRAIN.NOISE_SCALE.ENABLED=True",
+    "TRAIN.NOISE_SCALE.EVERY=1",
+)
 PLACES = {"forward": (EFFECTIVE,), "backward": HALF_PRECISION}
 """Where memory runs out, and the options of the training."""
 
@@ -60,7 +63,8 @@ def of_training(content: dict[str, Any]) -> Any:
 def smaller(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Checkpoints of trainings with micro-batches of 8 from the start."""
     return {
-        where: trained(tmp_path_factory.mktemp(where), *options, size=8) for where, options in PLACES.items()
+        where: trained(tmp_path_factory.mktemp(where), *options, size=8)
+        for where, options in PLACES.items()
     }
 
 
@@ -92,13 +96,17 @@ def test_so_does_a_step_that_fails_while_it_clips_unscaled_gradients(
     assert found["noise_scale"]["num"] == smaller["backward"]["noise_scale"]["num"] == 6
 
 
-def test_without_the_fault_nothing_is_split(tmp_path: Path, smaller: dict[str, dict[str, Any]]) -> None:
+def test_without_the_fault_nothing_is_split(
+    tmp_path: Path, smaller: dict[str, dict[str, Any]]
+) -> None:
     plain = trained(tmp_path / "a", EFFECTIVE)
     assert "micro_batch_limit" not in plain
     with trainer_of(tmp_path / "c", EFFECTIVE) as trainer:
         trainer.fit()
     assert of_training(plain) == of_training(load_checkpoint(tmp_path / "c/checkpoints/last.pt"))
-    assert of_training(plain) != of_training(smaller["forward"])  # so equal bits say that a step was split
+    assert of_training(plain) != of_training(
+        smaller["forward"]
+    )  # so equal bits say that a step was split
 
 
 def test_odd_micro_batches_are_split_and_weighted_by_their_samples(tmp_path: Path) -> None:
@@ -151,7 +159,9 @@ def assembled(*argv: str) -> tuple[Any, Assembly]:
         (("MODEL.norm=BatchNorm1d",), 2, set()),  # of one sample BatchNorm has no variance
     ],
 )
-def test_only_remedies_with_an_effect_are_named(argv: tuple[str, ...], size: int, keys: set[str]) -> None:
+def test_only_remedies_with_an_effect_are_named(
+    argv: tuple[str, ...], size: int, keys: set[str]
+) -> None:
     config, assembly = assembled(*argv)
     origin = SizeOrigin(size, "", "KEY", ("OTHER below 0.7",))
     found = [*train_remedies(config.TRAIN, assembly, size, size, origin)]

@@ -46,10 +46,14 @@ class Convolutions(nn.Module):
 
 
 RUN = (
-    *PLAIN, "MODEL._target_=tests.helpers.greedy.Greedy", "DATA.BATCH_SIZE=16",
-    "TRAIN.EFFECTIVE_BATCH_SIZE=16", "TRAIN.EMA.ENABLED=True", "SCHEDULE.WARMUP_STEPS=4",
+    *PLAIN,
+    "MODEL._target_=tests.helpers.greedy.Greedy",
+    "DATA.BATCH_SIZE=16",
+    "TRAIN.EFFECTIVE_BATCH_SIZE=16",
+    "TRAIN.EMA.ENABLED=True",
+    "SCHEDULE.WARMUP_STEPS=4",
     "TRAIN.AUTO_RESUME=True",
-)  # fmt: skip
+)
 """Three epochs of six steps of 16 samples."""
 IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
 SAYS_SPLIT = "taken again"
@@ -80,14 +84,20 @@ def test_a_resumed_run_keeps_to_the_smaller_micro_batches(
     assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/whole")
     assert curve(tmp_path / "runs/plain") == curve(tmp_path / "runs/whole")
     result = json.loads((tmp_path / "runs/plain/result.json").read_text())
-    assert (result["batch_size"], result["accumulation_steps"], result["effective_batch"]) == (8, 2, 16)
+    assert (result["batch_size"], result["accumulation_steps"], result["effective_batch"]) == (
+        8,
+        2,
+        16,
+    )
 
 
 @pytest.mark.e2e
 def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path) -> None:
     searched = (
-        "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "TRAIN.EFFECTIVE_BATCH_SIZE=null"
-    )  # fmt: skip
+        "DATA.AUTOBATCH.ENABLED=True",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=16",
+        "TRAIN.EFFECTIVE_BATCH_SIZE=null",
+    )
     fault = greedy(8, from_step=200)  # after what the trials count
     outcome = split_run(run, "plain", *searched, *fault, "TRAIN.EPOCHS=40")
     saved = checkpoint_of(tmp_path / "runs/plain")
@@ -100,7 +110,12 @@ def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path)
     assert (plan["MICRO_BATCH"], plan["EFFECTIVE_BATCH"]) == (8, 16)
 
 
-CONVOLUTIONS = (*RUN, f"MODEL._target_={__name__}.Convolutions", "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE_VAL=4")
+CONVOLUTIONS = (
+    *RUN,
+    f"MODEL._target_={__name__}.Convolutions",
+    "TRAIN.EPOCHS=1",
+    "DATA.BATCH_SIZE_VAL=4",
+)
 """Validation is never split, so its batches are small ones that always fit."""
 
 
@@ -125,7 +140,13 @@ TWO = (*(token for token in RUN if "EFFECTIVE" not in token), "TRAIN.EFFECTIVE_B
 
 
 def two_ranks(folder: Path, *argv: str, max_restarts: int = 0) -> Outcome:
-    command = [*TORCHRUN, "--nproc_per_node=2", f"--max-restarts={max_restarts}", "-m", "linnaeus.main"]
+    command = [
+        *TORCHRUN,
+        "--nproc_per_node=2",
+        f"--max-restarts={max_restarts}",
+        "-m",
+        "linnaeus.main",
+    ]
     return forks.python(*command, *TWO, *argv, cwd=folder, env={"PYTHONPATH": str(ROOT)})
 
 
@@ -140,7 +161,9 @@ def assert_close_weights(folder: Path, other: Path) -> None:
     [
         (1, 0, "forward"),
         pytest.param(0, 4, "backward", marks=pytest.mark.slow),
-        pytest.param(1, 4, "clip", marks=pytest.mark.slow),  # the other rank may have made the update
+        pytest.param(
+            1, 4, "clip", marks=pytest.mark.slow
+        ),  # the other rank may have made the update
     ],
 )
 def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
@@ -156,8 +179,13 @@ def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
     )
     assert two_ranks(tmp_path, *fault, SPLIT).code != 0
     saved = load_checkpoint(folder / "checkpoints/out_of_memory.pt")
-    assert (saved["progress"]["step"], saved["progress"]["samples"]) == (from_step, from_step % 3 * 32)
-    assert saved["state"]["model"]["num_samples"] == 16 * from_step  # as before the step that failed
+    assert (saved["progress"]["step"], saved["progress"]["samples"]) == (
+        from_step,
+        from_step % 3 * 32,
+    )
+    assert (
+        saved["state"]["model"]["num_samples"] == 16 * from_step
+    )  # as before the step that failed
     assert (saved["micro_batch_limit"], saved["plan"]["MICRO_BATCH"]) == (8, 8)
     assert saved["plan"]["EFFECTIVE_BATCH"] == 32
 

@@ -56,7 +56,9 @@ def work(rank: int, folder: str) -> Results:
                     results |= metrics_of_seven_levels(world)
                     results["sets"] = fill_sets(ClassificationMetrics(SETS), rank, 2).compute(world)
                     results |= {how: distributed(world, how) for how in WAYS}
-                    results |= {("stops", stops): trained(world, stops=stops) for stops in (False, True)}
+                    results |= {
+                        ("stops", stops): trained(world, stops=stops) for stops in (False, True)
+                    }
                     results["measured"] = [measured(world, is_on) for is_on in (False, True)]
     return results
 
@@ -107,7 +109,9 @@ def effective_batch(dtype: torch.dtype = torch.float32) -> Batch:
     """Most of the first samples' labels are unknown; one whole micro-batch has none at the finer level."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(EFFECTIVE_BATCH, NUM_FEATURES, generator=generator).to(dtype)
-    columns = [torch.randint(0, count, (EFFECTIVE_BATCH,), generator=generator) for count in NUM_CLASSES]
+    columns = [
+        torch.randint(0, count, (EFFECTIVE_BATCH,), generator=generator) for count in NUM_CLASSES
+    ]
     targets = torch.stack(columns, 1)
     targets[:12, 1] = targets[1:20:3, 0] = targets[13::7, 1] = -1
     return Batch(inputs, targets)
@@ -123,7 +127,9 @@ def gradients(world: World) -> Results:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found: list[Tensor] = []
         optimizer.register_step_pre_hook(
-            lambda *_, model=model, found=found: found.extend(p.grad.clone() for p in model.parameters())
+            lambda *_, model=model, found=found: found.extend(
+                p.grad.clone() for p in model.parameters()
+            )
         )
         step = plain_step(wrap(model, world), kind(LEVELS, weights, smoothing), optimizer)
         mine = [part[world.rank :: world.world_size].chunk(steps) for part in effective_batch()]
@@ -178,7 +184,9 @@ def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(
 
 VAL_BATCH_SIZES = (5, 24)
 SETS = Taxonomy((Level("tag", tuple("abcd")),), separator=";")
-SEVEN = Taxonomy(tuple(Level(f"level{i}", tuple(f"{i}.{j}" for j in range(4 + i))) for i in range(7)))
+SEVEN = Taxonomy(
+    tuple(Level(f"level{i}", tuple(f"{i}.{j}" for j in range(4 + i))) for i in range(7))
+)
 
 
 def validations(world: World) -> Results:
@@ -205,7 +213,9 @@ def fill(metrics: ClassificationMetrics, rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(2)
     counts = SEVEN.num_classes.values()
     logits = [torch.randn(13, count, generator=generator) for count in counts]
-    targets = torch.stack([torch.randint(-1, count, (13,), generator=generator) for count in counts], 1)
+    targets = torch.stack(
+        [torch.randint(-1, count, (13,), generator=generator) for count in counts], 1
+    )
     rows = slice(rank, None, world_size)
     # An eighth is added up without rounding.
     metrics.update([level[rows] for level in logits], targets[rows], torch.tensor((1 + rank) / 8))
@@ -222,7 +232,9 @@ def metrics_of_seven_levels(world: World) -> Results:
         "again": metrics.compute(world),
         "collectives": num_collectives(lambda: metrics.compute(world)),
         "collectives of torchmetrics": num_collectives(by_itself.compute),
-        "aborted": [metrics.compute(world, aborted=world.rank == rank) for rank in range(world.world_size)],
+        "aborted": [
+            metrics.compute(world, aborted=world.rank == rank) for rank in range(world.world_size)
+        ],
         "sum": world.reduce(torch.tensor([2**52 - 1, world.rank], dtype=torch.float64)).tolist(),
     }
 
@@ -231,7 +243,11 @@ def fill_sets(metrics: ClassificationMetrics, rank: int, world_size: int) -> Cla
     """One process's share of 13 samples with several labels, some unknown; probabilities are often equal."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(13, 4, generator=generator).round(decimals=1)
-    targets = torch.randint(-1, 2, (13, 4), generator=generator).float().clamp_max(torch.tensor([1, 1, 1, 0]))
+    targets = (
+        torch.randint(-1, 2, (13, 4), generator=generator)
+        .float()
+        .clamp_max(torch.tensor([1, 1, 1, 0]))
+    )
     rows = slice(rank, None, world_size)
     metrics.update(logits[rows], targets[rows], torch.tensor((1 + rank) / 8))
     metrics.seen = logits.sigmoid(), targets.int()
@@ -247,14 +263,20 @@ def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(
         for rank in range(world_size):
             found = ranks[rank]["validation", "TaxonomicCrossEntropy", name, world_size, size]
             assert found == pytest.approx(loss, rel=1e-6), (world_size, size)
-    of_known = [ranks[0]["validation", "MeanOverKnownLabels", name, 1, size] for size in VAL_BATCH_SIZES]
-    assert max(of_known) - min(of_known) > 1e-3, "the samples would not tell a mean over known labels"
+    of_known = [
+        ranks[0]["validation", "MeanOverKnownLabels", name, 1, size] for size in VAL_BATCH_SIZES
+    ]
+    assert max(of_known) - min(of_known) > 1e-3, (
+        "the samples would not tell a mean over known labels"
+    )
 
 
 def test_seven_levels_cost_at_most_two_collectives(ranks: list[Results]) -> None:
     for rank in (0, 1):
         assert 1 <= ranks[rank]["collectives"] <= 2
-        assert ranks[rank]["collectives of torchmetrics"] > 2, "else nothing would have been counted"
+        assert ranks[rank]["collectives of torchmetrics"] > 2, (
+            "else nothing would have been counted"
+        )
 
 
 def test_two_processes_compute_the_metrics_of_one(ranks: list[Results]) -> None:
@@ -269,11 +291,16 @@ def test_two_processes_compute_the_metrics_of_one(ranks: list[Results]) -> None:
         assert ranks[rank]["again"] == expected, "the metrics keep their own states"
 
 
-def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(ranks: list[Results]) -> None:
+def test_several_labels_on_two_processes_have_the_figures_of_torchmetrics(
+    ranks: list[Results],
+) -> None:
     metrics = fill_sets(ClassificationMetrics(SETS), 0, 1)
     scores, targets = (each[:, :3] for each in metrics.seen)  # the fourth class has no sample
     assert metrics.compute(World(CPU)) is not None
-    for function, name in ((multilabel_average_precision, "map/tag"), (multilabel_f1_score, "f1/tag")):
+    for function, name in (
+        (multilabel_average_precision, "map/tag"),
+        (multilabel_f1_score, "f1/tag"),
+    ):
         expected = float(function(scores, targets, 3, ignore_index=-1))
         assert ranks[0]["sets"][name] == pytest.approx(expected, abs=1e-6)
     alone = metrics.compute(World(CPU))
@@ -301,7 +328,9 @@ def make_state() -> dict[str, Any]:
     return {
         "model": {
             "weight": noise,
-            "image": torch.randn(2, 3, 5, 4, generator=generator).to(memory_format=torch.channels_last),
+            "image": torch.randn(2, 3, 5, 4, generator=generator).to(
+                memory_format=torch.channels_last
+            ),
             "half": noise[:7].bfloat16(),
             "flags": noise > 0,
             "complex": torch.randn(3, dtype=torch.complex64, generator=generator),
@@ -309,7 +338,9 @@ def make_state() -> dict[str, Any]:
             "expanded": torch.ones(3, 1).expand(3, 5),
             "empty": torch.zeros(0, 4),
         },
-        "optimizer": {"state": {0: {"step": torch.tensor(5.0), "count": 2**40 * torch.ones(2).long()}}},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(5.0), "count": 2**40 * torch.ones(2).long()}}
+        },
         "scaler": {"scale": 65536.0, "none": None, "text": "a", "pair": (1, [2.5])},
     }
 
@@ -333,7 +364,9 @@ def test_every_rank_gets_every_bit_and_the_layout(ranks: list[Results]) -> None:
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "ours": wrap,
-    "torch's": lambda model, world: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
+    "torch's": lambda model, world: nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True
+    ),
 }
 
 
@@ -346,7 +379,9 @@ def two_passes(world: World, how: str) -> list[Tensor]:
     for _ in range(2):
         wrapper.zero_grad()
         wrapper(inputs).square().mean().backward()
-        found.append(torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()]))
+        found.append(
+            torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
+        )
     return found
 
 
@@ -373,7 +408,9 @@ def measured(world: World, is_on: bool) -> tuple[Any, Tensor]:
     model = wrap(module, world)
     probe = GradientProbe(model, torch.amp.GradScaler("cpu", enabled=False), decay=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = plain_step(model, half_square, optimizer, clip_grad_norm=0.1, probe=probe if is_on else None)
+    step = plain_step(
+        model, half_square, optimizer, clip_grad_norm=0.1, probe=probe if is_on else None
+    )
     if is_on:
         probe.arm()
     source = points(world.rank)
@@ -382,7 +419,9 @@ def measured(world: World, is_on: bool) -> tuple[Any, Tensor]:
     return probe.scale.state_dict(), module.w.detach()
 
 
-def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(ranks: list[Results]) -> None:
+def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(
+    ranks: list[Results],
+) -> None:
     sources = [points(rank) for rank in range(2)]
     means = [torch.cat([next(source).inputs for _ in range(3)]).mean(dim=0) for source in sources]
     small = sum(float(mean.square().sum()) for mean in means) / 2
@@ -401,7 +440,9 @@ WAYS = ("reduce", "broadcast", "none")
 
 def normalised() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4), nn.BatchNorm1d(4))
+    return nn.Sequential(
+        nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4), nn.BatchNorm1d(4)
+    )
 
 
 def make_batch(rank: int, number: int) -> Batch:
@@ -443,7 +484,9 @@ def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
     results = {"live": statistics(model)}
     distribute_batchnorm(model, ema.module, world, "reduce")
     return results | {
-        f"{kind} {k}": v for kind, m in (("", model), ("ema", ema.module)) for k, v in m.state_dict().items()
+        f"{kind} {k}": v
+        for kind, m in (("", model), ("ema", ema.module))
+        for k, v in m.state_dict().items()
     }
 
 
@@ -454,13 +497,19 @@ def test_the_statistics_of_all_ranks_and_those_of_rank_0_for_the_average(
     zero, one = (results[how] for results in ranks[:2])
     before = torch.stack([zero["before"][0], one["before"][0]])
     assert (before[0] - before[1]).abs().max() > 0.01
-    expected = {"reduce": before.mean(0).expand(2, -1), "broadcast": before[:1].expand(2, -1), "none": before}
+    expected = {
+        "reduce": before.mean(0).expand(2, -1),
+        "broadcast": before[:1].expand(2, -1),
+        "none": before,
+    }
     after = torch.stack([zero["after"][0], one["after"][0]])
     torch.testing.assert_close(after, expected[how])
     assert torch.equal(after[0], after[1]) is (how != "none")
     assert torch.equal(zero["after"][1], zero["before"][1])
     assert torch.equal(one["after"][1], one["before"][1] if how == "none" else zero["before"][1])
-    assert zero["count"] == one["count"] == (0 if how == "none" else 2)  # one collective for each model
+    assert (
+        zero["count"] == one["count"] == (0 if how == "none" else 2)
+    )  # one collective for each model
 
 
 def test_distributing_again_changes_no_bit(ranks: list[Results]) -> None:

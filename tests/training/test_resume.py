@@ -44,7 +44,9 @@ def nodes_of(**options: Any) -> dict[str, Any]:
     return {name: dataclasses.asdict(kind(**values[name])) for name, kind in nodes.items()}
 
 
-def refusal(resume_with: str | None, now: dict[str, Any], before: dict[str, Any] | None = None) -> str:
+def refusal(
+    resume_with: str | None, now: dict[str, Any], before: dict[str, Any] | None = None
+) -> str:
     """The message for a run that may not be resumed."""
     with pytest.raises(ConfigError) as caught:
         check_changes(changes_of(before or nodes_of(), now), resume_with)
@@ -117,7 +119,10 @@ def test_model_and_loss_may_change_where_the_state_fits(tmp_path: Path) -> None:
     now = nodes_of(MODEL_DROP_RATE=0.5, LOSS_LABEL_SMOOTHING=0.1)
     checkpoint = find_checkpoint(checkpoints, now, None, ALONE)
     assert checkpoint is not None
-    assert [change.split()[0] for change in checkpoint.changes] == ["MODEL.DROP_RATE", "LOSS.LABEL_SMOOTHING"]
+    assert [change.split()[0] for change in checkpoint.changes] == [
+        "MODEL.DROP_RATE",
+        "LOSS.LABEL_SMOOTHING",
+    ]
     checkpoints.save(whole(state={}))  # without its configuration, as of an older version
     checkpoint = find_checkpoint(checkpoints, nodes_of(OPTIMIZER_LR=7.0), None, ALONE)
     assert checkpoint is not None
@@ -133,7 +138,10 @@ def test_a_run_is_finished_when_its_epochs_and_its_result_are_there(
 ) -> None:
     if has_result:
         (tmp_path / "result.json").write_text("{}")
-    progress, train = TrainingProgress(epochs_done), dataclasses.replace(Config().TRAIN, EPOCHS=num_epochs)
+    progress, train = (
+        TrainingProgress(epochs_done),
+        dataclasses.replace(Config().TRAIN, EPOCHS=num_epochs),
+    )
     assert is_finished(progress, train, tmp_path / "result.json", ALONE) is finished
 
 

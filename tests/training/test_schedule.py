@@ -18,7 +18,11 @@ from linnaeus.training.schedule import Schedule, lr_factor
 NAMES = tuple(SCHEDULES)
 
 runs = st.fixed_dictionaries(
-    {"total_steps": st.integers(1, 300), "warmup_steps": st.integers(0, 300), "min_fraction": st.floats(0, 1)}
+    {
+        "total_steps": st.integers(1, 300),
+        "warmup_steps": st.integers(0, 300),
+        "min_fraction": st.floats(0, 1),
+    }
 ).map(lambda run: run | {"warmup_steps": min(run["warmup_steps"], run["total_steps"])})
 
 
@@ -31,7 +35,9 @@ def factor_of(
     return lr_factor(config, steps_per_epoch=per_epoch, warmup_steps=warmup_steps)
 
 
-def rates(config: ScheduleConfig, *, steps_per_epoch: int, num_epochs: int, lr: float = 2.0) -> list[float]:
+def rates(
+    config: ScheduleConfig, *, steps_per_epoch: int, num_epochs: int, lr: float = 2.0
+) -> list[float]:
     """The rate that each optimizer step of a run really uses."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     warmup = configured_warmup(config, [steps_per_epoch] * num_epochs)
@@ -63,11 +69,15 @@ def test_golden_values(name: str, expected: list[float]) -> None:
 
 
 @given(name=st.sampled_from(NAMES), run=runs, step=st.integers(0, 600))
-def test_never_zero_or_above_the_peak_before_the_end(name: str, run: dict[str, float], step: int) -> None:
+def test_never_zero_or_above_the_peak_before_the_end(
+    name: str, run: dict[str, float], step: int
+) -> None:
     share = factor_of(name, **run)(step)  # type: ignore[arg-type]
     assert share <= 1 + 1e-12
     lowest = {"step": 0.01, "multistep": 0.1, "onecycle": min(run["min_fraction"], 0.04)}
-    assert share >= min(lowest.get(name, run["min_fraction"]), 1 / max(run["warmup_steps"], 1)) - 1e-12
+    assert (
+        share >= min(lowest.get(name, run["min_fraction"]), 1 / max(run["warmup_steps"], 1)) - 1e-12
+    )
     assert share > 0 or step >= run["total_steps"] - (name == "onecycle")
 
 
@@ -120,7 +130,9 @@ def test_groups_keep_their_own_peaks() -> None:
 # The position decides.
 
 
-def make(config: ScheduleConfig, *, lr: float = 0.3, **plan: Any) -> tuple[torch.optim.Optimizer, Schedule]:
+def make(
+    config: ScheduleConfig, *, lr: float = 0.3, **plan: Any
+) -> tuple[torch.optim.Optimizer, Schedule]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     return optimizer, Schedule(config, optimizer, **plan)
 
@@ -129,7 +141,10 @@ def make(config: ScheduleConfig, *, lr: float = 0.3, **plan: Any) -> tuple[torch
 def test_whole_positions_give_the_rates_of_torchs_own_schedule_bit_for_bit(name: str) -> None:
     growth = lambda step: 1.0 if step >= 11 else 0.7  # noqa: E731
     optimizer, schedule = make(
-        ScheduleConfig(name), steps_per_epoch=[12, 12, 13], warmup_steps=5, batch_size_lr_factor=growth
+        ScheduleConfig(name),
+        steps_per_epoch=[12, 12, 13],
+        warmup_steps=5,
+        batch_size_lr_factor=growth,
     )
     reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     factor = factor_of(name, total_steps=37, warmup_steps=5, min_fraction=0.01)
@@ -145,18 +160,28 @@ TORCH, LOW = "torch.optim.lr_scheduler", {"MIN_LR_FRACTION": 0.02}
 LIBRARY: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "step": ({"STEP_EPOCHS": 2, "GAMMA": 0.3}, f"{TORCH}.StepLR", {"step_size": 14, "gamma": 0.3}),
     "multistep": (
-        {"MILESTONES": [1, 4, 9], "GAMMA": 0.3}, f"{TORCH}.MultiStepLR", {"milestones": [7, 28], "gamma": 0.3}
+        {"MILESTONES": [1, 4, 9], "GAMMA": 0.3},
+        f"{TORCH}.MultiStepLR",
+        {"milestones": [7, 28], "gamma": 0.3},
     ),
     "onecycle": (
-        {"START_LR_FRACTION": 0.05, **LOW}, f"{TORCH}.OneCycleLR",
-        {"max_lr": 0.3, "total_steps": 42, "pct_start": 10 / 42, "div_factor": 20, "final_div_factor": 2.5,
-         "cycle_momentum": False},
+        {"START_LR_FRACTION": 0.05, **LOW},
+        f"{TORCH}.OneCycleLR",
+        {
+            "max_lr": 0.3,
+            "total_steps": 42,
+            "pct_start": 10 / 42,
+            "div_factor": 20,
+            "final_div_factor": 2.5,
+            "cycle_momentum": False,
+        },
     ),
     "wsd": (
-        {"DECAY_EPOCHS": 2, **LOW}, "timm.scheduler.wsd_lr.WSDLRScheduler",
+        {"DECAY_EPOCHS": 2, **LOW},
+        "timm.scheduler.wsd_lr.WSDLRScheduler",
         {"t_initial": 32, "decay_t": 14, "lr_min": 0.006, "warmup_t": 10, "t_in_epochs": False},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LIBRARY)
@@ -164,13 +189,17 @@ def test_every_step_has_the_rate_that_torch_or_timm_gives_it(name: str) -> None:
     keys, kind, arguments = LIBRARY[name]
     module = pytest.importorskip(kind.rpartition(".")[0])  # an older timm has no WSD
     warmup = 10 if "MIN_LR_FRACTION" in keys else 0
-    optimizer, schedule = make(ScheduleConfig(name, **keys), steps_per_epoch=[7] * 6, warmup_steps=warmup)
+    optimizer, schedule = make(
+        ScheduleConfig(name, **keys), steps_per_epoch=[7] * 6, warmup_steps=warmup
+    )
     reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     theirs = getattr(module, kind.rpartition(".")[2])(reference, **arguments)
     for step in range(42):
         schedule.apply(step)
         if name != "wsd" or step >= warmup:  # timm's warm-up begins at 0
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"], rel=1e-9)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(
+                reference.param_groups[0]["lr"], rel=1e-9
+            )
         reference.step()
         theirs.step_update(step + 1) if name == "wsd" else theirs.step()
 

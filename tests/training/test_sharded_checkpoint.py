@@ -58,13 +58,19 @@ class Block(nn.Module):
         return x + nn.functional.relu(self.norm(self.linear(x)))
 
 
-def make_state(world: World, norm: type[nn.Module] = nn.BatchNorm1d, seed: int = 0) -> TrainingState:
+def make_state(
+    world: World, norm: type[nn.Module] = nn.BatchNorm1d, seed: int = 0
+) -> TrainingState:
     """Five rows of weights for two processes, and one, and a bias of one element."""
     torch.manual_seed(seed)
     with FileBacked() as values:
-        model: nn.Module = nn.Sequential(nn.Linear(4, 5), Block(5, norm), Block(5, norm), nn.Linear(5, 1))
+        model: nn.Module = nn.Sequential(
+            nn.Linear(4, 5), Block(5, norm), Block(5, norm), nn.Linear(5, 1)
+        )
     sharding = DistConfig(SHARDING="full")
-    average = shard(model, values, sharding, world, with_average=True) if world.is_distributed else None
+    average = (
+        shard(model, values, sharding, world, with_average=True) if world.is_distributed else None
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     return TrainingState(
@@ -280,8 +286,13 @@ def test_a_disk_that_refuses_one_rank_ends_all_and_leaves_the_checkpoint_before(
 
 
 def test_the_reason_of_a_disk_that_refuses_a_part_of_a_tensor_is_told(small_disk: Path) -> None:
-    with pytest.warns(UserWarning, match="single process"), pytest.raises(CheckpointException) as caught:
-        dcp.save({"a": torch.zeros(2**20)}, storage_writer=ShardsWriter(small_disk / "a"), no_dist=True)
+    with (
+        pytest.warns(UserWarning, match="single process"),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        dcp.save(
+            {"a": torch.zeros(2**20)}, storage_writer=ShardsWriter(small_disk / "a"), no_dist=True
+        )
     ((reason, _),) = caught.value.failures.values()
     assert getattr(reason, "errno", None) == errno.ENOSPC
 
@@ -365,9 +376,13 @@ def test_instead_of_damaged_shards_those_before_are_taken(
 # --- whole runs ---
 
 OWN = (
-    *PLAIN, f"DATA.DATASET._target_={__name__}.Troubled", "DIST.SHARDING=full", "DATA.BATCH_SIZE=8",
-    "TRAIN.AUTO_RESUME=True", "TRAIN.EMA.ENABLED=True",
-)  # fmt: skip
+    *PLAIN,
+    f"DATA.DATASET._target_={__name__}.Troubled",
+    "DIST.SHARDING=full",
+    "DATA.BATCH_SIZE=8",
+    "TRAIN.AUTO_RESUME=True",
+    "TRAIN.EMA.ENABLED=True",
+)
 
 
 class Troubled(Clusters):
@@ -401,7 +416,8 @@ def test_a_run_that_crashed_goes_on_from_its_last_checkpoint_bit_for_bit(
         assert (outcome.code != 0) is (len(words) > 1), outcome.err
     assert "resumed after 10 optimizer steps" in outcome.out
     states = [
-        load_checkpoint(tmp_path / "runs" / name / "checkpoints/last.pt") for name in ("whole", "parts")
+        load_checkpoint(tmp_path / "runs" / name / "checkpoints/last.pt")
+        for name in ("whole", "parts")
     ]
     assert states[0]["progress"]["step"] == states[1]["progress"]["step"] == 18
     assert bits(states[0]["state"]) == bits(states[1]["state"])
@@ -412,7 +428,9 @@ def test_commands_read_a_sharded_run_and_give_what_its_log_says(
     run: Run, torchrun: Run, tmp_path: Path
 ) -> None:
     """Ranks have different numbers of validation batches."""
-    outcome = torchrun(2, *SMALL, "DIST.SHARDING=full", "DATA.BATCH_SIZE_VAL=5", "TRAIN.EMA.ENABLED=True")
+    outcome = torchrun(
+        2, *SMALL, "DIST.SHARDING=full", "DATA.BATCH_SIZE_VAL=5", "TRAIN.EMA.ENABLED=True"
+    )
     assert outcome.code == 0, outcome.err
     folder = tmp_path / "runs/small"
     progress = load_checkpoint(folder / "checkpoints/best.pt")["progress"]
@@ -422,14 +440,18 @@ def test_commands_read_a_sharded_run_and_give_what_its_log_says(
     assert {name: logged[name] for name in metrics} == pytest.approx(metrics, rel=1e-5)
     trained = load_run(folder, device="cpu")
     assert trained.export("safetensors", tmp_path / "small.safetensors").difference == 0
-    own = {f"backbone.{name}": tensor for name, tensor in read_weights(str(folder)).backbone.items()}
+    own = {
+        f"backbone.{name}": tensor for name, tensor in read_weights(str(folder)).backbone.items()
+    }
     weights = dict(trained.model.state_dict())
     assert own.keys() <= weights.keys()
     assert bits(own) == bits({name: weights[name] for name in own})
 
 
 @pytest.mark.e2e
-def test_all_ranks_break_a_validation_off_that_one_was_asked_to(torchrun: Run, tmp_path: Path) -> None:
+def test_all_ranks_break_a_validation_off_that_one_was_asked_to(
+    torchrun: Run, tmp_path: Path
+) -> None:
     options = (*OWN, "DATA.BATCH_SIZE_VAL=2")
     outcome = torchrun(2, *options, "DATA.DATASET.ctrl_c_in=val", "DATA.DATASET.after=20")
     assert outcome.code != 0
@@ -450,13 +472,19 @@ def test_four_processes_then_two_then_one_then_four_train_as_one(
     assert run(*options, f"{NAME}one", "TRAIN.EPOCHS=4", "DATA.BATCH_SIZE=16").code == 0
     for epochs, num_processes in enumerate((4, 2, 1, 4), 1):
         words = (f"{NAME}chain", f"TRAIN.EPOCHS={epochs}", f"DATA.BATCH_SIZE={16 // num_processes}")
-        outcome = run(*options, *words) if num_processes == 1 else torchrun(num_processes, *options, *words)
+        outcome = (
+            run(*options, *words)
+            if num_processes == 1
+            else torchrun(num_processes, *options, *words)
+        )
         assert outcome.code == 0, outcome.err
     one, chain = (curve(tmp_path / "runs" / name) for name in ("one", "chain"))
     assert one[:2] == chain[:2]
     assert chain[2] == pytest.approx(one[2], rel=1e-5)
     folder = tmp_path / "runs/chain"
-    one_val, val = (lines_of(tmp_path / "runs" / name, "val")[-1]["loss"] for name in ("one", "chain"))
+    one_val, val = (
+        lines_of(tmp_path / "runs" / name, "val")[-1]["loss"] for name in ("one", "chain")
+    )
     assert val == pytest.approx(one_val, rel=1e-5)
     assert (folder / "checkpoints/last.pt").exists()
 
@@ -484,7 +512,9 @@ def train_until_killed(rank: int, folder: str, store: str, victim: int, moment: 
 
         def kill_at_the_moment(event: str, arguments: tuple[Any, ...]) -> None:
             nonlocal left
-            if event in OPERATIONS and any("checkpoints/" in str(argument) for argument in arguments):
+            if event in OPERATIONS and any(
+                "checkpoints/" in str(argument) for argument in arguments
+            ):
                 left -= 1
                 if left == 0:
                     for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
@@ -528,10 +558,12 @@ def start_two(call: str, log: Path) -> list[int | None]:
         processes = [
             forks.start(
                 ["-c", f"from {__name__} import *; {call.format(rank=rank)}"],
-                cwd=ROOT, stdout=output, stderr=output,
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
             )
             for rank in range(2)
-        ]  # fmt: skip
+        ]
         return [process.wait(forks.limit_s) for process in processes]
 
 
@@ -543,11 +575,15 @@ def test_killed_at_any_moment_of_saving_a_run_resumes_from_a_whole_checkpoint(
 ) -> None:
     reference, log, folder = tmp_path / "reference", tmp_path / "log.txt", tmp_path / "checkpoints"
     reference.mkdir()
-    assert start_two(f"states_by_step({{rank}}, {str(reference)!r}, 200)", log) == [0, 0], log.read_text()
+    assert start_two(f"states_by_step({{rank}}, {str(reference)!r}, 200)", log) == [0, 0], (
+        log.read_text()
+    )
     moment, kills, step = 0, 0, 0
     while not (tmp_path / f"store{moment}.done").exists():
         moment += 1
-        call = f"train_until_killed({{rank}}, {str(tmp_path)!r}, 'store{moment}', {victim}, {moment})"
+        call = (
+            f"train_until_killed({{rank}}, {str(tmp_path)!r}, 'store{moment}', {victim}, {moment})"
+        )
         codes = start_two(call, log)
         assert codes in ([0, 0], [-9, -9]), log.read_text()
         kills += codes == [-9, -9]

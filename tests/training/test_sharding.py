@@ -49,7 +49,9 @@ class Words(Dataset[tuple[Tensor, int]]):
     classes = ("a", "b", "c")
 
     def __init__(self, split: str) -> None:
-        self.rows = torch.randint(23, (NUM_SAMPLES, 8), generator=torch.Generator().manual_seed(len(split)))
+        self.rows = torch.randint(
+            23, (NUM_SAMPLES, 8), generator=torch.Generator().manual_seed(len(split))
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,11 +64,15 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 21), nn.GELU(), nn.Linear(21, width))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 21), nn.GELU(), nn.Linear(21, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
+            1, 2
+        ).flatten(2)
         return x + self.mlp(x)
 
 
@@ -111,26 +117,36 @@ class TiedBlocks(Gpt):
 
 COMMON = ("EXPERIMENT.DEVICE=cpu", "OPTIMIZER.NAME=sgd", "OPTIMIZER.LR=0.1", "TRAIN.EMA.DECAY=0.9")
 IMAGES = (
-    "DATA.DATASET.NAME=synthetic", f"DATA.DATASET.NUM_SAMPLES={NUM_SAMPLES}", "DATA.IMG_SIZE=32",
+    "DATA.DATASET.NAME=synthetic",
+    f"DATA.DATASET.NUM_SAMPLES={NUM_SAMPLES}",
+    "DATA.IMG_SIZE=32",
     "DATA.DATASET.NUM_CLASSES=[2,6]",
-)  # fmt: skip
+)
 VIT = (*IMAGES, "MODEL.NAME=test_vit", "MODEL.KWARGS={depth: 2}")
 RESNET = (*IMAGES, "MODEL.NAME=test_resnet")
 GPT = (
-    f"MODEL._target_={__name__}.Gpt", f"DATA.DATASET._target_={__name__}.Words",
+    f"MODEL._target_={__name__}.Gpt",
+    f"DATA.DATASET._target_={__name__}.Words",
     "DIST.FIND_UNUSED_PARAMETERS=True",
-)  # fmt: skip
+)
 ADAM = ("OPTIMIZER.NAME=adamw", "OPTIMIZER.LR=0.01", "OPTIMIZER.KWARGS={eps: 0.01}")
-EMA, TWICE, CLIP = "TRAIN.EMA.ENABLED=True", "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.CLIP_GRAD_NORM=0.1"
+EMA, TWICE, CLIP = (
+    "TRAIN.EMA.ENABLED=True",
+    "TRAIN.ACCUMULATION_STEPS=2",
+    "TRAIN.CLIP_GRAD_NORM=0.1",
+)
 BF16 = "DIST.PARAM_DTYPE=bf16"
 CASES: dict[str, tuple[str, ...]] = {
     "vit, float32": VIT,
     "vit, frozen, checkpointing, clipped": (
-        *VIT, CLIP, "MODEL.FREEZE=backbone.blocks.0.*", "TRAIN.GRADIENT_CHECKPOINTING=True",
+        *VIT,
+        CLIP,
+        "MODEL.FREEZE=backbone.blocks.0.*",
+        "TRAIN.GRADIENT_CHECKPOINTING=True",
     ),
     "resnet, accumulated, mixed, average": (*RESNET, EMA, TWICE, "DATA.AUGMENT.MIXUP=0.8"),
     "gpt, tied, Adam, clipped": (*GPT, *ADAM, CLIP),
-}  # fmt: skip
+}
 SLOW_CASES: dict[str, tuple[str, ...]] = {
     **CASES,
     "vit": VIT,
@@ -143,15 +159,18 @@ SLOW_CASES: dict[str, tuple[str, ...]] = {
     "gpt": (*GPT, "MODEL.tied=False"),
 }
 ROUNDED: dict[str, tuple[str, ...]] = {
-    "autocast": (*VIT, "TRAIN.AMP=bf16"), "parameters": (*VIT, BF16),
+    "autocast": (*VIT, "TRAIN.AMP=bf16"),
+    "parameters": (*VIT, BF16),
     "sums": (*VIT, "DIST.REDUCE_DTYPE=bf16"),
-}  # fmt: skip
+}
 """With bfloat16 in one place; compared with float32, which is the first of `CASES`."""
 PLACED: dict[str, tuple[str, ...]] = {
-    "default": GPT, "kept": (*GPT, "DIST.RESHARD_AFTER_FORWARD=False"),
-    "class": (*GPT, "DIST.SHARD_BLOCKS=[Block]"), "root": (*GPT, "DIST.SHARD_BLOCKS=[]"),
+    "default": GPT,
+    "kept": (*GPT, "DIST.RESHARD_AFTER_FORWARD=False"),
+    "class": (*GPT, "DIST.SHARD_BLOCKS=[Block]"),
+    "root": (*GPT, "DIST.SHARD_BLOCKS=[]"),
     "name": (*GPT, "DIST.SHARD_BLOCKS=['blocks.1','*.mlp']"),
-}  # fmt: skip
+}
 """Which parts are gathered at once, and until when; none changes a result."""
 
 
@@ -160,18 +179,23 @@ WRONG: dict[str, tuple[str, ...]] = {
     "BatchNorm": (*RESNET, BF16),
     "a scalar": (*GPT, f"MODEL._target_={__name__}.Scalar"),
     "weights tied across blocks": (*GPT, f"MODEL._target_={__name__}.TiedBlocks"),
-}  # fmt: skip
+}
 
 
 def whole(model: nn.Module | None) -> dict[str, Tensor]:
     """All tensors of a model, on every rank."""
     state = {} if model is None else model.state_dict()
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in state.items()}
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+        for name, t in state.items()
+    }
 
 
 def names_of_gathered(model: nn.Module) -> set[str]:
     """First parts of the names of the parameters that are whole."""
-    return {name.partition(".")[0] for name, value in model.named_parameters() if local(value) is value}
+    return {
+        name.partition(".")[0] for name, value in model.named_parameters() if local(value) is value
+    }
 
 
 def trained(world: World, how: str, *argv: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
@@ -182,14 +206,18 @@ def trained(world: World, how: str, *argv: str, num_steps: int = NUM_STEPS) -> d
     nodes = config.MODEL, config.LOSS, config.OPTIMIZER
     parts = assemble(*nodes, config.TRAIN, data, world, sharding=config.DIST)
     start, num_batches = whole(parts.model), config.TRAIN.ACCUMULATION_STEPS or 1
-    model = wrap(parts.model, world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS).train()
+    model = wrap(
+        parts.model, world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS
+    ).train()
     step = dataclasses.replace(parts.train_step, model=model)
     batches = SeededBatches(data.train, data.collate, 0, data.mixing, 1)
 
     def batch(number: int) -> Batch:
         first = (number * world.world_size + world.rank) * SAMPLES
         made = batches.__getitems__([(0, (first + i) % NUM_SAMPLES) for i in range(SAMPLES)])
-        return Batch(*(t.to(torch.get_default_dtype()) if t.is_floating_point() else t for t in made))
+        return Batch(
+            *(t.to(torch.get_default_dtype()) if t.is_floating_point() else t for t in made)
+        )
 
     losses = [
         step([batch(number * num_batches + part) for part in range(num_batches)], num_batches)
@@ -201,12 +229,16 @@ def trained(world: World, how: str, *argv: str, num_steps: int = NUM_STEPS) -> d
     reshard(parts.model)
     gathered.append(names_of_gathered(parts.model))
     return {
-        "start": start, "end": whole(parts.model), "average": whole(parts.ema and parts.ema.module),
+        "start": start,
+        "end": whole(parts.model),
+        "average": whole(parts.ema and parts.ema.module),
         "losses": world.mean(torch.stack(losses)).float() if num_steps else None,
         "elements": sum(local(parameter).numel() for parameter in parts.model.parameters()),
         "gathered": gathered,
-        "modules": [type(each).__name__ for each in parts.model.modules() if isinstance(each, FSDPModule)],
-    }  # fmt: skip
+        "modules": [
+            type(each).__name__ for each in parts.model.modules() if isinstance(each, FSDPModule)
+        ],
+    }
 
 
 @contextmanager
@@ -226,7 +258,9 @@ def work(rank: int, folder: str) -> Results:
     with group_of(num_ranks, rank, folder) as world:
         two_nodes = dataclasses.replace(world, local_world_size=num_ranks // 2)
         is_slow = (Path(folder) / "slow").exists()
-        for (name, argv), how in product((SLOW_CASES if is_slow else CASES).items(), WAYS[num_ranks]):
+        for (name, argv), how in product(
+            (SLOW_CASES if is_slow else CASES).items(), WAYS[num_ranks]
+        ):
             with nullcontext() if name == "vit, float32" else double():
                 results[name, how] = trained(two_nodes if how == "hybrid" else world, how, *argv)
         if not is_slow:
@@ -234,7 +268,9 @@ def work(rank: int, folder: str) -> Results:
                 results[name] = trained(world, "full", *argv, num_steps=FEW)
             for name, argv in PLACED.items():
                 results[name] = trained(world, "full", *argv, num_steps=FEW)
-            results["wrong"] = {name: raised(trained, world, "full", *argv) for name, argv in WRONG.items()}
+            results["wrong"] = {
+                name: raised(trained, world, "full", *argv) for name, argv in WRONG.items()
+            }
     return results
 
 
@@ -302,24 +338,32 @@ def test_bfloat16_stays_near_and_is_another_format(two: Results, name: str) -> N
 
 def test_what_is_gathered_at_once_is_chosen_and_changes_no_result(two: Results) -> None:
     modules = {name: Counter(two[name]["modules"]) for name in PLACED}
-    assert modules["default"] == modules["kept"] == modules["class"] == {"FSDPGpt": 1, "FSDPBlock": 2}
+    assert (
+        modules["default"] == modules["kept"] == modules["class"] == {"FSDPGpt": 1, "FSDPBlock": 2}
+    )
     assert modules["name"] == {"FSDPGpt": 1, "FSDPBlock": 1, "FSDPSequential": 2}
     assert modules["root"] == {"FSDPGpt": 1}
     for name in PLACED:
         assert difference(two[name]["end"], two["default"]["end"]) < 1e-6
     parts = {"words", "scale", "unused", "head"}  # `out` is `words`
     after, resharded = zip(*(two[name]["gathered"] for name in ("default", "kept")), strict=True)
-    assert after == (parts, parts | {"blocks"}), "what a forward pass without a backward pass leaves"
+    assert after == (parts, parts | {"blocks"}), (
+        "what a forward pass without a backward pass leaves"
+    )
     assert resharded == (set(), set())
 
 
 # --- what is gathered at once ---
 
 BLOCKS = {
-    "vit_tiny_patch16_224": {"Block": 12}, "resnet50": {"Bottleneck": 16},
-    "convnext_atto": {"ConvNeXtBlock": 12}, "swin_tiny_patch4_window7_224": {"SwinTransformerBlock": 12},
-    "efficientnet_b0": {"InvertedResidual": 15}, "vgg11": {}, "regnetx_002": {},
-}  # fmt: skip
+    "vit_tiny_patch16_224": {"Block": 12},
+    "resnet50": {"Bottleneck": 16},
+    "convnext_atto": {"ConvNeXtBlock": 12},
+    "swin_tiny_patch4_window7_224": {"SwinTransformerBlock": 12},
+    "efficientnet_b0": {"InvertedResidual": 15},
+    "vgg11": {},
+    "regnetx_002": {},
+}
 
 
 def kinds(model: nn.Module, patterns: list[str] | None = None) -> dict[str, int]:
@@ -339,21 +383,31 @@ def test_blocks_of_other_models() -> None:
         assert kinds(layers) == {"TransformerEncoderLayer": 3}
         assert kinds(Gpt(3)) == {"Block": 2}
         assert kinds(nn.Sequential(Gpt(3), Gpt(3))) == {"Block": 4}, "the innermost"
-        assert kinds(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {}, "without parts of their own"
+        assert kinds(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {}, (
+            "without parts of their own"
+        )
         assert kinds(nn.Sequential(Gpt(3), layers)) == {"Block": 2, "TransformerEncoderLayer": 3}
-        assert kinds(nn.Sequential(Gpt(3), layers.layers[0])) == {"Block": 2}, "one by itself is not repeated"
+        assert kinds(nn.Sequential(Gpt(3), layers.layers[0])) == {"Block": 2}, (
+            "one by itself is not repeated"
+        )
         assert kinds(parts) == {}, "a dictionary is not called, only its parts are"
         assert kinds(Gpt(3), ["words", "b*.mlp", "LayerNorm"]) == {
-            "Embedding": 1, "Sequential": 2, "LayerNorm": 4,
-        }  # fmt: skip
+            "Embedding": 1,
+            "Sequential": 2,
+            "LayerNorm": 4,
+        }
 
 
 # --- mistakes ---
 
 REFUSED = (
-    "TRAIN.COMPILE=True", "TRAIN.CHANNELS_LAST=True", "TRAIN.NOISE_SCALE.ENABLED=True",
-    "TRAIN.UNFREEZE_EPOCH=2", "TRAIN.ON_OUT_OF_MEMORY=split", "DIST.CPU_OFFLOAD=True",
-)  # fmt: skip
+    "TRAIN.COMPILE=True",
+    "TRAIN.CHANNELS_LAST=True",
+    "TRAIN.NOISE_SCALE.ENABLED=True",
+    "TRAIN.UNFREEZE_EPOCH=2",
+    "TRAIN.ON_OUT_OF_MEMORY=split",
+    "DIST.CPU_OFFLOAD=True",
+)
 
 
 @pytest.mark.parametrize("option", REFUSED)
@@ -376,7 +430,9 @@ def test_a_model_that_cannot_be_shared_is_refused_by_a_key(two: Results) -> None
 
 def test_messages(golden: Golden, two: Results, tmp_path: Path) -> None:
     config = load_config(["DIST.SHARDING=hybrid", *REFUSED]).config
-    together = error_of(check_sharding, config.DIST, config.TRAIN, World(torch.device("cpu"), 0, 2, 2))
+    together = error_of(
+        check_sharding, config.DIST, config.TRAIN, World(torch.device("cpu"), 0, 2, 2)
+    )
     unknown = error_of(load_config, ["DIST.SHARDING=ful"])
     golden("sharding", {"keys": together, "a typo": unknown, **two["wrong"]}, here=__name__)
 
@@ -385,7 +441,9 @@ def test_messages(golden: Golden, two: Results, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_run_validates_on_ranks_with_unequal_numbers_of_batches(torchrun: Run, tmp_path: Path) -> None:
+def test_a_run_validates_on_ranks_with_unequal_numbers_of_batches(
+    torchrun: Run, tmp_path: Path
+) -> None:
     """16 and 15 samples in batches of 5 are 4 and 3 batches."""
     options = (
         *SMALL,
@@ -408,10 +466,16 @@ def test_a_run_validates_on_ranks_with_unequal_numbers_of_batches(torchrun: Run,
 @pytest.mark.e2e
 def test_all_ranks_break_a_validation_off_that_one_is_told_to_stop(tmp_path: Path) -> None:
     options = (
-        "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=8",
-        "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=job", "DIST.SHARDING=full", "DIST.TIMEOUT_MINUTES=0.5",
-        "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=1",
-    )  # fmt: skip
+        "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
+        "MODEL.NAME=test_resnet",
+        "DATA.IMG_SIZE=8",
+        "EXPERIMENT.DEVICE=cpu",
+        "EXPERIMENT.NAME=job",
+        "DIST.SHARDING=full",
+        "DIST.TIMEOUT_MINUTES=0.5",
+        "DATA.BATCH_SIZE=8",
+        "TRAIN.EPOCHS=1",
+    )
     environment = {"PYTHONPATH": str(ROOT), "FAULT": "SIGTERM:1:validating after epoch 1"}
     command = (*TORCHRUN, "--nproc_per_node=2", "-m", "tests.helpers.odd_ranks", *options)
     outcome = forks.python(*command, cwd=tmp_path, env=environment)

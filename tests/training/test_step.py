@@ -34,10 +34,15 @@ def make_batch(size: int = 12, dtype: torch.dtype = torch.float64, seed: int = 1
 
 
 def split(batch: Batch, num: int) -> list[Batch]:
-    return [Batch(*parts) for parts in zip(batch.inputs.chunk(num), batch.targets.chunk(num), strict=True)]
+    return [
+        Batch(*parts)
+        for parts in zip(batch.inputs.chunk(num), batch.targets.chunk(num), strict=True)
+    ]
 
 
-def make_step(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, **changes: Any) -> TrainStep:
+def make_step(
+    model: nn.Module, lr: float = 0.1, momentum: float = 0.0, **changes: Any
+) -> TrainStep:
     arguments: dict[str, Any] = {
         "criterion": nn.CrossEntropyLoss(),
         "optimizer": torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum),
@@ -113,7 +118,10 @@ def test_micro_batches_give_the_update_and_the_loss_of_one_big_batch(
 def test_micro_batches_of_different_sizes_count_by_their_samples(sizes: tuple[int, ...]) -> None:
     model, reference, unweighted = make_model(), make_model(), make_model()
     batch = make_batch(12)
-    parts = [Batch(*pair) for pair in zip(batch.inputs.split(sizes), batch.targets.split(sizes), strict=True)]
+    parts = [
+        Batch(*pair)
+        for pair in zip(batch.inputs.split(sizes), batch.targets.split(sizes), strict=True)
+    ]
     loss = make_step(model)(parts, len(parts), 12)
     torch.testing.assert_close(loss, make_step(reference)([batch]))
     assert_close(parameters(model), parameters(reference))
@@ -161,16 +169,21 @@ def test_clipping_under_a_scaler_sees_unscaled_gradients() -> None:
     model, batch = make_model(torch.float32), make_batch(dtype=torch.float32)
     before, gradients = parameters(model), gradients_by_hand(model, batch)
     step = make_step(
-        model, lr=1.0, clip_grad_norm=2 * norm(gradients),
-        scaler=torch.amp.GradScaler("cpu", init_scale=1024.0), precision=Precision(CPU, torch.float16),
-    )  # fmt: skip
+        model,
+        lr=1.0,
+        clip_grad_norm=2 * norm(gradients),
+        scaler=torch.amp.GradScaler("cpu", init_scale=1024.0),
+        precision=Precision(CPU, torch.float16),
+    )
     step(split(batch, 2), 2)
     expected = [p - g for p, g in zip(before, gradients, strict=True)]
     torch.testing.assert_close(parameters(model), expected, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
-def test_a_step_whose_gradients_overflow_changes_nothing_but_the_scale(clip_grad_norm: float | None) -> None:
+def test_a_step_whose_gradients_overflow_changes_nothing_but_the_scale(
+    clip_grad_norm: float | None,
+) -> None:
     model = make_model(torch.float32)
     before = parameters(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
@@ -207,16 +220,22 @@ def test_images_come_in_the_memory_format_of_the_model(channels_last: bool) -> N
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_after_step_runs_once_with_the_new_parameters_and_no_gradients(num_micro_batches: int) -> None:
+def test_after_step_runs_once_with_the_new_parameters_and_no_gradients(
+    num_micro_batches: int,
+) -> None:
     model, batch = make_model(), make_batch()
-    expected = [p - g for p, g in zip(parameters(model), gradients_by_hand(model, batch), strict=True)]
+    expected = [
+        p - g for p, g in zip(parameters(model), gradients_by_hand(model, batch), strict=True)
+    ]
     seen: list[bool] = []
 
     def after_step() -> None:
         assert_close(parameters(model), expected)
         seen.append(all(parameter.grad is None for parameter in model.parameters()))
 
-    make_step(model, lr=1.0, after_step=after_step)(split(batch, num_micro_batches), num_micro_batches)
+    make_step(model, lr=1.0, after_step=after_step)(
+        split(batch, num_micro_batches), num_micro_batches
+    )
     assert seen == [True]
 
 
@@ -224,7 +243,9 @@ def test_after_step_runs_once_with_the_new_parameters_and_no_gradients(num_micro
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_gradients_are_exchanged_once_per_optimizer_step(process_group: None, num_micro_batches: int) -> None:
+def test_gradients_are_exchanged_once_per_optimizer_step(
+    process_group: None, num_micro_batches: int
+) -> None:
     model, reference = make_model(), make_model()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     exchanged: list[int] = []
@@ -252,7 +273,9 @@ def test_validation_hands_on_outputs_targets_and_loss_and_changes_nothing() -> N
     model, batch = make_model().eval(), make_batch()
     before = parameters(model)
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    step = ValidationStep(model, nn.CrossEntropyLoss(), Precision(CPU), lambda *args: seen.append(args))
+    step = ValidationStep(
+        model, nn.CrossEntropyLoss(), Precision(CPU), lambda *args: seen.append(args)
+    )
     step(batch)
     [(outputs, targets, loss)] = seen
     torch.testing.assert_close(outputs, model(batch.inputs).detach())

@@ -12,9 +12,14 @@ from torch import nn
 from tests.helpers.greedy import trainer_of
 
 SMALL = (
-    "~MODEL", "MODEL.NAME=test_resnet", "MODEL.FREEZE=backbone", "TRAIN.UNFREEZE_EPOCH=2",
-    "DATA.IMG_SIZE=32", "DATA.DATASET.NUM_SAMPLES=8", "DATA.DATASET.NUM_SAMPLES_VAL=8",
-)  # fmt: skip
+    "~MODEL",
+    "MODEL.NAME=test_resnet",
+    "MODEL.FREEZE=backbone",
+    "TRAIN.UNFREEZE_EPOCH=2",
+    "DATA.IMG_SIZE=32",
+    "DATA.DATASET.NUM_SAMPLES=8",
+    "DATA.DATASET.NUM_SAMPLES_VAL=8",
+)
 
 
 class Wrapper(nn.Module):

@@ -39,7 +39,9 @@ class AcceleratorMemory(DeviceMemory):
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The context and other processes count as use outside the allocator."""
         budget_bytes = int(fraction * self.total_bytes) - self.outside()
-        return budget_bytes if limit_bytes is None else min(budget_bytes, int(fraction * limit_bytes))
+        return (
+            budget_bytes if limit_bytes is None else min(budget_bytes, int(fraction * limit_bytes))
+        )
 
     def outside(self) -> int:
         """See `DeviceMemory.outside`."""
@@ -92,7 +94,9 @@ class CudaMemory(AcceleratorMemory):
             if os.environ.get(name):
                 raise NotImplementedError(f"{name} is set: nothing counts what is reserved")
         if (backend := torch.cuda.get_allocator_backend()) not in ("native", "pluggable"):
-            raise NotImplementedError(f"the allocator's backend is {backend}: its cap is another one")
+            raise NotImplementedError(
+                f"the allocator's backend is {backend}: its cap is another one"
+            )
         try:
             self._num_refusals = self._count("num_ooms")
         except RuntimeError as error:  # RMM and others that replace torch's own
@@ -153,7 +157,9 @@ class CudaMemory(AcceleratorMemory):
     def _free_and_total(self) -> tuple[int, int]:
         """Of memory shared with the host, the driver counts cached files as used, which give way."""
         free, total = super()._free_and_total()
-        return (max(free, min(available_host_bytes(), total)) if self._is_integrated else free), total
+        return (
+            max(free, min(available_host_bytes(), total)) if self._is_integrated else free
+        ), total
 
     def _settings(self) -> dict[str, Any]:
         """The allocator's settings; only torch's own has any."""
@@ -198,7 +204,12 @@ def device_memory(device: torch.device, neighbours: Sequence[int] = ()) -> Devic
         raise NotImplementedError(problem)
     try:
         return AcceleratorMemory(device)
-    except (RuntimeError, ValueError, AttributeError, AssertionError) as error:  # torch raises any of these
+    except (
+        RuntimeError,
+        ValueError,
+        AttributeError,
+        AssertionError,
+    ) as error:  # torch raises any of these
         raise NotImplementedError(f"{problem}: {error}") from error
 
 

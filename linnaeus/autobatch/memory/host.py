@@ -50,7 +50,9 @@ class CpuMemory(DeviceMemory):
 
     def __init__(self, device: torch.device, neighbours: Sequence[int] = ()) -> None:
         self.device = device
-        self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun; others do not set it
+        self._num_ranks = int(
+            os.environ.get("LOCAL_WORLD_SIZE", "1")
+        )  # of torchrun; others do not set it
         self._rank_pids: Sequence[int] = ()
         if len(neighbours) >= max(self._num_ranks, 2):
             self._num_ranks, self._rank_pids = len(neighbours), neighbours
@@ -73,7 +75,8 @@ class CpuMemory(DeviceMemory):
         """
         ours = _resident_bytes_of_ranks(self._num_ranks, self._rank_pids)
         budgets = [
-            (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks for pool in _pools()
+            (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks
+            for pool in _pools()
         ]
         if limit_bytes is not None:
             budgets.append(fraction * limit_bytes)
@@ -94,7 +97,9 @@ class CpuMemory(DeviceMemory):
         """Set the peak to what is in use now."""
         self._live_at_reset = self._peak_bytes = self._live_bytes
         self._resident_at_reset = status_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark of the resident set
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # the kernel's high-water mark of the resident set
 
     def peak(self) -> int:
         """Most bytes in use since `reset_peak`."""
@@ -147,7 +152,9 @@ class CpuMemory(DeviceMemory):
         modes = contextlib.ExitStack()
 
         def prepare() -> None:
-            torch.ones(1 << 20)  # OpenMP starts its threads; under a cap, it may end the process instead
+            torch.ones(
+                1 << 20
+            )  # OpenMP starts its threads; under a cap, it may end the process instead
             modes.enter_context(torch.inference_mode(is_inference))
             modes.enter_context(torch.set_grad_enabled(has_grad))
             modes.enter_context(torch.autocast("cpu", dtype, enabled=has_autocast))
@@ -248,7 +255,9 @@ def _pools() -> list[MemoryPool]:
     pools = [MemoryPool(machine.total, machine.total - machine.available)]
     lines = []
     with contextlib.suppress(OSError):
-        lines = MEMBERSHIP.read_text(errors="surrogateescape").splitlines()  # as Python decodes file names
+        lines = MEMBERSHIP.read_text(
+            errors="surrogateescape"
+        ).splitlines()  # as Python decodes file names
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, separator, path = rest.partition(":")
@@ -265,7 +274,9 @@ def _pools() -> list[MemoryPool]:
     return pools
 
 
-def _read_pool(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> MemoryPool | None:
+def _read_pool(
+    folder: Path, limit_file: str, usage_file: str, reclaimable: str
+) -> MemoryPool | None:
     """The pool of one cgroup; None where it has no limit or cannot be read."""
     try:
         limit_bytes = int((folder / limit_file).read_text())  # "max" means no limit

@@ -40,7 +40,9 @@ _TOO_LARGE = re.compile(
 
 def exceeds_a_kernel(error: BaseException) -> bool:
     """Whether the size of a batch may be the cause: its tensors are too large, or the error is ambiguous."""
-    return is_ambiguous(error) or (isinstance(error, RuntimeError) and bool(_TOO_LARGE.search(str(error))))
+    return is_ambiguous(error) or (
+        isinstance(error, RuntimeError) and bool(_TOO_LARGE.search(str(error)))
+    )
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -60,7 +62,10 @@ def _reports_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):  # the number, since the message may contain a file name
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):
-        return isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
+        return (
+            isinstance(error, torch.OutOfMemoryError)
+            or _OUT_OF_MEMORY.search(str(error)) is not None
+        )
     return isinstance(error, MemoryError)
 
 

@@ -46,7 +46,9 @@ class StorageTracer(WatchingMode):
         on_free: called with the same number and bytes, in whichever thread frees the storage.
     """
 
-    def __init__(self, on_allocate: Callable[[int, int], None], on_free: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, on_allocate: Callable[[int, int], None], on_free: Callable[[int, int], None]
+    ) -> None:
         super().__init__()
         self._on_allocate, self._on_free = on_allocate, on_free
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int, int]] = {}
@@ -54,7 +56,11 @@ class StorageTracer(WatchingMode):
         references_of_a_gradient()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if accumulates_in_place(func, args, kwargs):
             return args[0].add_(args[1])
@@ -103,7 +109,11 @@ def accumulates_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _references(tensor: Any) -> tuple[int, int, int]:
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return tensor._use_count(), uses, sys.getrefcount(tensor)  # a hook that keeps it holds it in Python
+    return (
+        tensor._use_count(),
+        uses,
+        sys.getrefcount(tensor),
+    )  # a hook that keeps it holds it in Python
 
 
 @functools.cache
@@ -112,7 +122,9 @@ def references_of_a_gradient() -> tuple[int, int, int]:
     found = []
 
     class Probe(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is aten.add.Tensor and not torch.is_grad_enabled():
                 found.append(_references(args[0]))
             return func(*args, **(kwargs or {}))
@@ -136,7 +148,9 @@ def _storages(nest: Any) -> list[UntypedStorage]:
     storages: list[UntypedStorage] = []
     for leaf in tree_iter(nest):
         if isinstance(leaf, Tensor) and not leaf.is_meta:
-            parts = (leaf._indices(), leaf._values()) if leaf.layout == torch.sparse_coo else (leaf,)
+            parts = (
+                (leaf._indices(), leaf._values()) if leaf.layout == torch.sparse_coo else (leaf,)
+            )
             with contextlib.suppress(NotImplementedError):
                 storages += [part.untyped_storage() for part in parts]
     return storages

@@ -46,7 +46,11 @@ class AllocatorSettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
         """The setting in `PYTORCH_ALLOC_CONF`, or else in `PYTORCH_CUDA_ALLOC_CONF`."""
-        text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        text = (
+            environment.get("PYTORCH_ALLOC_CONF")
+            or environment.get("PYTORCH_CUDA_ALLOC_CONF")
+            or ""
+        )
         return cls(re.search(r"\bexpandable_segments\s*:\s*True\b", text) is not None)
 
 
@@ -64,7 +68,12 @@ class Block:
     __slots__ = ("address", "after", "before", "is_free", "is_mapped", "pool", "size")
 
     def __init__(
-        self, address: int, size: int, pool: Pool, before: Block | None = None, after: Block | None = None
+        self,
+        address: int,
+        size: int,
+        pool: Pool,
+        before: Block | None = None,
+        after: Block | None = None,
     ) -> None:
         self.address, self.size, self.pool = address, size, pool
         self.before, self.after = before, after
@@ -106,7 +115,9 @@ class Pool:
     def smallest(self, num_bytes: int) -> Block | None:
         """The smallest block of at least so many bytes; if it can grow, unless the next has less room."""
         index = bisect.bisect_left(self.entries, (num_bytes,))
-        blocks = [block for _, _, block in self.entries[index : None if self.unmapped else index + 1]]
+        blocks = [
+            block for _, _, block in self.entries[index : None if self.unmapped else index + 1]
+        ]
         while blocks[1:] and blocks[1].room < blocks[0].room:
             del blocks[0]
         return blocks[0] if blocks else None

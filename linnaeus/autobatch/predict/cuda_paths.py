@@ -76,7 +76,11 @@ class CudaPaths(TorchFunctionMode):
         self.casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -100,19 +104,26 @@ class CudaPaths(TorchFunctionMode):
         if name in FLOAT32:
             dtype = torch.float32
         elif name in WIDEST:
-            if not any(_is_eligible(t) and t.dtype == torch.float32 for t in tree_leaves((args, kwargs))):
+            if not any(
+                _is_eligible(t) and t.dtype == torch.float32 for t in tree_leaves((args, kwargs))
+            ):
                 return func, args, kwargs
             dtype = torch.float32
-        args, kwargs = tree_map_only(Tensor, lambda tensor: self._cast(tensor, dtype), (args, kwargs))
+        args, kwargs = tree_map_only(
+            Tensor, lambda tensor: self._cast(tensor, dtype), (args, kwargs)
+        )
         return func, args, kwargs
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not _is_eligible(tensor) or tensor.dtype == dtype:
             return tensor
         is_kept = (
-            tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-            and tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()
-        )  # fmt: skip
+            tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and tensor.dtype == torch.float32
+            and torch.is_autocast_cache_enabled()
+        )
         if not is_kept:
             return tensor.to(dtype)
         if id(tensor) not in self.casts:
@@ -127,9 +138,11 @@ def on_meta(device: Any) -> Any:
 
 def _is_eligible(tensor: Any) -> bool:
     return (
-        isinstance(tensor, Tensor) and tensor.is_meta and tensor.is_floating_point()
+        isinstance(tensor, Tensor)
+        and tensor.is_meta
+        and tensor.is_floating_point()
         and tensor.dtype != torch.float64
-    )  # fmt: skip
+    )
 
 
 def _half_to_float(fused: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -142,7 +155,10 @@ def _half_to_float(fused: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-_FUSED_SOFTMAX = {"softmax": _half_to_float(aten._softmax), "log_softmax": _half_to_float(aten._log_softmax)}
+_FUSED_SOFTMAX = {
+    "softmax": _half_to_float(aten._softmax),
+    "log_softmax": _half_to_float(aten._log_softmax),
+}
 
 
 def _cross_entropy(
@@ -179,7 +195,11 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
-        copy = None if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        copy = (
+            None
+            if x.is_contiguous()
+            else torch.empty_like(x, memory_format=torch.contiguous_format)
+        )
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty(x.shape[: x.dim() - num_dims], dtype=torch.float32)
         ctx.save_for_backward(x, weight, rstd)
@@ -190,7 +210,9 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
         copies = [
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (*grads, x) if not t.is_contiguous()
+            torch.empty(t.shape, dtype=t.dtype, device=t.device)
+            for t in (*grads, x)
+            if not t.is_contiguous()
         ]
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         grad_weight = None if weight is None else torch.empty_like(weight)
@@ -213,7 +235,13 @@ class _FusedRnn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, num_directions: int, hidden: int, gates: int, batch_first: bool, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        num_directions: int,
+        hidden: int,
+        gates: int,
+        batch_first: bool,
+        *weights: Tensor,
     ) -> Any:
         steps = x.shape[0] * x.shape[1]
         copy = torch.empty_like(x) if batch_first else None
@@ -228,7 +256,11 @@ class _FusedRnn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, output, _, *weights = ctx.saved_tensors
-        copies = [torch.empty_like(tensor) for tensor in (x, output, grads[0])] if ctx.batch_first else []
+        copies = (
+            [torch.empty_like(tensor) for tensor in (x, output, grads[0])]
+            if ctx.batch_first
+            else []
+        )
         grad_x = torch.empty_like(x)
         grad_weights = [torch.empty_like(weight) for weight in weights]
         del copies
@@ -247,13 +279,20 @@ def _rnn(func: Any, x: Tensor, hx: Any, weights: Any, *options: Any) -> Any:
     """
     states = hx if isinstance(hx, list | tuple) else (hx,)
     is_padded = isinstance(weights, list | tuple) and len(options) == 6
-    if not x.is_meta or x.dim() != 3 or not is_padded or any(state.requires_grad for state in states):
+    if (
+        not x.is_meta
+        or x.dim() != 3
+        or not is_padded
+        or any(state.requires_grad for state in states)
+    ):
         return func(x, hx, weights, *options)
     _has_biases, num_layers, _dropout, _training, bidirectional, batch_first = options
     if num_layers != 1:
         return func(x, hx, weights, *options)
     gates = weights[0].shape[0] // states[0].shape[-1]
-    output = _FusedRnn.apply(x, 1 + bidirectional, states[0].shape[-1], gates, batch_first, *weights)
+    output = _FusedRnn.apply(
+        x, 1 + bidirectional, states[0].shape[-1], gates, batch_first, *weights
+    )
     last = output[:, -1] if batch_first else output[-1]  # of the batch, directions and hidden units
     final = last.unflatten(-1, (1 + bidirectional, -1)).transpose(0, 1)
     return output, *(final for _ in states)
@@ -273,16 +312,21 @@ def _attention(
     """Scaled dot-product attention by the kernel that CUDA chooses at compute capability 8.0 and above."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     is_fusable = (
-        q.is_meta and q.dim() == k.dim() == v.dim() == 4 and all(t.stride(-1) == 1 for t in (q, k, v))
-        and all(t.numel() for t in (q, k, v)) and (is_half or q.dtype == torch.float32)
-    )  # fmt: skip
+        q.is_meta
+        and q.dim() == k.dim() == v.dim() == 4
+        and all(t.stride(-1) == 1 for t in (q, k, v))
+        and all(t.numel() for t in (q, k, v))
+        and (is_half or q.dtype == torch.float32)
+    )
     if is_fusable and is_half and attn_mask is None and q.shape[-1] == v.shape[-1] <= 256:
         heads, size = q.shape[1], q.shape[-1]
         if enable_gqa:
             k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
         padded = [torch.constant_pad_nd(t, (0, -size % 8)) if size % 8 else t for t in (q, k, v)]
         scale = size**-0.5 if scale is None else scale
-        result = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
+        result = aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, scale=scale
+        )[0]
         return result[..., :size]
     alignment = 8 if is_half else 4
     if is_fusable and not enable_gqa and q.shape[-1] % alignment == v.shape[-1] % alignment == 0:
@@ -389,12 +433,23 @@ _DEVICES: tuple[tuple[Any, str, Any], ...] = (
     *(
         (module, name, _with_meta(getattr(torch.utils._foreach_utils, name)))
         for module in (torch.utils._foreach_utils, sys.modules[torch.optim.Optimizer.__module__])
-        for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices")
+        for name in (
+            "_get_foreach_kernels_supported_devices",
+            "_get_fused_kernels_supported_devices",
+        )
     ),
     # No gradient is infinite: on `meta` there is no value to look at.
-    (torch.amp.GradScaler, "_maybe_opt_step", lambda _, optimizer, state, *a, **kw: optimizer.step(*a, **kw)),
+    (
+        torch.amp.GradScaler,
+        "_maybe_opt_step",
+        lambda _, optimizer, state, *a, **kw: optimizer.step(*a, **kw),
+    ),
     (Tensor, "__format__", _format),
-    (DistributedDataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)),
+    (
+        DistributedDataParallel,
+        "forward",
+        lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs),
+    ),
     (torch.utils.checkpoint, "_infer_device_type", lambda *args: "cuda"),
 )
 """Where torch asks for the kind of device, `meta` counts as CUDA; a wrapper needs no other rank, and a number
@@ -416,7 +471,9 @@ def _autocast_methods(paths: CudaPaths) -> Iterator[tuple[Any, str, Any]]:
             return
         self.device, self._enabled = "cuda", enabled
         self.fast_dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
-        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self._cache_enabled = (
+            torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        )
         self.custom_backend_name = torch._C._get_privateuse1_backend_name()
 
     def leave(self: Any, *error: Any) -> Any:

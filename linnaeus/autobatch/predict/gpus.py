@@ -26,7 +26,11 @@ BASE_MIB: dict[tuple[str, ...], tuple[int, int, int]] = {
     ("a100", "a30"): (997, 498, 1464),  # no report of an A30
     # RTX A4000: 210 DengKaiCQ/VGGT-Long#6; RTX 3080: 257 bcmi/libcom#54; RTX 3090: 256 (context alone, torch
     # 2.7.1+cu128) invoke-ai/InvokeAI#9413, 304 bytedance/X-Portrait#7
-    ("a10", "a40", "rtx-30", "rtx-a", "v100"): (256, 210, 304),  # no report of a V100 since CUDA 11.7
+    ("a10", "a40", "rtx-30", "rtx-a", "v100"): (
+        256,
+        210,
+        304,
+    ),  # no report of a V100 since CUDA 11.7
     # RTX 4090: 380 RLinf/RLinf#255, 473 pinokiofactory/flux-webui#11, 479 lrzjason/T2ITrainer#37,
     # 504 3DTopia/Phidias-Diffusion#8, 646 deepseek-ai/DeepSeek-V3#205; L40S: 419 stepfun-ai/Step-Video-T2V#8;
     # L40: 507 QwenLM/Qwen3-VL#2097; RTX 6000 Ada: 429 DINGYANB/MTVCrafter#21
@@ -75,7 +79,9 @@ GPUS: dict[str, int] = {
     "v100-16gb": _gib(15.75),  # github.com/XuyangBai/TransFusion/issues/49; others say up to 15.78
     "v100-32gb": _gib(31.74),  # github.com/haotian-liu/LLaVA/issues/812
     # Those of nvidia-smi for a10, l4 and h100-80gb: github.com/modal-labs/modal-client/pull/2797
-    "a10": _below_nvidia_smi(23_028),  # 23.70 of torch in stanford_alpaca/issues/76 would be more than that
+    "a10": _below_nvidia_smi(
+        23_028
+    ),  # 23.70 of torch in stanford_alpaca/issues/76 would be more than that
     "l4": _below_nvidia_smi(23_034),
     "a30": _gib(23.53),  # github.com/google/RB-Modulation/issues/5
     "rtx-3090": _gib(23.70),  # github.com/xiaoxiangAQ/GAS-Net/issues/7
@@ -110,7 +116,11 @@ def find_gpu(name: str) -> Gpu:
         KeyError: no GPU of the table has it.
     """
     wanted = _plain(name)
-    found = [known for known in GPUS if wanted in (_plain(known), _plain(re.sub("-[0-9]+gb$", "", known)))]
+    found = [
+        known
+        for known in GPUS
+        if wanted in (_plain(known), _plain(re.sub("-[0-9]+gb$", "", known)))
+    ]
     if len(found) > 1:
         raise ValueError(f"{name!r} is of two sizes: give {' or '.join(found)}")
     if not found:
@@ -125,7 +135,9 @@ def device_that_would_do(num_bytes: float, note: str = "") -> str:
     >>> device_that_would_do(24 * GIB, ", with nothing to spare")
     'a device of 24.00 GiB would do, with nothing to spare, such as rtx-5090'
     """
-    smallest = min((name for name in GPUS if GPUS[name] >= num_bytes), key=GPUS.__getitem__, default=None)
+    smallest = min(
+        (name for name in GPUS if GPUS[name] >= num_bytes), key=GPUS.__getitem__, default=None
+    )
     example = "" if smallest is None else f", such as {smallest}"
     return f"a device of {math.ceil(100 * num_bytes / GIB) / 100:.2f} GiB would do{note}{example}"
 

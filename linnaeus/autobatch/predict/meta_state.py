@@ -99,7 +99,9 @@ class _Swap:
     def _module(self, module: nn.Module) -> None:
         """Children first, as `module.to(device)` does."""
         if isinstance(module, torch.jit.ScriptModule):
-            raise UntraceableError("a TorchScript module holds its tensors where no trace reaches them")
+            raise UntraceableError(
+                "a TorchScript module holds its tensors where no trace reaches them"
+            )
         for child in module.children():
             self.visit(child)
         self._attributes(vars(module))

@@ -139,7 +139,12 @@ class Prediction:
         return first.events == second.events
 
     def largest(
-        self, limit_bytes: float, *, smallest: int = 1, largest: int = 1 << 20, with_margin: bool = False
+        self,
+        limit_bytes: float,
+        *,
+        smallest: int = 1,
+        largest: int = 1 << 20,
+        with_margin: bool = False,
     ) -> int | None:
         """The largest batch size in a range that runs within the limit; None if not even the smallest does.
 
@@ -164,7 +169,9 @@ class Prediction:
 
     def largest_of(self, candidates: Sequence[int] | Candidates, limit_bytes: float) -> int | None:
         """The largest of ascending batch sizes, as `largest` finds it."""
-        num = bisect.bisect_left(candidates, True, key=lambda n: self.peak_within(n, limit_bytes) is None)
+        num = bisect.bisect_left(
+            candidates, True, key=lambda n: self.peak_within(n, limit_bytes) is None
+        )
         return candidates[num - 1] if num else None
 
     def _events(self, n: int) -> Iterator[Event]:
@@ -203,7 +210,9 @@ def predict(
     settings: AllocatorSettings | None = None,
 ) -> Prediction:
     """Trace a step twice and predict its peak; see `trace` and `Prediction.of` for arguments and errors."""
-    traces = (trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in BATCH_SIZES)
+    traces = (
+        trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in BATCH_SIZES
+    )
     return Prediction.of(*traces, base_bytes=base_bytes, settings=settings)
 
 

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.memory.storages import WatchingMode, accumulates_in_place, references_of_a_gradient
+from linnaeus.autobatch.memory.storages import (
+    WatchingMode,
+    accumulates_in_place,
+    references_of_a_gradient,
+)
 from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.reductions import Reduction
 from linnaeus.autobatch.predict.values import Values
@@ -44,10 +48,16 @@ _NEEDS_VALUES = {
 
 aten = torch.ops.aten
 
-_WITHOUT_OUTPUT = frozenset({
-    "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_",
-    "_amp_update_scale_", "_amp_foreach_non_finite_check_and_unscale_",
-})  # fmt: skip
+_WITHOUT_OUTPUT = frozenset(
+    {
+        "_fused_adam_",
+        "_fused_adamw_",
+        "_fused_sgd_",
+        "_fused_adagrad_",
+        "_amp_update_scale_",
+        "_amp_foreach_non_finite_check_and_unscale_",
+    }
+)
 """Operations in place that allocate nothing, and that not every torch knows on `meta`."""
 
 
@@ -119,7 +129,9 @@ class Recorder(WatchingMode):
         """Keep of the events so far only the allocation of what is still held."""
         released = {event.storage for event in self.events if event.kind == "release"}
         self.events = [
-            event for event in self.events if event.kind == "allocate" and event.storage not in released
+            event
+            for event in self.events
+            if event.kind == "allocate" and event.storage not in released
         ]
 
     def track(self, outputs: Any, operation: str) -> None:
@@ -197,7 +209,9 @@ class Recorder(WatchingMode):
             self._has_blas[in_backward] = True
             self.allocate(BLAS_WORKSPACE_BYTES, "cublas")
 
-    def use_cudnn(self, kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int, strides: list[int]) -> None:
+    def use_cudnn(
+        self, kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int, strides: list[int]
+    ) -> None:
         """Record the workspace of a convolution's kernel.
 
         With `torch.backends.cudnn.benchmark`, kernels are timed where a convolution runs for the first time;
@@ -219,7 +233,11 @@ class Recorder(WatchingMode):
         return outputs
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(hasattr(kind, "device_mesh") for kind in types):
             return NotImplemented  # DTensor comes first, and then what it does on this process
@@ -259,7 +277,9 @@ class Recorder(WatchingMode):
             return self._to_meta(self.values.compute(*call[1:]), call.name)
         if call.name == "_local_scalar_dense" and self._optimizes and not torch.is_grad_enabled():
             return 1
-        raise UntraceableError(f"{call.name} ({_NEEDS_VALUES[call.name]}) needs the values of a tensor")
+        raise UntraceableError(
+            f"{call.name} ({_NEEDS_VALUES[call.name]}) needs the values of a tensor"
+        )
 
     def _to_meta(self, results: Any, operation: str) -> Any:
         """Results on `meta` that were computed from values."""
@@ -295,7 +315,9 @@ def untraceable(error: Exception, operation: str) -> UntraceableError | None:
     """The error that names the operation; None where the error is not that `meta` has no data for it."""
     if isinstance(error, KeyError):
         is_tensor = bool(error.args) and isinstance(error.args[0], Tensor)
-        reason = "a dictionary with tensors as keys lacks their substitutes: make the model on `meta`"
+        reason = (
+            "a dictionary with tensors as keys lacks their substitutes: make the model on `meta`"
+        )
         return UntraceableError(reason) if is_tensor else None
     text = str(error).partition(". ")[0]
     is_missing = isinstance(error, NotImplementedError) or _MISSING.search(text) is not None
@@ -306,7 +328,9 @@ def untraceable(error: Exception, operation: str) -> UntraceableError | None:
             f"{operation} got a tensor that is not in `state`, or that the step makes on the CPU: give every "
             f"module, optimizer and tensor that the step uses ({text.rstrip('.')})"
         )
-    return UntraceableError(f"{operation} has no implementation without a device: {text.rstrip('.')}")
+    return UntraceableError(
+        f"{operation} has no implementation without a device: {text.rstrip('.')}"
+    )
 
 
 _MISSING = re.compile(r"\bmeta\b|\bdata-dependent\b", re.IGNORECASE)
@@ -355,7 +379,11 @@ def _copying(*indices: int, unless: Callable[[Tensor], bool] = Tensor.is_contigu
         with recorder.holding("copy", *sizes):
             outputs = recorder.run(call)
             if unless is _is_matrix:
-                is_lt = call.name == "addmm" and call.args[0].dim() == 1 and call.kwargs.get("beta", 1) == 1
+                is_lt = (
+                    call.name == "addmm"
+                    and call.args[0].dim() == 1
+                    and call.kwargs.get("beta", 1) == 1
+                )
                 recorder.use_blas(LT_WORKSPACE_BYTES if is_lt else BLAS_WORKSPACE_BYTES)
         return outputs
 
@@ -375,7 +403,9 @@ def _convolution_backward(recorder: Recorder, call: Call) -> Any:
     grad, x, w = call.args[:3]
     with _conv_copies(recorder, x, w, grad):
         layout = _conv_format(x, w)
-        outputs = tuple(_in_format(output, layout) for output in call.func(*call.args, **call.kwargs))
+        outputs = tuple(
+            _in_format(output, layout) for output in call.func(*call.args, **call.kwargs)
+        )
         for kind, output in zip(("input", "weight", "bias"), outputs, strict=True):
             if output is not None:
                 recorder.track(output, call.name)
@@ -499,14 +529,21 @@ KERNELS: dict[str, Kernel] = {
     "all_reduce": _all_reduce,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax"), _copying(0)),
     **dict.fromkeys(
-        ("native_layer_norm_backward", "_fused_rms_norm_backward", "_softmax_backward_data",
-         "_log_softmax_backward_data"),
+        ("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax"), _copying(0)
+    ),
+    **dict.fromkeys(
+        (
+            "native_layer_norm_backward",
+            "_fused_rms_norm_backward",
+            "_softmax_backward_data",
+            "_log_softmax_backward_data",
+        ),
         _copying(0, 1),
     ),
     **dict.fromkeys(
-        ("native_group_norm", "max_pool2d_with_indices", "avg_pool2d"), _copying(0, unless=_is_dense)
+        ("native_group_norm", "max_pool2d_with_indices", "avg_pool2d"),
+        _copying(0, unless=_is_dense),
     ),
     **dict.fromkeys(
         ("native_group_norm_backward", "avg_pool2d_backward"), _copying(0, 1, unless=_is_dense)
@@ -519,5 +556,5 @@ KERNELS: dict[str, Kernel] = {
     "_safe_softmax": _safe_softmax,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
-}  # fmt: skip
+}
 """Operations whose kernels on CUDA hold memory beside their outputs."""

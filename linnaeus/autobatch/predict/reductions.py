@@ -46,13 +46,19 @@ class Reduction(NamedTuple):
     def of(cls, x: Tensor, dims: Collection[int] | None) -> Reduction:
         """The sum of a tensor over dimensions; none is all of them."""
         kept, reduced = _as_iterated(x, dims)
-        num_outputs, num_inputs = (math.prod(size for size, _ in group) for group in (kept, reduced))
+        num_outputs, num_inputs = (
+            math.prod(size for size, _ in group) for group in (kept, reduced)
+        )
         is_fastest = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
         vector = 1
         if is_fastest and not kept and len(reduced) == 1 and reduced[0][1] == 1:
             vector = 4
         elif not is_fastest and kept[0][1] == 1:
-            aligned = [x.storage_offset(), kept[0][0], *(stride for _, stride in (*kept[1:], *reduced))]
+            aligned = [
+                x.storage_offset(),
+                kept[0][0],
+                *(stride for _, stride in (*kept[1:], *reduced)),
+            ]
             vector = next(n for n in (4, 2, 1) if all(number % n == 0 for number in aligned))
         return cls(num_outputs, num_inputs, is_fastest, vector, max(4, x.element_size()))
 
@@ -62,7 +68,9 @@ class Reduction(NamedTuple):
         if not num_outputs or not num_inputs:
             return 0
         of_outputs = 1 if is_fastest else vector
-        width, height = (num_inputs, num_outputs) if is_fastest else (num_outputs // vector, num_inputs)
+        width, height = (
+            (num_inputs, num_outputs) if is_fastest else (num_outputs // vector, num_inputs)
+        )
         if is_fastest and num_inputs > 128:
             width //= vector
         most = MAX_THREADS // of_outputs
@@ -108,5 +116,7 @@ def _as_iterated(
 def _target_grid(num_threads: int) -> int:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
-        return int(device.multi_processor_count * (device.max_threads_per_multi_processor // num_threads))
+        return int(
+            device.multi_processor_count * (device.max_threads_per_multi_processor // num_threads)
+        )
     return ASSUMED_MULTIPROCESSORS * (THREADS_OF_EACH // num_threads)

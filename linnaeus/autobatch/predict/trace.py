@@ -31,7 +31,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_map_only
 
 from linnaeus.autobatch import nest
@@ -66,7 +69,11 @@ class Buckets:
     def of(cls, state: Iterable[Any]) -> Buckets | None:
         """Those of the first wrapper in `state`; None without one."""
         wrapper = next((part for part in state if isinstance(part, DistributedDataParallel)), None)
-        return None if wrapper is None else cls(wrapper.bucket_bytes_cap, wrapper.gradient_as_bucket_view)
+        return (
+            None
+            if wrapper is None
+            else cls(wrapper.bucket_bytes_cap, wrapper.gradient_as_bucket_view)
+        )
 
 
 def trace(
@@ -97,7 +104,9 @@ def trace(
             implementation on `meta`; the message names it.
     """
     if torch.__version__ < "2.15":
-        importlib.import_module("torch._dynamo")  # older torch would do it within the trace, and fail there
+        importlib.import_module(
+            "torch._dynamo"
+        )  # older torch would do it within the trace, and fail there
     recorder = Recorder()
     with contextlib.ExitStack() as stack:
         if gc.isenabled():  # only calls collect garbage

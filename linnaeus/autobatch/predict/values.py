@@ -30,7 +30,9 @@ class Values:
     def know(self, tensor: Tensor, value: Tensor) -> None:
         """Keep a copy of the values of a tensor, if it is small."""
         if _is_kept(tensor) and tensor.layout == torch.strided:
-            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(value)
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(
+                value
+            )
             self._of_storage[tensor.untyped_storage()._cdata] = copy.untyped_storage()
 
     def forget(self, address: int) -> None:
@@ -48,23 +50,31 @@ class Values:
     def are_known(self, tensors: Iterable[Tensor]) -> bool:
         """Whether those of all tensors are."""
         return all(
-            not tensor.is_meta or tensor.untyped_storage()._cdata in self._of_storage for tensor in tensors
+            not tensor.is_meta or tensor.untyped_storage()._cdata in self._of_storage
+            for tensor in tensors
         )
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation returns for the values of its arguments, which are known."""
         args, kwargs = tree_map_only(Tensor, self._on_host, (args, kwargs))
-        return func(*args, **({**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs))
+        return func(
+            *args, **({**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs)
+        )
 
     def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: Any) -> None:
         """Keep the values of what an operation has returned or written, or forget them."""
         found = [each for each in _tensors(outputs) if each.is_meta]
-        is_mutable, fresh = func._schema.is_mutable, [each for each in found if not self.are_known([each])]
+        is_mutable, fresh = (
+            func._schema.is_mutable,
+            [each for each in found if not self.are_known([each])],
+        )
         if not (is_mutable and inputs) and not fresh:
             return  # views of what is known
         is_set = not func.__name__.startswith(("empty", "new_empty"))
         if is_set and all(map(_is_kept, found)) and self.are_known(inputs):
-            with contextlib.suppress(RuntimeError, IndexError):  # uninitialised: an index may be out of range
+            with contextlib.suppress(
+                RuntimeError, IndexError
+            ):  # uninitialised: an index may be out of range
                 results = self.compute(func, args, kwargs)
                 for tensor, value in zip(_tensors(outputs), _tensors(results), strict=True):
                     if tensor.is_meta and not self.are_known([tensor]):
@@ -107,7 +117,9 @@ def _stays_unknown(name: str) -> Callable[..., Any]:
 def _is_refused(name: str) -> Callable[..., Any]:
     def decide(*numbers: float) -> Any:
         if StandIn.is_traced:
-            raise UntraceableError("a decision on the result of `.item()` needs the value of a tensor")
+            raise UntraceableError(
+                "a decision on the result of `.item()` needs the value of a tensor"
+            )
         return getattr(float, name)(*numbers)
 
     return decide

@@ -104,11 +104,17 @@ class ControlPlane:
     """
 
     def __init__(
-        self, store: torch_dist.Store, rank: int, world_size: int, *,
+        self,
+        store: torch_dist.Store,
+        rank: int,
+        world_size: int,
+        *,
         end_process: Callable[[Failure], object] | None = None,
-        limit_s: float = 600.0, limit_name: str = "its limit",
-        name_of: Callable[[int], int] = lambda rank: rank, clock: Any = time,
-    ) -> None:  # fmt: skip
+        limit_s: float = 600.0,
+        limit_name: str = "its limit",
+        name_of: Callable[[int], int] = lambda rank: rank,
+        clock: Any = time,
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         self.name_of, self.clock = name_of, clock
         self.limit_s, self.limit_name = limit_s, limit_name
@@ -169,7 +175,9 @@ class ControlPlane:
         # does, such as a last checkpoint, needs no store.
         with contextlib.suppress(torch_dist.DistError):
             while not self._closed.wait(BEAT_S):
-                with contextlib.suppress(MemoryError):  # a trial's memory cap applies to this thread too
+                with contextlib.suppress(
+                    MemoryError
+                ):  # a trial's memory cap applies to this thread too
                     self.look()
 
     def _beat(self, keys: Keys) -> None:
@@ -190,11 +198,15 @@ class ControlPlane:
                 status, seconds = beat.status() or "on another machine", looks * BEAT_S
                 is_overdue = seconds >= self.limit_s
                 over = f", longer than {self.limit_name}" if is_overdue else ""
-                silence = f"no heartbeat for {seconds:.0f} s{over}; its process {beat.pid} is {status}"
+                silence = (
+                    f"no heartbeat for {seconds:.0f} s{over}; its process {beat.pid} is {status}"
+                )
                 if is_overdue or status == psutil.STATUS_STOPPED:
                     self.declare_hang(rank, silence)
                 else:
-                    logger.warning("rank %d (%s): %s; waiting", self.name_of(rank), beat.doing, silence)
+                    logger.warning(
+                        "rank %d (%s): %s; waiting", self.name_of(rank), beat.doing, silence
+                    )
 
     def declare_hang(self, rank: int, why: str) -> Failure:
         """Publish that a rank, or its collective, hangs, with what each did last; return the first failure.
@@ -213,7 +225,9 @@ class ControlPlane:
                 continue
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(beat.pid)
-                if process.ppid() == os.getppid():  # else the number is that of another process by now
+                if (
+                    process.ppid() == os.getppid()
+                ):  # else the number is that of another process by now
                     process.send_signal(signal.SIGABRT)
                     process.resume()
         return first
@@ -235,14 +249,18 @@ class ControlPlane:
         """
         number = self._publish(value)
         values = [self._wait_for(number, rank, limit_s, on_wait) for rank in range(self.world_size)]
-        while len(self._own_values) > 1:  # all have sent this value after they read what came before it
+        while (
+            len(self._own_values) > 1
+        ):  # all have sent this value after they read what came before it
             self.keys.delete(self._own_values.pop(0))
         return values
 
     def collect(self, value: Any) -> list[Any] | None:
         """The values of all ranks, in rank order, on rank 0; None on the others, which do not wait."""
         number = self._publish(value)
-        return None if self.rank else [self._wait_for(number, rank) for rank in range(self.world_size)]
+        return (
+            None if self.rank else [self._wait_for(number, rank) for rank in range(self.world_size)]
+        )
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank. It must be picklable."""
@@ -259,12 +277,18 @@ class ControlPlane:
         return number
 
     def _wait_for(
-        self, number: int, rank: int, limit_s: float | None = None, on_wait: OnWait = lambda *_: None
+        self,
+        number: int,
+        rank: int,
+        limit_s: float | None = None,
+        on_wait: OnWait = lambda *_: None,
     ) -> Any:
         key, name = f"value/{number}/{rank}", self.name_of(rank)
         started = looked = reported = self.clock.monotonic()
         while True:
-            has_failed = self.failure is not None  # read first: what a rank has sent before it failed counts
+            has_failed = (
+                self.failure is not None
+            )  # read first: what a rank has sent before it failed counts
             if self.keys.exist([key]):
                 return self.keys.get(key)
             if has_failed:
@@ -301,7 +325,9 @@ class ControlPlane:
 
     def death(self) -> Failure | None:
         """The death of a rank on this machine whose process has ended without a failure, if there is one."""
-        deaths = (self._beat_of(rank).death(rank) for rank in range(self.world_size) if rank != self.rank)
+        deaths = (
+            self._beat_of(rank).death(rank) for rank in range(self.world_size) if rank != self.rank
+        )
         return next(filter(None, deaths), None)
 
     def neighbours(self) -> list[int]:
@@ -396,14 +422,20 @@ def group_of_this_rank(
 ) -> torch_dist.ProcessGroup:
     """A process group of this rank alone, by default with the backend of the default group."""
     name = backend or torch_dist.get_backend_config()
-    if hasattr(torch_dist, "ProcessGroupNCCL2"):  # torch 2.15: "nccl" would wait for the ranks of that group
+    if hasattr(
+        torch_dist, "ProcessGroupNCCL2"
+    ):  # torch 2.15: "nccl" would wait for the ranks of that group
         name = re.sub(r"\bnccl[\w-]*", "nccl-legacy", name)
-    group = torch_dist.new_group([torch_dist.get_rank()], timeout, name, use_local_synchronization=True)
+    group = torch_dist.new_group(
+        [torch_dist.get_rank()], timeout, name, use_local_synchronization=True
+    )
     assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
     return group
 
 
-def first_difference(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
+def first_difference(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
     """The first rank whose facts differ from those of rank 0, and both values of each that does."""
     for rank, row in enumerate(rows):
         pairs = {name: (value, row.get(name)) for name, value in rows[0].items()}

@@ -40,13 +40,19 @@ def members(group: Group) -> torch_dist.ProcessGroup | None:
     if group is False or not torch_dist.is_available() or not torch_dist.is_initialized():
         if group in (None, False):
             return None
-        raise ValueError("group is given, but no process group is initialised: call init_process_group first")
+        raise ValueError(
+            "group is given, but no process group is initialised: call init_process_group first"
+        )
     not_a_member: object = torch_dist.GroupMember.NON_GROUP_MEMBER
     if group == not_a_member:
-        raise ValueError("group is a process group of other ranks: only its own ranks may search with it")
+        raise ValueError(
+            "group is a process group of other ranks: only its own ranks may search with it"
+        )
     group = torch_dist.group.WORLD if group is None else group
     if not isinstance(group, torch_dist.ProcessGroup):
-        raise TypeError(f"group is {group!r}; it must be a torch.distributed.ProcessGroup, None or False")
+        raise TypeError(
+            f"group is {group!r}; it must be a torch.distributed.ProcessGroup, None or False"
+        )
     return group if group.size() > 1 else None
 
 
@@ -129,7 +135,9 @@ def _telling(control: ControlPlane) -> Iterator[None]:
         if isinstance(error, LinnaeusError):
             failure = Failure(control.rank, str(error).removeprefix("AutoBatch: "), error.exit_code)
         with contextlib.suppress(torch_dist.DistError):
-            control.fail(failure)  # where there is one already, this says that this rank knows of it
+            control.fail(
+                failure
+            )  # where there is one already, this says that this rank knows of it
         if isinstance(error, torch_dist.DistError):
             raise AutoBatchError(
                 "AutoBatch: the store of the process group cannot be reached any more: the process that "
@@ -148,7 +156,9 @@ def check_equal(control: ControlPlane, facts: Mapping[str, Any]) -> None:
     found = first_difference(control.gather(dict(facts), limit_s=ARRIVAL_S))
     if found is not None:
         rank, different = found
-        listed = "; ".join(f"{name} is {main!r} and {other!r}" for name, (main, other) in different.items())
+        listed = "; ".join(
+            f"{name} is {main!r} and {other!r}" for name, (main, other) in different.items()
+        )
         raise AutoBatchError(
             f"AutoBatch: ranks {control.name_of(0)} and {control.name_of(rank)} call auto_find_batch_size "
             f"with different arguments: {listed}. Give all ranks the same; only step, make_batch, state, "

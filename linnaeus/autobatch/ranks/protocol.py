@@ -53,7 +53,9 @@ class RankStatus:
             self._control.check()
         self._show(text)
 
-    def gather(self, result: Any, *, timeout_minutes: float = 60.0, names: Names = ARGUMENTS) -> list[Any]:
+    def gather(
+        self, result: Any, *, timeout_minutes: float = 60.0, names: Names = ARGUMENTS
+    ) -> list[Any]:
         """The picklable results of all ranks, in rank order; without a collective. All must call this.
 
         Args:
@@ -70,9 +72,10 @@ class RankStatus:
             logger.info("waiting for rank %d and the others", control.name_of(0))
         try:
             return control.gather(
-                result, limit_s=timeout_minutes * 60 + GRACE_S,
+                result,
+                limit_s=timeout_minutes * 60 + GRACE_S,
                 on_wait=lambda rank, doing: self._show(f"waiting for rank {rank}: {doing}"),
-            )  # fmt: skip
+            )
         except OverdueError as error:
             raise AutoBatchError(
                 f"AutoBatch: rank {error.rank} has taken longer than {names.timeout_minutes} and "
@@ -117,7 +120,9 @@ def search_on_ranks(
         verdict: Any = None
         if found is not None or control is None or control.rank == 0:
             try:
-                with finder_for(status, settings if size is None else settings.at_most(size)) as finder:
+                with finder_for(
+                    status, settings if size is None else settings.at_most(size)
+                ) as finder:
                     verdict = finder.find()
             except AutoBatchError as error:
                 if not agree:
@@ -126,7 +131,11 @@ def search_on_ranks(
         verdicts = status.gather(verdict, timeout_minutes=settings.timeout_minutes, names=names)
         if errors := [each for each in verdicts if isinstance(each, TooSmallError)]:
             raise errors[0]
-        found = verdicts[0] if found is None or size is None else _joined(found, verdicts, size, control)
+        found = (
+            verdicts[0]
+            if found is None or size is None
+            else _joined(found, verdicts, size, control)
+        )
         if control is None or is_once or size in found.ran_on_every_rank:
             return found
         size = found.batch_size
@@ -174,9 +183,11 @@ def confirm_jointly(
                 f"AutoBatch ({mode}): memory ran out in a joint step of all ranks with batch size {size}; "
                 f"set {names.max_batch_size} below it, or lower {names.target_memory_fraction}"
             )
-        excess_bytes = max(status.gather(
-            peak_bytes - budget_bytes, timeout_minutes=settings.timeout_minutes, names=names
-        ))  # fmt: skip
+        excess_bytes = max(
+            status.gather(
+                peak_bytes - budget_bytes, timeout_minutes=settings.timeout_minutes, names=names
+            )
+        )
         if excess_bytes <= 0:
             return found
         above = f"batch size {size} is {gib(excess_bytes)} GiB above the budget in a joint step"
@@ -190,32 +201,50 @@ def confirm_jointly(
         found = search(found=found, size=smaller)
         if smaller in found.ran_on_every_rank:
             found = dataclasses.replace(
-                found, batch_size=smaller, certified=smaller == size - 1, limited_by="memory",
+                found,
+                batch_size=smaller,
+                certified=smaller == size - 1,
+                limited_by="memory",
                 within=(size - 1 - smaller) / smaller,
-                prediction=found.prediction and dataclasses.replace(found.prediction, peak_bytes=None),
-            )  # fmt: skip
+                prediction=found.prediction
+                and dataclasses.replace(found.prediction, peak_bytes=None),
+            )
 
 
 def _joined(
-    found: AutoBatchResult, verdicts: Sequence[AutoBatchResult], size: int, control: ControlPlane | None
+    found: AutoBatchResult,
+    verdicts: Sequence[AutoBatchResult],
+    size: int,
+    control: ControlPlane | None,
 ) -> AutoBatchResult:
     """The result, once every rank has run a size, or searched below it."""
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
     own = verdicts[0]
     found = dataclasses.replace(
-        found, trials=(*found.trials, *own.trials), held_bytes=own.held_bytes,
-        budget_bytes=own.budget_bytes, seconds=found.seconds + max(each.seconds for each in verdicts),
-    )  # fmt: skip
+        found,
+        trials=(*found.trials, *own.trials),
+        held_bytes=own.held_bytes,
+        budget_bytes=own.budget_bytes,
+        seconds=found.seconds + max(each.seconds for each in verdicts),
+    )
     if smallest.batch_size == size:
         return dataclasses.replace(found, ran_on_every_rank=(*found.ran_on_every_rank, size))
     if control is not None:
         logger.info(
             "rank %d fits no more than %d (%s): its budget is %s GiB, and %s GiB are held before the first "
-            "sample", control.name_of(verdicts.index(smallest)), smallest.batch_size, found.mode,
-            gib(smallest.budget_bytes), gib(smallest.held_bytes),
-        )  # fmt: skip
+            "sample",
+            control.name_of(verdicts.index(smallest)),
+            smallest.batch_size,
+            found.mode,
+            gib(smallest.budget_bytes),
+            gib(smallest.held_bytes),
+        )
     predicted = found.prediction and dataclasses.replace(found.prediction, peak_bytes=None)
     return dataclasses.replace(
-        found, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
-        limited_by=smallest.limited_by, prediction=predicted,
-    )  # fmt: skip
+        found,
+        batch_size=smallest.batch_size,
+        certified=smallest.certified,
+        within=smallest.within,
+        limited_by=smallest.limited_by,
+        prediction=predicted,
+    )

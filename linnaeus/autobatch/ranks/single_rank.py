@@ -25,10 +25,15 @@ from linnaeus.autobatch.snapshot import parameters_of
 A = TypeVar("A")
 T = TypeVar("T")
 
-_COMMUNICATING = frozenset({
-    "FullyShardedDataParallel", "DeepSpeedEngine", "ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer",
-    "DeepSpeedZeroOptimizer_Stage3",
-})  # fmt: skip
+_COMMUNICATING = frozenset(
+    {
+        "FullyShardedDataParallel",
+        "DeepSpeedEngine",
+        "ZeroRedundancyOptimizer",
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+    }
+)
 """Classes, by name, that no rank can use alone. Their packages need not be installed."""
 
 
@@ -41,13 +46,17 @@ def check_silenceable(state: Sequence[Any]) -> None:
     inside = [getattr(part, "optimizer", None) for part in state]  # of wrappers
     parameters = (tensor for part in state for tensor in parameters_of(part))
     for part in (*state, *inside, *_modules(state), *parameters):
-        for name in (kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _COMMUNICATING):
+        for name in (
+            kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _COMMUNICATING
+        ):
             raise AutoBatchError(
                 f"AutoBatch: {name} in state communicates in every step, but only one rank steps during a "
                 "search. Give a batch size of your own."
             )
     for wrapper in _wrappers(state):
-        has_builtin_hook = wrapper._get_ddp_logging_data().get("comm_hook") and not wrapper._comm_hooks
+        has_builtin_hook = (
+            wrapper._get_ddp_logging_data().get("comm_hook") and not wrapper._comm_hooks
+        )
         options = {
             "mixed_precision": wrapper.mixed_precision is not None,
             "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),
@@ -125,7 +134,11 @@ class CollectivesRefused(WatchingMode):
         self._where = where
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if _num_ranks(getattr(func, "namespace", ""), args) > 1:
             name = str(getattr(func, "_opname", func)).removesuffix("_")
@@ -152,7 +165,9 @@ def _num_ranks(namespace: str, args: tuple[Any, ...]) -> int:
             named: Any = argument
             if isinstance(argument, torch.ScriptObject):
                 group = torch_dist.ProcessGroup.unbox(argument)
-            elif is_functional and isinstance(argument, str):  # the name of a reduction is no group's
+            elif is_functional and isinstance(
+                argument, str
+            ):  # the name of a reduction is no group's
                 group = torch_dist.distributed_c10d._resolve_process_group(named)
             else:
                 continue
@@ -160,7 +175,9 @@ def _num_ranks(namespace: str, args: tuple[Any, ...]) -> int:
     return 1 if is_functional else torch_dist.get_world_size()
 
 
-def refusing_collectives(function: Callable[[A], T], num_calls: int, where: str) -> Callable[[A], T]:
+def refusing_collectives(
+    function: Callable[[A], T], num_calls: int, where: str
+) -> Callable[[A], T]:
     """The function, whose first calls refuse collectives; looking for them would slow down all."""
     calls = iter(range(num_calls))
 
@@ -180,10 +197,14 @@ def _wrappers(state: Sequence[Any]) -> list[DistributedDataParallel]:
     modules = _modules(state)
     found = [module for module in modules if isinstance(module, DistributedDataParallel)]
     places = {id(module): place for place, module in enumerate(modules)}
-    kinds = {id(kind) for kind in subclasses(DistributedDataParallel)}  # quicker than to ask each object
+    kinds = {
+        id(kind) for kind in subclasses(DistributedDataParallel)
+    }  # quicker than to ask each object
     outside = [
         existing
         for existing in gc.get_objects()
-        if id(type(existing)) in kinds and id(existing) not in places and id(existing.module) in places
+        if id(type(existing)) in kinds
+        and id(existing) not in places
+        and id(existing.module) in places
     ]
     return [*found, *sorted(outside, key=lambda wrapper: places[id(wrapper.module)])]

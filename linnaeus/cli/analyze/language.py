@@ -26,14 +26,26 @@ def predict_language_sizes(
     """
     status("tracing the step")
     found, step = _predicted(options)
-    analysis.environment = describe(gpus, {
-        "model": f"{options.hf}, {options.method}, {options.sequence} tokens", "method": options.method,
-        "sequence": options.sequence, "parameters": found.num_parameters,
-        "frozen_parameters": found.num_parameters - found.num_trained, "image_size": None,
-        "precision": f"bf16 autocast over {found.dtype}", "optimizer": "AdamW", "num_classes": None,
-        "gradient_checkpointing": options.checkpointing, "accumulation_steps": 1, "ema": False,
-        "memory_limit_gb": None, "world_size": 1, "sharding": "none",
-    })  # fmt: skip
+    analysis.environment = describe(
+        gpus,
+        {
+            "model": f"{options.hf}, {options.method}, {options.sequence} tokens",
+            "method": options.method,
+            "sequence": options.sequence,
+            "parameters": found.num_parameters,
+            "frozen_parameters": found.num_parameters - found.num_trained,
+            "image_size": None,
+            "precision": f"bf16 autocast over {found.dtype}",
+            "optimizer": "AdamW",
+            "num_classes": None,
+            "gradient_checkpointing": options.checkpointing,
+            "accumulation_steps": 1,
+            "ema": False,
+            "memory_limit_gb": None,
+            "world_size": 1,
+            "sharding": "none",
+        },
+    )
     analysis.rows += rows_of("train", gpus, options.fractions)
     for row in analysis.rows:
         fill(row, step, None)
@@ -55,13 +67,19 @@ def predict_language_sizes(
 def _predicted(options: Options) -> tuple[LanguagePrediction, PredictedStep]:
     try:
         found = predict_language_model(
-            str(options.hf), method=options.method, sequence=options.sequence, dtype=options.dtype,
-            checkpointing=options.checkpointing, base_bytes=0,
-        )  # fmt: skip
+            str(options.hf),
+            method=options.method,
+            sequence=options.sequence,
+            dtype=options.dtype,
+            checkpointing=options.checkpointing,
+            base_bytes=0,
+        )
     except (ImportError, ValueError, RuntimeError, AttributeError) as error:
         raise ConfigError(f"--hf: {error}") from error
     candidates = Candidates(1, LARGEST, 1)
-    return found, PredictedStep("train", found.prediction, StateBytes(), candidates, "", has_buckets=False)
+    return found, PredictedStep(
+        "train", found.prediction, StateBytes(), candidates, "", has_buckets=False
+    )
 
 
 def _changes(options: Options) -> Iterator[dict[str, Any]]:

@@ -56,10 +56,22 @@ class Setup:
         """Build the model, its steps and their searches; `ConfigError` if a node cannot be built."""
         config, data, world = self.config, self.data, self.world
         assembly = assemble(
-            config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world, sharding=config.DIST
-        )  # fmt: skip
+            config.MODEL,
+            config.LOSS,
+            config.OPTIMIZER,
+            config.TRAIN,
+            data,
+            world,
+            sharding=config.DIST,
+        )
         return SizeSearch(
-            config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED, console=self.console
+            config.DATA,
+            config.TRAIN,
+            data,
+            assembly,
+            world,
+            config.EXPERIMENT.SEED,
+            console=self.console,
         )
 
 
@@ -76,10 +88,13 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
             time_budget_s=options.time_budget,
         )
         facts = plan_facts(
-            search.assembly, config.MODEL, config.TRAIN,
+            search.assembly,
+            config.MODEL,
+            config.TRAIN,
             max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE or goal.dataset_length,
-            world_size=goal.world_size, num_samples=goal.dataset_length,
-        )  # fmt: skip
+            world_size=goal.world_size,
+            num_samples=goal.dataset_length,
+        )
         search = replace(search, max_samples_per_rank=max_samples_per_rank(config.TRAIN, facts))
         plan = partial(planned, config, facts, goal)
     analysis.environment = {
@@ -89,17 +104,25 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
     }
     logger.info("%s", device_sentence(analysis.environment))
     for mode in options.modes:
-        _measure_mode(search, mode, options, analysis, setup.status, plan if mode == "train" else None)
+        _measure_mode(
+            search, mode, options, analysis, setup.status, plan if mode == "train" else None
+        )
     if options.remedies:
         del search
         gc.collect()
-        try_remedies(setup, analysis, partial(run_sizes, timed=options.throughput), common_changes(setup))
+        try_remedies(
+            setup, analysis, partial(run_sizes, timed=options.throughput), common_changes(setup)
+        )
 
 
 def _measure_mode(
-    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: RankStatus,
+    search: SizeSearch,
+    mode: Mode,
+    options: Options,
+    analysis: Analysis,
+    status: RankStatus,
     plan: Callable[[int], dict[str, Any]] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Search every fraction of one mode, the largest first. One at which nothing fits has the reason."""
     rows = [Row(mode, fraction) for fraction in sorted(options.fractions, reverse=True)]
     try:
@@ -114,14 +137,20 @@ def _measure_mode(
                 largest = largest or found
                 if row.peak_bytes is not None:
                     held_bytes = finder.held_bytes
-                    row.breakdown = break_down(mode, state, peak_bytes=row.peak_bytes, held_bytes=held_bytes)
+                    row.breakdown = break_down(
+                        mode, state, peak_bytes=row.peak_bytes, held_bytes=held_bytes
+                    )
                 size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
-                logger.info("%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial"))
+                logger.info(
+                    "%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial")
+                )
             if largest is not None:
                 rates: dict[int, float | None] = {}
                 if plan is not None:
                     minutes = search.config.AUTOBATCH.TIMEOUT_MINUTES
-                    _time_sizes(finder, rates, largest, options.sizes, minutes, plan, analysis.speeds)
+                    _time_sizes(
+                        finder, rates, largest, options.sizes, minutes, plan, analysis.speeds
+                    )
                 for row in rows:
                     if row.batch_size is not None:
                         row.samples_per_s = _rate(finder, rates, row.batch_size)
@@ -142,7 +171,11 @@ def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResu
     row.limited_by = "interrupted"
     try:
         result = finder.find(settings) if is_first else _find_quickly(finder, settings)
-        row.batch_size, row.certified, row.limited_by = result.batch_size, result.certified, result.limited_by
+        row.batch_size, row.certified, row.limited_by = (
+            result.batch_size,
+            result.certified,
+            result.limited_by,
+        )
     except AutoBatchError as error:
         row.limited_by, row.reason, result = None, str(error), None
     except KeyboardInterrupt:
@@ -159,7 +192,9 @@ def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResu
 
 
 def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatchResult:
-    quick = replace(settings, strategy="guided", tolerance=FURTHER_TOLERANCE, max_trials=FURTHER_TRIALS)
+    quick = replace(
+        settings, strategy="guided", tolerance=FURTHER_TOLERANCE, max_trials=FURTHER_TRIALS
+    )
     try:
         result = finder.find(quick, confirm=False)
     except AutoBatchError:  # nothing has fitted yet, and a row needs a size
@@ -177,9 +212,14 @@ def _rate(finder: BatchSizeFinder, rates: dict[int, float | None], size: int) ->
 
 
 def _time_sizes(
-    finder: BatchSizeFinder, rates: dict[int, float | None], largest: AutoBatchResult,
-    sizes: list[int] | None, timeout_minutes: float, plan: Callable[[int], dict[str, Any]], speeds: Speeds,
-) -> None:  # fmt: skip
+    finder: BatchSizeFinder,
+    rates: dict[int, float | None],
+    largest: AutoBatchResult,
+    sizes: list[int] | None,
+    timeout_minutes: float,
+    plan: Callable[[int], dict[str, Any]],
+    speeds: Speeds,
+) -> None:
     """Time training sizes, the largest first, and add them to the rates and speeds.
 
     Without sizes to time beside the largest, until smaller ones only cost or the timeout is over.
@@ -201,7 +241,9 @@ def _time_sizes(
         for size in sorted({top, *sizes} - speeds.left_out.keys(), reverse=True):
             add(size)
         return
-    for timing in reversed(finder.prefer_throughput(largest, timeout_minutes=timeout_minutes).timings):
+    for timing in reversed(
+        finder.prefer_throughput(largest, timeout_minutes=timeout_minutes).timings
+    ):
         fits = math.isfinite(timing.seconds_per_step)
         rates[timing.batch_size] = timing.samples_per_s if fits else None
         add(timing.batch_size)
@@ -216,7 +258,10 @@ def _time_sizes(
 
 def planned(config: Config, facts: Facts, goal: Goal, size: int) -> dict[str, Any]:
     """Arguments of `timed_size` for the run that the batch plan makes of the largest size that fits."""
-    plan: dict[str, Any] = {"batch_size": size, "accumulation_steps": config.TRAIN.ACCUMULATION_STEPS}
+    plan: dict[str, Any] = {
+        "batch_size": size,
+        "accumulation_steps": config.TRAIN.ACCUMULATION_STEPS,
+    }
     try:
         facts = replace(facts, max_micro_batch_size=size)
         found = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
@@ -227,7 +272,9 @@ def planned(config: Config, facts: Facts, goal: Goal, size: int) -> dict[str, An
     return {**plan, "goal": goal, "batch_size": found.micro_batch_size}
 
 
-def count_after_steps(state: StateBytes, assembly: Assembly, device: torch.device) -> RemovableHandle:
+def count_after_steps(
+    state: StateBytes, assembly: Assembly, device: torch.device
+) -> RemovableHandle:
     """Count bytes after each optimizer step, before the gradients are cleared, until the context ends."""
     return assembly.optimizer.register_step_post_hook(
         lambda *_: vars(state).update(vars(state_bytes(assembly, device)))
@@ -264,12 +311,16 @@ Run = Callable[[Setup, Sequence[Row], int], Sequence[dict[str, Any]]]
 """Runs the training sizes of rows, each divided by a number; gives attributes of `Remedy` for each row."""
 
 
-def try_remedies(setup: Setup, analysis: Analysis, run: Run, changes: Iterable[dict[str, Any]]) -> None:
+def try_remedies(
+    setup: Setup, analysis: Analysis, run: Run, changes: Iterable[dict[str, Any]]
+) -> None:
     """Find the effect of each change of keys at each training size to paste.
 
     Rows get a remedy as soon as it is known. What `run` raises is the reason why there is no peak.
     """
-    rows = [row for row in analysis.chosen_rows() if row.mode == "train" and row.batch_size is not None]
+    rows = [
+        row for row in analysis.chosen_rows() if row.mode == "train" and row.batch_size is not None
+    ]
     if not rows:
         return
     before = [row.peak_bytes for row in rows]
@@ -307,7 +358,9 @@ def common_changes(setup: Setup) -> Iterator[dict[str, Any]]:
     yield {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}
 
 
-def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -> list[dict[str, Any]]:
+def run_sizes(
+    setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool
+) -> list[dict[str, Any]]:
     """Measure the sizes of rows under a configuration."""
     found = list[dict[str, Any]]()
     try:
@@ -366,7 +419,8 @@ def settings_sentence(environment: Mapping[str, Any]) -> str:
     parts = {
         environment["model"]: True,
         f"{environment['parameters']:,} parameters": True,
-        f"{environment['frozen_parameters']:,} of them frozen": environment["frozen_parameters"] > 0,
+        f"{environment['frozen_parameters']:,} of them frozen": environment["frozen_parameters"]
+        > 0,
         f"{'×'.join(map(str, size or []))} pixels": size is not None,
         f"{' + '.join(map(str, classes or []))} classes": classes is not None,
         environment["precision"]: True,

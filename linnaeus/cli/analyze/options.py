@@ -88,20 +88,37 @@ class Options:
 
 
 IMPLY_THROUGHPUT = (
-    "--sizes", "--dataset-length", "--epochs", "--noise-scale", "--time-budget", "--world-size",
-)  # fmt: skip
+    "--sizes",
+    "--dataset-length",
+    "--epochs",
+    "--noise-scale",
+    "--time-budget",
+    "--world-size",
+)
 """Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
 NOT_WITH_PREDICT = ("--throughput", *IMPLY_THROUGHPUT[:-1], "--steps", "--plot", "--strategy")
 """Options for what is run."""
 OF_HF = ("--method", "--sequence", "--dtype", "--checkpointing")
 NOT_WITH_HF = (
-    *NOT_WITH_PREDICT, "--modes", "--world-size", "--sharding", "--min-bs", "--max-bs", "--memory-limit-gb",
-)  # fmt: skip
+    *NOT_WITH_PREDICT,
+    "--modes",
+    "--world-size",
+    "--sharding",
+    "--min-bs",
+    "--max-bs",
+    "--memory-limit-gb",
+)
 """Options for a run of the configuration, which a language model does without."""
 NOT_WITH_LR = (
-    "--fractions", "--remedies", "--predict", "--gpu", "--device-memory-gb", "--hf", *OF_HF,
+    "--fractions",
+    "--remedies",
+    "--predict",
+    "--gpu",
+    "--device-memory-gb",
+    "--hf",
+    *OF_HF,
     *(name for name in NOT_WITH_HF if name != "--plot"),
-)  # fmt: skip
+)
 """Options for batch sizes."""
 
 
@@ -128,18 +145,25 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
         if options.hf is not None:
             wrong = [name for name in NOT_WITH_HF if name in given]
             wrong = wrong or [repr(" ".join(words))] * bool(words)
-            return [f"{name}: not with --hf, which trains no configuration; leave it out" for name in wrong]
+            return [
+                f"{name}: not with --hf, which trains no configuration; leave it out"
+                for name in wrong
+            ]
         problems = [f"{name}: needs --hf" for name in OF_HF if name in given]
         if not options.predict:
             options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
-            wrong = [name for name in ("--gpu", "--device-memory-gb", "--sharding") if name in given]
+            wrong = [
+                name for name in ("--gpu", "--device-memory-gb", "--sharding") if name in given
+            ]
             if len(options.world_size) > 1:
                 problems.append("--world-size: takes several numbers only with --predict")
             return problems + [f"{name}: needs --predict" for name in wrong]
         if options.remedies and len(options.world_size) > 1:
             problems.append("--remedies: takes one number of --world-size")
         wrong = [name for name in NOT_WITH_PREDICT if name in given]
-        return problems + [f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong]
+        return problems + [
+            f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong
+        ]
 
     request = read_request(PARSER, argv, options or Options(), check)
     if not isinstance(request, str):
@@ -192,9 +216,11 @@ def _modes(text: str) -> list[Mode]:
 
 
 PARSER = CommandParser(
-    "analyze", description=DESCRIPTION, details=DETAILS,
+    "analyze",
+    description=DESCRIPTION,
+    details=DETAILS,
     print_config="print the configuration that would be measured, and exit",
-)  # fmt: skip
+)
 PARSER.option(
     "--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {Options.output}"
 )
@@ -202,47 +228,72 @@ PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .
 PARSER.option("--min-bs", "N", read_count, "smallest size tried", _both("MIN_BATCH_SIZE"))
 PARSER.option("--max-bs", "N", read_count, "largest size tried", _both("MAX_BATCH_SIZE"))
 PARSER.option(
-    "--memory-limit-gb", "X", partial(read_number, "number of GiB"),
-    "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
-)  # fmt: skip
+    "--memory-limit-gb",
+    "X",
+    partial(read_number, "number of GiB"),
+    "each process may hold TARGET_MEMORY_FRACTION of this at most",
+    [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
+)
 PARSER.option(
-    "--fractions", "F,F,...", partial(_ascending, partial(read_number, "fraction of the memory", most=1)),
+    "--fractions",
+    "F,F,...",
+    partial(_ascending, partial(read_number, "fraction of the memory", most=1)),
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
-)  # fmt: skip
+)
 PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val", choices=MODES)
 PARSER.option("--steps", "N", read_count, "steps that one trial runs", _both("STEPS_PER_TRIAL"))
 PARSER.option(
-    "--strategy", "|".join(STRATEGIES), partial(read_choice, [*STRATEGIES]), "how sizes are searched",
+    "--strategy",
+    "|".join(STRATEGIES),
+    partial(read_choice, [*STRATEGIES]),
+    "how sizes are searched",
     [f"{AUTOBATCH}.STRATEGY"],
-)  # fmt: skip
+)
 PARSER.switch(
-    "--throughput", "time sizes, and predict the time of a run; the options up to --world-size imply it"
-)
-PARSER.option("--epochs", "N", read_count, "passes of the run over its training samples", ["TRAIN.EPOCHS"])
-PARSER.option(
-    "--time-budget", "T", read_duration, "mark the sizes with which it ends in time: 90s, 30m, 2h, 1d"
+    "--throughput",
+    "time sizes, and predict the time of a run; the options up to --world-size imply it",
 )
 PARSER.option(
-    "--noise-scale", "X", partial(read_number, "number of samples"),
+    "--epochs", "N", read_count, "passes of the run over its training samples", ["TRAIN.EPOCHS"]
+)
+PARSER.option(
+    "--time-budget",
+    "T",
+    read_duration,
+    "mark the sizes with which it ends in time: 90s, 30m, 2h, 1d",
+)
+PARSER.option(
+    "--noise-scale",
+    "X",
+    partial(read_number, "number of samples"),
     "gradient noise scale, in samples; gives the time to the same loss",
-)  # fmt: skip
-PARSER.option(
-    "--dataset-length", "N", read_count, "training samples; default: those of the configured dataset"
 )
 PARSER.option(
-    "--sizes", "N,N,...", partial(_ascending, read_count),
+    "--dataset-length",
+    "N",
+    read_count,
+    "training samples; default: those of the configured dataset",
+)
+PARSER.option(
+    "--sizes",
+    "N,N,...",
+    partial(_ascending, read_count),
     "time these training sizes, and the largest that fits; default: from that downwards, until smaller sizes "
     "are too slow",
-)  # fmt: skip
+)
 PARSER.option(
-    "--world-size", "N", partial(_ascending, read_count),
+    "--world-size",
+    "N",
+    partial(_ascending, read_count),
     "processes that the run will have; default 1; with --predict also several numbers, such as 1,8,64",
-)  # fmt: skip
+)
 PARSER.option(
-    "--sharding", "full|hybrid|none", partial(read_choice, ("full", "hybrid", "none")),
+    "--sharding",
+    "full|hybrid|none",
+    partial(read_choice, ("full", "hybrid", "none")),
     "with --predict: share the model among the processes, or with hybrid among those of each node",
     ["DIST.SHARDING"],
-)  # fmt: skip
+)
 PARSER.switch(
     "--remedies",
     "measure what bf16, gradient checkpointing and accumulation would save in training; with --predict: "
@@ -253,21 +304,35 @@ PARSER.switch(
     "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; nothing "
     "is run",
 )
-PARSER.option("--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}", choices=GPUS)
-PARSER.option("--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory")
 PARSER.option(
-    "--hf", "PATH", str,
+    "--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}", choices=GPUS
+)
+PARSER.option(
+    "--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory"
+)
+PARSER.option(
+    "--hf",
+    "PATH",
+    str,
     "predict the fine-tuning of a language model of transformers: its config.json, a folder, its type or its "
     "name in the local cache; nothing is downloaded",
-)  # fmt: skip
+)
 PARSER.option(
-    "--method", "full|lora", partial(read_choice, ("full", "lora")),
+    "--method",
+    "full|lora",
+    partial(read_choice, ("full", "lora")),
     "with --hf: train all parameters (default), or adapters of peft",
-)  # fmt: skip
-PARSER.option("--sequence", "N", read_count, f"with --hf: tokens of a sample; default {Options.sequence}")
+)
 PARSER.option(
-    "--dtype", "float32|bfloat16", partial(read_choice, ("float32", "bfloat16")),
+    "--sequence", "N", read_count, f"with --hf: tokens of a sample; default {Options.sequence}"
+)
+PARSER.option(
+    "--dtype",
+    "float32|bfloat16",
+    partial(read_choice, ("float32", "bfloat16")),
     "with --hf: of the weights; default float32, with lora bfloat16",
-)  # fmt: skip
-PARSER.switch("--lr", "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one")
+)
+PARSER.switch(
+    "--lr", "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
+)
 PARSER.switch("--checkpointing", "with --hf: compute activations again in backward")

@@ -60,7 +60,9 @@ def gpus_of(options: Options, config: Config) -> Sequence[Gpu]:
         return list(dict.fromkeys(gpus))
     name = config.EXPERIMENT.DEVICE
     if not torch.cuda.is_available() or name == "cpu":
-        here = "EXPERIMENT.DEVICE is cpu" if torch.cuda.is_available() else "this machine has no GPU"
+        here = (
+            "EXPERIMENT.DEVICE is cpu" if torch.cuda.is_available() else "this machine has no GPU"
+        )
         raise ConfigError(
             f"--predict: {here}; say what to predict for with --gpu NAME, such as rtx-4090, or with "
             "--device-memory-gb X"
@@ -77,7 +79,9 @@ def predict_sizes(gpus: Sequence[Gpu], setup: Setup, options: Options, analysis:
     sizes, sharding = options.world_size, setup.config.DIST.SHARDING
     for num in sizes:
         setup = replace(setup, world=world_of(num))
-        of_num = [replace(gpu, name=f"{num} × {gpu.name}") for gpu in gpus] if len(sizes) > 1 else gpus
+        of_num = (
+            [replace(gpu, name=f"{num} × {gpu.name}") for gpu in gpus] if len(sizes) > 1 else gpus
+        )
         with job_of(setup):
             search = build_on_meta(setup)
             if not analysis.environment:
@@ -96,7 +100,9 @@ def predict_sizes(gpus: Sequence[Gpu], setup: Setup, options: Options, analysis:
                         fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
                 analysis.rows += rows
     if sharding != "none" and 1 in sizes:
-        logger.info("DIST.SHARDING %s with one process is the same as none; see --world-size", sharding)
+        logger.info(
+            "DIST.SHARDING %s with one process is the same as none; see --world-size", sharding
+        )
     if options.remedies:
         try_remedies(setup, analysis, trace_sizes, more_changes(setup))
 
@@ -158,7 +164,11 @@ def build_on_meta(setup: Setup) -> SizeSearch:
     check_sharding(config.DIST, config.TRAIN, setup.world)
     if config.TRAIN.COMPILE:
         logger.info("TRAIN.COMPILE is left out: what is predicted is the step without it")
-    model = config.MODEL if is_target(config.MODEL) else replace(config.MODEL, WEIGHTS=None, PRETRAINED=False)
+    model = (
+        config.MODEL
+        if is_target(config.MODEL)
+        else replace(config.MODEL, WEIGHTS=None, PRETRAINED=False)
+    )
     train = replace(config.TRAIN, COMPILE=False, SYNC_BATCHNORM=False)
     setup = replace(setup, config=replace(config, MODEL=model, TRAIN=train))
     try:
@@ -184,7 +194,9 @@ def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
     high = LARGEST if high is None else high
     low = smallest_size(state, mode, low, high)
     tensor_bytes = search.spec(mode).tensor_bytes
-    of_data = max_batch_sizes(search.config, search.data, mode, search.world, tensor_bytes=tensor_bytes)
+    of_data = max_batch_sizes(
+        search.config, search.data, mode, search.world, tensor_bytes=tensor_bytes
+    )
     bound, high = upper_bound(mode, low, high, {"dataset": of_data["dataset"]}, keys(mode))
     candidates = Candidates(low, high, config.MULTIPLE_OF)
     if not len(candidates):
@@ -231,7 +243,9 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
         origin = row.memory
         if is_limited:
             remedy = "raise that limit"
-            origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
+            origin = (
+                f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
+            )
         row.reason = (
             f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
             f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
@@ -239,15 +253,20 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
         )
         return
     row.batch_size = max(largest, row.safe_batch_size or 0)
-    row.limited_by = step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
+    row.limited_by = (
+        step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
+    )
     peak_bytes = prediction.peak_within(row.batch_size, row.budget_bytes) or 0
     row.peak_bytes = peak_bytes
     state = step.state
     held_bytes = prediction.base_bytes + state.parameters + state.buffers + state.average
     row.breakdown = break_down(
-        step.mode, state, peak_bytes=peak_bytes, has_buckets=step.has_buckets,
+        step.mode,
+        state,
+        peak_bytes=peak_bytes,
+        has_buckets=step.has_buckets,
         held_bytes=held_bytes + (state.optimizer_state if step.mode == "val" else 0),
-    )  # fmt: skip
+    )
 
 
 def rows_of(mode: Mode, gpus: Sequence[Gpu], fractions: Sequence[float]) -> list[Row]:
@@ -273,12 +292,21 @@ def describe(gpus: Sequence[Gpu], settings: dict[str, Any]) -> dict[str, Any]:
     notes += [] if settings["sharding"] == "none" else [f"sharding {settings['sharding']}"]
     logger.info(
         "predicted, not measured, for %s; in use beside the allocator: %s; margin %.0f%%, torch %s; %s",
-        ", ".join([*(gpu.name for gpu in gpus), *notes]), ", ".join(bases), 100 * (MARGIN - 1),
-        torch.__version__, settings_sentence(settings),
-    )  # fmt: skip
+        ", ".join([*(gpu.name for gpu in gpus), *notes]),
+        ", ".join(bases),
+        100 * (MARGIN - 1),
+        torch.__version__,
+        settings_sentence(settings),
+    )
     logger.info("how exact predictions are, and where they are wrong: docs/prediction.md")
     devices = [asdict(gpu) for gpu in gpus]
-    return {"predicted": True, "devices": devices, "margin": MARGIN, "torch": torch.__version__, **settings}
+    return {
+        "predicted": True,
+        "devices": devices,
+        "margin": MARGIN,
+        "torch": torch.__version__,
+        **settings,
+    }
 
 
 # Remedies.
@@ -295,7 +323,10 @@ def trace_sizes(setup: Setup, rows: Sequence[Row], divisor: int) -> list[dict[st
 
 def effect_on(row: Row, step: PredictedStep, size: int) -> dict[str, Any]:
     """The peak of another step at a size on the device of a row, and the size that would then fit."""
-    prediction, budget_bytes = replace(step.prediction, base_bytes=row.base_bytes), row.budget_bytes or 0
+    prediction, budget_bytes = (
+        replace(step.prediction, base_bytes=row.base_bytes),
+        row.budget_bytes or 0,
+    )
     safe_size = prediction.largest_of(step.candidates, budget_bytes / MARGIN)
     peak_bytes = prediction.peak_within(size, budget_bytes) or prediction.peak_bytes(size)
     return {"peak_bytes": peak_bytes, "safe_batch_size": safe_size}
@@ -311,6 +342,8 @@ def more_changes(setup: Setup) -> Iterator[dict[str, Any]]:
         # The arguments of another optimizer are not those of SGD.
         yield {"OPTIMIZER.NAME": "sgd", **({"OPTIMIZER.KWARGS": {}} if optimizer.KWARGS else {})}
     # Of each side, the next smaller multiple of 32 pixels: 192 of 224, 288 of 300.
-    sides: Any = [(side - 1) // ALIGNED_PIXELS * ALIGNED_PIXELS for side in setup.data.img_size or [0]]
+    sides: Any = [
+        (side - 1) // ALIGNED_PIXELS * ALIGNED_PIXELS for side in setup.data.img_size or [0]
+    ]
     if min(sides) >= ALIGNED_PIXELS:
         yield {"DATA.IMG_SIZE": sides[0] if len({*sides}) == 1 else sides}

@@ -54,7 +54,11 @@ class RateTest(Figures):
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
-        figures = {"results": self.rows, "suggestion": self.suggestion, "interrupted": self.interrupted}
+        figures = {
+            "results": self.rows,
+            "suggestion": self.suggestion,
+            "interrupted": self.interrupted,
+        }
         return {"environment": self.environment, **figures}
 
 
@@ -73,9 +77,12 @@ def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
     scale_values(optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
     first, growth = FIRST / optimizer.param_groups[0]["lr"], LAST / FIRST
     schedule = Schedule(
-        ScheduleConfig(NAME="constant"), optimizer, steps_per_epoch=[NUM_STEPS], warmup_steps=0,
+        ScheduleConfig(NAME="constant"),
+        optimizer,
+        steps_per_epoch=[NUM_STEPS],
+        warmup_steps=0,
         batch_size_lr_factor=lambda number: first * growth ** (number / (NUM_STEPS - 1)),
-    )  # fmt: skip
+    )
     sizes = stage.micro_batches * stage.num_steps
     seed_all(seed)
     step.model.train()
@@ -94,7 +101,9 @@ def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                text = f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory"
+                text = (
+                    f"DATA.BATCH_SIZE: {stage.micro_batch_size} samples at a time run out of memory"
+                )
                 raise OutOfMemoryError(f"{text}; linnaeus analyze finds what fits") from error
             if not math.isfinite(loss):
                 break
@@ -116,13 +125,17 @@ def show_rates(test: RateTest, console: Console) -> None:
         text = f"{KEY}={value:.2g} is a tenth of that with the lowest smoothed loss: a suggestion, not a "
         text += "measurement of the best rate"
     num_samples = test.environment["effective_batch"]
-    console.print(f"{len(test.rows)} of {NUM_STEPS} steps of {num_samples} samples; {text}", soft_wrap=True)
+    console.print(
+        f"{len(test.rows)} of {NUM_STEPS} steps of {num_samples} samples; {text}", soft_wrap=True
+    )
 
 
 def save_rate_plot(test: RateTest, path: Path) -> None:
     """Draw the loss against the rate."""
     rates, losses, smoothed = zip(*(row.values() for row in test.rows), strict=True)
-    with drawing(path, settings_sentence(test.environment), test, test.columns, num_columns=1) as [[axes]]:
+    with drawing(path, settings_sentence(test.environment), test, test.columns, num_columns=1) as [
+        [axes]
+    ]:
         decorate(axes, "learning rate range test", KEY, "training loss")
         axes.plot(rates, losses, color=INK, alpha=0.4, label="each step")
         axes.plot(rates, smoothed, color=BLUE, label="smoothed")

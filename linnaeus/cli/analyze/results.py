@@ -112,7 +112,9 @@ class Row:
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
         lists = {"trials", "breakdown", "remedies"}
-        predicted = set() if self.device else {"device", "device_bytes", "base_bytes", "safe_batch_size"}
+        predicted = (
+            set() if self.device else {"device", "device_bytes", "base_bytes", "safe_batch_size"}
+        )
         return {name: value for name, value in vars(self).items() if name not in lists | predicted}
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,7 +123,9 @@ class Row:
             **self.figures(),
             "trials": [trial.as_dict() for trial in self.trials],
             "breakdown": None if self.breakdown is None else asdict(self.breakdown),
-            "remedies": [{**asdict(each), "saved_bytes": each.saved_bytes} for each in self.remedies],
+            "remedies": [
+                {**asdict(each), "saved_bytes": each.saved_bytes} for each in self.remedies
+            ],
         }
 
 
@@ -186,12 +190,18 @@ def timed_size(
     run_s = epoch_s * goal.epochs
     scale, limit_s = goal.noise_scale, goal.time_budget_s
     return TimedSize(
-        batch_size, rate, accumulation_steps, batch, batch / rate, epoch_s, run_s,
+        batch_size,
+        rate,
+        accumulation_steps,
+        batch,
+        batch / rate,
+        epoch_s,
+        run_s,
         in_time=None if limit_s is None else run_s <= limit_s,
         relative_steps=None if scale is None else 1 + scale / batch,
         relative_seconds=None if scale is None else (batch + scale) / rate,
         **plan,
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -232,7 +242,9 @@ class Speeds:
         """The entries of a size in all files."""
         figures = asdict(size)
         best, seconds = self.recommended.relative_seconds, figures.pop("relative_seconds")
-        marks = (mark for mark in ("largest", "fastest", "recommended") if getattr(self, mark) is size)
+        marks = (
+            mark for mark in ("largest", "fastest", "recommended") if getattr(self, mark) is size
+        )
         return {
             **figures,
             "relative_time": None if best is None or seconds is None else seconds / best,
@@ -242,7 +254,10 @@ class Speeds:
     def as_dict(self) -> dict[str, Any]:
         """The entry of the JSON file."""
         return {
-            **{mark: getattr(self, mark).batch_size for mark in ("largest", "fastest", "recommended")},
+            **{
+                mark: getattr(self, mark).batch_size
+                for mark in ("largest", "fastest", "recommended")
+            },
             "timings": [self.figures(each) for each in self.ascending()],
             "left_out": {str(size): reason for size, reason in self.left_out.items()},
         }
@@ -288,12 +303,16 @@ class Analysis(Figures):
     def sorted_rows(self) -> list[Row]:
         """The rows by mode and device, each in the order asked for, and fraction."""
         places = [(row.mode, row.device) for row in self.rows]
-        return sorted(self.rows, key=lambda row: (places.index((row.mode, row.device)), row.memory_fraction))
+        return sorted(
+            self.rows, key=lambda row: (places.index((row.mode, row.device)), row.memory_fraction)
+        )
 
     def chosen_rows(self) -> list[Row]:
         """Of each mode and device, the row of the fraction to paste: `fraction`, else the largest."""
         fractions = {row.memory_fraction for row in self.rows}
-        fraction = self.fraction if self.fraction in fractions else max(fractions, default=self.fraction)
+        fraction = (
+            self.fraction if self.fraction in fractions else max(fractions, default=self.fraction)
+        )
         return [row for row in self.sorted_rows() if row.memory_fraction == fraction]
 
     def scalars(self) -> list[dict[str, Any]]:
@@ -301,11 +320,21 @@ class Analysis(Figures):
         rows = []
         for row in self.sorted_rows():
             parts = asdict(row.breakdown or Breakdown())
-            sizes = {f"{name}_bytes": row.breakdown and num_bytes for name, num_bytes in parts.items()}
+            sizes = {
+                f"{name}_bytes": row.breakdown and num_bytes for name, num_bytes in parts.items()
+            }
             rows.append({**row.figures(), "num_trials": len(row.trials), **sizes})
         for size in self.speeds.ascending():
-            cells = {"mode": "train", **self.speeds.figures(size), "warnings": " ".join(size.warnings)}
-            same = [each for each in rows if (each["mode"], each["batch_size"]) == ("train", size.batch_size)]
+            cells = {
+                "mode": "train",
+                **self.speeds.figures(size),
+                "warnings": " ".join(size.warnings),
+            }
+            same = [
+                each
+                for each in rows
+                if (each["mode"], each["batch_size"]) == ("train", size.batch_size)
+            ]
             for each in same:
                 each.update(cells)
             if not same:

@@ -70,9 +70,13 @@ def run(options: Options, config: Config) -> int:
                 config = replace(config, DATA=data_node)
                 data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
                 if not options.predict:
-                    loading = with_measured_workers(config.DATA, data, world, config.EXPERIMENT.SEED)
+                    loading = with_measured_workers(
+                        config.DATA, data, world, config.EXPERIMENT.SEED
+                    )
                     config = replace(config, DATA=loading)
-                find(Setup(config, data, world, RankStatus(line.update), console), options, analysis)
+                find(
+                    Setup(config, data, world, RankStatus(line.update), console), options, analysis
+                )
         analysis.interrupted = False
     except KeyboardInterrupt:
         logger.info("interrupted; what has been measured so far is written")

@@ -17,7 +17,16 @@ from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.cli.analyze.measure import settings_sentence
 from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Speeds, TimedSize
-from linnaeus.cli.plots import BLUE, GREEN, PURPLE, VERMILION, decorate, drawing, label_heights, size_axis
+from linnaeus.cli.plots import (
+    BLUE,
+    GREEN,
+    PURPLE,
+    VERMILION,
+    decorate,
+    drawing,
+    label_heights,
+    size_axis,
+)
 from linnaeus.cli.tables import cell, show_duration, table
 
 if TYPE_CHECKING:
@@ -26,9 +35,20 @@ if TYPE_CHECKING:
 
 KEYS = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
 COLUMNS = (
-    "mode", "memory_fraction", "batch_size", "limited_by", "peak_bytes", "budget_bytes", "samples_per_s",
-    "epoch_s", "run_s", "in_time", "relative_time", "learning_rate", "marks",
-)  # fmt: skip
+    "mode",
+    "memory_fraction",
+    "batch_size",
+    "limited_by",
+    "peak_bytes",
+    "budget_bytes",
+    "samples_per_s",
+    "epoch_s",
+    "run_s",
+    "in_time",
+    "relative_time",
+    "learning_rate",
+    "marks",
+)
 MARGIN_NOTE = f"predicted with {100 * (MARGIN - 1):.3g} % margin"
 """Of the table in the HTML file, as far as there are such figures."""
 
@@ -54,7 +74,9 @@ def sizes_table(analysis: Analysis) -> Table:
     lines = []
     for device, fraction in dict.fromkeys(place[:2] for place in rows):
         of_place = [rows.get((device, fraction, mode)) for mode in modes]
-        budgets = [row.budget_bytes for row in of_place if row is not None and row.budget_bytes is not None]
+        budgets = [
+            row.budget_bytes for row in of_place if row is not None and row.budget_bytes is not None
+        ]
         cells = [device] * predicted + [f"{fraction:.0%}", _gib(max(budgets, default=None))]
         for row in of_place:
             if row is None:
@@ -62,7 +84,11 @@ def sizes_table(analysis: Analysis) -> Table:
             elif predicted:
                 cells += [_size(row.safe_batch_size), _size(row.batch_size)]
             else:
-                cells += [_size(row.batch_size), _gib(row.peak_bytes), cell(row.samples_per_s, ",.1f")]
+                cells += [
+                    _size(row.batch_size),
+                    _gib(row.peak_bytes),
+                    cell(row.samples_per_s, ",.1f"),
+                ]
         lines.append(cells)
     headings = ["device"] * predicted + ["memory", "budget GiB"]
     headings += [heading for mode in modes for heading in (mode, *figures)]
@@ -97,17 +123,28 @@ def parts_table(analysis: Analysis) -> Table | None:
     lines, shown = list[dict[str, str]](), {"batch size"}
     for row in analysis.chosen_rows():
         parts = Counter(
-            {name.replace("_", " "): part for name, part in vars(row.breakdown or Breakdown()).items()}
+            {
+                name.replace("_", " "): part
+                for name, part in vars(row.breakdown or Breakdown()).items()
+            }
         )
         total = parts.total()
         if 2 * parts["rest"] < total:
             shown |= {name for name, part in parts.items() if part > total / 100}
             shown |= {"device", "mode"} if row.device else {"mode"}
-            places = {"device": row.device, "mode": row.mode, "batch size": str(row.batch_size or 1)}
+            places = {
+                "device": row.device,
+                "mode": row.mode,
+                "batch size": str(row.batch_size or 1),
+            }
             lines.append(places | {name: _gib(part) for name, part in parts.most_common()})
     headings = [heading for heading in dict.fromkeys(chain(*lines)) if heading in shown]
     rows = ([line[heading] for heading in headings] for line in lines)
-    return table("What takes the memory, in GiB", headings, rows, left=("device", "mode")) if lines else None
+    return (
+        table("What takes the memory, in GiB", headings, rows, left=("device", "mode"))
+        if lines
+        else None
+    )
 
 
 def speeds_table(speeds: Speeds) -> Table:
@@ -160,10 +197,14 @@ def remedies_table(analysis: Analysis) -> Table:
     headings = ("remedy", "batch size", "before GiB", "after GiB", "saved", gain)
     rows = [row for row in analysis.chosen_rows() if row.remedies]
     lines = []
-    for effects in zip(*(row.remedies for row in rows), strict=False):  # of one remedy on each device
+    for effects in zip(
+        *(row.remedies for row in rows), strict=False
+    ):  # of one remedy on each device
         row, remedy = rows[0], effects[0]
         items = remedy.keys.items()
-        keys = " ".join(key if key == "--checkpointing" else f"{key}={value}" for key, value in items)
+        keys = " ".join(
+            key if key == "--checkpointing" else f"{key}={value}" for key, value in items
+        )
         size = str(row.batch_size or 1)
         if remedy.reason is not None:
             lines.append([f"{keys}: {remedy.reason}", size])
@@ -184,7 +225,9 @@ def yaml_blocks(analysis: Analysis) -> str:
     chosen, blocks = analysis.chosen_rows(), []
     if "method" in analysis.environment:  # a language model, which has no configuration
         return ""
-    for device in dict.fromkeys(row.device for row in chosen):  # one without a name where sizes were measured
+    for device in dict.fromkeys(
+        row.device for row in chosen
+    ):  # one without a name where sizes were measured
         rows = [row for row in chosen if row.device == device]
         heading = f"{rows[0].memory_fraction:.0%} of {device or 'the memory'}"
         sizes = {row.mode: row.safe_batch_size if device else row.batch_size for row in rows}
@@ -218,9 +261,13 @@ def save_plot(analysis: Analysis, path: Path) -> None:
         entries = [axes.get_legend_handles_labels() for axes in places]
         looks = {label: handle for each in entries for handle, label in zip(*each, strict=True)}
         places[0].figure.legend(
-            looks.values(), looks.keys(), loc="outside lower center", ncols=1 + 2 * len(panels),
-            frameon=False, fontsize=9,
-        )  # fmt: skip
+            looks.values(),
+            looks.keys(),
+            loc="outside lower center",
+            ncols=1 + 2 * len(panels),
+            frameon=False,
+            fontsize=9,
+        )
 
 
 def _memory_panel(analysis: Analysis, mode: Mode, axes: Axes) -> None:
@@ -231,9 +278,16 @@ def _memory_panel(analysis: Analysis, mode: Mode, axes: Axes) -> None:
     measured = {size: peak / GIB for size, peak in trials if peak is not None}
     budgets = [(row.budget_bytes / GIB, row) for row in rows if row.budget_bytes is not None]
     refused = {
-        trial.size: height for height, row in budgets for trial in row.trials if trial.peak_bytes is None
+        trial.size: height
+        for height, row in budgets
+        for trial in row.trials
+        if trial.peak_bytes is None
     }
-    chosen = {row.batch_size: row.peak_bytes / GIB for _, row in budgets if row.batch_size and row.peak_bytes}
+    chosen = {
+        row.batch_size: row.peak_bytes / GIB
+        for _, row in budgets
+        if row.batch_size and row.peak_bytes
+    }
     heights = [height for height, _ in budgets] + [*measured.values()]
     if not heights:
         axes.text(0.5, 0.5, "no batch size is possible", ha="center", transform=axes.transAxes)
@@ -250,10 +304,14 @@ def _memory_panel(analysis: Analysis, mode: Mode, axes: Axes) -> None:
         if places:
             axes.plot([*places], [*places.values()], linestyle="", zorder=4, **look)
     for height, _ in budgets:
-        axes.axhline(height, color=VERMILION, linestyle=(0, (5, 3)), label="budget, with the size chosen")
+        axes.axhline(
+            height, color=VERMILION, linestyle=(0, (5, 3)), label="budget, with the size chosen"
+        )
     low, high = min(heights), max(heights)
     axes.set_xlim(0, 1.08 * max([*measured, *refused], default=1))
-    axes.set_ylim(0 if low < 0.5 * high else low - 0.15 * (high - low), high + 0.12 * (high - low or high))
+    axes.set_ylim(
+        0 if low < 0.5 * high else low - 0.15 * (high - low), high + 0.12 * (high - low or high)
+    )
     labels = [(height, f"{row.memory}: {_size(row.batch_size)}") for height, row in budgets]
     label_heights(axes, labels, VERMILION)
 

@@ -79,7 +79,9 @@ def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
         if not folders:
             problems.append(f"RUN: {name}: no such folder{suggest_path(path)}")
         elif not runs:
-            problems.append(f"RUN: {name}: no run in it (a folder with {METRICS}, {RESULT} or {CHECKPOINTS})")
+            problems.append(
+                f"RUN: {name}: no run in it (a folder with {METRICS}, {RESULT} or {CHECKPOINTS})"
+            )
     return list(found.values())
 
 
@@ -101,16 +103,26 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 PARSER = CommandParser(
-    "compare", words="RUN... [options]", description=DESCRIPTION, details=DETAILS, takes_overrides=False
+    "compare",
+    words="RUN... [options]",
+    description=DESCRIPTION,
+    details=DETAILS,
+    takes_overrides=False,
 )
 PARSER.option(
-    "--metric", "NAME", str,
+    "--metric",
+    "NAME",
+    str,
     "validation metric that is compared; default: top-1 of the finest taxonomic rank, or the loss",
-)  # fmt: skip
+)
 PARSER.option(
-    "--sort", "KEY", str,
+    "--sort",
+    "KEY",
+    str,
     "order of the rows: metric (best first), another metric, a configuration key, or a column such as "
     "effective_batch or training_s; -KEY reverses it; default: the order of the folders",
-)  # fmt: skip
-PARSER.option("--output", "FILE", read_table, "also write the figures: .json, .jsonl or .csv by its ending")
+)
+PARSER.option(
+    "--output", "FILE", read_table, "also write the figures: .json, .jsonl or .csv by its ending"
+)
 PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")

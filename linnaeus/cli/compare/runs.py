@@ -27,16 +27,23 @@ Flat = Mapping[str, Any]
 SEED = "EXPERIMENT.SEED"
 """Runs that differ in it alone are repetitions of one measurement."""
 _NOT_COMPARED = (
-    "EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR", "TRAIN.AUTO_RESUME", "DATA.AUTOBATCH.START",
+    "EXPERIMENT.NAME",
+    "EXPERIMENT.OUTPUT_DIR",
+    "TRAIN.AUTO_RESUME",
+    "DATA.AUTOBATCH.START",
     "DATA.AUTOBATCH.START_VAL",
-)  # fmt: skip
+)
 """Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
 _PLANNED = {
-    "MICRO_BATCH": "batch_size", "ACCUMULATION_STEPS": "accumulation_steps", "WORLD_SIZE": "world_size",
-    "EFFECTIVE_BATCH": "effective_batch", "LEARNING_RATE": "learning_rate", "WARMUP_STEPS": "warmup_steps",
+    "MICRO_BATCH": "batch_size",
+    "ACCUMULATION_STEPS": "accumulation_steps",
+    "WORLD_SIZE": "world_size",
+    "EFFECTIVE_BATCH": "effective_batch",
+    "LEARNING_RATE": "learning_rate",
+    "WARMUP_STEPS": "warmup_steps",
     "TOTAL_STEPS": "total_steps",
-}  # fmt: skip
+}
 """Entries of the plan in `config.yaml`, and what `result.json` calls them."""
 
 
@@ -167,7 +174,9 @@ class Row:
     plan: Mapping[str, Any] = field(default_factory=dict)
     config: dict[str, Any] | None = None
     problem: str = ""
-    _read: tuple[object, History] = field(default=(None, History()), init=False, repr=False, compare=False)
+    _read: tuple[object, History] = field(
+        default=(None, History()), init=False, repr=False, compare=False
+    )
 
     @property
     def title(self) -> str:
@@ -194,7 +203,9 @@ class Row:
     @property
     def headline(self) -> str | None:
         """The metric that decides which checkpoint is best: top-1 of the finest rank, or the loss."""
-        ranks = [name for name in self.metrics if name.startswith(("top1/", "map/"))] or self.metrics[:1]
+        ranks = [
+            name for name in self.metrics if name.startswith(("top1/", "map/"))
+        ] or self.metrics[:1]
         headline: str | None = self.result.get("headline", ranks[-1] if ranks else None)
         return headline
 
@@ -234,7 +245,9 @@ class Row:
         """The entry of the JSON file."""
         fields = self.scalars([])
         values = {key: fields.pop(key) for key in self.values}
-        best = {name: found for name in self.metrics if (found := self.history.best(name)) is not None}
+        best = {
+            name: found for name in self.metrics if (found := self.history.best(name)) is not None
+        }
         return {
             "values": values,
             **fields,
@@ -295,7 +308,9 @@ class Comparison(Figures):
             "metric": metric,
             "differences": self.keys,
             "notes": self.notes,
-            "runs": [row.as_dict() | {"curve": row.history.points.get(metric, [])} for row in self.rows],
+            "runs": [
+                row.as_dict() | {"curve": row.history.points.get(metric, [])} for row in self.rows
+            ],
         }
 
 
@@ -306,15 +321,21 @@ def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = Non
         run.name, run.values = name, {key: _shown(run, key) for key in keys}
     comparison = Comparison(list(runs), metric)
     notes, shown = comparison.notes, comparison.metric
-    notes += [f"{run.name}: {run.problem}; what differs is not known of it" for run in runs if run.problem]
-    of_data = [key for key in keys if key.startswith("DATA.DATASET.") and not key.endswith(".NUM_SAMPLES")]
+    notes += [
+        f"{run.name}: {run.problem}; what differs is not known of it" for run in runs if run.problem
+    ]
+    of_data = [
+        key for key in keys if key.startswith("DATA.DATASET.") and not key.endswith(".NUM_SAMPLES")
+    ]
     if of_data:
         notes.append(
             f"the runs have different data ({', '.join(of_data)}): a metric of one cannot be compared with "
             "that of another"
         )
     if without := [run.name for run in runs if run.metrics and shown not in run.metrics]:
-        notes.append(f"{shown}: not measured by {', '.join(without)}; --metric compares another one")
+        notes.append(
+            f"{shown}: not measured by {', '.join(without)}; --metric compares another one"
+        )
     return comparison
 
 
@@ -346,9 +367,13 @@ def read_runs(folders: Sequence[Path]) -> list[Row]:
 def _read_config(run: Row) -> None:
     folder = run.folder
     # Before its first step, a run that a sweep has started only has what it was asked for.
-    path = next((folder / name for name in (CONFIG, ASKED) if (folder / name).exists()), folder / CONFIG)
+    path = next(
+        (folder / name for name in (CONFIG, ASKED) if (folder / name).exists()), folder / CONFIG
+    )
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the parser in C, where PyYAML has it
+        loader = getattr(
+            yaml, "CSafeLoader", yaml.SafeLoader
+        )  # the parser in C, where PyYAML has it
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
         if not isinstance(content, dict):
             raise ValueError("it holds no keys")

@@ -104,7 +104,9 @@ def print_runs(runs: Comparison, console: Console) -> None:
     """Show the table, what limits the comparison, who runs what, and why runs have not ended well."""
     console.print(runs_table(runs, console))
     sentences = [f"note: {note}" for note in runs.notes]
-    sentences += [f"{row.state.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))]
+    sentences += [
+        f"{row.state.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))
+    ]
     for sentence in sentences:
         console.print(sentence, markup=False, soft_wrap=True)
 
@@ -203,9 +205,17 @@ def save_plot(runs: Comparison, path: Path) -> None:
     """
     metric = runs.metric
     measured = [metric, f"best {metric}"] if metric in runs.metrics else []
-    columns = [*(["run"] if runs.rows[0].name else []), *runs.keys, *measured, "training_s", "status"]
+    columns = [
+        *(["run"] if runs.rows[0].name else []),
+        *runs.keys,
+        *measured,
+        "training_s",
+        "status",
+    ]
     title = f"{len(runs.with_status('finished'))} of {counted(len(runs.rows), 'run')} finished"
-    with drawing(path, title, runs, columns, num_columns=3, panel_height=5.6) as [[left, middle, right]]:
+    with drawing(path, title, runs, columns, num_columns=3, panel_height=5.6) as [
+        [left, middle, right]
+    ]:
         _curves(left, [row for row in runs.rows if row.history.finite(metric)], metric)
         rows = [row for row in runs.rows if row.value(metric) is not None]
         for panel, name, panel_title, unit in (
@@ -231,9 +241,15 @@ def save_search_plot(runs: Comparison, axes: Sequence[Axis], path: Path) -> None
     points = [(n, row, row.value(metric)) for n, row in enumerate(runs.rows, start=1)]
     with drawing(path, title, runs, columns, num_columns=len(axes) + 1) as [panels]:
         decorate(panels[0], f"validation {metric}", "run", metric)
-        ended = {n: value for n, row, value in points if row.state.status == "finished" and value is not None}
+        ended = {
+            n: value
+            for n, row, value in points
+            if row.state.status == "finished" and value is not None
+        }
         best = accumulate(ended.values(), min if is_smaller_better(metric) else max)
-        panels[0].plot([*ended], [*best], color=VERMILION, drawstyle="steps-post", label="best so far")
+        panels[0].plot(
+            [*ended], [*best], color=VERMILION, drawstyle="steps-post", label="best so far"
+        )
         panels[0].legend(frameon=False, fontsize=9)
         for panel, axis in zip(panels[1:], axes, strict=True):
             decorate(panel, axis.key, "", metric)
@@ -271,7 +287,9 @@ def _curves(axes: Axes, rows: Sequence[Row], metric: str) -> None:
             axes.plot([*values], means, color=INK, alpha=0.3, linewidth=0.8, zorder=1)
             continue
         colour = SERIES[number]
-        axes.plot([*values], means, "o-", color=colour, label=label, markersize=3, linewidth=1.6, zorder=3)
+        axes.plot(
+            [*values], means, "o-", color=colour, label=label, markersize=3, linewidth=1.6, zorder=3
+        )
         ends = [*map(min, values.values())], [*map(max, values.values())]
         axes.fill_between([*values], *ends, color=colour, alpha=0.18, linewidth=0)
     if not curves:
@@ -308,10 +326,20 @@ def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
         xs, ys = [places[texts[row.folder]] for row, _ in points], [value for _, value in points]
         if is_numeric:
             at_places = _at_places(zip(xs, ys, strict=True))
-            axes.plot([*at_places], [*map(fmean, at_places.values())], color=colour, alpha=0.7, linewidth=1.6)
+            axes.plot(
+                [*at_places],
+                [*map(fmean, at_places.values())],
+                color=colour,
+                alpha=0.7,
+                linewidth=1.6,
+            )
         faces = [colour if row.state.status == "finished" else "none" for row, _ in points]
         axes.scatter(
-            xs, ys, facecolors=faces, edgecolors=colour, label=label if number < len(SERIES) else None
+            xs,
+            ys,
+            facecolors=faces,
+            edgecolors=colour,
+            label=label if number < len(SERIES) else None,
         )
     if not is_numeric:
         axes.set_xticks(range(len(order)), [text[:24] for text in order], rotation=30, ha="right")
@@ -325,11 +353,17 @@ def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
 
 def _lines(rows: Sequence[Row], hidden: set[str]) -> list[tuple[str, list[Row]]]:
     """Runs that differ in hidden keys alone form a line, which the other keys name, or its first run."""
-    keys = [key for key in (rows[0].values if rows else ()) if len({row.values[key] for row in rows}) > 1]
+    keys = [
+        key
+        for key in (rows[0].values if rows else ())
+        if len({row.values[key] for row in rows}) > 1
+    ]
     names = {key: name for key, name in short_names(keys).items() if key not in hidden}
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        label = ", ".join(f"{name}={row.values[key]}" for key, name in names.items() if row.values[key])
+        label = ", ".join(
+            f"{name}={row.values[key]}" for key, name in names.items() if row.values[key]
+        )
         groups.setdefault(label or (row.title if names else ""), []).append(row)
     return [
         (label if len(label) <= _LABEL_LETTERS else f"…{group[0].title[-_LABEL_LETTERS:]}", group)

@@ -24,10 +24,22 @@ which gives the figures that training has logged. DATA.DATASET names other data,
 name.
 """
 _SETTABLE = (
-    "DATA.DATASET", "DATA.IMG_SIZE", "DATA.AUGMENT.CROP_FRACTION", "DATA.BATCH_SIZE_VAL", "DATA.NUM_WORKERS",
-    "DATA.PREFETCH_FACTOR", "DATA.PIN_MEMORY", "DATA.ON_BAD_IMAGE", "DATA.AUTOBATCH", "TRAIN.AMP",
-    "TRAIN.CHANNELS_LAST", "TRAIN.COMPILE", "TRAIN.DETERMINISTIC", "EXPERIMENT.DEVICE", "DIST",
-)  # fmt: skip
+    "DATA.DATASET",
+    "DATA.IMG_SIZE",
+    "DATA.AUGMENT.CROP_FRACTION",
+    "DATA.BATCH_SIZE_VAL",
+    "DATA.NUM_WORKERS",
+    "DATA.PREFETCH_FACTOR",
+    "DATA.PIN_MEMORY",
+    "DATA.ON_BAD_IMAGE",
+    "DATA.AUTOBATCH",
+    "TRAIN.AMP",
+    "TRAIN.CHANNELS_LAST",
+    "TRAIN.COMPILE",
+    "TRAIN.DETERMINISTIC",
+    "EXPERIMENT.DEVICE",
+    "DIST",
+)
 """Keys, and nodes of keys, that an evaluation may set."""
 _NOT_SEARCHED = ("DATA.AUTOBATCH.ENABLED=False", "DATA.AUTOBATCH.ENABLED_VAL=False")
 """The run's size is used unless the command line asks for a search."""
@@ -92,7 +104,9 @@ def _not_taken(line: CommandLine) -> list[str]:
         f"{name}: files and presets have no effect, as the configuration is the run's; set keys instead"
         for name in named
     ]
-    for path in [leaf for start, tree in overridden(line.overrides) for leaf, _ in leaves(tree, start)]:
+    for path in [
+        leaf for start, tree in overridden(line.overrides) for leaf, _ in leaves(tree, start)
+    ]:
         key = dotted(path)
         if (*path[:-1], f"{path[-1]}_VAL") in KEYS:
             problems.append(f"{key}: is for training; an evaluation takes {key}_VAL")
@@ -150,15 +164,24 @@ def _read_output(text: str) -> Path:
 
 
 PARSER = CommandParser(
-    "evaluate", description=DESCRIPTION, details=DETAILS, takes_run=True,
+    "evaluate",
+    description=DESCRIPTION,
+    details=DETAILS,
+    takes_run=True,
     print_config="print the configuration of the evaluation, and exit",
-)  # fmt: skip
+)
 PARSER.option(
-    "--output", "DIR/PREFIX", _read_output,
+    "--output",
+    "DIR/PREFIX",
+    _read_output,
     "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",
-)  # fmt: skip
-PARSER.option("--plot", "FILE", read_plot, "picture: .png, .svg or .html by its ending; default <output>.png")
+)
 PARSER.option(
-    "--unknown", "error|skip", partial(read_choice, ("error", "skip")),
+    "--plot", "FILE", read_plot, "picture: .png, .svg or .html by its ending; default <output>.png"
+)
+PARSER.option(
+    "--unknown",
+    "error|skip",
+    partial(read_choice, ("error", "skip")),
     "samples of classes that the run does not know are an error, or are left out and counted; default error",
-)  # fmt: skip
+)

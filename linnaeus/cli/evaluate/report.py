@@ -61,14 +61,27 @@ class Evaluation(Figures):
         """One row per level and class."""
         rows = []
         for each in self.levels:
-            names = ["label", "class", "samples", "predicted", "correct", "recall", "precision", "f1"]
+            names = [
+                "label",
+                "class",
+                "samples",
+                "predicted",
+                "correct",
+                "recall",
+                "precision",
+                "f1",
+            ]
             found = each.classes
             counts = found.num_samples, found.num_predicted, found.num_correct
             tensors = [*counts, found.recall, found.precision, found.f1]
             if isinstance(each, SetFigures):
                 names += SET_COLUMNS
                 tensors += each.average_precision, each.best_threshold, each.best_f1
-            columns = range(len(each.level.classes)), each.level.classes, *(t.tolist() for t in tensors)
+            columns = (
+                range(len(each.level.classes)),
+                each.level.classes,
+                *(t.tolist() for t in tensors),
+            )
             rows += [
                 _finite({"level": each.level.name, **dict(zip(names, row, strict=True))})
                 for row in zip(*columns, strict=True)
@@ -90,23 +103,34 @@ class Evaluation(Figures):
         """The figures of a level that are single numbers."""
         if isinstance(level, SetFigures):
             found = level.classes
-            return _finite({
-                "samples": level.num_samples, "unlabelled": level.num_unlabelled,
+            return _finite(
+                {
+                    "samples": level.num_samples,
+                    "unlabelled": level.num_unlabelled,
+                    "classes": len(level.level.classes),
+                    "classes_with_samples": int((found.num_samples > 0).sum()),
+                    "map": level.mean(level.average_precision),
+                    "macro_recall": level.mean(found.recall),
+                    "macro_precision": level.mean(found.precision),
+                    "macro_f1": level.mean(found.f1),
+                    "best_macro_f1": level.mean(level.best_f1),
+                }
+            )
+        return _finite(
+            {
+                "samples": level.num_samples,
+                "unlabelled": level.num_unlabelled,
                 "classes": len(level.level.classes),
-                "classes_with_samples": int((found.num_samples > 0).sum()),
-                "map": level.mean(level.average_precision), "macro_recall": level.mean(found.recall),
-                "macro_precision": level.mean(found.precision), "macro_f1": level.mean(found.f1),
-                "best_macro_f1": level.mean(level.best_f1),
-            })  # fmt: skip
-        return _finite({
-            "samples": level.num_samples, "unlabelled": level.num_unlabelled,
-            "classes": len(level.level.classes), "classes_with_samples": level.num_classes_with_samples,
-            "top1": level.top1,
-            "top5": self.metrics.get(f"top5/{level.level.name}") if level.num_samples else None,
-            "macro_recall": level.macro_recall, "macro_precision": level.macro_precision,
-            "macro_f1": level.macro_f1, "calibration_error": level.calibration_error,
-            "cross_entropy": level.cross_entropy,
-        })  # fmt: skip
+                "classes_with_samples": level.num_classes_with_samples,
+                "top1": level.top1,
+                "top5": self.metrics.get(f"top5/{level.level.name}") if level.num_samples else None,
+                "macro_recall": level.macro_recall,
+                "macro_precision": level.macro_precision,
+                "macro_f1": level.macro_f1,
+                "calibration_error": level.calibration_error,
+                "cross_entropy": level.cross_entropy,
+            }
+        )
 
     def _level(self, level: LevelFigures | SetFigures) -> dict[str, Any]:
         if isinstance(level, SetFigures):
@@ -135,8 +159,11 @@ def compare_with_logged(
     before, now = _finite(logged), _finite(metrics)
     unequal = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {
-        "metrics": before, "same": not unequal, "unequal": unequal, "other_settings": list(other_settings),
-    }  # fmt: skip
+        "metrics": before,
+        "same": not unequal,
+        "unequal": unequal,
+        "other_settings": list(other_settings),
+    }
 
 
 # Tables.
@@ -145,10 +172,18 @@ def compare_with_logged(
 def show(evaluation: Evaluation, console: Console) -> None:
     """Print the tables and the notes."""
     headings = {
-        "samples": "samples", "unlabelled": "unlabelled", "top1": "top-1", "top5": "top-5",
-        "map": "mAP", "macro_recall": "macro recall", "macro_precision": "precision", "macro_f1": "F1",
-        "best_macro_f1": "best F1", "calibration_error": "calib. error", "cross_entropy": "cross-entropy",
-    }  # fmt: skip
+        "samples": "samples",
+        "unlabelled": "unlabelled",
+        "top1": "top-1",
+        "top5": "top-5",
+        "map": "mAP",
+        "macro_recall": "macro recall",
+        "macro_precision": "precision",
+        "macro_f1": "F1",
+        "best_macro_f1": "best F1",
+        "calibration_error": "calib. error",
+        "cross_entropy": "cross-entropy",
+    }
     rows = []
     known = {name for level in evaluation.levels for name in evaluation.level_row(level)}
     headings = {name: heading for name, heading in headings.items() if name in known}
@@ -157,7 +192,9 @@ def show(evaluation: Evaluation, console: Console) -> None:
         cells = [cell(row[name], "d" if isinstance(row[name], int) else ".4f") for name in headings]
         rows.append([level.level.name, *cells])
     if rows:
-        console.print(table(evaluation.data_title, ["rank", *headings.values()], rows, left=("rank",)))
+        console.print(
+            table(evaluation.data_title, ["rank", *headings.values()], rows, left=("rank",))
+        )
     finest = next((level for level in reversed(evaluation.levels) if level.num_samples), None)
     if isinstance(finest, SetFigures):
         values = finest.average_precision, finest.best_threshold, finest.best_f1
@@ -184,7 +221,9 @@ def show(evaluation: Evaluation, console: Console) -> None:
             for each in finest.confusions(NUM_SHOWN)
         ]
         columns = ["class", "taken for", "samples", "of the class"]
-        console.print(table(f"Largest confusions: {name}", columns, rows, left=("class", "taken for")))
+        console.print(
+            table(f"Largest confusions: {name}", columns, rows, left=("class", "taken for"))
+        )
     for note in notes(evaluation):
         console.print(note, markup=False, soft_wrap=True)
 
@@ -217,7 +256,9 @@ def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> 
     reason = settings or ", although data, sizes and device are the run's"
     unequal = []
     for name in logged["unequal"]:
-        now, before = (cell(values.get(name), ".6g") or "absent" for values in (metrics, logged["metrics"]))
+        now, before = (
+            cell(values.get(name), ".6g") or "absent" for values in (metrics, logged["metrics"])
+        )
         unequal.append(f"{name} {now} ({before} in training)")
     return f"figures differ from training{reason}: {', '.join(unequal)}"
 
@@ -237,7 +278,9 @@ def save_plot(evaluation: Evaluation, path: Path) -> None:
                 _ascending(right, level, level.classes.f1, "F1")
                 continue
             _reliability(left, level)
-            _matrix(right, level) if len(level.level.classes) <= MAX_MATRIX_CLASSES else _recall(right, level)
+            _matrix(right, level) if len(level.level.classes) <= MAX_MATRIX_CLASSES else _recall(
+                right, level
+            )
 
 
 def _reliability(axes: Axes, level: LevelFigures) -> None:
@@ -247,11 +290,19 @@ def _reliability(axes: Axes, level: LevelFigures) -> None:
     samples, confidence, accuracy = level.bins.numpy()
     axes.plot([0, 1], [0, 1], color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.bar(
-        [number / NUM_BINS for number in range(NUM_BINS)], samples / level.num_samples, 1 / NUM_BINS,
-        align="edge", color=INK, alpha=0.25, linewidth=0, label="share of the samples",
-    )  # fmt: skip
+        [number / NUM_BINS for number in range(NUM_BINS)],
+        samples / level.num_samples,
+        1 / NUM_BINS,
+        align="edge",
+        color=INK,
+        alpha=0.25,
+        linewidth=0,
+        label="share of the samples",
+    )
     filled = samples > 0
-    axes.plot(confidence[filled], accuracy[filled], "o-", color=BLUE, linewidth=1.6, label="accuracy")
+    axes.plot(
+        confidence[filled], accuracy[filled], "o-", color=BLUE, linewidth=1.6, label="accuracy"
+    )
     axes.set_xlim(0, 1)
     _finish(axes)
 
@@ -273,7 +324,9 @@ def _matrix(axes: Axes, level: LevelFigures) -> None:
     shares = matrix / matrix.sum(axis=1, keepdims=True)
     decorate(axes, f"{level.level.name}: top-1 {level.top1:.4f}", "predicted class", "true class")
     axes.grid(visible=False)
-    colours = LinearSegmentedColormap.from_list("share", [(0, 0.447, 0.698, 0), (0, 0.447, 0.698, 1)])
+    colours = LinearSegmentedColormap.from_list(
+        "share", [(0, 0.447, 0.698, 0), (0, 0.447, 0.698, 1)]
+    )
     # The root of a share, so that rare confusions can be seen.
     axes.imshow(shares**0.5, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     size = 10 if len(columns) <= MAX_CELL_NUMBERS else 7
@@ -305,9 +358,12 @@ def _ascending(
     axes.fill_between(range(len(values)), values, color=BLUE, alpha=0.15, linewidth=0, step="mid")
     axes.plot(values, color=BLUE, linewidth=1.6, drawstyle="steps-mid", label=name)
     axes.axhline(
-        values.mean(), color=VERMILION, linestyle=(0, (5, 3)), linewidth=1.4,
+        values.mean(),
+        color=VERMILION,
+        linestyle=(0, (5, 3)),
+        linewidth=1.4,
         label=f"mean {values.mean():.3f}",
-    )  # fmt: skip
+    )
     axes.set_xlim(0, max(1, len(values) - 1))
     _finish(axes)
 

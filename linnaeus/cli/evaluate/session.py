@@ -93,7 +93,9 @@ def run(options: Options, config: Config, own: Config) -> int:
             world.check_equal(configuration_facts(dataclasses.asdict(config)))
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
-            trained = load_run(options.run, checkpoint=options.checkpoint or "best", device=str(world.device))
+            trained = load_run(
+                options.run, checkpoint=options.checkpoint or "best", device=str(world.device)
+            )
             _evaluate(Session(options, config, own, trained, world, console))
     except RankEnded as ended:
         ended.leave()
@@ -130,9 +132,12 @@ def _evaluate(session: Session) -> None:
             "epoch": progress["epoch"],
             "step": progress["step"],
             "model": trained.spec.node.get("NAME", trained.spec.node.get("_target_")),
-            "ema": bool(trained.content.get("config", {}).get("TRAIN", {}).get("EMA", {}).get("ENABLED")),
+            "ema": bool(
+                trained.content.get("config", {}).get("TRAIN", {}).get("EMA", {}).get("ENABLED")
+            ),
         },
-        "data": about_data | {"samples": dataset_length(data.bundle.val), "left_out": data.num_left_out},
+        "data": about_data
+        | {"samples": dataset_length(data.bundle.val), "left_out": data.num_left_out},
         "settings": {
             "batch_size_val": config.DATA.BATCH_SIZE_VAL,
             "processes": world.world_size,
@@ -166,9 +171,13 @@ def _data(session: Session) -> EvaluationData:
         check_takes_size(trained, preprocessing)
     world.update("building the data")
     request = EvaluationRequest(
-        config, trained.spec.index, preprocessing, session.config.EXPERIMENT.SEED,
-        is_own=session.is_own_dataset, skips_unknown=session.options.unknown == "skip",
-    )  # fmt: skip
+        config,
+        trained.spec.index,
+        preprocessing,
+        session.config.EXPERIMENT.SEED,
+        is_own=session.is_own_dataset,
+        skips_unknown=session.options.unknown == "skip",
+    )
     data = build_evaluation_data(request, world.on_main)
     world.check_equal({"samples to evaluate": dataset_length(data.bundle.val)})
     return data
@@ -183,22 +192,31 @@ def _measure(session: Session, data: EvaluationData) -> tuple[Config, Outcome]:
     found: AutoBatchResult | None = None
     if config.DATA.AUTOBATCH.ENABLED_VAL:
         search = SizeSearch(
-            config.DATA, config.TRAIN, data.bundle, assembly, world, config.EXPERIMENT.SEED,
+            config.DATA,
+            config.TRAIN,
+            data.bundle,
+            assembly,
+            world,
+            config.EXPERIMENT.SEED,
             console=session.console if world.is_main else None,
-        )  # fmt: skip
+        )
         with search.on_ranks("val") as search_all:
             found = search_all()
         config = with_batch_sizes(config, val=found.batch_size)
         logger.info("AutoBatch: DATA.BATCH_SIZE_VAL %d", found.batch_size)
     size = config.DATA.BATCH_SIZE_VAL
-    loader = build_val_loader(data.bundle, config.DATA, world, batch_size=size, seed=config.EXPERIMENT.SEED)
+    loader = build_val_loader(
+        data.bundle, config.DATA, world, batch_size=size, seed=config.EXPERIMENT.SEED
+    )
     num_samples = len(range(world.rank, dataset_length(data.bundle.val), world.world_size))
     world.update("evaluating")
     logger.info("evaluating %s, %d at a time", counted(num_samples, "sample"), size)
     with closing(loader), ProgressBar(session.console if world.is_main else None) as bar:
         bar.start("evaluating", math.ceil(num_samples / size))
         origin = size_origin("val", config.DATA, found)
-        outcome = evaluate(assembly.validation_step, metrics, loader, world, origin, lambda: bar.advance(1))
+        outcome = evaluate(
+            assembly.validation_step, metrics, loader, world, origin, lambda: bar.advance(1)
+        )
     return config, outcome
 
 
@@ -230,13 +248,20 @@ def _compare_with_training(
     """The comparison with the figures in the checkpoint; None where they are not of this data and state."""
     content, own, world = session.trained.content, session.own, session.world
     progress = content["progress"]
-    was_validated = progress["epoch"] % own.TRAIN.VALIDATE_EVERY == 0 or progress["epoch"] == own.TRAIN.EPOCHS
+    was_validated = (
+        progress["epoch"] % own.TRAIN.VALIDATE_EVERY == 0 or progress["epoch"] == own.TRAIN.EPOCHS
+    )
     is_comparable = session.is_own_dataset and not data.num_left_out and not progress["samples"]
     if not (is_comparable and was_validated and progress["metrics"]):
         return None
-    num_before, environment = content.get("plan", {}).get("WORLD_SIZE"), content.get("environment", {})
+    num_before, environment = (
+        content.get("plan", {}).get("WORLD_SIZE"),
+        content.get("environment", {}),
+    )
     before = _conditions(own, session.trained.spec.preprocessing, num_before, environment)
-    now = _conditions(config, data.bundle.preprocessing, world.world_size, device_environment(world.device))
+    now = _conditions(
+        config, data.bundle.preprocessing, world.world_size, device_environment(world.device)
+    )
     other_settings = [
         f"{name} {now.get(name)} ({value} in the run)"
         for name, value in before.items()
@@ -246,12 +271,19 @@ def _compare_with_training(
 
 
 def _conditions(
-    config: Config, preprocessing: Preprocessing | None, processes: int | None, environment: Mapping[str, Any]
+    config: Config,
+    preprocessing: Preprocessing | None,
+    processes: int | None,
+    environment: Mapping[str, Any],
 ) -> dict[str, Any]:
     """All that the last digits of the figures depend on."""
     keys = (
-        "DATA.BATCH_SIZE_VAL", "TRAIN.AMP", "TRAIN.CHANNELS_LAST", "TRAIN.COMPILE", "DATA.ON_BAD_IMAGE",
-    )  # fmt: skip
+        "DATA.BATCH_SIZE_VAL",
+        "TRAIN.AMP",
+        "TRAIN.CHANNELS_LAST",
+        "TRAIN.COMPILE",
+        "DATA.ON_BAD_IMAGE",
+    )
     found = {key: attrgetter(key)(config) for key in keys} | {"processes": processes}
     if preprocessing is not None:
         found |= {"image size": preprocessing.size, "crop fraction": preprocessing.crop_fraction}
@@ -285,9 +317,15 @@ def _name(session: Session, data: EvaluationData) -> str:
     if not session.is_own_dataset:
         source = Path(data.source)
         is_part = source.name in _PARTS and source.parent.name
-        names.append(f"{source.parent.name}_{source.name}" if is_part else source.stem or data.source)
+        names.append(
+            f"{source.parent.name}_{source.name}" if is_part else source.stem or data.source
+        )
     trained_with, preprocessing = session.trained.spec.preprocessing, data.bundle.preprocessing
-    if trained_with is not None and preprocessing is not None and trained_with.size != preprocessing.size:
+    if (
+        trained_with is not None
+        and preprocessing is not None
+        and trained_with.size != preprocessing.size
+    ):
         names.append("x".join(map(str, preprocessing.size)))
     return re.sub(r"[^\w.-]+", "_", "_".join(names))
 

@@ -66,7 +66,9 @@ def samples_of(run: TrainedRun, images: Iterable[str] = ()) -> Samples:
         try:
             inputs, source = _of_dataset(run)
             if any(tuple(image.shape) != shape for image in inputs):
-                raise DataError(f"{source} gives {list(inputs[0].shape)}, and the model takes {list(shape)}")
+                raise DataError(
+                    f"{source} gives {list(inputs[0].shape)}, and the model takes {list(shape)}"
+                )
             origin = f"{counted(len(inputs), 'image')} of {source}"
         except (LinnaeusError, OSError) as error:
             reason = error.problems[0] if isinstance(error, ConfigError) else first_line(error)
@@ -115,11 +117,15 @@ def _noise(run: TrainedRun, shape: tuple[int, ...]) -> Iterator[Tensor]:
         if run.spec.preprocessing is None:
             yield torch.randn(shape, generator=generator)
         else:
-            yield run.transform(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
+            yield run.transform(
+                torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+            )
 
 
 @torch.no_grad()
-def largest_difference(model: Model, expected: Model, inputs: Tensor, *, probabilities: bool) -> float:
+def largest_difference(
+    model: Model, expected: Model, inputs: Tensor, *, probabilities: bool
+) -> float:
     """The largest difference between the outputs of two models, on a whole batch and on one image of it.
 
     Args:
@@ -138,7 +144,9 @@ def largest_difference(model: Model, expected: Model, inputs: Tensor, *, probabi
             {name: output.cpu().double() for name, output in each(inputs[part]).items()}
             for each in (model, expected)
         )
-        shapes = [{name: list(output.shape) for name, output in each.items()} for each in (found, right)]
+        shapes = [
+            {name: list(output.shape) for name, output in each.items()} for each in (found, right)
+        ]
         if [*shapes[0].items()] != [*shapes[1].items()]:
             raise LinnaeusError(f"the exported model gives outputs {shapes[0]}, not {shapes[1]}")
         for name, output in right.items():

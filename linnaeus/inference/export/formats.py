@@ -32,13 +32,19 @@ _NEEDED = ("onnx", "onnxscript", "onnxruntime")
 
 def write_safetensors(state: dict[str, Tensor], description: dict[str, Any], file: Path) -> None:
     """Write the model's tensors; the description is in the header."""
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
-    save_file(tensors, file, metadata={"format": "pt", KEY: json.dumps(description, ensure_ascii=False)})
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()
+    }
+    save_file(
+        tensors, file, metadata={"format": "pt", KEY: json.dumps(description, ensure_ascii=False)}
+    )
 
 
 def write_program(program: ExportedProgram, description: dict[str, Any], file: Path) -> Model:
     """Write a torch.export archive and read it back."""
-    torch.export.save(program, file, extra_files={EXTRA_FILE: json.dumps(description, ensure_ascii=False)})
+    torch.export.save(
+        program, file, extra_files={EXTRA_FILE: json.dumps(description, ensure_ascii=False)}
+    )
     module: Model = torch.export.load(file).module()
     return module
 
@@ -51,7 +57,9 @@ def check_onnx_is_there() -> None:
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"--format onnx: {', '.join(missing)} missing: pip install 'linnaeus[export]'")
+        raise ConfigError(
+            f"--format onnx: {', '.join(missing)} missing: pip install 'linnaeus[export]'"
+        )
 
 
 def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path) -> Model:
@@ -71,9 +79,12 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = torch.onnx.export(
-                program, dynamo=True, input_names=[description["input"]["name"]], verbose=False,
+                program,
+                dynamo=True,
+                input_names=[description["input"]["name"]],
+                verbose=False,
                 output_names=program.call_spec.out_spec.context,  # the keys of the outputs
-            )  # fmt: skip
+            )
     except Exception as error:  # whatever the exporter meets
         raise LinnaeusError(
             f"the model cannot be exported to ONNX ({type(error).__name__}: {first_line(error)}); "
@@ -96,7 +107,9 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
 
     def run(inputs: Tensor) -> dict[str, Tensor]:
         values = session.run(None, {name: inputs.cpu().numpy()})
-        return {output: torch.from_numpy(value) for output, value in zip(outputs, values, strict=True)}
+        return {
+            output: torch.from_numpy(value) for output, value in zip(outputs, values, strict=True)
+        }
 
     return run
 
@@ -116,7 +129,9 @@ def check_level(run: TrainedRun, level: str | None) -> str:
             "--format timm: the model is one of your own, which timm cannot build; use another --format"
         )
     heads = run.model.heads
-    if not isinstance(heads, nn.ModuleList) or not all(isinstance(head, nn.Linear) for head in heads):
+    if not isinstance(heads, nn.ModuleList) or not all(
+        isinstance(head, nn.Linear) for head in heads
+    ):
         raise LinnaeusError(
             f"--format timm: timm has no place for heads of {type(heads).__name__}, only for a linear one; "
             "use another --format"
@@ -146,14 +161,22 @@ def write_timm(run: TrainedRun, description: dict[str, Any], folder: Path, level
     known = timm.get_pretrained_cfg(name, allow_unregistered=False)
     if known is not None and known.fixed_input_size:
         arguments["img_size"] = list(spec.img_size or ())
-    left_out = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "num_classes")
+    left_out = (
+        "pretrained",
+        "pretrained_cfg",
+        "pretrained_cfg_overlay",
+        "checkpoint_path",
+        "num_classes",
+    )
     given = spec.node.get("KWARGS") or {}
     arguments |= {key: value for key, value in given.items() if key not in left_out}
     try:
         with preserved_generators():
             model: Any = timm.create_model(architecture, num_classes=len(labels), **arguments)
     except Exception as error:
-        raise LinnaeusError(f"timm cannot build {architecture} with {arguments}: {error}") from error
+        raise LinnaeusError(
+            f"timm cannot build {architecture} with {arguments}: {error}"
+        ) from error
     save_file(_timm_state(run, model, level), folder / TIMM_FILES[1], metadata={"format": "pt"})
 
     source, preprocessing = model.pretrained_cfg, spec.preprocessing
@@ -176,7 +199,9 @@ def write_timm(run: TrainedRun, description: dict[str, Any], folder: Path, level
         "num_features": model.num_features,
         **({"global_pool": pool} if isinstance(pool, str) else {}),
         "label_names": labels,
-        "pretrained_cfg": {key: value for key, value in pretrained_cfg.items() if value is not None},
+        "pretrained_cfg": {
+            key: value for key, value in pretrained_cfg.items() if value is not None
+        },
         "model_args": arguments,
         KEY: description | {"level": level},
     }
@@ -193,7 +218,9 @@ def _timm_state(run: TrainedRun, model: Any, level: str) -> dict[str, Tensor]:
     trained: Any = run.model
     tensors: dict[str, Tensor] = trained.backbone.state_dict()
     classifier = model.get_classifier()
-    prefix = next((f"{name}." for name, module in model.named_modules() if module is classifier), None)
+    prefix = next(
+        (f"{name}." for name, module in model.named_modules() if module is classifier), None
+    )
     if not isinstance(classifier, nn.Linear) or prefix is None or classifier.bias is None:
         raise LinnaeusError(
             f"--format timm: timm's classifier of this model is a {type(classifier).__name__}, which cannot "
@@ -204,7 +231,9 @@ def _timm_state(run: TrainedRun, model: Any, level: str) -> dict[str, Tensor]:
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     found = {name: tensor.shape for name, tensor in tensors.items()}
     if expected != found:
-        differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+        differing = sorted(
+            name for name in {*expected, *found} if expected.get(name) != found.get(name)
+        )
         raise LinnaeusError(
             "--format timm: with a classifier of its own, timm's model has other layers before it than "
             f"the run's ({differing[0]} and {len(differing) - 1} more); use another --format"

@@ -27,8 +27,11 @@ from linnaeus.training.losses import gives_log_probabilities, log_probabilities,
 from linnaeus.version import __version__
 
 NAMES = {
-    "safetensors": "model.safetensors", "onnx": "model.onnx", "torch-export": "model.pt2", "timm": "timm",
-}  # fmt: skip
+    "safetensors": "model.safetensors",
+    "onnx": "model.onnx",
+    "torch-export": "model.pt2",
+    "timm": "timm",
+}
 """Name of the file or folder in a run's folder `export`, by format."""
 
 
@@ -111,12 +114,16 @@ def export_run(
                 samples.inputs,
                 probabilities=kind == "probabilities",
             )
-        num_bytes = sum(file.stat().st_size for file in temporary.parent.rglob("*") if file.is_file())
+        num_bytes = sum(
+            file.stat().st_size for file in temporary.parent.rglob("*") if file.is_file()
+        )
     origin = "the weights alone" if samples is None else samples.origin
     return Exported(path, num_bytes, origin, difference, kind)
 
 
-def _write(run: TrainedRun, format: str, path: Path, samples: Samples | None, kind: str, level: str) -> Model:
+def _write(
+    run: TrainedRun, format: str, path: Path, samples: Samples | None, kind: str, level: str
+) -> Model:
     """Write the temporary file or folder, and read it back as a model."""
     if format == "timm":
         return formats.write_timm(run, describe(run, None), path, level)
@@ -126,14 +133,18 @@ def _write(run: TrainedRun, format: str, path: Path, samples: Samples | None, ki
         others = again.model.state_dict()
         for name, tensor in run.model.state_dict().items():
             if not torch.equal(tensor.cpu(), others[name]):
-                raise LinnaeusError(f"the exported file does not hold the run's weights: {name!r} differs")
+                raise LinnaeusError(
+                    f"the exported file does not hold the run's weights: {name!r} differs"
+                )
         return _reference(again, kind)
     assert samples is not None
     example = samples.inputs[:2].to(run.device)
     try:
         with torch.no_grad():
             program = torch.export.export(
-                ExportModule(run, kind).eval(), (example,), dynamic_shapes={"images": {0: Dim("batch")}}
+                ExportModule(run, kind).eval(),
+                (example,),
+                dynamic_shapes={"images": {0: Dim("batch")}},
             )
     except Exception as error:  # whatever a user's model does
         raise LinnaeusError(

@@ -28,11 +28,28 @@ def test_everything_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     request = read(
         [
-            "--fractions=0.8,0.5,0.8", "--modes", "val,train", "--output", "a.csv", "--plot=a.HTML",
-            "--steps", "3", "--min-bs=2", "--max-bs", "99", "--strategy", "binsearch",
-            "--memory-limit-gb", "1.5", "--remedies", "--throughput", "TRAIN.AMP", "bf16", "TRAIN.EPOCHS=7",
+            "--fractions=0.8,0.5,0.8",
+            "--modes",
+            "val,train",
+            "--output",
+            "a.csv",
+            "--plot=a.HTML",
+            "--steps",
+            "3",
+            "--min-bs=2",
+            "--max-bs",
+            "99",
+            "--strategy",
+            "binsearch",
+            "--memory-limit-gb",
+            "1.5",
+            "--remedies",
+            "--throughput",
+            "TRAIN.AMP",
+            "bf16",
+            "TRAIN.EPOCHS=7",
         ]
-    )  # fmt: skip
+    )
     assert not isinstance(request, str)
     found, config = request
     assert (found.fractions, found.modes) == ([0.5, 0.8], ["train", "val"])
@@ -51,9 +68,19 @@ def test_everything_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_many_fractions_cost_little_more_than_one(run: Run, tmp_path: Path) -> None:
     fractions = [0.95, 0.98, 1.0]
     outcome = run(
-        "analyze", *MEASURED, "MODEL.width=131072", "DATA.AUTOBATCH.TOLERANCE=0", "--fractions",
-        "0.95,0.98,1.0", "--steps", "1", *limit(80), "--plot", "sizes.html", "--throughput",
-    )  # fmt: skip
+        "analyze",
+        *MEASURED,
+        "MODEL.width=131072",
+        "DATA.AUTOBATCH.TOLERANCE=0",
+        "--fractions",
+        "0.95,0.98,1.0",
+        "--steps",
+        "1",
+        *limit(80),
+        "--plot",
+        "sizes.html",
+        "--throughput",
+    )
     found = content_of(outcome, tmp_path / "batch_sizes.json")
     assert [(row["mode"], row["memory_fraction"]) for row in found["results"]] == [
         (mode, fraction) for mode in ("train", "val") for fraction in fractions
@@ -98,7 +125,9 @@ def check_breakdowns(found: dict[str, Any]) -> None:
         assert parts["buffers"] == width_bytes
         assert parts["average"] == parameters + width_bytes
         assert parts["gradients"] == (parameters if row["mode"] == "train" else 0)
-        assert parts["optimizer_state"] == pytest.approx(2 * parameters, abs=100)  # and a few step counters
+        assert parts["optimizer_state"] == pytest.approx(
+            2 * parameters, abs=100
+        )  # and a few step counters
         assert parts["rest"] > 0
         # Training keeps the outputs of sigmoid and tanh, and needs one or two gradients of that size.
         copies = parts["activations"] / row["batch_size"] / width_bytes
@@ -106,7 +135,9 @@ def check_breakdowns(found: dict[str, Any]) -> None:
 
 
 def check_svg(text: str, found: dict[str, Any]) -> None:
-    labels = {"".join(text.itertext()).strip() for text in ElementTree.fromstring(text).iter(f"{SVG}text")}
+    labels = {
+        "".join(text.itertext()).strip() for text in ElementTree.fromstring(text).iter(f"{SVG}text")
+    }
     for row in found["results"]:
         assert f"{row['memory_fraction']:.0%}: {row['batch_size']}" in labels
 
@@ -115,15 +146,28 @@ def check_svg(text: str, found: dict[str, Any]) -> None:
 def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
     """One row for each mode and fraction, and remedies, of which one fails. One mode has no size to try."""
     outcome = run(
-        "analyze", *NARROW, "--fractions", "0.8,0.9", "--max-bs", "2", "--remedies", "TRAIN.AMP=bf16",
-        "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=6000", "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=7000", "--plot", "a.svg",
+        "analyze",
+        *NARROW,
+        "--fractions",
+        "0.8,0.9",
+        "--max-bs",
+        "2",
+        "--remedies",
+        "TRAIN.AMP=bf16",
+        "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=6000",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=7000",
+        "--plot",
+        "a.svg",
         *limit(2000),  # whatever else is in use on the machine
-    )  # fmt: skip
+    )
     found = content_of(outcome, tmp_path / "batch_sizes.json")
     rows = found["results"]
     assert [(row["mode"], row["memory_fraction"], row["batch_size"]) for row in rows] == [
-        ("train", 0.8, 2), ("train", 0.9, 2), ("val", 0.8, None), ("val", 0.9, None),
-    ]  # fmt: skip
+        ("train", 0.8, 2),
+        ("train", 0.9, 2),
+        ("val", 0.8, None),
+        ("val", 0.9, None),
+    ]
     for row in rows[:2]:
         assert row["limited_by"] == "max_batch_size"
         assert 0 < row["peak_bytes"] <= row["budget_bytes"]
@@ -141,10 +185,16 @@ def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
     assert all("MIN_BATCH_SIZE_VAL" in row["reason"] for row in rows[2:])
     environment = found["environment"]
     expected = {
-        "device": "cpu", "torch": torch.__version__, "cuda": None,
-        "model": "tests.cli.tiny.Growing", "precision": "bf16 autocast over float32",
-        "optimizer": "AdamW", "image_size": None, "parameters": 64 + 12, "ema": True,
-    }  # fmt: skip
+        "device": "cpu",
+        "torch": torch.__version__,
+        "cuda": None,
+        "model": "tests.cli.tiny.Growing",
+        "precision": "bf16 autocast over float32",
+        "optimizer": "AdamW",
+        "image_size": None,
+        "parameters": 64 + 12,
+        "ema": True,
+    }
     assert expected.items() <= environment.items()
     assert environment["total_bytes"] > 2**30
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "batch_sizes.json"]
@@ -153,14 +203,25 @@ def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
 def test_ctrl_c_keeps_what_has_been_measured(run: Run, tmp_path: Path) -> None:
     """The model sends the signal in the second trial that counts: two steps each, after two that warm up."""
     outcome = run(
-        "analyze", *NARROW, "MODEL.interrupt_at=6", "--fractions", "0.5,0.9", "--max-bs", "500",
-        "--plot", "a.svg",
-    )  # fmt: skip
+        "analyze",
+        *NARROW,
+        "MODEL.interrupt_at=6",
+        "--fractions",
+        "0.5,0.9",
+        "--max-bs",
+        "500",
+        "--plot",
+        "a.svg",
+    )
     assert outcome.code == 130
     found = json.loads((tmp_path / "batch_sizes.json").read_text())
     assert found["interrupted"] is True
     (row,) = found["results"]
-    assert (row["memory_fraction"], row["limited_by"], row["certified"]) == (0.9, "interrupted", False)
+    assert (row["memory_fraction"], row["limited_by"], row["certified"]) == (
+        0.9,
+        "interrupted",
+        False,
+    )
     assert [trial["batch_size"] for trial in row["trials"]] == [16]
     assert (row["batch_size"], row["peak_bytes"]) == (16, row["trials"][0]["peak_bytes"])
     check_svg((tmp_path / "a.svg").read_text(), found)

@@ -18,36 +18,96 @@ from tests.helpers.predictions import POINTS, WIDE, predicted, row_of
 
 MIB = 1024**2
 LINES: dict[str, tuple[Any, list[str]]] = {
-    "values of options": (read, [
-        "--fractions=0,nan", "--fractions=1.5", "--fractions=0.5,nan", "--fractions=half", "--modes=tset",
-        "--output=a", "--plot=a.pdf", "--steps=0", "--strategy=guide", "--memory-limit-gb=inf",
-        "--memory-limit-gb=-1", "--max-bs=1.5", "--gpu=t4,rtx409", "--gpu=a100", "--device-memory-gb=8,24GB",
-        "--throughput=1", "--foo", "DATA.BATCHSIZE=3",
-    ]),
-    "values of options of a run": (read_plan, [
-        "--sizes=8,0", "--noise-scale=-1", "--time-budget=2", "--world-size=1.5", "--fractions=2",
-    ]),
-    "options that need --predict": (read, [
-        "--gpu=t4", "--device-memory-gb=24", "--sharding=full", "--world-size=1,2",
-    ]),
-    "options that do not go with --predict": (read, [
-        "--predict", "--throughput", "--steps=3", "--plot=a.svg", "--strategy=guided", "--epochs=3",
-    ]),
-    "mistakes in a sharded prediction": (read, [
-        "--predict", "--world-size=0", "--sharding=ful",
-    ]),
-    "remedies for several numbers of processes": (read, ["--predict", "--world-size=1,2", "--remedies"]),
+    "values of options": (
+        read,
+        [
+            "--fractions=0,nan",
+            "--fractions=1.5",
+            "--fractions=0.5,nan",
+            "--fractions=half",
+            "--modes=tset",
+            "--output=a",
+            "--plot=a.pdf",
+            "--steps=0",
+            "--strategy=guide",
+            "--memory-limit-gb=inf",
+            "--memory-limit-gb=-1",
+            "--max-bs=1.5",
+            "--gpu=t4,rtx409",
+            "--gpu=a100",
+            "--device-memory-gb=8,24GB",
+            "--throughput=1",
+            "--foo",
+            "DATA.BATCHSIZE=3",
+        ],
+    ),
+    "values of options of a run": (
+        read_plan,
+        [
+            "--sizes=8,0",
+            "--noise-scale=-1",
+            "--time-budget=2",
+            "--world-size=1.5",
+            "--fractions=2",
+        ],
+    ),
+    "options that need --predict": (
+        read,
+        [
+            "--gpu=t4",
+            "--device-memory-gb=24",
+            "--sharding=full",
+            "--world-size=1,2",
+        ],
+    ),
+    "options that do not go with --predict": (
+        read,
+        [
+            "--predict",
+            "--throughput",
+            "--steps=3",
+            "--plot=a.svg",
+            "--strategy=guided",
+            "--epochs=3",
+        ],
+    ),
+    "mistakes in a sharded prediction": (
+        read,
+        [
+            "--predict",
+            "--world-size=0",
+            "--sharding=ful",
+        ],
+    ),
+    "remedies for several numbers of processes": (
+        read,
+        ["--predict", "--world-size=1,2", "--remedies"],
+    ),
     "options that do not go with --lr": (read, ["--lr", "--hf=llama", "--fractions=1"]),
-    "options that need --hf": (read, ["--method=full", "--dtype=float32", "--checkpointing", "--sequence=0"]),
-    "options that do not go with --hf": (read, ["--hf=llama", "--modes=val", "--max-bs=3", "--steps=3"]),
+    "options that need --hf": (
+        read,
+        ["--method=full", "--dtype=float32", "--checkpointing", "--sequence=0"],
+    ),
+    "options that do not go with --hf": (
+        read,
+        ["--hf=llama", "--modes=val", "--max-bs=3", "--steps=3"],
+    ),
     "words that do not go with --hf": (read, ["--hf=llama", "--cfg", "a.yaml", "DATA.IMG_SIZE=64"]),
     "files that cannot be written": (read, ["--output", "missing/a.csv", "--plot", "folder.png"]),
-}  # fmt: skip
+}
 SETTINGS = {
-    "model": "vit", "parameters": 5000, "frozen_parameters": 0, "image_size": [32, 48], "num_classes": [2, 6],
-    "precision": "bf16 autocast over float32", "optimizer": "AdamW", "gradient_checkpointing": True,
-    "accumulation_steps": 4, "ema": True, "memory_limit_gb": 8.0,
-}  # fmt: skip
+    "model": "vit",
+    "parameters": 5000,
+    "frozen_parameters": 0,
+    "image_size": [32, 48],
+    "num_classes": [2, 6],
+    "precision": "bf16 autocast over float32",
+    "optimizer": "AdamW",
+    "gradient_checkpointing": True,
+    "accumulation_steps": 4,
+    "ema": True,
+    "memory_limit_gb": 8.0,
+}
 RATES = ((8, 500.0), (16, 970.0), (32, 1000.0))
 
 
@@ -73,7 +133,10 @@ def measured() -> Analysis:
 
 
 def timed(goal: Goal) -> Analysis:
-    sizes = [timed_size(size, rate, goal, learning_rate=0.1, warnings=("so small",)) for size, rate in RATES]
+    sizes = [
+        timed_size(size, rate, goal, learning_rate=0.1, warnings=("so small",))
+        for size, rate in RATES
+    ]
     speeds = Speeds({size.batch_size: size for size in sizes}, {64: "above 32"})
     rows = [Row("train", 0.8, 32, True, "memory", 5 * GIB, 6 * GIB)]
     return Analysis(rows=rows, speeds=speeds, goal=goal)
@@ -85,8 +148,12 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = {title: error_of(function, argv) for title, (function, argv) in LINES.items()}
     said["an analysis"] = shown(measured())
     environment = {
-        "device": "cuda", "device_name": "H100", "total_bytes": 80 * GIB, "torch": "2.9.0", **SETTINGS,
-    }  # fmt: skip
+        "device": "cuda",
+        "device_name": "H100",
+        "total_bytes": 80 * GIB,
+        "torch": "2.9.0",
+        **SETTINGS,
+    }
     said["the line above an analysis"] = device_sentence(environment)
     goal = Goal(dataset_length=1000, epochs=60, noise_scale=500, time_budget_s=9)
     said["a run with a noise scale, too late"] = shown(timed(goal))
@@ -103,7 +170,15 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said["no size on a device"] = str(row_of("train", *WIDE, gib=1, fraction=0.5).reason)
     said["no size within a limit"] = str(row_of("train", *WIDE, fraction=0.5, limit_gb=0.01).reason)
     parts = Breakdown(parameters=MIB, activations=500 * MIB, rest=100 * MIB)
-    row = Row("train", 0.9, 64, limited_by="memory", peak_bytes=601 * MIB, budget_bytes=GIB, breakdown=parts)
+    row = Row(
+        "train",
+        0.9,
+        64,
+        limited_by="memory",
+        peak_bytes=601 * MIB,
+        budget_bytes=GIB,
+        breakdown=parts,
+    )
     row.device, row.device_bytes, row.safe_batch_size = "24 GiB", 24 * GIB, 50
     row.remedies = [Remedy({"TRAIN.AMP": "bf16"}, 64, 601 * MIB, 400 * MIB, safe_batch_size=90)]
     said["a predicted analysis"] = shown(Analysis(rows=[row]))

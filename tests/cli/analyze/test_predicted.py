@@ -29,7 +29,7 @@ from tests.helpers.predictions import (
     predicted,
     row_of,
     setup_of,
-)  # fmt: skip
+)
 from tests.helpers.runs import Run
 
 
@@ -47,23 +47,39 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_device")
 def test_one_prediction_answers_for_several_devices(run: Run) -> None:
     outcome = run(
-        "analyze", *IMAGES, "--predict", "--gpu", "H100,NVIDIA GeForce RTX 4090", "--device-memory-gb", "4",
-        "--fractions", "0.5,0.9", "--max-bs", "400000",
-        "DATA.DATASET.NUM_SAMPLES=400000", "DATA.DATASET.NUM_SAMPLES_VAL=400000", "EXPERIMENT.DEVICE=cuda",
+        "analyze",
+        *IMAGES,
+        "--predict",
+        "--gpu",
+        "H100,NVIDIA GeForce RTX 4090",
+        "--device-memory-gb",
+        "4",
+        "--fractions",
+        "0.5,0.9",
+        "--max-bs",
+        "400000",
+        "DATA.DATASET.NUM_SAMPLES=400000",
+        "DATA.DATASET.NUM_SAMPLES_VAL=400000",
+        "EXPERIMENT.DEVICE=cuda",
         "TRAIN.GRADIENT_CHECKPOINTING=True",
-    )  # fmt: skip
+    )
     found = content_of(outcome)
     devices = ["h100-80gb", "rtx-4090", "4 GiB"]
     rows = found["results"]
     assert [(row["mode"], row["device"], row["memory_fraction"]) for row in rows] == [
-        (mode, device, part) for mode in ("train", "val") for device in devices for part in (0.5, 0.9)
+        (mode, device, part)
+        for mode in ("train", "val")
+        for device in devices
+        for part in (0.5, 0.9)
     ]
     for row in rows:
         total_bytes = GPUS.get(row["device"], 4 * GIB)
         assert row["device_bytes"] == total_bytes
         assert (row["certified"], row["trials"], row["samples_per_s"]) == (False, [], None)
         assert row["budget_bytes"] == int(row["memory_fraction"] * total_bytes)
-        base_mib, *_ = ANY_CARD_MIB if row["device"] == "4 GiB" else find_gpu(row["device"]).base_mib
+        base_mib, *_ = (
+            ANY_CARD_MIB if row["device"] == "4 GiB" else find_gpu(row["device"]).base_mib
+        )
         assert row["base_bytes"] == base_mib * MIB < row["peak_bytes"] <= row["budget_bytes"]
         assert 0.8 * row["batch_size"] < row["safe_batch_size"] < row["batch_size"]
         parts = row["breakdown"]
@@ -76,9 +92,14 @@ def test_one_prediction_answers_for_several_devices(run: Run) -> None:
         assert sizes[::2] == sorted(sizes[::2], reverse=True), "a larger device gives a larger size"
     environment = found["environment"]
     expected = {
-        "predicted": True, "margin": MARGIN, "world_size": 1,
-        "gradient_checkpointing": True, "accumulation_steps": 1, "ema": False, "image_size": [64, 64],
-    }  # fmt: skip
+        "predicted": True,
+        "margin": MARGIN,
+        "world_size": 1,
+        "gradient_checkpointing": True,
+        "accumulation_steps": 1,
+        "ema": False,
+        "image_size": [64, 64],
+    }
     assert expected.items() <= environment.items()
     device = {"name": "4 GiB", "total_bytes": 4 * GIB, "base_mib": list(ANY_CARD_MIB)}
     assert environment["devices"][2] == device
@@ -123,7 +144,9 @@ def test_bounds(argv: tuple[str, ...], size: int, limited_by: str) -> None:
 
 def test_sizes_are_multiples_and_a_limit_counts_as_the_memory() -> None:
     free = row_of("train", *GROWING, gib=24, fraction=0.8)
-    limited = row_of("train", *GROWING, "DATA.AUTOBATCH.MULTIPLE_OF=32", gib=24, fraction=0.8, limit_gb=2)
+    limited = row_of(
+        "train", *GROWING, "DATA.AUTOBATCH.MULTIPLE_OF=32", gib=24, fraction=0.8, limit_gb=2
+    )
     assert limited.batch_size is not None
     assert limited.safe_batch_size is not None
     assert free.batch_size is not None
@@ -169,9 +192,20 @@ def test_remedies() -> None:
 @pytest.mark.usefixtures("no_device")
 def test_more_cards_that_share_a_model_take_no_smaller_batches(run: Run) -> None:
     outcome = run(
-        "analyze", *DEEP, "--predict", "--device-memory-gb", "1.2", "--fractions", "1", "--sharding", "full",
-        "--world-size", "8,1,64,2", "--max-bs", "100000",
-    )  # fmt: skip
+        "analyze",
+        *DEEP,
+        "--predict",
+        "--device-memory-gb",
+        "1.2",
+        "--fractions",
+        "1",
+        "--sharding",
+        "full",
+        "--world-size",
+        "8,1,64,2",
+        "--max-bs",
+        "100000",
+    )
     rows = content_of(outcome)["results"]
     assert [row["device"] for row in rows] == [f"{num} × 1.2 GiB" for num in (1, 2, 8, 64)]
     sizes = [row["batch_size"] for row in rows]
@@ -179,7 +213,9 @@ def test_more_cards_that_share_a_model_take_no_smaller_batches(run: Run) -> None
     assert 1.5 * sizes[0] < sizes[2]
     held = [row["breakdown"]["parameters"] for row in rows]
     assert [round(held[0] / num_bytes) for num_bytes in held] == [1, 2, 8, 64]
-    assert "DIST.SHARDING full with one process is the same as none" in outcome.out.replace("\n", " ")
+    assert "DIST.SHARDING full with one process is the same as none" in outcome.out.replace(
+        "\n", " "
+    )
     assert not torch.distributed.is_initialized()
     assert not hasattr(torch, "meta")
 
@@ -199,21 +235,29 @@ def test_sharding_saves_what_other_processes_hold() -> None:
     "argv",
     [
         ("TRAIN.CLIP_GRAD_NORM=1", "TRAIN.AMP=bf16", "TRAIN.SYNC_BATCHNORM=True"),
-        ("TRAIN.EMA.ENABLED=True", "TRAIN.ACCUMULATION_STEPS=2", "DIST.RESHARD_AFTER_FORWARD=False"),
+        (
+            "TRAIN.EMA.ENABLED=True",
+            "TRAIN.ACCUMULATION_STEPS=2",
+            "DIST.RESHARD_AFTER_FORWARD=False",
+        ),
         ("TRAIN.AMP=fp16", "OPTIMIZER.NAME=sgd"),
     ],
 )
 @pytest.mark.parametrize("mode", ["train", "val"])
 def test_sharded_steps_are_traced(mode: Mode, argv: tuple[str, ...]) -> None:
     plain, sharded = (
-        predicted(mode, *DEEP, *argv, "--world-size=8", f"--sharding={sharding}").prediction.reserved_bytes(8)
+        predicted(
+            mode, *DEEP, *argv, "--world-size=8", f"--sharding={sharding}"
+        ).prediction.reserved_bytes(8)
         for sharding in ("none", "full")
     )
     assert sharded < plain
 
 
 def test_sharding_is_a_remedy() -> None:
-    options, config = parsed(*DEEP, "--fractions", "0.9", "--max-bs", "64", "--remedies", "--world-size", "8")
+    options, config = parsed(
+        *DEEP, "--fractions", "0.9", "--max-bs", "64", "--remedies", "--world-size", "8"
+    )
     analysis = Analysis()
     predict_sizes(gpus_of(options, config), setup_of(options, config), options, analysis)
     (row,) = analysis.rows
@@ -241,10 +285,15 @@ def test_what_is_held(argv: tuple[str, ...], num_bytes: int) -> None:
 
 
 def test_gradient_buckets_are_a_part() -> None:
-    alone, two = row_of("train", *WIDE).breakdown, row_of("train", *WIDE, "--world-size", "2").breakdown
+    alone, two = (
+        row_of("train", *WIDE).breakdown,
+        row_of("train", *WIDE, "--world-size", "2").breakdown,
+    )
     assert alone is not None
     assert two is not None
-    assert alone.gradients == two.gradients == pytest.approx(WIDTH, abs=1000), "views of the buckets"
+    assert alone.gradients == two.gradients == pytest.approx(WIDTH, abs=1000), (
+        "views of the buckets"
+    )
     assert two.activations < 4 * WIDTH
 
 
@@ -255,9 +304,13 @@ def test_gradient_buckets_are_a_part() -> None:
         (("TRAIN.COMPILE=True", "TRAIN.DETERMINISTIC=True"), 1.0, 1.0),
     ],
 )
-def test_the_step_is_that_of_the_configuration(argv: tuple[str, ...], least: float, most: float) -> None:
+def test_the_step_is_that_of_the_configuration(
+    argv: tuple[str, ...], least: float, most: float
+) -> None:
     """What 2048 samples reserve, against the plain configuration of the same model."""
-    plain, other = (predicted("train", *IMAGES, *more).prediction.reserved_bytes(2048) for more in ((), argv))
+    plain, other = (
+        predicted("train", *IMAGES, *more).prediction.reserved_bytes(2048) for more in ((), argv)
+    )
     assert least <= other / plain <= most
 
 

@@ -14,9 +14,13 @@ from tests.helpers.runs import SMALL, Run
 
 def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run: Run, tmp_path: Path) -> None:
     options = (
-        *POINTS, "MODEL._target_=tests.cli.tiny.Perceptron", "MODEL.width=16", "DATA.BATCH_SIZE=16",
-        "OPTIMIZER.LR_SCALING=sqrt", "EXPERIMENT.DEVICE=cpu",
-    )  # fmt: skip
+        *POINTS,
+        "MODEL._target_=tests.cli.tiny.Perceptron",
+        "MODEL.width=16",
+        "DATA.BATCH_SIZE=16",
+        "OPTIMIZER.LR_SCALING=sqrt",
+        "EXPERIMENT.DEVICE=cpu",
+    )
     outcome = run("analyze", *options, "--lr", "--plot", "rates.svg")
     assert outcome.code == 0, outcome.err
     found = json.loads((tmp_path / "learning_rates.json").read_text())
@@ -31,15 +35,27 @@ def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run: Run, tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_steps_are_those_of_training(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_those_of_training(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("linnaeus.cli.analyze.rates.NUM_STEPS", 2)
     options = (
-        *SMALL, "DATA.BATCH_SIZE=24", "TRAIN.ACCUMULATION_STEPS=2", "SCHEDULE.NAME=constant",
-        "TRAIN.LOG_EVERY=1", "OPTIMIZER.LR=1e-3", "MODEL.DROP_RATE=0.3", "TRAIN.EPOCHS=1",
-        "OPTIMIZER.LAYER_DECAY=0.5", "DATA.DATASET.NUM_SAMPLES_VAL=8",
-    )  # fmt: skip
+        *SMALL,
+        "DATA.BATCH_SIZE=24",
+        "TRAIN.ACCUMULATION_STEPS=2",
+        "SCHEDULE.NAME=constant",
+        "TRAIN.LOG_EVERY=1",
+        "OPTIMIZER.LR=1e-3",
+        "MODEL.DROP_RATE=0.3",
+        "TRAIN.EPOCHS=1",
+        "OPTIMIZER.LAYER_DECAY=0.5",
+        "DATA.DATASET.NUM_SAMPLES_VAL=8",
+    )
     assert run(*options).code == 0
-    lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()
+    ]
     losses = [line["loss"] for line in lines if line["split"] == "train"]
     monkeypatch.setattr("linnaeus.cli.analyze.rates.FIRST", 1e-3)
     monkeypatch.setattr("linnaeus.cli.analyze.rates.LAST", 1.000001e-3)

@@ -29,10 +29,22 @@ def test_without_a_noise_scale_the_smallest_fast_size_is_recommended() -> None:
     goal = Goal(dataset_length=10_000, epochs=9, time_budget_s=94)
     found = {row["batch_size"]: row for row in speeds_of(goal).as_dict()["timings"]}
     assert {size: row["marks"] for size, row in found.items()} == {
-        32: "", 64: "recommended", 128: "fastest", 256: "largest",
-    }  # fmt: skip
-    assert (found[128]["epoch_s"], found[128]["run_s"], found[128]["seconds_per_step"]) == (10, 90, 0.128)
-    assert [row["in_time"] for row in found.values()] == [False, True, True, True]  # 140.6, 91.8, 90, 90.9 s
+        32: "",
+        64: "recommended",
+        128: "fastest",
+        256: "largest",
+    }
+    assert (found[128]["epoch_s"], found[128]["run_s"], found[128]["seconds_per_step"]) == (
+        10,
+        90,
+        0.128,
+    )
+    assert [row["in_time"] for row in found.values()] == [
+        False,
+        True,
+        True,
+        True,
+    ]  # 140.6, 91.8, 90, 90.9 s
     assert found[128]["relative_time"] is None
 
 
@@ -53,7 +65,9 @@ def test_a_size_that_ends_in_time_is_recommended() -> None:
 
 
 def test_processes_add_up() -> None:
-    size = timed_size(8, 100.0, Goal(dataset_length=8000, epochs=2, world_size=4, noise_scale=64), 2)
+    size = timed_size(
+        8, 100.0, Goal(dataset_length=8000, epochs=2, world_size=4, noise_scale=64), 2
+    )
     assert (size.effective_batch, size.samples_per_s, size.seconds_per_step) == (64, 400, 0.16)
     assert (size.epoch_s, size.run_s) == (20, 40)
     assert size.relative_steps == 2
@@ -72,8 +86,12 @@ def test_the_table_has_every_size_once() -> None:
     analysis.speeds = speeds_of(Goal(dataset_length=10_000, epochs=9))
     rows = analysis.scalars()
     assert [(row["mode"], row.get("memory_fraction"), row["batch_size"]) for row in rows] == [
-        ("train", 0.8, 64), ("train", 0.9, 128), ("val", 0.9, 64), ("train", None, 32), ("train", None, 256),
-    ]  # fmt: skip
+        ("train", 0.8, 64),
+        ("train", 0.9, 128),
+        ("val", 0.9, 64),
+        ("train", None, 32),
+        ("train", None, 256),
+    ]
     assert [row.get("run_s") is not None for row in rows] == [True, True, False, True, True]
     assert {name for row in rows for name in row} == {*analysis.columns}
 
@@ -99,12 +117,29 @@ def test_lengths_of_time_are_shown_to_half_of_the_smaller_unit(seconds: float) -
 def test_a_noise_scale_and_the_batch_plan(run: Run, tmp_path: Path) -> None:
     """Four processes, linear scaling from a base of 32: rate, steps and warnings are those of training."""
     outcome = run(
-        "plan", *MEASURED, "MODEL._target_=tests.cli.tiny.Normed", "--sizes", "1,4,8,16,99",
-        "--max-bs", "16", "--world-size", "4",
-        "--noise-scale", "500", "--dataset-length", "6400", "--epochs", "3", "--time-budget", "0.001s",
-        "--plot", "plan.svg", "OPTIMIZER.LR=0.1", "OPTIMIZER.LR_SCALING=linear",
+        "plan",
+        *MEASURED,
+        "MODEL._target_=tests.cli.tiny.Normed",
+        "--sizes",
+        "1,4,8,16,99",
+        "--max-bs",
+        "16",
+        "--world-size",
+        "4",
+        "--noise-scale",
+        "500",
+        "--dataset-length",
+        "6400",
+        "--epochs",
+        "3",
+        "--time-budget",
+        "0.001s",
+        "--plot",
+        "plan.svg",
+        "OPTIMIZER.LR=0.1",
+        "OPTIMIZER.LR_SCALING=linear",
         "OPTIMIZER.BASE_BATCH_SIZE=32",
-    )  # fmt: skip
+    )
     content = content_of(outcome, tmp_path / "batch_sizes.json")
     assert [(row["mode"], row["memory_fraction"]) for row in content["results"]] == [("train", 0.8)]
     found = content["throughput"]["train"]

@@ -43,8 +43,18 @@ def test_runs_started_by_hand_side_by_side(run: Run, tmp_path: Path) -> None:
     assert "AMP" not in heading
     first, second = lines_with(outcome.out, "finished")
     assert [cell.strip() for cell in first.split("│")[1:-1]] == [
-        "fast", "1", "0.2", "8", "16", "0.5", "0.8750", "0.8750 @2", "12.5", "7", "finished",
-    ]  # fmt: skip
+        "fast",
+        "1",
+        "0.2",
+        "8",
+        "16",
+        "0.5",
+        "0.8750",
+        "0.8750 @2",
+        "12.5",
+        "7",
+        "finished",
+    ]
     assert "slow" in second
     assert "0.5000 │ 0.7500 @2" in second
 
@@ -56,7 +66,9 @@ def test_runs_started_by_hand_side_by_side(run: Run, tmp_path: Path) -> None:
     assert entry["best"]["top1/kind"] == {"value": 0.75, "epoch": 2}
     assert entry["curve"] == [[1, 0.25], [2, 0.75], [3, 0.5]]
     assert (entry["run"], entry["status"], entry["epoch"]) == ("slow", "finished", 3)
-    texts = {text.text for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter(f"{SVG}text")}
+    texts = {
+        text.text for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter(f"{SVG}text")
+    }
     assert {"LR=0.1", "LR=0.2", "learning curves", "validation top1/kind", "training time"} <= texts
 
 
@@ -89,14 +101,18 @@ def test_rows_are_sorted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "is_noted"), [("DATA.DATASET.NAME=synthetic", True), ("DATA.DATASET.NUM_SAMPLES=9", False)]
+    ("argv", "is_noted"),
+    [("DATA.DATASET.NAME=synthetic", True), ("DATA.DATASET.NUM_SAMPLES=9", False)],
 )
 def test_metrics_of_different_data_are_not_compared_silently(
     tmp_path: Path, argv: str, is_noted: bool
 ) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", argv)
-    assert any("DATA.DATASET.NAME" in note for note in comparison(tmp_path, "a", "b").notes) == is_noted
+    assert (
+        any("DATA.DATASET.NAME" in note for note in comparison(tmp_path, "a", "b").notes)
+        == is_noted
+    )
 
 
 def test_a_narrow_terminal_does_without_columns_but_not_without_the_metric(tmp_path: Path) -> None:
@@ -155,16 +171,23 @@ def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run: Run, tmp_path:
 
 def picture_of(tmp_path: Path, *names: str) -> set[str]:
     save_plot(comparison(tmp_path, *names), tmp_path / "a.svg")
-    return {text.text or "" for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter(f"{SVG}text")}
+    return {
+        text.text or ""
+        for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter(f"{SVG}text")
+    }
 
 
-def test_the_axis_of_a_picture_is_the_key_with_the_most_values_in_their_order(tmp_path: Path) -> None:
+def test_the_axis_of_a_picture_is_the_key_with_the_most_values_in_their_order(
+    tmp_path: Path,
+) -> None:
     for number, size in enumerate((64, 96, 48)):
         is_on = size == 96
         write_run(
-            tmp_path / str(size), f"DATA.BATCH_SIZE={size}", f"DATA.AUTOBATCH.ENABLED={is_on}",
+            tmp_path / str(size),
+            f"DATA.BATCH_SIZE={size}",
+            f"DATA.AUTOBATCH.ENABLED={is_on}",
             f"TRAIN.AMP={'bf16' if number else 'off'}",
-        )  # fmt: skip
+        )
     write_validations(tmp_path / "other", [0.5], metric="top1/species")
     (tmp_path / "other/config.yaml").write_text(config_text("MODEL.NAME=vit"))
     texts = picture_of(tmp_path, "64", "96", "48", "other")

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from linnaeus.cli.compare.runs import Comparison, Row, compared, differing_keys, flattened, read_runs
+from linnaeus.cli.compare.runs import (
+    Comparison,
+    Row,
+    compared,
+    differing_keys,
+    flattened,
+    read_runs,
+)
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.run_folder import State
 from tests.helpers.run_files import result, write_run, write_validations
@@ -32,7 +39,9 @@ def differing(*runs: tuple[str, ...]) -> list[str]:
 def test_equal_runs_do_not_differ_whatever_they_are_called() -> None:
     assert differing(("EXPERIMENT.NAME=a",), ("EXPERIMENT.NAME=b", "TRAIN.AUTO_RESUME=True")) == []
     found = differing(("TRAIN.EPOCHS=3", "EXPERIMENT.SEED=4"), ("OPTIMIZER.LR=1",))
-    assert found == ["EXPERIMENT.SEED", "OPTIMIZER.LR", "TRAIN.EPOCHS"], "in the order of the configuration"
+    assert found == ["EXPERIMENT.SEED", "OPTIMIZER.LR", "TRAIN.EPOCHS"], (
+        "in the order of the configuration"
+    )
 
 
 def test_a_key_that_follows_another_one_is_left_out_only_where_it_does() -> None:
@@ -53,7 +62,9 @@ def test_a_size_that_autobatch_has_found_is_no_setting(is_on: str) -> None:
     assert mixed == (["DATA.AUTOBATCH.ENABLED"] if is_on == "True" else ["DATA.BATCH_SIZE"])
 
 
-def test_a_size_that_autobatch_has_found_is_shown_beside_those_that_were_set(tmp_path: Path) -> None:
+def test_a_size_that_autobatch_has_found_is_shown_beside_those_that_were_set(
+    tmp_path: Path,
+) -> None:
     for size in (64, 48):
         write_run(tmp_path / str(size), f"DATA.BATCH_SIZE={size}")
     write_run(tmp_path / "found", "DATA.AUTOBATCH.ENABLED=True", "DATA.BATCH_SIZE=96")
@@ -65,7 +76,9 @@ def test_a_size_that_autobatch_has_found_is_shown_beside_those_that_were_set(tmp
     assert [row.values["DATA.BATCH_SIZE"] for row in found.rows] == ["64", "48", "96", ""]
 
 
-@pytest.mark.parametrize(("value", "expected"), [("raise", []), ("split", ["TRAIN.ON_OUT_OF_MEMORY"])])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("raise", []), ("split", ["TRAIN.ON_OUT_OF_MEMORY"])]
+)
 def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(
     value: str, expected: list[str]
 ) -> None:
@@ -94,7 +107,9 @@ def test_the_metric_that_is_compared() -> None:
     assert Comparison(rows, "top1/kind").unknown_metric is None
 
 
-def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_more(tmp_path: Path) -> None:
+def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_more(
+    tmp_path: Path,
+) -> None:
     write_validations(tmp_path, [0.25, 0.75, None])
     running = Row({}, tmp_path, State("interrupted"))
     assert running.value("top1/kind") is None, "the last one is not finite"

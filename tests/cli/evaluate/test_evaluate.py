@@ -21,14 +21,25 @@ from tests.helpers.small_runs import lines_of
 
 FOLDERS = ("cats/lion", "cats/lynx", "dogs/fox", "dogs/wolf")
 TINY = (
-    "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny", "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE=4",
-    "DATA.BATCH_SIZE_VAL=5", "OPTIMIZER.LR=0.01",
-)  # fmt: skip
+    "EXPERIMENT.DEVICE=cpu",
+    "EXPERIMENT.NAME=tiny",
+    "TRAIN.EPOCHS=1",
+    "DATA.BATCH_SIZE=4",
+    "DATA.BATCH_SIZE_VAL=5",
+    "OPTIMIZER.LR=0.01",
+)
 BIRDS = (
-    *TINY, "MODEL._target_=tests.cli.tiny.TinyNet", "DATA.DATASET.NAME=imagefolder", "DATA.IMG_SIZE=8",
-    "DATA.AUGMENT.CROP_SCALE=[1,1]", "DATA.DATASET.ROOT=birds", "DATA.DATASET.VAL_FRACTION=0.3",
-    "TRAIN.EMA.ENABLED=True", "TRAIN.EMA.DECAY=0.8", "TRAIN.AMP=bf16",
-)  # fmt: skip
+    *TINY,
+    "MODEL._target_=tests.cli.tiny.TinyNet",
+    "DATA.DATASET.NAME=imagefolder",
+    "DATA.IMG_SIZE=8",
+    "DATA.AUGMENT.CROP_SCALE=[1,1]",
+    "DATA.DATASET.ROOT=birds",
+    "DATA.DATASET.VAL_FRACTION=0.3",
+    "TRAIN.EMA.ENABLED=True",
+    "TRAIN.EMA.DECAY=0.8",
+    "TRAIN.AMP=bf16",
+)
 
 
 def write_images(folder: Path, classes: Iterable[str], num_images: int, seed: int = 0) -> Path:
@@ -46,7 +57,11 @@ def content_of(path: Path) -> dict[str, Any]:
 
 def logged(run_folder: Path) -> dict[str, float]:
     last = lines_of(run_folder, "val")[-1]
-    return {name: value for name, value in last.items() if name not in ("step", "epoch", "split", "time")}
+    return {
+        name: value
+        for name, value in last.items()
+        if name not in ("step", "epoch", "split", "time")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +82,9 @@ def birds(trained: Path, run: Run, tmp_path: Path) -> Path:
     return tmp_path / "runs/tiny"
 
 
-def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run: Run, birds: Path) -> None:
+def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
+    run: Run, birds: Path
+) -> None:
     """With the average of the weights, in bfloat16; of other weights it says otherwise."""
     evaluate = ["evaluate", "runs/tiny", "--checkpoint", "last"]
     outcome = run(*evaluate)
@@ -75,8 +92,11 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run: Run
     found = content_of(birds / "evaluations/last.json")
     assert found["metrics"] == logged(birds)
     assert found["logged"] == {
-        "metrics": found["metrics"], "same": True, "unequal": [], "other_settings": [],
-    }  # fmt: skip
+        "metrics": found["metrics"],
+        "same": True,
+        "unequal": [],
+        "other_settings": [],
+    }
     assert found["metrics"]["top1/level2"] == pytest.approx(found["levels"]["level2"]["top1"])
     assert (found["data"]["part"], found["data"]["samples"]) == ("samples held out of training", 7)
 
@@ -88,7 +108,10 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run: Run
     assert not changed["same"]
     assert {"top1/level2", "loss"} & {*changed["unequal"]}
     assert "top1/level1" not in changed["unequal"]
-    assert [text.split()[0] for text in changed["other_settings"]] == ["DATA.BATCH_SIZE_VAL", "TRAIN.AMP"]
+    assert [text.split()[0] for text in changed["other_settings"]] == [
+        "DATA.BATCH_SIZE_VAL",
+        "TRAIN.AMP",
+    ]
 
 
 RANKS = """
@@ -114,7 +137,9 @@ def test_two_ranks_give_the_logged_figures(tmp_path: Path) -> None:
     assert (found["logged"]["same"], found["logged"]["other_settings"]) == (True, [])
     assert found["settings"]["processes"] == 2
     other = content_of(tmp_path / "other.json")
-    assert [text.split()[0] for text in other["logged"]["other_settings"]] == ["DATA.BATCH_SIZE_VAL"]
+    assert [text.split()[0] for text in other["logged"]["other_settings"]] == [
+        "DATA.BATCH_SIZE_VAL"
+    ]
     assert other["classes"] == found["classes"]
     samples = [row["samples"] for row in found["classes"] if row["level"] == "level2"]
     assert sum(samples) == found["data"]["samples"]
@@ -138,10 +163,21 @@ def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path
 
 
 def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_path: Path) -> None:
-    rows = ["image,level1,level2", *(f"birds/{name}/0.png,{name.replace('/', ',')}" for name in FOLDERS)]
-    rows += [f"birds/cats/lion/{number}.png,cats,{name}" for number, name in enumerate(("puma", "puma", ""))]
+    rows = [
+        "image,level1,level2",
+        *(f"birds/{name}/0.png,{name.replace('/', ',')}" for name in FOLDERS),
+    ]
+    rows += [
+        f"birds/cats/lion/{number}.png,cats,{name}"
+        for number, name in enumerate(("puma", "puma", ""))
+    ]
     (tmp_path / "test.csv").write_text("\n".join(rows))
-    command = ["evaluate", "runs/tiny", "DATA.DATASET.NAME=manifest", f"DATA.DATASET.VAL={tmp_path}/test.csv"]
+    command = [
+        "evaluate",
+        "runs/tiny",
+        "DATA.DATASET.NAME=manifest",
+        f"DATA.DATASET.VAL={tmp_path}/test.csv",
+    ]
     outcome = run(*command)
     assert outcome.code == 1
     assert all(word in outcome.err for word in ("cats/puma", "lion/0.png", "--unknown"))
@@ -162,8 +198,10 @@ def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_pat
         assert len(list(folder.glob("*.json"))) == expected
     assert run("evaluate", "runs/tiny", "--output", "mine/own").code == 0
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {
-        "own.json", "own_classes.csv", "own.png",
-    }  # fmt: skip
+        "own.json",
+        "own_classes.csv",
+        "own.png",
+    }
 
 
 def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -> None:
@@ -171,7 +209,9 @@ def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -
     assert outcome.code == 0, outcome.err
     found = content_of(birds / "evaluations/best_12x12.json")
     assert found["data"]["image_size"] == [12, 12]
-    assert any("(12, 12)" in text and "(8, 8)" in text for text in found["logged"]["other_settings"])
+    assert any(
+        "(12, 12)" in text and "(8, 8)" in text for text in found["logged"]["other_settings"]
+    )
     outcome = run("evaluate", "runs/tiny", "DATA.IMG_SIZE=2")  # smaller than the kernel
     assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (2, True)
 
@@ -204,7 +244,11 @@ def test_a_size_that_autobatch_finds_evaluates_as_the_same_size_set_by_hand(
 
 
 def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
-    nodes = {"DATA.DATASET": "tests.cli.tiny.Pairs", "LOSS": "torch.nn.MSELoss", "MODEL": "torch.nn.Linear"}
+    nodes = {
+        "DATA.DATASET": "tests.cli.tiny.Pairs",
+        "LOSS": "torch.nn.MSELoss",
+        "MODEL": "torch.nn.Linear",
+    }
     targets = [f"{node}._target_={name}" for node, name in nodes.items()]
     assert run(*TINY, *targets, "MODEL.in_features=3", "MODEL.out_features=3").code == 0
     outcome = run("evaluate", "runs/tiny", "--checkpoint", "last")
@@ -219,7 +263,11 @@ def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
     [
         ("NAME: imagefolder", ["DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT=new"], True),
         ("NAME: imagefolder", ["DATA.DATASET.NAME=manifest"], False),
-        ("_target_: own.Birds", ["DATA.DATASET._target_=own.Birds", "DATA.DATASET.year=2026"], True),
+        (
+            "_target_: own.Birds",
+            ["DATA.DATASET._target_=own.Birds", "DATA.DATASET.year=2026"],
+            True,
+        ),
         ("_target_: own.Birds", ["DATA.DATASET._target_=own.Other"], False),
     ],
 )
