@@ -407,6 +407,11 @@ def test_resuming_and_weights_run_no_code(run: Run) -> None:
     assert (outcome.code, is_marked()) == (0, False), outcome.err
     outcome = run("train", *TRAIN, "TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True")
     assert (outcome.code, is_marked()) == (0, False), outcome.err
+    content = torch.load(folder / "checkpoints/best.pt", weights_only=True)
+    content["model_spec"]["model"] = {"LORA": {"RANK": 1, **OWN}}
+    torch.save(content, "odd.pt")
+    assert run("train", *TRAIN, "MODEL.WEIGHTS=odd.pt", "EXPERIMENT.NAME=odd").code == 2
+    assert not is_marked()
     torch.save({"state": Reduced()}, "pickle.pt")
     outcome = run("train", *TRAIN, "MODEL.WEIGHTS=pickle.pt", "EXPERIMENT.NAME=third")
     assert (outcome.code, is_marked()) == (2, False), outcome.err
