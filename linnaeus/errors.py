@@ -2,6 +2,7 @@
 
     LinnaeusError             exit code 1
     ├── ConfigError           exit code 2   a key, a value or a command line that cannot be used
+    │   └── TrustError        exit code 2   code that a file names, and that may not run
     ├── DataError             exit code 1   a file, a folder or a label that cannot be used
     ├── AutoBatchError        exit code 3   no batch size could be found, or a rank took too long
     ├── OutOfMemoryError      exit code 3   training ran out of memory: the batch size in use does not fit
@@ -48,6 +49,10 @@ class ConfigError(LinnaeusError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         """Errors of loader processes arrive as pickles, which would repeat the heading."""
         return type(self), (self.problems,)
+
+
+class TrustError(ConfigError):
+    """A file names code that the user has not consented to run, or that no file may run."""
 
 
 class DataError(LinnaeusError):

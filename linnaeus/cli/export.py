@@ -50,6 +50,7 @@ class Options:
     level: str | None = None
     images: list[str] = field(default_factory=list)
     device: str = "cpu"
+    trust_code: bool = False
 
 
 def read(argv: Sequence[str]) -> tuple[Options]:
@@ -88,7 +89,10 @@ def run(options: Options) -> int:
 
     with StopRequest().listening():
         trained = load_run(
-            options.run, checkpoint=options.checkpoint or "best", device=options.device
+            options.run,
+            checkpoint=options.checkpoint or "best",
+            device=options.device,
+            trust_code=options.trust_code,
         )
         print(trained.description, file=sys.stderr)
         exported = export_run(

@@ -63,7 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         details: the end of the help: what else to know, examples, exit codes.
         print_config: help of `--print-config`.
         takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`;
-            the attribute `checkpoint` is None by default.
+            the attribute `checkpoint` is None by default, and `trust_code` False.
         takes_overrides: whether keys of the configuration may be set.
         words: what stands beside the options, for the usage; None derives it from the above.
     """
@@ -117,6 +117,8 @@ class CommandParser(argparse.ArgumentParser):
                 "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself"
             )
             self.option("--checkpoint", "best|last|FILE", str, text)
+            text = "run the code that the run's files name in `_target_`: for your own runs only"
+            self.switch("--trust-code", text)
         self.option(
             "--launcher",
             "local|slurm",

@@ -69,6 +69,7 @@ class Options:
     device: str = "auto"
     batch_size: int | None = None
     workers: int | None = None
+    trust_code: bool = False
 
 
 def read(argv: Sequence[str]) -> tuple[Options]:
@@ -115,7 +116,10 @@ def run(options: Options) -> int:
     try:
         with StopRequest().listening():
             trained = load_run(
-                options.run, checkpoint=options.checkpoint or "best", device=options.device
+                options.run,
+                checkpoint=options.checkpoint or "best",
+                device=options.device,
+                trust_code=options.trust_code,
             )
             logger.info("%s", trained.description)
             return _predict(trained, options, console)

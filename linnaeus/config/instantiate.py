@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from linnaeus.config.keys import TARGET, dotted
+from linnaeus.config.keys import Path as Key
 from linnaeus.config.values import escape
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, TrustError
 
 _NOT_THE_USERS = (
     "<frozen ",
@@ -25,10 +28,69 @@ _NOT_THE_USERS = (
     *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
 
+_NEVER = {"linnaeus", "hydra", "omegaconf", *sys.stdlib_module_names}
+"""Packages that a file may not call into, even with consent: they hold no model and no dataset of a user."""
+_MODULES = (("MODEL", TARGET), ("LOSS", TARGET))
+"""Keys that name an `nn.Module`."""
+
 
 def is_target(node: Any) -> bool:
     """Whether a node names the user's own class or function."""
     return isinstance(node, Mapping) and "_target_" in node
+
+
+def targets(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    """Each `_target_` in a node at any depth, with its key."""
+    if isinstance(node, Mapping):
+        if TARGET in node:
+            yield (*key, TARGET), node[TARGET]
+        children: Iterable[tuple[Any, Any]] = node.items()
+    else:
+        children = enumerate(node) if isinstance(node, list | tuple) else ()
+    for name, child in children:
+        yield from targets(child, (*key, name))
+
+
+def check_targets(found: Mapping[Key, Any], file: Path, *, trust_code: bool) -> None:
+    """Refuse `_target_`s that a file of a run may not call. Without consent nothing is imported.
+
+    Args:
+        found: the names that come from the file, by the key of their `_target_`.
+        file: the file, for the message.
+        trust_code: whether the user has consented to run the code that the file names.
+
+    Raises:
+        TrustError: names each `_target_` that is refused.
+        ConfigError: one that may be called cannot be found.
+    """
+    named = {key: f"{dotted(key)} {name!r:.200}" for key, name in found.items()}
+    if named and not trust_code:
+        raise TrustError(
+            f"{file} names code: {', '.join(named.values())}; to run it, add --trust-code (in Python: "
+            "load_run(..., trust_code=True)), if you trust the file"
+        )
+    wrong = [(key, _not_callable_from_files(key, name)) for key, name in found.items()]
+    if problems := [f"{file} names {named[key]}, {reason}" for key, reason in wrong if reason]:
+        raise TrustError(problems)
+
+
+def _not_callable_from_files(key: Key, name: Any) -> str | None:
+    """Why a file may not call this even with consent; None where it may."""
+    wrong = (
+        "which belongs to Python, Hydra or Linnaeus, and no file may call; train with a class or function "
+        "of your own around it"
+    )
+    if str(name).partition(".")[0] in _NEVER:
+        return wrong
+    found = prepare({TARGET: name}, dotted(key[:-1])).func
+    module = getattr(found, "__module__", None) or name
+    if module.partition(".")[0] in _NEVER:  # imported there from elsewhere
+        return wrong
+    if key in _MODULES and inspect.isclass(found):
+        bases = {f"{base.__module__}.{base.__name__}" for base in found.__mro__}
+        if "torch.nn.modules.module.Module" not in bases:  # by name: this module loads no torch
+            return "which is a class, but no nn.Module"
+    return None
 
 
 def prepare(node: Mapping[str, Any], where: str) -> functools.partial[Any]:

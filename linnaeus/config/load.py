@@ -14,12 +14,13 @@ from typing import Any
 
 import yaml
 
+from linnaeus.config.files import read_file
 from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, Path, dotted
 from linnaeus.config.overrides import parse_command_line
 from linnaeus.config.resolve import Resolver
 from linnaeus.config.schema import Config
-from linnaeus.config.tree import PLAN, read_tree
-from linnaeus.config.values import Setting, escape, show, tree_of
+from linnaeus.config.tree import COMMAND_LINE, PLAN, leaves, read_tree
+from linnaeus.config.values import Setting, escape, show, tree_of, untyped
 from linnaeus.errors import ConfigError
 from linnaeus.files import write_atomically
 
@@ -33,16 +34,24 @@ class LoadedConfig:
     Attributes:
         config: the resolved configuration.
         print_config: whether to print the configuration and exit.
-        settings: what each key is set to and where, if this is to be printed too.
+        settings: what each key is set to, and where.
+        show_origins: whether to print the origins too.
     """
 
     config: Config
-    print_config: bool = False
-    settings: Mapping[Path, Setting] | None = None
+    print_config: bool
+    settings: Mapping[Path, Setting]
+    show_origins: bool
+
+    def is_typed(self, path: Path) -> bool:
+        """Whether the command line sets a key or a node around it."""
+        prefixes = (path[:size] for size in range(len(path), 0, -1))
+        setting = next((self.settings[each] for each in prefixes if each in self.settings), None)
+        return setting is not None and setting.origin == COMMAND_LINE
 
     def text(self) -> str:
         """What `--print-config` prints, with the origins where `--origin` asks for them."""
-        if self.settings is None:
+        if not self.show_origins:
             return to_yaml(self.config)
         defaults = {path: Setting(key.default, "default") for path, key in KEYS.items()}
         lines = _with_origins(
@@ -78,13 +87,43 @@ def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> 
             problems.append(f"{dotted(path)}: {problem}")
     if problems or resolved.config is None:
         raise ConfigError(problems)
-    settings = resolved.settings if line.show_origins else None
-    return LoadedConfig(resolved.config, line.print_config, settings)
+    return LoadedConfig(resolved.config, line.print_config, resolved.settings, line.show_origins)
 
 
 def settings_of(nodes: Mapping[str, Any], origin: str) -> Mapping[Any, Any]:
     """The settings of the nodes of a resolved configuration; messages say that they come from `origin`."""
     return {name: tree_of(node, origin) for name, node in escape(dict(nodes)).items()}
+
+
+def read_run_config(path: FilePath) -> Mapping[Any, Any]:
+    """Read the `config.yaml` of a run as data: a tree of settings for `load_config`.
+
+    Raises:
+        ConfigError: it cannot be read, or has interpolations or a defaults list, which a run does not write.
+    """
+    file = read_file(str(path), "RUN")
+    if file.problem:
+        raise ConfigError(file.problem)
+    problems = [
+        f"{dotted(key)}: {show(setting.value)} is an interpolation ({setting.origin}); a run's file has "
+        "values alone"
+        for key, setting in leaves(file.tree)
+        if any(map(_REFERS.search, _texts(untyped(setting, check=False))))
+    ]
+    if file.defaults is not None:
+        problems.append(f"defaults: a run's file has values alone, and no such list ({path})")
+    if problems:
+        raise ConfigError(problems)
+    return file.tree
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in nested mappings and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(child)
 
 
 @functools.cache

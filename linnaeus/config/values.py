@@ -122,7 +122,7 @@ def escape(value: Any) -> Any:
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
         return {key: escape(item) for key, item in value.items()}
-    return [escape(item) for item in value] if isinstance(value, list) else value
+    return [escape(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def untyped(value: Any, *, check: bool = True) -> Any:

@@ -49,6 +49,7 @@ class TrainedRun:
         device: of the model.
         content: the small entries of the checkpoint, such as `progress` and `config`.
         criterion_state: state of the run's loss, such as class weights.
+        trust_code: whether the user has consented to run code that the run's files name.
     """
 
     checkpoint: Path
@@ -58,6 +59,7 @@ class TrainedRun:
     device: torch.device
     content: Mapping[str, Any]
     criterion_state: Mapping[str, Any]
+    trust_code: bool = False
     _batch_size_found: int | None = field(default=None, init=False, compare=False)
 
     def __repr__(self) -> str:
@@ -237,18 +239,27 @@ class TrainedRun:
 
 
 def load_run(
-    path: str | Path, *, checkpoint: str | Path = "best", device: str | torch.device = "auto"
+    path: str | Path,
+    *,
+    checkpoint: str | Path = "best",
+    device: str | torch.device = "auto",
+    trust_code: bool = False,
 ) -> TrainedRun:
     """Read a trained run.
+
+    A run with a built-in model is data, and no code of its files runs.
 
     Args:
         path: the run's folder, one of its checkpoints, or a safetensors file that `export` has written.
         checkpoint: `best`, `last`, or a file, which may be named by its name within `checkpoints/`.
         device: torch device that the model goes to; `auto` prefers an accelerator.
+        trust_code: call the model that the run names in `MODEL._target_`, a class or function of yours. Set
+            it for your own runs only: a stranger's file chooses what is called.
 
     Raises:
         CheckpointError: there is no such run or checkpoint, or it cannot be used.
         ConfigError: the model cannot be built, or there is no such device.
+        TrustError: the run names a model of your own, and `trust_code` is False.
     """
     try:
         target = resolve_device(str(device))
@@ -276,10 +287,17 @@ def load_run(
             "written it. Resume the run with TRAIN.AUTO_RESUME True and one epoch more, which adds them"
         )
     try:
-        spec = ModelSpec.from_dict(content["model_spec"])
-    except (LookupError, TypeError, ValueError, AttributeError, DataError) as error:
+        spec = ModelSpec.from_dict(content["model_spec"], file)
+        model = spec.build(trust_code=trust_code)
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+        DataError,
+    ) as error:  # it may hold anything
         raise CheckpointError(f"{file}: its model_spec cannot be used ({error})") from error
-    model = spec.build()
     weights = saved_weights(state)
     if not weights:
         raise CheckpointError(f"{file} holds no weights")
@@ -299,6 +317,7 @@ def load_run(
         target,
         content,
         state.get("criterion", {}),
+        trust_code,
     )
 
 
@@ -320,7 +339,7 @@ def _read_exported(file: Path) -> dict[str, Any]:
         train = {"AMP": "off", "CHANNELS_LAST": False} | description.get("precision", {})
         AUTOCAST_DTYPES[train["AMP"]]  # an unknown one is a KeyError
         spec = description["spec"]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: its entry `linnaeus` is not what `linnaeus export --format safetensors` writes "
             f"({type(error).__name__}: {first_line(error)})"

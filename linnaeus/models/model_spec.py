@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from linnaeus.autobatch.rng import preserved_generators
-from linnaeus.config.instantiate import is_target
+from linnaeus.config.instantiate import check_targets, is_target, targets
+from linnaeus.config.keys import TARGET, dotted
 from linnaeus.config.schema import LoraConfig, ModelConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
+from linnaeus.errors import TrustError
 from linnaeus.models.build import build_model
 from linnaeus.models.timm_source import find_source
 
@@ -35,6 +38,7 @@ class ModelSpec:
         in_chans: channels of an input; None where inputs are not images.
         img_size: height and width of an input, in pixels; None where inputs are not images.
         preprocessing: how an image file becomes an input; None where the dataset gave tensors.
+        file: the file that the spec was read from; None where the user's configuration made it.
     """
 
     node: Mapping[str, Any]
@@ -42,6 +46,7 @@ class ModelSpec:
     in_chans: int | None
     img_size: tuple[int, int] | None
     preprocessing: Preprocessing | None
+    file: Path | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, node: Any, data: DataBundle) -> ModelSpec:
@@ -77,8 +82,8 @@ class ModelSpec:
         }
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> ModelSpec:
-        """What `as_dict` returned.
+    def from_dict(cls, content: Mapping[str, Any], file: Path) -> ModelSpec:
+        """What `as_dict` returned, from a file.
 
         Raises:
             LookupError, TypeError, ValueError, DataError: it is something else.
@@ -94,15 +99,23 @@ class ModelSpec:
             in_chans=content["in_chans"],
             img_size=None if size is None else (size[0], size[1]),
             preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
+            file=file,
         )
 
-    def build(self) -> nn.Module:
+    def build(self, *, trust_code: bool = False) -> nn.Module:
         """The network on the CPU, with random weights; the global random generators stay as they are.
+
+        Args:
+            trust_code: whether code that the file names may run. A `_target_` in an argument of a
+                `.safetensors` file never runs.
 
         Raises:
             ConfigError: it cannot be built, such as a user's own module that is not there.
+            TrustError: the file names code that may not run, or a place to fetch a model from.
         """
         node: Any = self.node
+        if self.file is not None:
+            self._check_trusted(self.file, trust_code)
         if not is_target(node):
             known = {field.name for field in dataclasses.fields(ModelConfig)}
             values = {name: value for name, value in node.items() if name in known}
@@ -116,3 +129,23 @@ class ModelSpec:
                 load_weights=False,
             )
         return model
+
+    def nested_targets(self) -> list[str]:
+        """The `_target_`s in arguments of the model, as `key name`."""
+        found = targets(self.node, ("MODEL",))
+        return [f"{dotted(key)} {name!r:.200}" for key, name in found if len(key) > 2]
+
+    def _check_trusted(self, file: Path, trust_code: bool) -> None:
+        """Refuse code of the file, and a model that would have to be fetched."""
+        if file.suffix == ".safetensors" and (nested := self.nested_targets()):
+            outer = f"{self.node.get(TARGET, self.node.get('NAME'))!r:.200}"
+            raise TrustError(
+                f"{file} names code in the arguments of {outer}, which no safetensors file may: "
+                f"{', '.join(nested)}; use the run's folder or checkpoint"
+            )
+        check_targets(dict(targets(self.node, ("MODEL",))), file, trust_code=trust_code)
+        if not is_target(self.node) and ":" in self.node["NAME"]:
+            raise TrustError(
+                f"{file} names a place to fetch a model from, MODEL.NAME {self.node['NAME']!r:.200}; a file "
+                "of a run names an architecture of timm"
+            )

@@ -134,7 +134,7 @@ class ShardsWriter(FileSystemWriter):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        is_known = module.startswith(("torch.", "pathlib")) and name in _CLASSES
+        is_known = module.split(".")[0] in ("torch", "pathlib") and name in _CLASSES
         if is_known or (
             module == "torch" and (name == "Size" or isinstance(getattr(torch, name), torch.dtype))
         ):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from linnaeus.config.schema import LoraConfig
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, first_line
 from linnaeus.files import checkpoint_file
 from linnaeus.models.hierarchical import HierarchicalClassifier, MarginalHead
 from linnaeus.models.lora import merged_weights
@@ -57,22 +57,13 @@ def read_weights(value: str) -> SavedWeights:
     path = find_file(value)
     content, note, classes = _read(path), "", None
     if is_checkpoint(content):
-        state, progress = content["state"], content["progress"]
-        samples = ", within an epoch" if progress.get("samples") else ""
-        note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
-        levels = content.get("model_spec", {}).get("taxonomy", {}).get("levels")
-        classes = (
-            None if levels is None else {level["name"]: list(level["classes"]) for level in levels}
-        )
-        content, lora = (
-            saved_weights(state),
-            content.get("model_spec", {}).get("model", {}).get("LORA") or {},
-        )
-        if lora.get("RANK"):
-            content, note = (
-                merged_weights(content, LoraConfig(**lora)),
-                f"{note}, with its LoRA adapters",
-            )
+        try:
+            content, note, classes = _of_checkpoint(content)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise ConfigError(
+                f"MODEL.WEIGHTS: {str(path)!r} does not describe its model as Linnaeus does "
+                f"({type(error).__name__}: {first_line(error):.150}); save its state dict alone"
+            ) from error
     elif isinstance(content, dict):
         content = next(
             (content[name] for name in _NESTED if isinstance(content.get(name), dict)), content
@@ -95,6 +86,22 @@ def read_weights(value: str) -> SavedWeights:
         return SavedWeights(path, tensors, {}, note)
     heads = {name: tensor for name, tensor in tensors.items() if name.startswith("heads.")}
     return SavedWeights(path, backbone, heads, note, classes)
+
+
+def _of_checkpoint(
+    content: dict[str, Any],
+) -> tuple[Mapping[str, Tensor], str, dict[str, list[str]] | None]:
+    """The weights of a checkpoint with its LoRA adapters merged, a note for people, and the classes."""
+    state, progress, spec = content["state"], content["progress"], content.get("model_spec", {})
+    samples = ", within an epoch" if progress.get("samples") else ""
+    note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
+    levels = (spec.get("taxonomy") or {}).get("levels")
+    classes = levels and {level["name"]: list(level["classes"]) for level in levels}
+    weights, lora = saved_weights(state), spec.get("model", {}).get("LORA") or {}
+    if lora.get("RANK"):
+        weights = merged_weights(weights, LoraConfig(**lora))
+        note += ", with its LoRA adapters"
+    return weights, note, classes
 
 
 def find_file(value: str) -> Path:

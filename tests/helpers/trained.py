@@ -124,12 +124,17 @@ def picture(seed: int, size: tuple[int, int] = (40, 52)) -> Image.Image:
 
 
 class Flat(torch.nn.Module):
-    """A user's model: levels by name in a dictionary."""
+    """A user's model: levels by name in a dictionary. It keeps its other arguments in `extra`."""
 
     def __init__(
-        self, num_classes: dict[str, int], in_chans: int, img_size: tuple[int, int]
+        self,
+        num_classes: dict[str, int],
+        in_chans: int,
+        img_size: tuple[int, int],
+        extra: Any = None,
     ) -> None:
         super().__init__()
+        self.extra = extra
         size = in_chans * img_size[0] * img_size[1]
         layers = {name: torch.nn.Linear(size, count) for name, count in num_classes.items()}
         self.layers = torch.nn.ModuleDict(layers)

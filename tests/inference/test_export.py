@@ -22,7 +22,8 @@ from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of, write
 
 
 def run_of(folder: Path, name: str = "test_resnet", config: Any = None, **spec: Any) -> TrainedRun:
-    return load_run(save_run(folder, spec_of(name, **spec), config=config or {}), device="cpu")
+    folder = save_run(folder, spec_of(name, **spec), config=config or {})
+    return load_run(folder, device="cpu", trust_code=True)
 
 
 def flat_run(folder: Path, **spec: Any) -> TrainedRun:
@@ -247,7 +248,7 @@ def run_with_config(folder: Path, dataset: str, **spec: Any) -> TrainedRun:
     """A run whose `config.yaml` names its dataset, as training writes it."""
     save_run(folder, spec_of(**spec))
     (folder / "config.yaml").write_text(f"DATA: {{DATASET: {{{dataset}}}, IMG_SIZE: 32}}\n")
-    return load_run(folder, device="cpu")
+    return load_run(folder, device="cpu", trust_code=True)
 
 
 def own(split: str) -> list[Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from collections.abc import Callable
@@ -19,36 +20,51 @@ from linnaeus.inference.paths import problem_of
 from linnaeus.inference.prediction import predictions_of
 from linnaeus.inference.trained import TrainedRun, load_run
 from tests.helpers.messages import Golden, error_and_code_of
-from tests.helpers.trained import ONE_RANK, Untraceable, picture, save_checkpoint, save_run, spec_of
+from tests.helpers.trained import (
+    ONE_RANK,
+    Flat,
+    Untraceable,
+    picture,
+    save_checkpoint,
+    save_run,
+    spec_of,
+)
 
 PLAIN = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
+NESTED = {"_target_": f"{Flat.__module__}.Flat", "extra": {"_target_": "torch.nn.GELU"}}
 
 
 def run_of(name: str, spec: Any) -> TrainedRun:
-    return load_run(Path(name) if Path(name).exists() else save_run(Path(name), spec), device="cpu")
+    folder = Path(name) if Path(name).exists() else save_run(Path(name), spec)
+    return load_run(folder, device="cpu", trust_code=True)
 
 
 def birds() -> TrainedRun:
     return run_of("birds", spec_of())
 
 
-def load(name: str, checkpoint: str = "best") -> TrainedRun:
-    return load_run(name, checkpoint=checkpoint, device="cpu")
+def load(name: str, checkpoint: str = "best", trust_code: bool = False) -> TrainedRun:
+    return load_run(name, checkpoint=checkpoint, device="cpu", trust_code=trust_code)
 
 
 def checkpoint(name: str, spec: Any = None, state: Any = None, **content: Any) -> TrainedRun:
     save_checkpoint(Path(name), spec, state or {}, **content)
-    return load(name)
+    return load(name, trust_code=True)
 
 
-def described(entry: str) -> TrainedRun:
+def described(entry: str, trust_code: bool = True) -> TrainedRun:
     save_file({"weight": torch.ones(1)}, "model.safetensors", metadata={"linnaeus": entry})
-    return load("model.safetensors")
+    return load("model.safetensors", trust_code=trust_code)
 
 
 def written(name: str, text: str = "no checkpoint") -> str:
     Path(name).write_text(text)
     return name
+
+
+def named(node: dict[str, Any], trust_code: bool = True) -> TrainedRun:
+    save_checkpoint(Path("named.pt"), spec_of(node=node), {})
+    return load("named.pt", trust_code=trust_code)
 
 
 def tensors() -> TrainedRun:
@@ -93,6 +109,15 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "description is no JSON": lambda: described("no JSON"),
     "description with an odd spec": lambda: described('{"spec": 1}'),
     "number format": lambda: described('{"spec": {}, "precision": {"AMP": "fp4"}}'),
+    "code": lambda: named(PLAIN, trust_code=False),
+    "code of Python": lambda: named(
+        {**PLAIN, "bias": {"_target_": "subprocess.run", "args": "ls"}}
+    ),
+    "code that is no module": lambda: named({"_target_": "psutil.Popen", "args": "ls"}),
+    "code in an argument of safetensors": lambda: described(
+        json.dumps({"spec": spec_of(node=NESTED).as_dict()})
+    ),
+    "a place to fetch a model from": lambda: named({"NAME": "hf-hub:timm/resnet18"}),
     "no file": lambda: birds().predict("missing.jpg"),
     "array of float": lambda: birds().predict(np.zeros((4, 4, 3))),
     "array of two": lambda: birds().predict(np.zeros((2, 4, 4, 2), dtype=np.uint8)),
@@ -118,6 +143,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
         birds().export("timm", "full"),
     ],
     "export: own class with timm": lambda: untraceable().export("timm"),
+    "export: code in an argument of safetensors": lambda: run_of(
+        "nested", spec_of(node=NESTED, size=(4, 4))
+    ).export("safetensors"),
     "export: not traceable": lambda: untraceable().export("torch-export"),
     "export: head": lambda: other_head().export("timm"),
     "export: no shape": lambda: run_of(

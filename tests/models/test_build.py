@@ -162,7 +162,7 @@ def test_a_model_of_a_folder_is_built_without_the_folder(tmp_path: Path) -> None
         nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs
     )
     model, _ = build_model(node, taxonomy=TAXONOMY, in_chans=1, img_size=(32, 32))
-    spec = ModelSpec.from_dict(ModelSpec.of(node, data).as_dict())
+    spec = ModelSpec.from_dict(ModelSpec.of(node, data).as_dict(), folder / "last.pt")
     folder.rename(tmp_path / "moved")
     again = spec.build()
     again.load_state_dict(model.state_dict())

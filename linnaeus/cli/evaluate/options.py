@@ -69,6 +69,7 @@ class Options:
     output: Path | None = None
     plot: Path | None = None
     unknown: str = "error"
+    trust_code: bool = False
 
 
 def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
@@ -78,6 +79,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
+    from linnaeus.config.instantiate import check_targets, targets
     from linnaeus.config.load import load_config
 
     options = Options()
@@ -86,13 +88,17 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
     problems += _not_taken(line)
     if problems:
         raise ConfigError([*problems, *line.problems])
-    base, below = _base(options)
-    own = load_config([*base, *_NOT_SEARCHED], below).config
-    loaded = load_config([*base, *_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
+    file, below = _base(options)
+    own = load_config(_NOT_SEARCHED, below).config
+    loaded = load_config([*_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
     if loaded.print_config:
         return loaded.text()
+    config = loaded.config
+    built = [*targets(config.DATA.DATASET, ("DATA", "DATASET")), *targets(config.LOSS, ("LOSS",))]
+    of_file = {key: name for key, name in built if not loaded.is_typed(key)}
+    check_targets(of_file, file, trust_code=options.trust_code)
     check_files({"--plot": options.plot})
-    return options, loaded.config, own
+    return options, config, own
 
 
 def _not_taken(line: CommandLine) -> list[str]:
@@ -119,14 +125,15 @@ def _not_taken(line: CommandLine) -> list[str]:
     return problems
 
 
-def _base(options: Options) -> tuple[list[str], Mapping[Any, Any]]:
-    """The run's configuration, as tokens that name its file or as the settings in its checkpoint."""
+def _base(options: Options) -> tuple[Path, Mapping[Any, Any]]:
+    """The file with the run's configuration, `config.yaml` or a checkpoint, and the settings in it."""
+    from linnaeus.config.load import read_run_config, settings_of
+
     path = options.run
     folder = path.parent.parent if path.is_file() and path.parent.name == CHECKPOINTS else path
     file = folder / "config.yaml"
     if file.is_file():
-        return [f"--cfg={file}"], {}
-    from linnaeus.config.load import settings_of
+        return file, read_run_config(file)
     from linnaeus.inference.trained import find_checkpoint_file
     from linnaeus.training.checkpoint import load_checkpoint
 
@@ -137,7 +144,7 @@ def _base(options: Options) -> tuple[list[str], Mapping[Any, Any]]:
         raise ConfigError(f"RUN: {error}") from error
     if not isinstance(nodes, Mapping):
         raise ConfigError(f"{checkpoint}: holds no configuration, so it cannot be evaluated")
-    return [], settings_of(nodes, str(checkpoint))
+    return checkpoint, settings_of(nodes, str(checkpoint))
 
 
 def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:

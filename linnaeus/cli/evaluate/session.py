@@ -94,7 +94,10 @@ def run(options: Options, config: Config, own: Config) -> int:
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
             trained = load_run(
-                options.run, checkpoint=options.checkpoint or "best", device=str(world.device)
+                options.run,
+                checkpoint=options.checkpoint or "best",
+                device=str(world.device),
+                trust_code=options.trust_code,
             )
             _evaluate(Session(options, config, own, trained, world, console))
     except RankEnded as ended:

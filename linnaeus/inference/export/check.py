@@ -9,10 +9,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from linnaeus.config.load import load_config, settings_of
+from linnaeus.config.instantiate import check_targets, targets
+from linnaeus.config.load import load_config, read_run_config, settings_of
 from linnaeus.data.bundle import dataset_length
 from linnaeus.data.datasets import EvaluationRequest, build_evaluation_data
-from linnaeus.errors import ConfigError, DataError, LinnaeusError, first_line
+from linnaeus.errors import ConfigError, DataError, LinnaeusError, TrustError, first_line
 from linnaeus.files import CONFIG
 from linnaeus.inference.paths import Unreadable, walk
 from linnaeus.inference.trained import TrainedRun
@@ -52,6 +53,7 @@ def samples_of(run: TrainedRun, images: Iterable[str] = ()) -> Samples:
 
     Raises:
         DataError: an image that is named cannot be read; the model takes no images.
+        TrustError: the run's dataset is a `_target_` that may not be called.
     """
     if run.spec.in_chans is None or run.spec.img_size is None:
         raise DataError(
@@ -70,6 +72,8 @@ def samples_of(run: TrainedRun, images: Iterable[str] = ()) -> Samples:
                     f"{source} gives {list(inputs[0].shape)}, and the model takes {list(shape)}"
                 )
             origin = f"{counted(len(inputs), 'image')} of {source}"
+        except TrustError:
+            raise
         except (LinnaeusError, OSError) as error:
             reason = error.problems[0] if isinstance(error, ConfigError) else first_line(error)
             inputs = list(_noise(run, shape))
@@ -89,14 +93,17 @@ def _read(run: TrainedRun, path: str | Unreadable) -> Tensor:
 
 def _of_dataset(run: TrainedRun) -> tuple[list[Tensor], str]:
     """Inputs from the data that `linnaeus evaluate` would take, evenly spread, and their source."""
-    tokens, below = ["DATA.ON_BAD_IMAGE=raise"], None
+    file = run.checkpoint
     if run.folder is not None:
-        tokens = ["--cfg", str(run.folder / CONFIG), *tokens]
+        file = run.folder / CONFIG
+        below = read_run_config(file)
     elif "DATA" in run.content.get("config", {}):
-        below = settings_of(run.content["config"], str(run.checkpoint))
+        below = settings_of(run.content["config"], str(file))
     else:
-        raise DataError(f"{run.checkpoint.name} does not name the run's dataset")
-    config = load_config(tokens, below).config
+        raise DataError(f"{file.name} does not name the run's dataset")
+    config = load_config(["DATA.ON_BAD_IMAGE=raise"], below).config
+    named = dict(targets(config.DATA.DATASET, ("DATA", "DATASET")))
+    check_targets(named, file, trust_code=run.trust_code)
     spec, seed = run.spec, config.EXPERIMENT.SEED
     request = EvaluationRequest(config.DATA, spec.index, spec.preprocessing, seed, is_own=True)
     data = build_evaluation_data(request)

@@ -94,6 +94,11 @@ def export_run(
         raise ConfigError(f"--output: {path}: the name of such a file ends in {ending}")
     if format == "onnx":
         formats.check_onnx_is_there()
+    if format == "safetensors" and run.spec.nested_targets():
+        raise LinnaeusError(
+            "--format safetensors: arguments of the model have a `_target_`, which no safetensors file may "
+            f"have: {', '.join(run.spec.nested_targets())}; use --format onnx or torch-export"
+        )
     chosen = formats.check_level(run, level) if format == "timm" else ""
     kind = outputs if format in ("onnx", "torch-export") and run.classes else "logits"
     try:
@@ -129,7 +134,7 @@ def _write(
         return formats.write_timm(run, describe(run, None), path, level)
     if format == "safetensors":
         formats.write_safetensors(run.model.state_dict(), describe(run, None), path)
-        again = load_run(path, device="cpu")
+        again = load_run(path, device="cpu", trust_code=run.trust_code)
         others = again.model.state_dict()
         for name, tensor in run.model.state_dict().items():
             if not torch.equal(tensor.cpu(), others[name]):
@@ -197,7 +202,7 @@ def _merged(run: TrainedRun) -> TrainedRun:
     if lora.RANK is None:
         return run
     spec = replace(run.spec, node={**node, "LORA": asdict(LoraConfig())})
-    model = spec.build()
+    model = spec.build(trust_code=run.trust_code)
     model.load_state_dict(merged_weights(run.model.state_dict(), lora))
     return replace(run, spec=spec, model=model.to(run.device).eval())
 

@@ -41,6 +41,8 @@ BIRDS = (
     "TRAIN.AMP=bf16",
 )
 
+EVALUATE = ("evaluate", "runs/tiny", "--trust-code")
+
 
 def write_images(folder: Path, classes: Iterable[str], num_images: int, seed: int = 0) -> Path:
     """Write so many images into a folder for each class."""
@@ -86,7 +88,7 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
     run: Run, birds: Path
 ) -> None:
     """With the average of the weights, in bfloat16; of other weights it says otherwise."""
-    evaluate = ["evaluate", "runs/tiny", "--checkpoint", "last"]
+    evaluate = [*EVALUATE, "--checkpoint", "last"]
     outcome = run(*evaluate)
     assert outcome.code == 0, outcome.err
     found = content_of(birds / "evaluations/last.json")
@@ -117,7 +119,8 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
 RANKS = """
 import sys
 from linnaeus.main import cli
-train, own, other = ["train", *sys.argv[1:]], ["evaluate", "runs/tiny", "--checkpoint", "last"], []
+train, other = ["train", *sys.argv[1:]], []
+own = ["evaluate", "runs/tiny", "--trust-code", "--checkpoint", "last"]
 for argv in (train, own, [*own, "--output", "other", "DATA.BATCH_SIZE_VAL=2"]):
     assert cli(argv) == 0
 """
@@ -149,7 +152,7 @@ def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path
     """Fewer classes, in another folder, without the coarse rank; labels are those of the run."""
     shutil.rmtree(tmp_path / "birds")
     write_images(tmp_path / "new/val", ("wolf", "lynx"), 3, seed=1)
-    outcome = run("evaluate", "runs/tiny", "DATA.DATASET.ROOT=new", "--plot", "p.html")
+    outcome = run(*EVALUATE, "DATA.DATASET.ROOT=new", "--plot", "p.html")
     assert outcome.code == 0, outcome.err
     found = content_of(birds / "evaluations/best_new_val.json")
     assert found["logged"] is None
@@ -173,8 +176,7 @@ def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_pat
     ]
     (tmp_path / "test.csv").write_text("\n".join(rows))
     command = [
-        "evaluate",
-        "runs/tiny",
+        *EVALUATE,
         "DATA.DATASET.NAME=manifest",
         f"DATA.DATASET.VAL={tmp_path}/test.csv",
     ]
@@ -194,9 +196,9 @@ def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_pat
         write_images(tmp_path / name / "test" / "val", FOLDERS, 1, seed)
     folder = birds / "evaluations"
     for root, expected in (("a/test", 1), ("b/test", 2), ("a/test", 2)):
-        assert run("evaluate", "runs/tiny", f"DATA.DATASET.ROOT={root}").code == 0
+        assert run(*EVALUATE, f"DATA.DATASET.ROOT={root}").code == 0
         assert len(list(folder.glob("*.json"))) == expected
-    assert run("evaluate", "runs/tiny", "--output", "mine/own").code == 0
+    assert run(*EVALUATE, "--output", "mine/own").code == 0
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {
         "own.json",
         "own_classes.csv",
@@ -205,21 +207,21 @@ def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_pat
 
 
 def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -> None:
-    outcome = run("evaluate", "runs/tiny", "DATA.IMG_SIZE=12")
+    outcome = run(*EVALUATE, "DATA.IMG_SIZE=12")
     assert outcome.code == 0, outcome.err
     found = content_of(birds / "evaluations/best_12x12.json")
     assert found["data"]["image_size"] == [12, 12]
     assert any(
         "(12, 12)" in text and "(8, 8)" in text for text in found["logged"]["other_settings"]
     )
-    outcome = run("evaluate", "runs/tiny", "DATA.IMG_SIZE=2")  # smaller than the kernel
+    outcome = run(*EVALUATE, "DATA.IMG_SIZE=2")  # smaller than the kernel
     assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (2, True)
 
 
 def test_a_size_that_is_too_large_names_the_keys(run: Run, birds: Path, tmp_path: Path) -> None:
     """The model takes 30 samples."""
     write_images(tmp_path / "many", FOLDERS, 8)
-    evaluate = ["evaluate", "runs/tiny", "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=."]
+    evaluate = [*EVALUATE, "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=."]
     outcome = run(*evaluate, "DATA.BATCH_SIZE_VAL=31", "--output", "large")
     assert outcome.code == 3
     assert "DATA.BATCH_SIZE_VAL" in outcome.err
@@ -232,7 +234,7 @@ def test_a_size_that_autobatch_finds_evaluates_as_the_same_size_set_by_hand(
     run: Run, birds: Path, tmp_path: Path
 ) -> None:
     write_images(tmp_path / "many", FOLDERS, 10)
-    evaluate = ["evaluate", "runs/tiny", "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=.", "--output"]
+    evaluate = [*EVALUATE, "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=.", "--output"]
     outcome = run(*evaluate, "found", "DATA.AUTOBATCH.ENABLED_VAL=True")
     assert outcome.code == 0, outcome.err
     found = content_of(tmp_path / "found.json")
@@ -251,7 +253,7 @@ def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
     }
     targets = [f"{node}._target_={name}" for node, name in nodes.items()]
     assert run(*TINY, *targets, "MODEL.in_features=3", "MODEL.out_features=3").code == 0
-    outcome = run("evaluate", "runs/tiny", "--checkpoint", "last")
+    outcome = run(*EVALUATE, "--checkpoint", "last")
     assert outcome.code == 0, outcome.err
     found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
     assert found["metrics"] == logged(tmp_path / "runs/tiny")

@@ -1,0 +1,422 @@
+"""Code that the files of a run name: it runs with consent alone, and some of it never."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from linnaeus.config.instantiate import call_target
+from linnaeus.errors import ConfigError, LinnaeusError, TrustError
+from linnaeus.inference.trained import load_run
+from tests.helpers.runs import Run
+from tests.helpers.trained import Flat, save_checkpoint, save_run, spec_of, write_images
+
+MARK = "mark.txt"
+"""What hostile code leaves in the current folder."""
+
+
+def mark(*_: Any, **__: Any) -> str:
+    """A function that anybody can import, and that does harm."""
+    return str(Path(MARK).write_text("run"))
+
+
+def flat(num_classes: dict[str, int], in_chans: int, img_size: tuple[int, int]) -> Flat:
+    """A user's function that makes a model."""
+    return Flat(num_classes, in_chans, img_size)
+
+
+class Harmful:
+    """A class that is no module, and does harm when it is made."""
+
+    def __init__(self, **_: Any) -> None:
+        mark()
+
+
+class Reduced:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"echo run > {MARK}",)
+
+
+OWN = {"_target_": f"{__name__}.mark"}
+SHELL = {
+    "_target_": "linnaeus.sweep.slurm._call",
+    "_args_": ["sh", "-c", f"echo run > {MARK}"],
+}
+WRITE = {
+    "_target_": "pathlib.Path.write_text",
+    "_args_": [{"_target_": "pathlib.Path", "_args_": [MARK]}, "x"],
+}
+ALIAS = {**WRITE, "_target_": f"{__name__}.Path.write_text"}
+FLAT = {"_target_": f"{Flat.__module__}.Flat"}
+TIMM = {"NAME": "test_resnet", "HEAD": "independent"}
+NESTED = {
+    "an argument": {**FLAT, "extra": OWN},
+    "a list": {**FLAT, "extra": [1, [OWN]]},
+    "a mapping": {**FLAT, "extra": {"a": {"b": OWN}}},
+    "_args_": {**FLAT, "_args_": [OWN]},
+    "a _partial_": {**FLAT, "extra": {**OWN, "_partial_": True}},
+    "a target within a _partial_": {**FLAT, "_partial_": True, "extra": OWN},
+    "not _recursive_": {**FLAT, "_recursive_": False, "extra": OWN},
+    "KWARGS": {**TIMM, "KWARGS": {"act_layer": OWN}},
+    "LORA": {**TIMM, "LORA": {"RANK": 1, "ALPHA": OWN}},
+}
+TOP = {
+    "a function": OWN,
+    "a class": {"_target_": f"{__name__}.Harmful"},
+    "a _partial_": {**OWN, "_partial_": True},
+}
+
+
+def as_checkpoint(node: dict[str, Any]) -> Path:
+    """A checkpoint that has this MODEL node."""
+    save_checkpoint(
+        Path("evil.pt"), spec_of(node=node, size=(4, 4)), {"model": {"w": torch.ones(1)}}
+    )
+    return Path("evil.pt")
+
+
+def as_safetensors(node: dict[str, Any]) -> Path:
+    """A file such as `export` writes that has this MODEL node."""
+    about = {"spec": spec_of(node=node, size=(4, 4)).as_dict()}
+    save_file({"w": torch.ones(1)}, "evil.safetensors", metadata={"linnaeus": json.dumps(about)})
+    return Path("evil.safetensors")
+
+
+def as_folder(node: dict[str, Any]) -> Path:
+    """The folder of a run whose checkpoint has this MODEL node."""
+    Path("evil/checkpoints").mkdir(parents=True)
+    as_checkpoint(node).rename("evil/checkpoints/best.pt")
+    return Path("evil")
+
+
+FORMS: list[Callable[[dict[str, Any]], Path]] = [as_checkpoint, as_safetensors, as_folder]
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def is_marked() -> bool:
+    return Path(MARK).exists()
+
+
+@pytest.mark.parametrize("node", [OWN, SHELL, WRITE, ALIAS, *TOP.values(), NESTED["a list"]])
+def test_the_code_of_these_tests_does_harm_when_called(node: dict[str, Any]) -> None:
+    """A negative control of all tests below."""
+    offer = {"num_classes": {"a": 1}, "in_chans": 1, "img_size": (1, 1)}
+    call_target(node, "MODEL", offer={} if node in (SHELL, WRITE, ALIAS) else offer)
+    assert is_marked()
+
+
+@every_form
+@pytest.mark.parametrize("node", [SHELL, WRITE, ALIAS, *TOP.values(), *NESTED.values()])
+def test_a_file_calls_nothing_without_consent(
+    form: Callable[[dict[str, Any]], Path], node: dict[str, Any]
+) -> None:
+    path = form(node)
+    with pytest.raises(TrustError) as caught:
+        load_run(path, device="cpu")
+    assert caught.value.exit_code == 2
+    named = node.get("_target_", OWN["_target_"])
+    file = "evil/checkpoints/best.pt" if path.is_dir() else path.name
+    assert [word for word in (named, file) if word not in str(caught.value)] == []
+    assert not is_marked()
+
+
+@every_form
+@pytest.mark.parametrize("node", [SHELL, WRITE, ALIAS, TOP["a class"]])
+def test_no_file_calls_python_or_linnaeus_with_consent(
+    form: Callable[[dict[str, Any]], Path], node: dict[str, Any]
+) -> None:
+    """Nor a class that is no module."""
+    with pytest.raises(TrustError):
+        load_run(form(node), device="cpu", trust_code=True)
+    assert not is_marked()
+
+
+@pytest.mark.parametrize("node", NESTED.values(), ids=NESTED.keys())
+def test_arguments_of_safetensors_call_nothing_with_consent(node: dict[str, Any]) -> None:
+    with pytest.raises(TrustError):
+        load_run(as_safetensors(node), device="cpu", trust_code=True)
+    assert not is_marked()
+
+
+def test_consent_calls_what_the_file_names() -> None:
+    """The word is no ornament: with it, a function that can be imported runs, and has to give a module."""
+    with pytest.raises(ConfigError, match=r"nn\.Module"):
+        load_run(as_checkpoint(OWN), device="cpu", trust_code=True)
+    assert is_marked()
+    Path(MARK).unlink()
+    with pytest.raises(LinnaeusError):
+        load_run(as_checkpoint(NESTED["a mapping"]), device="cpu", trust_code=True)
+    assert is_marked()
+
+
+@pytest.mark.parametrize(
+    "node",
+    [FLAT, {"_target_": f"{__name__}.flat"}, {**FLAT, "extra": {"_target_": "torch.nn.GELU"}}],
+)
+def test_a_model_of_ones_own_opens_with_consent(run: Run, node: dict[str, Any]) -> None:
+    save_run(Path("own"), spec_of(node=node, size=(4, 4)))
+    (photo,) = write_images(Path("photos"), 1)
+    outcome = run("predict", "own", str(photo), "--device", "cpu")
+    assert (outcome.code, "--trust-code" in outcome.err) == (2, True)
+    assert run("predict", "own", str(photo), "--device", "cpu", "--trust-code").code == 0
+    opened = load_run("own", device="cpu", trust_code=True)
+    assert isinstance(opened.model, Flat)
+    if "extra" not in node:
+        assert opened.export("safetensors", "own.safetensors").difference == 0
+        assert run("predict", "own.safetensors", str(photo), "--device", "cpu").code == 2
+        again = load_run("own.safetensors", device="cpu", trust_code=True)
+        assert repr(again.predict(photo)) == repr(opened.predict(photo))
+
+
+def test_texts_of_a_file_are_no_interpolations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    texts = ["${oc.env:SECRET}", r"\${oc.env:SECRET}", "a${b}${oc.env:SECRET}"]
+    for number, extra in enumerate((texts, tuple(texts), {"a": {"b": texts}})):
+        folder = save_run(Path(f"{number}"), spec_of(node={**FLAT, "extra": extra}, size=(4, 4)))
+        model = load_run(folder, device="cpu", trust_code=True).model
+        assert model.extra == (list(extra) if isinstance(extra, tuple) else extra)
+
+
+# Names that would be fetched.
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The hosts that something asks for; there is no network."""
+    hosts: list[Any] = []
+
+    def refuse(host: Any, *_: Any, **__: Any) -> Any:
+        hosts.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return hosts
+
+
+@every_form
+@pytest.mark.parametrize("trust_code", [False, True])
+@pytest.mark.parametrize("name", ["hf-hub:someone/model", "hf_hub:a/b", "local-dir:/tmp", "x:y"])
+def test_a_file_names_no_place_to_fetch_a_model_from(
+    form: Callable[[dict[str, Any]], Path], name: str, trust_code: bool, asked: list[Any]
+) -> None:
+    with pytest.raises(TrustError) as caught:
+        load_run(form({**TIMM, "NAME": name}), device="cpu", trust_code=trust_code)
+    assert name in str(caught.value)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"PRETRAINED": True},
+        {"WEIGHTS": "weights.pt"},
+        {
+            "KWARGS": {
+                "pretrained_cfg": {"file": "weights.pt", "hf_hub_id": "a/b", "url": "http://a/b"}
+            }
+        },
+        {"KWARGS": {"pretrained_cfg_overlay": {"file": "weights.pt", "hf_hub_id": "a/b"}}},
+    ],
+)
+def test_weights_that_a_file_names_are_not_read(more: dict[str, Any], asked: list[Any]) -> None:
+    torch.save(Reduced(), "weights.pt")
+    save_run(Path("run"), spec_of())
+    content = torch.load("run/checkpoints/best.pt", weights_only=True)
+    content["model_spec"]["model"] |= more
+    torch.save(content, "run/checkpoints/best.pt")
+    load_run("run", device="cpu")
+    assert not is_marked()
+    assert asked == []
+
+
+@pytest.mark.parametrize("argument", [{"pretrained": True}, {"checkpoint_path": "weights.pt"}])
+def test_arguments_that_load_weights_are_refused(
+    argument: dict[str, Any], asked: list[Any]
+) -> None:
+    torch.save(Reduced(), "weights.pt")
+    with pytest.raises(ConfigError):
+        load_run(as_checkpoint({**TIMM, "KWARGS": argument}), device="cpu", trust_code=True)
+    assert not is_marked()
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "node", [{**TIMM, "LORA": {"RANK": 1, "a": 2}}, {"NAME": 7}, {**TIMM, "KWARGS": 3}, {}, 5]
+)
+def test_an_odd_model_is_one_clear_error(node: Any) -> None:
+    content = spec_of().as_dict() | {"model": node}
+    save_checkpoint(Path("odd.pt"), None, {"model": {"w": torch.ones(1)}}, model_spec=content)
+    with pytest.raises(LinnaeusError):
+        load_run("odd.pt", device="cpu")
+
+
+# The configuration of a run.
+
+
+def with_config(**nodes: Any) -> Path:
+    """A run of timm on a folder of images, with these nodes in its `config.yaml` and in its checkpoint."""
+    write_images(Path("data/val/Passeriformes/Sitta"), 2)
+    config = {"DATA": {"DATASET": {"NAME": "imagefolder", "ROOT": "data"}, "IMG_SIZE": 32}} | nodes
+    progress = {"epoch": 1, "samples": 0, "step": 1, "metrics": {}}
+    folder = save_run(Path("run"), spec_of(), config=config, progress=progress)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+EVALUATE = ("evaluate", "run", "EXPERIMENT.DEVICE=cpu", "DATA.NUM_WORKERS=0")
+EXPORT = ("export", "run", "--format", "torch-export")
+DATA = {"DATASET": {"_target_": f"{__name__}.mark", "split": "val"}, "IMG_SIZE": 32}
+BUILT = {
+    "a dataset": {"DATA": DATA},
+    "in a dataset": {"DATA": {"DATASET": {"_target_": "torch.utils.data.Dataset", "x": [OWN]}}},
+    "a partial in a dataset": {"DATA": {"DATASET": {**OWN, "x": {**OWN, "_partial_": True}}}},
+    "a loss": {"LOSS": OWN},
+    "in a loss": {"LOSS": {"_target_": "torch.nn.CrossEntropyLoss", "weight": OWN}},
+}
+
+
+@pytest.mark.parametrize("nodes", BUILT.values(), ids=BUILT.keys())
+def test_a_run_calls_its_dataset_and_loss_with_consent(run: Run, nodes: dict[str, Any]) -> None:
+    with_config(**nodes)
+    commands = [EVALUATE, *([EXPORT] if "DATA" in nodes else [])]
+    for command in commands:
+        outcome = run(*command)
+        assert (outcome.code, is_marked()) == (2, False), outcome.err
+        assert all(word in outcome.err for word in ("run/config.yaml", "--trust-code"))
+        run(*command, "--trust-code")
+        assert is_marked()
+        Path(MARK).unlink()
+    Path("run/config.yaml").unlink()  # what the checkpoint says is a file's word too
+    outcome = run(*EVALUATE)
+    assert (outcome.code, "best.pt" in outcome.err, is_marked()) == (2, True, False), outcome.err
+
+
+@pytest.mark.parametrize("node", [SHELL, WRITE, ALIAS])
+def test_no_configuration_of_a_run_calls_python(run: Run, node: dict[str, Any]) -> None:
+    with_config(DATA={"DATASET": node}, LOSS=node)
+    for command in (EVALUATE, EXPORT):
+        assert run(*command, "--trust-code").code == 2
+    assert not is_marked()
+
+
+def test_callbacks_and_optimizer_of_a_run_are_never_called(run: Run) -> None:
+    """Neither is needed, so they need no consent."""
+    with_config(TRAIN={"CALLBACKS": [OWN]}, OPTIMIZER=OWN, MODEL=OWN)
+    for command in (EVALUATE, EXPORT):
+        for words in ([], ["--trust-code"]):
+            outcome = run(*command, *words)
+            assert (outcome.code, is_marked()) == (0, False), outcome.err
+
+
+def test_images_of_ones_own_need_no_dataset_of_the_run(run: Run) -> None:
+    with_config(DATA=DATA)
+    assert run(*EXPORT, "--images", "data").code == 0
+    assert not is_marked()
+
+
+def test_what_the_user_types_needs_no_consent(run: Run) -> None:
+    with_config()
+    run(*EVALUATE, f"DATA.DATASET._target_={__name__}.mark", "DATA.DATASET.split=val")
+    assert is_marked()
+
+
+def test_a_run_has_no_interpolations_and_no_defaults(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    Path("other.yaml").write_text("DATA: {DATASET: {ROOT: hunter2}}")
+    folder = with_config()
+    text = (folder / "config.yaml").read_text()
+    for more in (
+        "TRAIN: {AMP: '${oc.env:SECRET}'}",
+        "SCHEDULE: {a: ['${oc.env:SECRET}']}",
+        "defaults: [other]",
+    ):
+        (folder / "config.yaml").write_text(f"{text}\n{more}\n")
+        outcome = run(*EVALUATE)
+        assert (outcome.code, "hunter2" in outcome.err + outcome.out) == (2, False)
+    escaped = text.replace("ROOT: data", r"ROOT: data\${oc.env:SECRET}")
+    assert escaped != text
+    (folder / "config.yaml").write_text(escaped)
+    assert "ROOT: data\\${oc.env:SECRET}" in run(*EVALUATE, "--print-config").out
+
+
+# Files that are data alone.
+
+
+@pytest.mark.parametrize("command", [("compare", "run"), EVALUATE, EXPORT])
+def test_yaml_makes_no_objects(run: Run, command: tuple[str, ...]) -> None:
+    folder = with_config()
+    (folder / "config.yaml").write_text(f"DATA: !!python/object/apply:os.system ['echo > {MARK}']")
+    run(*command)
+    assert not is_marked()
+
+
+def test_compare_reads_a_hostile_run(run: Run) -> None:
+    folder = with_config(**BUILT["a dataset"], LOSS=OWN, MODEL=OWN)
+    (folder / "metrics.jsonl").write_text('{"split": "val", "epoch": 1, "step": 1, "loss": 1.0}\n')
+    assert run("compare", str(folder)).code == 0
+    assert not is_marked()
+
+
+TRAIN = (
+    "EXPERIMENT.NAME=small",
+    "EXPERIMENT.DEVICE=cpu",
+    "MODEL.NAME=test_resnet",
+    "DATA.DATASET.NUM_SAMPLES=32",
+    "DATA.BATCH_SIZE=16",
+    "DATA.NUM_WORKERS=0",
+)
+
+
+def spoil(file: Path) -> None:
+    """Name hostile code wherever a checkpoint may name a class."""
+    content = torch.load(file, weights_only=True)
+    content["model_spec"]["model"] = {**OWN, "LORA": {**OWN}}
+    content["config"]["MODEL"] |= OWN
+    content["config"]["DATA"]["DATASET"] = OWN
+    content["config"]["TRAIN"]["CALLBACKS"] = [OWN]
+    content["callbacks"] = [{"TRAIN.CALLBACKS[0]": OWN}]
+    torch.save(content, file)
+
+
+def test_resuming_and_weights_run_no_code(run: Run) -> None:
+    assert run("train", *TRAIN, "TRAIN.EPOCHS=1").code == 0
+    folder = Path("runs/small")
+    for file in (folder / "checkpoints").glob("*.pt"):
+        spoil(file)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"MODEL": OWN, "LOSS": OWN}))
+    weights = ("MODEL.WEIGHTS=runs/small", "EXPERIMENT.NAME=next", "TRAIN.EPOCHS=1")
+    outcome = run("train", *TRAIN, *weights)
+    assert (outcome.code, is_marked()) == (0, False), outcome.err
+    outcome = run("train", *TRAIN, "TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True")
+    assert (outcome.code, is_marked()) == (0, False), outcome.err
+    content = torch.load(folder / "checkpoints/best.pt", weights_only=True)
+    content["model_spec"]["model"] = {"LORA": {"RANK": 1, **OWN}}
+    torch.save(content, "odd.pt")
+    assert run("train", *TRAIN, "MODEL.WEIGHTS=odd.pt", "EXPERIMENT.NAME=odd").code == 2
+    assert not is_marked()
+    torch.save({"state": Reduced()}, "pickle.pt")
+    outcome = run("train", *TRAIN, "MODEL.WEIGHTS=pickle.pt", "EXPERIMENT.NAME=third")
+    assert (outcome.code, is_marked()) == (2, False), outcome.err
+    (folder / "checkpoints/last.pt").write_bytes(Path("pickle.pt").read_bytes())
+    run("train", *TRAIN, "TRAIN.EPOCHS=3", "TRAIN.AUTO_RESUME=True")
+    assert not is_marked()
+    torch.load("pickle.pt", weights_only=False)
+    assert is_marked(), "a negative control"
