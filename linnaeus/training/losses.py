@@ -393,6 +393,12 @@ def _custom_loss(
     return SingleRank(loss, *counts)
 
 
+def trained_parameters(criterion: Any) -> list[nn.Parameter]:
+    """The loss's own parameters that train, such as a temperature or the centers of classes."""
+    parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
 def _as_tensor(parameter: inspect.Parameter, value: Any, device: torch.device | None) -> Any:
     """A list of numbers as a tensor, where the parameter's annotation names one."""
     if not isinstance(value, list) or not re.search(r"\bTensor\b", str(parameter.annotation)):

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch, batch_size
+from linnaeus.training.losses import trained_parameters
 from linnaeus.training.noise_scale import GradientProbe
 from linnaeus.training.precision import Precision
 
@@ -33,6 +35,7 @@ class TrainStep:
 
     Attributes:
         model: the module, or its DistributedDataParallel wrapper.
+        criterion: its own parameters train too; the step averages their gradients over the ranks.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
         before_step: called once per optimizer step, before the first forward pass.
@@ -95,9 +98,12 @@ class TrainStep:
         return total
 
     def _update(self) -> None:
+        of_loss = trained_parameters(self.criterion)
+        if isinstance(self.model, DistributedDataParallel):
+            _average_gradients(of_loss, self.model.process_group)
         if self.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+            nn.utils.clip_grad_norm_([*self.model.parameters(), *of_loss], self.clip_grad_norm)
         self.is_updating = True
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -111,6 +117,15 @@ class TrainStep:
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
         return nullcontext()
+
+
+def _average_gradients(parameters: Iterable[nn.Parameter], group: torch_dist.ProcessGroup) -> None:
+    """Average gradients over the ranks, in place. A rank without one counts as zero."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad /= group.size()  # before the sum, as DistributedDataParallel does
+        torch_dist.all_reduce(parameter.grad, group=group)
 
 
 @dataclass

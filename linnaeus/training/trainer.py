@@ -31,7 +31,7 @@ from linnaeus.training.accuracy import LossMeter, score
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import CallbackState, call_back, callback_states
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
-from linnaeus.training.ddp import distribute_batchnorm
+from linnaeus.training.ddp import broadcast_tensors, distribute_batchnorm
 from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.out_of_memory import (
     OutOfMemoryReport,
@@ -138,6 +138,7 @@ class Trainer:
             self.size_origins,
         )
         self._meter = LossMeter(self.world)
+        broadcast_tensors(self.assembly.criterion, self.world)
         self._train_with(self.wrap(self.assembly.model))
 
     def resume(self, content: Mapping[str, Any], seed: int) -> None:
@@ -256,6 +257,7 @@ class Trainer:
         self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
         self.world.update(lambda: f"training in epoch {epoch + 1}, step {self.progress.step + 1}")
         self.train_step.model.train()
+        self.assembly.criterion.train()
         self._clock = time.monotonic()
         while not self._take_steps():
             self._memory.clean()  # what the failed step held
@@ -516,6 +518,7 @@ class Trainer:
         """Validate on all batches; None on every rank if one was asked to stop."""
         step, metrics = self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
+        self.assembly.criterion.eval()
         metrics.reset()
         if isinstance(step.model, FSDPModule):
             self._validate_together(step)
