@@ -15,7 +15,6 @@ from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
 from linnaeus.training.losses import logits_per_level
-from linnaeus.words import is_smaller_better
 
 
 class ClassificationMetrics(nn.Module):
@@ -202,11 +201,6 @@ def headline(names: Sequence[str], criterion: nn.Module) -> str:
     top1 = [name for name in names if name.startswith(("top1/", "map/"))]
     weights = getattr(criterion, "level_weights", (1.0,) * len(top1))
     return ["loss", *(name for name, weight in zip(top1, weights, strict=True) if weight > 0)][-1]
-
-
-def score(metric: str, value: float) -> float:
-    """The value of a metric, negated where a lower one is better, so that larger is better."""
-    return -value if is_smaller_better(metric) else value
 
 
 class LossMeter:

@@ -27,7 +27,7 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError, first_line
-from linnaeus.training.accuracy import LossMeter, score
+from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import CallbackState, call_back, callback_states
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
@@ -45,6 +45,7 @@ from linnaeus.training.sharding import reshard
 from linnaeus.training.step import TrainStep, ValidationStep
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import Tracker
+from linnaeus.words import score
 
 logger = logging.getLogger("linnaeus.trainer")
 
@@ -58,6 +59,7 @@ class FitResult:
 
     Attributes:
         metrics: metrics of the last validation.
+        best_metrics: the best value of each metric over all validations.
         images_per_s: training samples per second over all ranks, since this process started training.
         training_s: seconds of training without validation, including those before the run was resumed.
         noise_scale: the gradient noise scale in samples; None where it is not known.
@@ -77,6 +79,7 @@ class FitResult:
     num_steps: int = 0
     best_epoch: int | None = None
     stopped_early: str = ""
+    best_metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -233,6 +236,7 @@ class Trainer:
             num_steps=self.progress.step,
             best_epoch=self.progress.best_epoch,
             stopped_early=self._stalled if self.progress.epoch < self.plan.num_epochs else "",
+            best_metrics=self.progress.best_metrics,
         )
 
     @property
@@ -504,6 +508,13 @@ class Trainer:
             Whether it is the best so far.
         """
         progress, headline = self.progress, self.assembly.headline
+        best = dict(progress.best_metrics)
+        for name, value in values.items():
+            if math.isfinite(value) and (
+                name not in best or score(name, value) > score(name, best[name])
+            ):
+                best[name] = value
+        progress.best_metrics = best
         metric = self.config.EARLY_STOPPING.METRIC or headline
         progress.watch(score(metric, values[metric]), self.config.EARLY_STOPPING.MIN_DELTA)
         self.schedule.validated(values[metric])
