@@ -39,7 +39,8 @@ class TrainStep:
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
         before_step: called once per optimizer step, before the first forward pass.
-        after_step: called once per optimizer step, after the parameters have changed (EMA).
+        after_step: called once per optimizer step, after the parameters have changed (EMA); not where the
+            scaler has skipped the step.
         probe: called after each backward pass, before clipping; measures the noise scale.
         is_updating: whether parameters, optimizer, loss scale or average are changing. After a step that
             failed it says whether they may have changed.
@@ -105,12 +106,18 @@ class TrainStep:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_([*self.model.parameters(), *of_loss], self.clip_grad_norm)
         self.is_updating = True
+        scale = self._scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.after_step is not None:
+        if self.after_step is not None and self._scale() >= scale:
             self.after_step()
         self.is_updating = False
+
+    def _scale(self) -> float:
+        """The scale of the loss, which falls where the scaler skips a step; 1 where nothing depends on it."""
+        is_read = self.after_step is not None and self.precision.device.type != "meta"
+        return self.scaler.get_scale() if is_read else 1.0
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """A context in which gradients are not averaged over the ranks."""

@@ -140,7 +140,7 @@ class Trainer:
             self.checkpoints.folder.parent,
             self.size_origins,
         )
-        self._meter = LossMeter(self.world)
+        self._meter = LossMeter(self.world, skips=self.assembly.scaler.is_enabled())
         broadcast_tensors(self.assembly.criterion, self.world)
         self._train_with(self.wrap(self.assembly.model))
 
