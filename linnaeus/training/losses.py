@@ -242,7 +242,9 @@ class MultilabelAsymmetric(MultilabelBinaryCrossEntropy):
     """Asymmetric loss (Ben-Baruch et al. 2021, arXiv:2009.14119) with gamma 1 and 4, and margin 0.05."""
 
     def _binary(self, logits: Tensor, target: Tensor) -> Tensor:
-        return AsymmetricLossMultiLabel(reduction="sum")(logits, target)  # type: ignore[no-any-return]
+        # As one sample: not every version of timm can be told to sum, but over one sample all do.
+        loss: Tensor = AsymmetricLossMultiLabel()(logits.reshape(1, -1), target.reshape(1, -1))
+        return loss
 
 
 def smoothed(probabilities: Tensor, label_smoothing: float) -> Tensor:
