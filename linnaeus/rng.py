@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -26,14 +28,21 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def set_deterministic(enabled: bool) -> None:
-    """Let torch use deterministic kernels only, or any. Call it before CUDA is used.
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Context in which torch uses deterministic kernels only, if enabled. Enter it before CUDA is used.
 
-    cuBLAS reads the size of its workspace from the environment when it starts; a value that is there is kept.
+    Otherwise the setting stays that of the caller, and it is put back at the end. cuBLAS reads the size of
+    its workspace from the environment when it starts; a value that is there is kept.
     """
+    before = torch.get_deterministic_debug_mode()
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(enabled)
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def derive_seed(*parts: int) -> int:

@@ -22,7 +22,7 @@ from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, writ
 from linnaeus.log import RunFolder
 from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
 from linnaeus.models.normalisation import with_normalisation
-from linnaeus.rng import seed_all, set_deterministic
+from linnaeus.rng import derive_seed, deterministic, seed_all
 from linnaeus.run_folder import TRIAL, stopped_reason
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import Ladder, find_planned_sizes, size_search
@@ -55,8 +55,8 @@ def run(config: Config) -> FitResult:
     """
     experiment, train, seed = config.EXPERIMENT, config.TRAIN, config.EXPERIMENT.SEED
     path = Path(experiment.OUTPUT_DIR) / experiment.NAME
-    set_deterministic(train.DETERMINISTIC)
     with (
+        deterministic(train.DETERMINISTIC),
         StopRequest().listening() as stop,
         join(experiment.DEVICE, config.DIST) as world,
         ExitStack() as stack,
@@ -157,6 +157,7 @@ def run(config: Config) -> FitResult:
             if folder.has_begun:
                 return
             run_id = trainer.checkpoint_extras["run"] = folder.begin()
+            chosen = {**plan.as_dict(), "NUM_WORKERS": loading.NUM_WORKERS}
             if world.is_main:
                 metrics_file = MetricsFile(
                     path / METRICS,
@@ -170,7 +171,7 @@ def run(config: Config) -> FitResult:
                     run_id=run_id,
                     folder=path,
                     num_steps=progress.step,
-                    config={**dataclasses.asdict(config), "PLAN": plan.as_dict()},
+                    config={**dataclasses.asdict(config), "PLAN": chosen},
                 )
                 trainer.tracker = stack.enter_context(tracker)
                 if TRIAL in os.environ:
@@ -179,7 +180,7 @@ def run(config: Config) -> FitResult:
                     trainer.callbacks[TRIAL] = Pruning(folder, stop, trainer)
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
-                save_config(config, path / CONFIG, {"RUN": run_id, **plan.as_dict()})
+                save_config(config, path / CONFIG, {"RUN": run_id, **chosen})
                 write_text_atomically(
                     path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n"
                 )
@@ -216,7 +217,8 @@ def run(config: Config) -> FitResult:
             begin=begin,
             callbacks=callbacks,
         )
-        seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
+        # Dropout differs between ranks; the weights are rank 0's.
+        seed_all(derive_seed(seed, world.rank) if world.rank else seed)
         if checkpoint is not None:
             trainer.resume(checkpoint.content, seed)
         result = trainer.fit()

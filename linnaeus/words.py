@@ -1,4 +1,4 @@
-"""Words of the sentences that users read."""
+"""Words of the sentences that users read, and what the name of a metric says."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 _NUM_NAMED = 5
 """Largest number of files or classes that a message names; it only counts the others."""
-_SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
+_SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "ece", "nll", "brier", "perplexity")
 """Ends of the names of metrics of which a lower value is a better one."""
+_OF_LEVELS = ("top1/", "top5/", "map/", "f1/")
+"""Starts of the names of metrics that end in the name of a level, which may be any."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -21,13 +23,19 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
-def is_smaller_better(metric: str) -> bool:
-    """Whether a lower value of a metric is a better one.
+def larger_is_better(metric: str) -> bool:
+    """Whether a larger value of a metric is a better one. Whatever compares values of a metric asks this.
 
-    >>> is_smaller_better("loss"), is_smaller_better("top1/piece"), is_smaller_better("calibration_error")
-    (True, False, True)
+    >>> larger_is_better("top1/loss"), larger_is_better("aux/loss"), larger_is_better("calibration_error")
+    (True, False, False)
     """
-    return metric.partition("/")[0].endswith(_SMALLER_IS_BETTER) or metric.endswith("/loss")
+    parts = metric.lower().split("/")
+    return metric.startswith(_OF_LEVELS) or not any(p.endswith(_SMALLER_IS_BETTER) for p in parts)
+
+
+def score(metric: str, value: float) -> float:
+    """The value of a metric, negated unless a larger one is better; the score of a score is the value."""
+    return value if larger_is_better(metric) else -value
 
 
 def several(names: Sequence[str]) -> str:

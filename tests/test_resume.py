@@ -157,6 +157,20 @@ def test_another_configuration_is_refused_before_anything_is_touched_or_said(
 
 
 @e2e
+def test_the_result_has_the_best_of_each_metric(run: Run, tmp_path: Path) -> None:
+    """Also of the validations before a stop."""
+    options = (*RESUMABLE, "OPTIMIZER.LR=3", "OPTIMIZER.NAME=sgd", "TRAIN.EPOCHS=5")
+    assert run(*options, interrupted(232)).code == 130
+    assert run(*options).code == 0
+    lines = lines_of(tmp_path / "runs/plain", "val")
+    losses, accuracies = ([line[name] for line in lines] for name in ("loss", "top1/class"))
+    result = json.loads((tmp_path / "runs/plain/result.json").read_text())
+    assert result["best"] == {"loss": min(losses), "top1/class": max(accuracies)}
+    assert min(losses) in losses[:2]
+    assert result["metrics"]["loss"] == losses[-1] > min(losses), "the last is not the best"
+
+
+@e2e
 def test_a_new_rate_is_taken_where_it_is_asked_for(run: Run, tmp_path: Path) -> None:
     assert run(*RESUMABLE, interrupted(132)).code == 130
     new = (

@@ -2,15 +2,35 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from linnaeus.autobatch.rng import preserved_generators, rng_state, set_rng_state
-from linnaeus.rng import derive_seed, seed_all, seed_generators, set_deterministic
+from linnaeus.rng import derive_seed, deterministic, seed_all, seed_generators
+from tests.helpers.runs import Run
+from tests.helpers.small_runs import PLAIN, Layers
 
 CPU = torch.device("cpu")
+MODES: list[int] = []
+"""torch's setting at each forward pass of `Spy`."""
+
+
+class Spy(Layers):
+    """Notes torch's setting, and in a file the seed of this process."""
+
+    def __init__(self, num_classes: int, folder: str = "") -> None:
+        super().__init__(num_classes)
+        self.folder = folder
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        MODES.append(torch.get_deterministic_debug_mode())
+        if self.folder:
+            Path(self.folder, os.environ.get("RANK", "0")).write_text(str(torch.initial_seed()))
+        outputs: torch.Tensor = super().forward(points)
+        return outputs
 
 
 def draws() -> list[float]:
@@ -73,10 +93,43 @@ def test_deterministic_kernels_set_up_cublas(
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     for before, after in ((None, ":4096:8"), (":16:8", ":16:8")):
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-        set_deterministic(False)
-        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        with deterministic(False):
+            assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
         if before is not None:
             monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", before)
-        set_deterministic(True)
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
-    assert torch.are_deterministic_algorithms_enabled()
+        with deterministic(True):
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == after
+            assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_run_puts_the_callers_setting_back(
+    run: Run,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: int,
+    enabled: bool,
+) -> None:
+    """Without `TRAIN.DETERMINISTIC` it also trains with the setting of the caller."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    request.addfinalizer(lambda: torch.set_deterministic_debug_mode(0))
+    torch.set_deterministic_debug_mode(mode)
+    MODES.clear()
+    options = (f"MODEL._target_={__name__}.Spy", f"TRAIN.DETERMINISTIC={enabled}", "TRAIN.EPOCHS=1")
+    assert run(*PLAIN, *options).code == 0
+    assert {*MODES} == {2 if enabled else mode}
+    assert torch.get_deterministic_debug_mode() == mode
+
+
+@pytest.mark.e2e
+@pytest.mark.distributed
+def test_no_rank_has_the_stream_of_another_seed(run: Run, torchrun: Run, tmp_path: Path) -> None:
+    spy = (*PLAIN, f"MODEL._target_={__name__}.Spy", f"MODEL.folder={tmp_path}", "TRAIN.EPOCHS=1")
+    assert torchrun(2, *spy, "EXPERIMENT.SEED=5").code == 0
+    first, second = ((tmp_path / rank).read_text() for rank in "01")
+    assert first == "5"
+    assert run(*spy, "EXPERIMENT.SEED=6", "EXPERIMENT.NAME=other").code == 0
+    assert (tmp_path / "0").read_text() == "6" != second
+    assert second == str(derive_seed(5, 1))

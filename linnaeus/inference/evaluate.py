@@ -67,7 +67,7 @@ def assemble_evaluation(
     model.requires_grad_(False)
     if config.COMPILE:
         model.compile()
-    criterion = build_loss(loss_node, taxonomy, device).to(device)
+    criterion = build_loss(loss_node, taxonomy, device).to(device).eval()
     try:
         criterion.load_state_dict(dict(trained.criterion_state))
     except RuntimeError as error:

@@ -1,7 +1,8 @@
 """A search with Optuna, in the workers: ask for a trial, train it, tell how it ended.
 
-The study is a journal in the sweep's folder, which Optuna makes for several processes on one file system. A
-trial that is neither told nor had by a living process is taken over like any other run.
+The study is a journal in the sweep's folder, which Optuna makes for several processes on one file system. It
+maximizes the best validation of a run; a loss is negated. A trial that is neither told nor had by a living
+process is taken over like any other run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from linnaeus.run_folder import TRIAL, State, read_state
 from linnaeus.signals import StopRequest
 from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
-from linnaeus.words import is_smaller_better
+from linnaeus.words import score
 
 if TYPE_CHECKING:
     from linnaeus.training.callbacks import CallbackState
@@ -55,7 +56,6 @@ class Study:
         self.sweep, self.optuna = sweep, optuna
         self.space: Space = read_space(sweep.argv)
         self._states = optuna.trial.TrialState
-        smaller_is_better = sweep.metric is not None and is_smaller_better(sweep.metric)
         path = str(sweep.folder / STUDY)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -65,7 +65,7 @@ class Study:
                     storage=optuna.storages.JournalStorage(journal.JournalFileBackend(path)),
                     study_name="sweep",
                     load_if_exists=True,
-                    direction="minimize" if smaller_is_better else "maximize",
+                    direction="maximize",
                 )
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise ConfigError(
@@ -148,8 +148,9 @@ class Study:
         value, told = None, self._states.FAIL
         if state.status == "finished":
             result = read_json(run.folder / RESULT) or {}
-            value = result.get("metrics", {}).get(self.sweep.metric or result.get("headline"))
-            told = told if value is None else None
+            metric = self.sweep.metric or result.get("headline", "")
+            if (best := result.get("best", {}).get(metric)) is not None:
+                value, told = score(metric, best), None
         elif state.status == "pruned":
             told = self._states.PRUNED
         elif state.status != "failed":
@@ -164,7 +165,9 @@ class Study:
         if not any(trial.state == self._states.COMPLETE for trial in self.trials()):
             return None
         best = self.study.best_trial
-        return f"{self._run_of(best.params).title} with {best.value:.4f}"
+        run = self._run_of(best.params)
+        metric = self.sweep.metric or (read_json(run.folder / RESULT) or {}).get("headline", "")
+        return f"{run.title} with {score(metric, best.value):.4f}"
 
     def report(
         self, number: int, values: Mapping[str, float], headline: str, epoch: int, num_epochs: int
@@ -191,7 +194,7 @@ class Study:
         trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
         if frozen.state.is_finished() or epoch in frozen.intermediate_values:
             return False
-        trial.report(values[goal], epoch)
+        trial.report(score(goal, values[goal]), epoch)
         return self.sweep.prune and num_epochs - epoch >= MIN_EPOCHS_LEFT and trial.should_prune()
 
     def _run_of(self, params: Mapping[str, Any]) -> SweepRun:

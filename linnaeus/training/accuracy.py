@@ -15,7 +15,6 @@ from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
 from linnaeus.training.losses import logits_per_level
-from linnaeus.words import is_smaller_better
 
 
 class ClassificationMetrics(nn.Module):
@@ -204,23 +203,34 @@ def headline(names: Sequence[str], criterion: nn.Module) -> str:
     return ["loss", *(name for name, weight in zip(top1, weights, strict=True) if weight > 0)][-1]
 
 
-def score(metric: str, value: float) -> float:
-    """The value of a metric, negated where a lower one is better, so that larger is better."""
-    return -value if is_smaller_better(metric) else value
+MAX_SKIPPED_STEPS = 20
+"""A gradient scaler skips steps whose loss is not finite. So many in a row end the run."""
 
 
 class LossMeter:
-    """Sums the loss on the device and reads it only when asked, so that no step waits for it."""
+    """Sums the loss on the device and reads it only when asked, so that no step waits for it.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        world: the processes.
+        skips: whether a gradient scaler skips steps whose loss is not finite. The mean leaves them out.
+    """
+
+    def __init__(self, world: World, *, skips: bool = False) -> None:
         self._world = world
+        self._skips = skips
         self._total: torch.Tensor | None = None
-        self._count = 0
+        self._count: torch.Tensor | int = 0
+        self._num_skipped = torch.zeros((), device=world.device)
 
     def add(self, loss: torch.Tensor) -> None:
         """Add one optimizer step's mean loss."""
+        is_counted: torch.Tensor | int = 1
+        if self._skips:
+            is_counted = loss.isfinite()
+            self._num_skipped = (self._num_skipped + 1) * ~is_counted
+            loss = loss.where(is_counted, 0.0)
         self._total = loss if self._total is None else self._total + loss
-        self._count += 1
+        self._count = self._count + is_counted
 
     def drain(self) -> float:
         """The same as `mean`; the next mean starts after this call."""
@@ -230,7 +240,7 @@ class LossMeter:
 
     def state(self) -> tuple[float, int]:
         """The sum and the number of steps, on this rank, for a checkpoint."""
-        return 0.0 if self._total is None else float(self._total), self._count
+        return 0.0 if self._total is None else float(self._total), int(self._count)
 
     def load_states(self, states: Sequence[tuple[float, int]]) -> None:
         """Go on from what `state` gave on each rank; on another number of ranks, from their mean."""
@@ -247,14 +257,21 @@ class LossMeter:
         Every rank must call this.
 
         Raises:
-            LinnaeusError: the loss is not finite.
+            LinnaeusError: the loss is not finite, or with a scaler was not in `MAX_SKIPPED_STEPS` steps.
         """
         if self._total is None:
             return math.nan
-        mean = float(self._world.mean(self._total / self._count))
-        if not math.isfinite(mean):
+        count = torch.as_tensor(self._count, dtype=self._total.dtype, device=self._total.device)
+        total, count = self._world.reduce(torch.stack([self._total, count]))
+        mean = float(total / count)
+        problem = "" if self._skips or math.isfinite(mean) else f"is {mean}"
+        if self._skips:
+            num = int(self._world.reduce(self._num_skipped.clone(), "MAX"))
+            if num >= MAX_SKIPPED_STEPS:
+                problem = f"was not finite in the last {num} steps, which the gradient scaler skips"
+        if problem:
             raise LinnaeusError(
-                f"the training loss is {mean}. Lower OPTIMIZER.LR, raise SCHEDULE.WARMUP_EPOCHS, set "
+                f"the training loss {problem}. Lower OPTIMIZER.LR, raise SCHEDULE.WARMUP_EPOCHS, set "
                 "TRAIN.CLIP_GRAD_NORM, or use TRAIN.AMP bf16 or off. Earlier checkpoints are kept"
             )
         return mean

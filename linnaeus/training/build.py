@@ -34,7 +34,12 @@ from linnaeus.training.checkpoint import TrainingState
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ddp import broadcast_batchnorm
 from linnaeus.training.ema import Ema
-from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabilities
+from linnaeus.training.losses import (
+    SingleRank,
+    build_loss,
+    gives_log_probabilities,
+    trained_parameters,
+)
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
 from linnaeus.training.precision import build_precision
@@ -153,8 +158,13 @@ def assemble(
     if config.COMPILE:
         model.compile()
     criterion = _build_criterion(loss_node, data, device)
+    if shards is not None and trained_parameters(criterion):
+        raise ConfigError(
+            f"DIST.SHARDING: {shards.SHARDING!r} does not go with the trainable parameters of "
+            f"{loss_node['_target_']} (LOSS); set none, or put the parameters into the model"
+        )
     with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
-        optimizer = build_optimizer(optimizer_node, model)
+        optimizer = build_optimizer(optimizer_node, model, trained_parameters(criterion))
     ema = Ema(model, config.EMA.DECAY, average) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)
     if (wanted := config.EARLY_STOPPING.METRIC) not in (None, *metrics.names):
@@ -264,7 +274,11 @@ def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
 
 def built_facts(data: DataBundle, assembly: Assembly) -> dict[str, str]:
     """What all ranks must have built alike before the first collective, short enough for an error."""
-    parameters = [(name, list(p.shape)) for name, p in assembly.model.named_parameters()]
+    parameters = [
+        (name, list(parameter.shape))
+        for part in (assembly.model, assembly.criterion)
+        for name, parameter in part.named_parameters()
+    ]
     classes = (
         {}
         if data.taxonomy is None

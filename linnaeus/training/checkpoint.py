@@ -68,6 +68,7 @@ class TrainingProgress:
         step: number of optimizer steps done.
         best: best headline metric so far, where larger is better; None before the first validation.
         metrics: metrics of the last validation.
+        best_metrics: the best value of each metric so far, where one was finite.
         seconds: time spent in training steps, loading included, validation not.
         best_epoch: the epoch of `best`; None where it is not known.
         watched_best: best value of the metric that early stopping watches, where larger is better.
@@ -83,6 +84,7 @@ class TrainingProgress:
     best_epoch: int | None = None
     watched_best: float = -math.inf
     num_stale: int = 0
+    best_metrics: dict[str, float] = field(default_factory=dict)
 
     def watch(self, value: float, min_delta: float) -> None:
         """Count a validation for early stopping: larger is better, by more than `min_delta`."""

@@ -78,6 +78,13 @@ def _settle_buckets(wrapper: DistributedDataParallel) -> None:
 
 
 @torch.no_grad()
+def broadcast_tensors(module: nn.Module, world: World) -> None:
+    """Give rank 0's parameters and buffers to all ranks. Collective."""
+    for tensor in (*module.parameters(), *module.buffers()) if world.is_distributed else ():
+        torch_dist.broadcast(tensor, src=0)
+
+
+@torch.no_grad()
 def broadcast_batchnorm(model: nn.Module) -> None:
     """Give rank 0's running statistics to all ranks of a sharded model, as DistributedDataParallel does."""
     mesh: Any = next(model.parameters()).device_mesh  # type: ignore[attr-defined]

@@ -242,7 +242,9 @@ class MultilabelAsymmetric(MultilabelBinaryCrossEntropy):
     """Asymmetric loss (Ben-Baruch et al. 2021, arXiv:2009.14119) with gamma 1 and 4, and margin 0.05."""
 
     def _binary(self, logits: Tensor, target: Tensor) -> Tensor:
-        return AsymmetricLossMultiLabel(reduction="sum")(logits, target)  # type: ignore[no-any-return]
+        # As one sample: not every version of timm can be told to sum, but over one sample all do.
+        loss: Tensor = AsymmetricLossMultiLabel()(logits.reshape(1, -1), target.reshape(1, -1))
+        return loss
 
 
 def smoothed(probabilities: Tensor, label_smoothing: float) -> Tensor:
@@ -391,6 +393,12 @@ def _custom_loss(
             "the built-in ones (LOSS.NAME, LOSS.LABEL_SMOOTHING, LOSS.RANK_WEIGHTS)"
         )
     return SingleRank(loss, *counts)
+
+
+def trained_parameters(criterion: Any) -> list[nn.Parameter]:
+    """The loss's own parameters that train, such as a temperature or the centers of classes."""
+    parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def _as_tensor(parameter: inspect.Parameter, value: Any, device: torch.device | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 import timm.optim
@@ -13,14 +14,17 @@ from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.errors import ConfigError
 
 
-def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer over the model's trainable parameters.
+def build_optimizer(
+    node: Any, model: nn.Module, loss_parameters: Sequence[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """Build the optimizer over the trainable parameters of the model and of the loss.
 
     Args:
         node: `OptimizerConfig` (timm's factory: no weight decay on biases, norms and what the model's
             `no_weight_decay` names), or a `_target_` node of a callable that takes the parameters first.
             A group's `lr_scale`, where it has one, is for the schedule to apply.
         model: without DistributedDataParallel.
+        loss_parameters: become the last group, without weight decay.
 
     Raises:
         ConfigError: an unknown optimizer, arguments that it does not accept, or one that differentiates the
@@ -33,9 +37,12 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = call_target(node, "OPTIMIZER", parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"OPTIMIZER: {node['_target_']} is not a torch.optim.Optimizer")
-        return optimizer
-    optimizer = _from_timm(node, model)
-    if getattr(optimizer, "is_second_order", False):
+    else:
+        optimizer = _from_timm(node, model)
+    if loss_parameters:
+        no_decay = {"weight_decay": 0.0} if "weight_decay" in optimizer.defaults else {}
+        optimizer.add_param_group({"params": list(loss_parameters), **no_decay})
+    if not is_target(node) and getattr(optimizer, "is_second_order", False):
         raise ConfigError(
             f"OPTIMIZER.NAME: {node.NAME!r} differentiates the gradients again (`create_graph`), which the "
             "training step does not prepare; choose another"

@@ -159,6 +159,7 @@ def save_result(result: FitResult, plan: BatchPlan, path: Path, run_id: str) -> 
     content = {
         "run": run_id,
         "metrics": metrics,
+        "best": result.best_metrics,
         "headline": result.headline,
         "best_epoch": result.best_epoch,
         "stopped_early": bool(result.stopped_early),

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from linnaeus.batching.plan import steps_in
 from linnaeus.config.schema import ScheduleConfig
-from linnaeus.words import is_smaller_better
+from linnaeus.words import larger_is_better
 
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 """What torch's scheduler counts. The rest of its state is configuration, which a resumed run may change."""
@@ -131,7 +131,7 @@ class Schedule:
         ):  # the optimizer that it sees has the fraction of the peak as its rate
             self._plateau = ReduceLROnPlateau(
                 torch.optim.SGD([torch.zeros(())], lr=1.0),
-                "min" if is_smaller_better(metric) else "max",
+                "max" if larger_is_better(metric) else "min",
                 factor=config.GAMMA,
                 patience=config.PATIENCE,
                 min_lr=config.MIN_LR_FRACTION,

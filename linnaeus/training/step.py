@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch, batch_size
+from linnaeus.training.losses import trained_parameters
 from linnaeus.training.noise_scale import GradientProbe
 from linnaeus.training.precision import Precision
 
@@ -33,10 +35,12 @@ class TrainStep:
 
     Attributes:
         model: the module, or its DistributedDataParallel wrapper.
+        criterion: its own parameters train too; the step averages their gradients over the ranks.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
         before_step: called once per optimizer step, before the first forward pass.
-        after_step: called once per optimizer step, after the parameters have changed (EMA).
+        after_step: called once per optimizer step, after the parameters have changed (EMA); not where the
+            scaler has skipped the step.
         probe: called after each backward pass, before clipping; measures the noise scale.
         is_updating: whether parameters, optimizer, loss scale or average are changing. After a step that
             failed it says whether they may have changed.
@@ -95,22 +99,40 @@ class TrainStep:
         return total
 
     def _update(self) -> None:
+        of_loss = trained_parameters(self.criterion)
+        if isinstance(self.model, DistributedDataParallel):
+            _average_gradients(of_loss, self.model.process_group)
         if self.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+            nn.utils.clip_grad_norm_([*self.model.parameters(), *of_loss], self.clip_grad_norm)
         self.is_updating = True
+        scale = self._scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.after_step is not None:
+        if self.after_step is not None and self._scale() >= scale:
             self.after_step()
         self.is_updating = False
+
+    def _scale(self) -> float:
+        """The scale of the loss, which falls where the scaler skips a step; 1 where nothing depends on it."""
+        is_read = self.after_step is not None and self.precision.device.type != "meta"
+        return self.scaler.get_scale() if is_read else 1.0
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """A context in which gradients are not averaged over the ranks."""
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
         return nullcontext()
+
+
+def _average_gradients(parameters: Iterable[nn.Parameter], group: torch_dist.ProcessGroup) -> None:
+    """Average gradients over the ranks, in place. A rank without one counts as zero."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad /= group.size()  # before the sum, as DistributedDataParallel does
+        torch_dist.all_reduce(parameter.grad, group=group)
 
 
 @dataclass

@@ -27,11 +27,11 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError, first_line
-from linnaeus.training.accuracy import LossMeter, score
+from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import CallbackState, call_back, callback_states
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
-from linnaeus.training.ddp import distribute_batchnorm
+from linnaeus.training.ddp import broadcast_tensors, distribute_batchnorm
 from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.out_of_memory import (
     OutOfMemoryReport,
@@ -45,6 +45,7 @@ from linnaeus.training.sharding import reshard
 from linnaeus.training.step import TrainStep, ValidationStep
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import Tracker
+from linnaeus.words import score
 
 logger = logging.getLogger("linnaeus.trainer")
 
@@ -58,6 +59,7 @@ class FitResult:
 
     Attributes:
         metrics: metrics of the last validation.
+        best_metrics: the best value of each metric over all validations.
         images_per_s: training samples per second over all ranks, since this process started training.
         training_s: seconds of training without validation, including those before the run was resumed.
         noise_scale: the gradient noise scale in samples; None where it is not known.
@@ -77,6 +79,7 @@ class FitResult:
     num_steps: int = 0
     best_epoch: int | None = None
     stopped_early: str = ""
+    best_metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -137,7 +140,8 @@ class Trainer:
             self.checkpoints.folder.parent,
             self.size_origins,
         )
-        self._meter = LossMeter(self.world)
+        self._meter = LossMeter(self.world, skips=self.assembly.scaler.is_enabled())
+        broadcast_tensors(self.assembly.criterion, self.world)
         self._train_with(self.wrap(self.assembly.model))
 
     def resume(self, content: Mapping[str, Any], seed: int) -> None:
@@ -232,6 +236,7 @@ class Trainer:
             num_steps=self.progress.step,
             best_epoch=self.progress.best_epoch,
             stopped_early=self._stalled if self.progress.epoch < self.plan.num_epochs else "",
+            best_metrics=self.progress.best_metrics,
         )
 
     @property
@@ -256,6 +261,7 @@ class Trainer:
         self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
         self.world.update(lambda: f"training in epoch {epoch + 1}, step {self.progress.step + 1}")
         self.train_step.model.train()
+        self.assembly.criterion.train()
         self._clock = time.monotonic()
         while not self._take_steps():
             self._memory.clean()  # what the failed step held
@@ -502,6 +508,13 @@ class Trainer:
             Whether it is the best so far.
         """
         progress, headline = self.progress, self.assembly.headline
+        best = dict(progress.best_metrics)
+        for name, value in values.items():
+            if math.isfinite(value) and (
+                name not in best or score(name, value) > score(name, best[name])
+            ):
+                best[name] = value
+        progress.best_metrics = best
         metric = self.config.EARLY_STOPPING.METRIC or headline
         progress.watch(score(metric, values[metric]), self.config.EARLY_STOPPING.MIN_DELTA)
         self.schedule.validated(values[metric])
@@ -516,6 +529,7 @@ class Trainer:
         """Validate on all batches; None on every rank if one was asked to stop."""
         step, metrics = self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
+        self.assembly.criterion.eval()
         metrics.reset()
         if isinstance(step.model, FSDPModule):
             self._validate_together(step)

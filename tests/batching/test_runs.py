@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from torch import Tensor, nn
 
 from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
@@ -186,6 +187,20 @@ def test_the_saved_configuration_repeats_the_run(
     assert again.code == 0, again.err
     assert_same_bits(weights(tmp_path / "runs/plain"), weights(tmp_path / "runs/again"))
     assert plan_of(tmp_path / "runs/plain") == plan_of(tmp_path / "runs/again")
+
+
+@pytest.mark.parametrize(("asked", "used"), [("null", 0), ("1", 1)])
+def test_the_plan_has_the_loader_processes_in_use(
+    run: Run, tmp_path: Path, asked: str, used: int
+) -> None:
+    """The key stays as it was set, so that another machine measures anew."""
+    options = (*PLAIN, "TRAIN.AUTO_RESUME=True", f"DATA.NUM_WORKERS={asked}")
+    assert run(*options, "TRAIN.EPOCHS=1").code == 0
+    folder = tmp_path / "runs/plain"
+    assert plan_of(folder)["NUM_WORKERS"] == used
+    text = (folder / "config.yaml").read_text()
+    assert yaml.safe_load(text)["DATA"]["NUM_WORKERS"] == yaml.safe_load(asked)
+    assert run("--cfg", str(folder / "config.yaml"), "TRAIN.EPOCHS=2").code == 0
 
 
 SEARCH = (*PLAIN, "DATA.AUTOBATCH.ENABLED=True")

@@ -62,12 +62,14 @@ def open_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     return open_it
 
 
-def end(run: SweepRun, value: float | None, code: int = 0) -> None:
-    """Let the run of a trial end; None for one without a result."""
+def end(run: SweepRun, value: float | None, code: int = 0, headline: str = "top1/a") -> None:
+    """Let the run of a trial end; None for one without a result. Its last validation is as bad as can be."""
     claim = Claim(run.folder)
     claim.begin()
     if value is not None:
-        result = {"metrics": {"loss": 1 - value, "top1/a": value}, "headline": "top1/a"}
+        best = {"loss": 1 - value, "top1/a": value}
+        last = {"loss": 1.0, "top1/a": 0.0}
+        result = {"metrics": last, "best": best, "headline": headline}
         (run.folder / "result.json").write_text(json.dumps(result))
     claim.end(code, pruned=code == 143)
     claim.release()
@@ -138,8 +140,25 @@ def test_a_trial_that_was_half_asked_has_failed(open_study: Open) -> None:
     assert states(study) == ["FAIL", "RUNNING"]
 
 
+@pytest.mark.parametrize(
+    ("options", "headline", "best"),
+    [((), "top1/a", 0.9), ((), "loss", 0.1), (("--metric", "loss"), "top1/a", 0.1)],
+)
+def test_the_best_epoch_of_the_best_run_wins(
+    open_study: Open, options: tuple[str, ...], headline: str, best: float
+) -> None:
+    """Runs without classes have the loss as headline, and less of it is better."""
+    study = open_study(RATES, *options)
+    runs = [asked for _ in range(3) if (asked := study.ask()) is not None]
+    for (_, run), value in zip(runs, (0.1, 0.9, 0.5), strict=True):
+        end(run, value, headline=headline)
+    study.tell_ended()
+    assert study.best() == f"{runs[1][1].title} with {best:.4f}"
+
+
+@pytest.mark.parametrize("headline", ["top1/a", "loss"])
 @pytest.mark.parametrize("prunes", [True, False])
-def test_the_worst_of_several_is_pruned(open_study: Open, prunes: bool) -> None:
+def test_the_worst_of_several_is_pruned(open_study: Open, prunes: bool, headline: str) -> None:
     """After a quarter of the epochs, and where two are left."""
     study = open_study(RATES, *([] if prunes else ["--no-prune"]), trials=7)
     ended = []
@@ -148,7 +167,8 @@ def test_the_worst_of_several_is_pruned(open_study: Open, prunes: bool) -> None:
         assert asked is not None
         value = 0.5 if number < 6 else 0.1
         for epoch in range(1, 20):
-            if study.report(asked[0], {"loss": 0.5, "top1/a": value}, "top1/a", epoch, 20):
+            values = {"loss": 1 - value, "top1/a": 0.5 if headline == "loss" else value}
+            if study.report(asked[0], values, headline, epoch, 20):
                 ended.append((number, epoch))
                 break
         else:
@@ -192,7 +212,7 @@ def test_a_whole_search(run_in_child: Run, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.out + outcome.err
     entries = figures(tmp_path / "runs/tiny")
     assert [entry["status"] for entry in entries] == ["finished"] * 3
-    best = max(entry["metrics"]["top1/class"] for entry in entries)
+    best = max(entry["best"]["top1/class"]["value"] for entry in entries)
     assert f" {best:.4f}" in outcome.out.splitlines()[-1]
     study = Study(Sweep.read(tmp_path / "runs/tiny"))
     assert states(study) == ["COMPLETE"] * 3

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World
-from linnaeus.training.accuracy import ClassificationMetrics, LossMeter, headline
+from linnaeus.errors import LinnaeusError
+from linnaeus.training.accuracy import (
+    MAX_SKIPPED_STEPS,
+    ClassificationMetrics,
+    LossMeter,
+    headline,
+)
 from linnaeus.training.losses import TaxonomicCrossEntropy
 
 CPU = torch.device("cpu")
@@ -175,3 +181,32 @@ def test_the_mean_is_over_the_steps_since_the_last_line() -> None:
     assert meter.drain() == 3.0
     meter.add(torch.tensor(5.0))
     assert meter.mean() == 5.0
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_steps_that_a_scaler_skips_are_left_out_of_the_mean(bad: float) -> None:
+    meter = LossMeter(World(torch.device("cpu")), skips=True)
+    for loss in (1.0, bad, 2.0, bad, 6.0):
+        meter.add(torch.tensor(loss))
+    assert meter.state() == (9.0, 3)
+    assert meter.drain() == 3.0
+    meter.add(torch.tensor(bad))
+    assert math.isnan(meter.drain()), "no step counts"
+    without_scaler = LossMeter(World(torch.device("cpu")))
+    without_scaler.add(torch.tensor(1.0))
+    without_scaler.add(torch.tensor(bad))
+    with pytest.raises(LinnaeusError, match="training loss"):
+        without_scaler.mean()
+
+
+def test_many_skipped_steps_in_a_row_end_the_run() -> None:
+    meter = LossMeter(World(torch.device("cpu")), skips=True)
+    for number in range(3 * MAX_SKIPPED_STEPS):
+        meter.add(torch.tensor(2.0 if number % MAX_SKIPPED_STEPS == 0 else INF))
+    assert meter.drain() == 2.0
+    meter.add(torch.tensor(NAN))
+    with pytest.raises(LinnaeusError, match=rf"{MAX_SKIPPED_STEPS} steps.*TRAIN\.AMP bf16"):
+        meter.drain()

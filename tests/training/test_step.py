@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch
+from linnaeus.training.ema import Ema
 from linnaeus.training.precision import Precision
 from linnaeus.training.step import TrainStep, ValidationStep
 
@@ -237,6 +238,23 @@ def test_after_step_runs_once_with_the_new_parameters_and_no_gradients(
         split(batch, num_micro_batches), num_micro_batches
     )
     assert seen == [True]
+
+
+def test_after_step_does_not_run_where_the_scaler_skips_a_step() -> None:
+    model, batch = make_model(torch.float32), make_batch(dtype=torch.float32)
+    ema = Ema(model, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    step = make_step(
+        model, scaler=scaler, precision=Precision(CPU, torch.float16), after_step=ema.update
+    )
+    num_skipped, num_updates = 0, []
+    for _ in range(25):
+        before = parameters(model)
+        step([batch])
+        num_skipped += all(map(torch.equal, before, parameters(model)))
+        num_updates.append(ema.num_updates)
+    assert num_updates == [max(0, number - num_skipped) for number in range(1, 26)]
+    assert 0 < num_skipped < 25
 
 
 # --- several processes ---

@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import pytest
+from torch import Tensor, nn
 
 from tests.helpers.greedy import trainer_of
+from tests.helpers.runs import Run, checkpoint_of
+from tests.helpers.small_runs import PLAIN, Layers, lines_of
 
 SMALL = (
     "~MODEL",
@@ -59,3 +62,44 @@ def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path: 
     assert trained[0] == {name for name in names if name.startswith("heads.")}
     assert trained[1] == names
     assert step.model is bare.assembly.model
+
+
+class Overflowing(Layers):
+    """Its outputs exceed float16 in the first so many forward passes of training."""
+
+    def __init__(self, num_classes: int, num_passes: int) -> None:
+        super().__init__(num_classes)
+        self.left = num_passes
+
+    def forward(self, points: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(points)
+        self.left -= self.training
+        return outputs * 2.0**30 / 2.0**30 if self.training and self.left >= 0 else outputs
+
+
+OVERFLOWING = (*PLAIN, f"MODEL._target_={__name__}.Overflowing", "TRAIN.EPOCHS=8")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("amp", "num_null"), [("fp16", 2), ("off", 0)])
+def test_a_forward_pass_that_overflows_skips_a_step(
+    run: Run, tmp_path: Path, amp: str, num_null: int
+) -> None:
+    options = ("MODEL.num_passes=2", f"TRAIN.AMP={amp}", "TRAIN.EMA.ENABLED=True")
+    outcome = run(*OVERFLOWING, *options)
+    assert outcome.code == 0, outcome.err
+    folder = tmp_path / "runs/plain"
+    losses = [line["loss"] for line in lines_of(folder)]
+    assert len(losses) == 24
+    assert losses.count(None) == num_null
+    state = checkpoint_of(folder)["state"]
+    assert state["ema"]["num_updates"] == 24 - num_null
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("amp", "code"), [("fp16", 1), ("off", 0)])
+def test_only_overflow_in_every_step_ends_a_run(run: Run, amp: str, code: int) -> None:
+    outcome = run(*OVERFLOWING, "MODEL.num_passes=100", f"TRAIN.AMP={amp}")
+    assert outcome.code == code
+    assert ("TRAIN.AMP bf16" in outcome.err) == bool(code)

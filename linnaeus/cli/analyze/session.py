@@ -24,7 +24,7 @@ from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED, AutoBatchError
 from linnaeus.log import close_logging, set_up_logging
 from linnaeus.models.normalisation import with_normalisation
-from linnaeus.rng import seed_all, set_deterministic
+from linnaeus.rng import deterministic, seed_all
 from linnaeus.sizing.sizes import log_level
 
 logger = logging.getLogger("linnaeus.cli")
@@ -59,9 +59,9 @@ def run(options: Options, config: Config) -> int:
             joining as world,
             log_level(config.DATA.AUTOBATCH, "train") as is_shown,
             StatusLine(console if is_shown else None) as line,
+            deterministic(config.TRAIN.DETERMINISTIC),
         ):
             line.update("starting")
-            set_deterministic(config.TRAIN.DETERMINISTIC)
             seed_all(config.EXPERIMENT.SEED)
             if options.hf is not None:
                 predict_language_sizes(gpus_of(options, config), options, analysis, line.update)

@@ -19,7 +19,7 @@ from linnaeus.config.tree import PLAN
 from linnaeus.files import CONFIG, METRICS, RESULT, read_json
 from linnaeus.run_folder import RunStatus, State, read_state
 from linnaeus.sweep.folder import ASKED, flattened
-from linnaeus.words import is_smaller_better
+from linnaeus.words import score
 
 Flat = Mapping[str, Any]
 """A configuration as values by dotted key."""
@@ -122,9 +122,10 @@ class History:
 
     def best(self, metric: str) -> Best | None:
         """The best value, and the first epoch that has it; None where no value is finite."""
-        sign = 1 if is_smaller_better(metric) else -1
-        found = min(((sign * value, epoch) for epoch, value in self.finite(metric)), default=None)
-        return None if found is None else Best(sign * found[0], found[1])
+        found = max(
+            ((score(metric, value), -epoch) for epoch, value in self.finite(metric)), default=None
+        )
+        return None if found is None else Best(score(metric, found[0]), -found[1])
 
     @property
     def epoch(self) -> int:

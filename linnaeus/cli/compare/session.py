@@ -23,7 +23,7 @@ from linnaeus.cli.tables import cell
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError
 from linnaeus.run_folder import OUTPUT, last_line
-from linnaeus.words import counted, is_smaller_better
+from linnaeus.words import counted, larger_is_better
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,7 +84,7 @@ def sort_rows(runs: Comparison, key: str) -> None:
             f"--sort: {wanted!r} is no metric, column or key that differs; closest are {', '.join(close)}"
         )
     in_order = [row for row in runs.rows if values[row.folder][column] not in (None, "")]
-    is_reversed = key.startswith("-") != (is_metric and not is_smaller_better(name))
+    is_reversed = key.startswith("-") != (is_metric and larger_is_better(name))
     in_order.sort(key=lambda row: _order(values[row.folder][column]), reverse=is_reversed)
     runs.rows = in_order + [row for row in runs.rows if row not in in_order]
 
@@ -230,7 +230,7 @@ def save_plot(runs: Comparison, path: Path) -> None:
 
 
 def save_search_plot(runs: Comparison, axes: Sequence[Axis], path: Path) -> None:
-    """Draw the metric in the order of the runs, with the best so far, and against each key that was searched.
+    """Draw each run's best value in the order of the runs, and against each key that was searched.
 
     Hollow points have not finished.
     """
@@ -238,15 +238,19 @@ def save_search_plot(runs: Comparison, axes: Sequence[Axis], path: Path) -> None
     columns = [name for name in runs.columns if name not in ("folder", "reason")]
     finished, pruned = (len(runs.with_status(status)) for status in ("finished", "pruned"))
     title = f"{num_runs} of a search, {finished} finished, {pruned} pruned"
-    points = [(n, row, row.value(metric)) for n, row in enumerate(runs.rows, start=1)]
+    found = [row.history.best(metric) for row in runs.rows]
+    points = [
+        (n, row, best and best.value)
+        for n, (row, best) in enumerate(zip(runs.rows, found, strict=True), start=1)
+    ]
     with drawing(path, title, runs, columns, num_columns=len(axes) + 1) as [panels]:
-        decorate(panels[0], f"validation {metric}", "run", metric)
+        decorate(panels[0], f"best validation {metric}", "run", metric)
         ended = {
             n: value
             for n, row, value in points
             if row.state.status == "finished" and value is not None
         }
-        best = accumulate(ended.values(), min if is_smaller_better(metric) else max)
+        best = accumulate(ended.values(), max if larger_is_better(metric) else min)
         panels[0].plot(
             [*ended], [*best], color=VERMILION, drawstyle="steps-post", label="best so far"
         )
@@ -272,7 +276,7 @@ def _curves(axes: Axes, rows: Sequence[Row], metric: str) -> None:
 
     decorate(axes, "learning curves", "epoch", metric)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    choose = min if is_smaller_better(metric) else max
+    choose = max if larger_is_better(metric) else min
     curves = [
         (
             label if len(group) == 1 else f"{label} ({counted(len(group), 'seed')})",

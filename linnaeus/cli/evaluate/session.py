@@ -42,7 +42,7 @@ from linnaeus.inference.evaluate import (
 from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.log import close_logging, set_up_logging
-from linnaeus.rng import seed_all, set_deterministic
+from linnaeus.rng import deterministic, seed_all
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import size_origin
 from linnaeus.sizing.report import device_environment
@@ -82,9 +82,9 @@ def run(options: Options, config: Config, own: Config) -> int:
         LinnaeusError: something that the user can mend; the message says how.
     """
     console = make_console()
-    set_deterministic(config.TRAIN.DETERMINISTIC)
     try:
         with (
+            deterministic(config.TRAIN.DETERMINISTIC),
             StopRequest().listening(),
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
             errors_told_first(world),

@@ -1,0 +1,280 @@
+"""A loss with parameters of its own: they train as the model's do, on one process and on several."""
+
+from __future__ import annotations
+
+import os
+from copy import deepcopy
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from linnaeus.config.schema import DistConfig, OptimizerConfig, TrainConfig
+from linnaeus.data.batch import Batch
+from linnaeus.data.bundle import DataBundle, collate_pairs
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.dist import World
+from linnaeus.errors import ConfigError
+from linnaeus.sizing.sizes import find_sizes
+from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.ddp import wrap
+from tests.helpers.bits import bits
+from tests.helpers.processes import Results, compute, group_of
+from tests.helpers.runs import Run, assert_same_bits, checkpoint_of
+from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared
+from tests.helpers.small_runs import PLAIN
+
+CPU = torch.device("cpu")
+NUM_FEATURES, NUM_CLASSES, EFFECTIVE_BATCH, NUM_STEPS = 5, 3, 24, 6
+MODES: list[tuple[bool, bool]] = []
+"""Whether `Learned` was in training mode, and whether gradients were on, at each call."""
+
+
+class Learned(nn.Module):
+    """Cross-entropy of logits with a learned temperature, and their distance from learned centers."""
+
+    def __init__(self, folder: str = "", num_classes: int = NUM_CLASSES) -> None:
+        super().__init__()
+        rank = int(os.environ.get("RANK", "0"))
+        self.log_t = nn.Parameter(torch.tensor(0.5 + (rank if folder else 0)))
+        self.centers = nn.Parameter(torch.eye(num_classes))
+        self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.file = Path(folder) / f"rank{rank}.txt" if folder else None
+
+    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+        MODES.append((self.training, torch.is_grad_enabled()))
+        if self.file is not None and torch.is_grad_enabled():
+            with self.file.open("a") as lines:
+                lines.write(f"{self.log_t.item()!r}\n")
+        logits = outputs if isinstance(outputs, Tensor) else outputs[0]
+        labels = targets[:, 0]
+        distance = functional.mse_loss(logits, self.centers.to(logits.dtype)[labels])
+        return functional.cross_entropy(logits * self.log_t.exp(), labels) + distance
+
+
+LOSS = f"LOSS._target_={__name__}.Learned"
+NODE = {"_target_": f"{__name__}.Learned"}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+
+
+def assembled(
+    world: World, optimizer: Any, sharding: DistConfig | None = None, **changes: Any
+) -> Assembly:
+    classes = tuple(map(str, range(NUM_CLASSES)))
+    rows = torch.utils.data.TensorDataset(torch.zeros(8, 1))
+    data = DataBundle(
+        rows,
+        rows,
+        Taxonomy((Level("one", classes),)),
+        in_chans=1,
+        img_size=(1, 1),
+        collate=collate_pairs,
+    )
+    model = {"_target_": f"{__name__}.make_model"}
+    return assemble(model, NODE, optimizer, TrainConfig(**changes), data, world, sharding=sharding)
+
+
+def effective_batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(EFFECTIVE_BATCH, NUM_FEATURES, generator=generator)
+    return Batch(inputs, torch.randint(NUM_CLASSES, (EFFECTIVE_BATCH, 1), generator=generator))
+
+
+# --- against a plain loop ---
+
+SPLITS = list(product((2, 1), (1, 3), (None, 0.2), ("off", "fp16")))
+"""Processes, micro-batches, the norm to clip to, TRAIN.AMP."""
+SGD = OptimizerConfig(NAME="momentum", LR=0.1, WEIGHT_DECAY=0.1)
+
+
+def trained(world: World, num_micro: int, clip: float | None, amp: str) -> dict[str, Tensor]:
+    parts = assembled(world, SGD, CLIP_GRAD_NORM=clip, AMP=amp)
+    if parts.scaler.is_enabled():  # a scale that no gradient overflows at
+        parts.scaler.load_state_dict({**parts.scaler.state_dict(), "scale": 256.0})
+    step = parts.train_step
+    step.model = wrap(parts.model, world)
+    for seed in range(NUM_STEPS):
+        mine = [
+            part[world.rank :: world.world_size].chunk(num_micro) for part in effective_batch(seed)
+        ]
+        step([Batch(*pair) for pair in zip(*mine, strict=True)], num_micro)
+        assert all(parameter.grad is None for parameter in parts.criterion.parameters())
+    return {**parts.model.state_dict(), **parts.criterion.state_dict()}
+
+
+def by_hand(clip: float | None, *, learns: bool = True) -> dict[str, Tensor]:
+    """A plain loop of torch over whole batches."""
+    model, loss = make_model(), Learned()
+    loss.requires_grad_(learns)
+    own = [loss.log_t, loss.centers]
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed}]
+    groups += [{"params": own, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
+    for seed in range(NUM_STEPS):
+        inputs, targets = effective_batch(seed)
+        loss(model(inputs), targets).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_([*model.parameters(), *own], clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**model.state_dict(), **loss.state_dict()}
+
+
+def work(rank: int, folder: str) -> Results:
+    results: Results = {}
+    for world_size in (2, 1):
+        if rank < world_size:
+            with group_of(world_size, rank, folder) as world:
+                for split in SPLITS:
+                    if split[0] == world_size:
+                        results[split] = trained(world, *split[1:])
+                if world_size == 2:
+                    with pytest.raises(ConfigError) as refused:
+                        assembled(world, SGD, DistConfig(SHARDING="full"))
+                    results["sharded"] = str(refused.value)
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    return compute(__name__, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_it_trains_as_in_a_plain_loop(ranks: list[Results], split: Any) -> None:
+    world_size, _, clip, amp = split
+    expected = by_hand(clip)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if amp == "off" else {"rtol": 0.05, "atol": 0.02}
+    for rank in range(world_size):
+        torch.testing.assert_close(ranks[rank][split], expected, **tolerance)
+        assert_same_bits(ranks[rank][split], ranks[0][split])
+    unlearned = by_hand(clip, learns=False)
+    for name in ("log_t", "centers"):
+        moved = (expected[name] - unlearned[name]).abs().max()
+        assert moved > 0.03, "the comparison would not tell"
+
+
+def test_without_splitting_the_bits_are_those_of_the_loop(ranks: list[Results]) -> None:
+    assert_same_bits(ranks[0][1, 1, None, "off"], by_hand(None))
+
+
+# --- the group of its parameters ---
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OptimizerConfig(WEIGHT_DECAY=0.1),
+        {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.1},
+        {"_target_": "torch.optim.Rprop", "lr": 0.1},
+    ],
+    ids=lambda node: node["_target_"] if isinstance(node, dict) else node.NAME,
+)
+def test_they_are_the_last_group_and_do_not_decay(optimizer: Any) -> None:
+    parts = assembled(World(CPU), optimizer)
+    before = deepcopy(parts.criterion.state_dict())
+    *_, last = parts.optimizer.param_groups
+    assert [id(p) for p in last["params"]] == [
+        id(parts.criterion.log_t),
+        id(parts.criterion.centers),
+    ]
+    assert last.get("weight_decay", 0.0) == 0.0
+    parts.train_step([effective_batch(0)])
+    after = parts.criterion.state_dict()
+    assert {name for name in after if not torch.equal(after[name], before[name])} == {
+        "log_t",
+        "centers",
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "MODEL.FREEZE=backbone TRAIN.UNFREEZE_EPOCH=2",
+        "MODEL.FREEZE=backbone",
+        "OPTIMIZER.HEAD_LR_SCALE=10",
+        "MODEL.NAME=test_vit OPTIMIZER.LAYER_DECAY=0.5",
+    ],
+)
+def test_their_rate_is_that_of_the_optimizer(options: str) -> None:
+    _, parts = prepared(
+        "DATA.DATASET.NAME=synthetic",
+        f"DATA.DATASET.NUM_CLASSES=[{NUM_CLASSES}]",
+        "DATA.IMG_SIZE=32",
+        "MODEL.NAME=test_resnet",
+        LOSS,
+        *options.split(),
+    )
+    *others, last = parts.optimizer.param_groups
+    assert (last["lr"], last.get("lr_scale", 1.0), len(last["params"])) == (others[0]["lr"], 1.0, 2)
+    own = {id(parameter) for parameter in parts.criterion.parameters()}
+    assert not any(id(parameter) in own for group in others for parameter in group["params"])
+
+
+@pytest.mark.distributed
+def test_a_sharded_model_refuses_them(ranks: list[Results]) -> None:
+    for results in ranks:
+        assert "DIST.SHARDING: 'full'" in results["sharded"]
+        assert "Learned" in results["sharded"]
+
+
+# --- searches and runs ---
+
+
+def test_a_search_leaves_them_bit_for_bit() -> None:
+    search, parts = prepared(OWN_MODEL, OWN_DATA, f"{LOSS}", "LOSS.num_classes=2")
+    before = bits(parts.criterion.state_dict())
+    assert find_sizes(search)["train"].batch_size == 12
+    assert bits(parts.criterion.state_dict()) == before
+    assert all(parameter.grad is None for parameter in parts.criterion.parameters())
+    assert not parts.optimizer.state
+    parts.train_step(search._batches(search.spec("train"), 4, num_batches=1))
+    assert bits(parts.criterion.state_dict()) != before, "the comparison sees a step"
+
+
+RUN = (*PLAIN, LOSS, "TRAIN.EMA.ENABLED=True", "TRAIN.CLIP_GRAD_NORM=1")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("searches", [False, True])
+def test_a_resumed_run_is_the_same_bit_for_bit(run: Run, tmp_path: Path, searches: bool) -> None:
+    options = (*RUN, "TRAIN.AUTO_RESUME=True", "DATA.DATASET.length=96")
+    if searches:
+        options += ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=32")
+    MODES.clear()
+    assert run(*options, "EXPERIMENT.NAME=whole").code == 0
+    assert (*MODES[-1:], (True, True) in MODES) == ((False, False), True)
+    assert {is_training == has_gradients for is_training, has_gradients in MODES[1:]} == {True}
+    stopped = run(*options, "DATA.DATASET.interrupt_after=150")
+    assert stopped.code == 130, stopped.err
+    halfway = checkpoint_of(tmp_path / "runs/plain")
+    assert 0 < halfway["progress"]["step"] < 9
+    assert run(*options).code == 0
+    whole, resumed = (
+        checkpoint_of(tmp_path / "runs" / name)["state"] for name in ("whole", "plain")
+    )
+    for part in ("model", "criterion"):
+        assert_same_bits(dict(whole[part]), dict(resumed[part]))
+    assert_same_bits(whole["optimizer"]["state"], resumed["optimizer"]["state"])
+    assert not torch.equal(halfway["state"]["criterion"]["log_t"], whole["criterion"]["log_t"])
+
+
+@pytest.mark.e2e
+@pytest.mark.distributed
+def test_all_ranks_begin_and_go_on_with_rank_0s(torchrun: Run, tmp_path: Path) -> None:
+    outcome = torchrun(2, *RUN, f"LOSS.folder={tmp_path}")
+    assert outcome.code == 0, outcome.err
+    zero, one = ((tmp_path / f"rank{rank}.txt").read_text().split() for rank in (0, 1))
+    assert zero == one
+    assert (zero[0], len({*zero})) == ("0.5", 3), "one value before each of three steps"
