@@ -210,7 +210,8 @@ class CheckpointFolder:
     manager it waits for the file that is being written in the background.
 
     Of a sharded run a file names a folder `shards_<step>` beside it, which was whole before the file was
-    written. Folders that no file names are deleted.
+    written. Folders that no file names are deleted, once every file can be read. A `last.pt` that cannot be
+    read does not take the place of the `previous.pt` that the run resumed from.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -242,6 +243,8 @@ class CheckpointFolder:
         # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._unreadable: set[Path] = set()  # by this process: their shards, if any, are not known
+        self._keeps_previous = False  # `last.pt` is damaged, and the run goes on from an older file
 
     def __enter__(self) -> CheckpointFolder:
         return self
@@ -332,14 +335,16 @@ class CheckpointFolder:
         }
 
     def _delete_unused_shards(self) -> None:
-        """Delete the folders of shards that no checkpoint names, unless a file cannot be read for now."""
+        """Delete the folders of shards that no checkpoint names; none while a file cannot be read."""
         unused = {path.name for path in self.folder.glob("shards_*")}
         for path in self.folder.glob("*.pt") if unused else ():
             try:
                 unused.discard(load_checkpoint(path, mmap=True).get("shards", {}).get("folder"))
             except CheckpointError as error:
-                if isinstance(error.__cause__, OSError):
-                    return
+                if path not in self._unreadable:
+                    self._unreadable.add(path)
+                    logger.warning("%s; all shards are kept until it can be read or is gone", error)
+                return
         for name in unused:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
@@ -363,8 +368,9 @@ class CheckpointFolder:
                 lambda file: torch.save(content, file),
                 before_replacing=partial(_link, self.best) if is_best else None,
             )
-            if self.last.exists():
+            if self.last.exists() and not self._keeps_previous:
                 self.last.replace(self.previous)
+            self._keeps_previous = False
             self.pending.replace(self.last)
             if self._keep:
                 newest = self.folder / f"step_{content['progress']['step']:08d}.pt"
@@ -422,6 +428,7 @@ class CheckpointFolder:
                 continue
             for reason in reasons:
                 logger.warning("%s; %s is taken instead", reason, path.name)
+            self._keeps_previous = path not in (self.pending, self.last)
             return content
         if reasons:
             raise CheckpointError(
