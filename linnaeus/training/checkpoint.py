@@ -42,6 +42,7 @@ from linnaeus.models.shards import (
     replaced,
 )
 from linnaeus.training.ema import Ema
+from linnaeus.training.losses import is_configured
 from linnaeus.training.sharding import fill_part
 from linnaeus.words import counted
 
@@ -52,6 +53,9 @@ REMEDY = "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
 _NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
 
 _ENTRIES = ("model", "criterion", "optimizer", "scaler", "ema")
+
+_DECIDE_PARAMETERS = ("MODEL", "TRAIN.UNFREEZE_EPOCH")
+"""Keys that decide which parameters there are, and which of them train."""
 
 _OWN_VALUES = ("lr", "weight_decay")
 """Values of an optimizer's groups that come from the configuration and not from a checkpoint. The others are
@@ -125,11 +129,14 @@ class TrainingState:
         return {name: part.state_dict() for name, part in parts if part is not None}
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Sequence[str] = ()) -> None:
-        """Restore what `state_dict` returned; learning rate and weight decay stay those of the optimizer.
+        """Restore what `state_dict` returned, but for the values that come from the configuration.
+
+        These are learning rate, weight decay, and the weights of a loss that learns nothing. A gradient
+        scaler that was off starts anew, as does a new average.
 
         Args:
             state: the state; its tensors may become those of the optimizer.
-            changes: how the model's configuration differs from the checkpoint's, for the error's message.
+            changes: how the configuration differs from the checkpoint's, for the error's message.
 
         Raises:
             ConfigError: it belongs to another model or another configuration.
@@ -142,7 +149,12 @@ class TrainingState:
         own_values = [
             {name: group[name] for name in _OWN_VALUES if name in group} for group in groups
         ]
-        for name, target in zip(_ENTRIES, self.state, strict=True):
+        restored = dict(zip(_ENTRIES, self.state, strict=True))
+        if is_configured(self.criterion):
+            del restored["criterion"]
+        if state.get("scaler") == {}:  # of a run without fp16
+            del restored["scaler"]
+        for name, target in restored.items():
             try:
                 if target is not None:
                     target.load_state_dict(state[name])
@@ -154,6 +166,13 @@ class TrainingState:
         for group, values in zip(self.optimizer.param_groups, own_values, strict=True):
             group.update(values)
 
+    @property
+    def optimized(self) -> list[str]:
+        """The parameters that the optimizer updates, by name, in the order of its state."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        groups = self.optimizer.param_groups
+        return [names.get(id(each), "") for group in groups for each in group["params"]]
+
 
 class Checkpoint:
     """A checkpoint that rank 0 has read. The small entries are on every rank.
@@ -164,7 +183,7 @@ class Checkpoint:
         reader: of its shards, where they are not read yet.
 
     Attributes:
-        changes: how this configuration's model and loss differ from the checkpoint's, as text.
+        changes: how this configuration differs from the checkpoint's, as text.
     """
 
     def __init__(
@@ -185,7 +204,18 @@ class Checkpoint:
             CheckpointError: it belongs to another model or another configuration; the same on every rank.
         """
         state, self._state = self._state, {}
-        changes = [change for change in self.changes if change.startswith("MODEL.")]
+        changes = [each for each in self.changes if each.startswith(_DECIDE_PARAMETERS)]
+        if self.content.get("optimized", target.optimized) != target.optimized:
+            raise ConfigError(
+                "EXPERIMENT.NAME: the optimizer of the checkpoint updates other parameters: "
+                f"{', '.join(changes) or 'MODEL and OPTIMIZER decide which'}. {REMEDY}"
+            )
+        changed = [change for change in self.changes if change.startswith("LOSS")]
+        if changed and state.get("criterion") and not is_configured(target.criterion):
+            raise ConfigError(
+                "EXPERIMENT.NAME: the checkpoint has a state of your own loss, which belongs to another "
+                f"configuration: {', '.join(changed)}. {REMEDY}"
+            )
         if isinstance(target.model, FSDPModule):
             target.load_state_dict(own_parts(target, state, self._reader, world), changes)
         else:

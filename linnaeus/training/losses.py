@@ -315,6 +315,11 @@ class SingleRank(nn.Module):
                 ) from error
 
 
+def is_configured(criterion: nn.Module) -> bool:
+    """Whether the state of a loss follows from the configuration and the data: of all but a user's own."""
+    return type(criterion).__module__ == __name__
+
+
 def build_loss(
     node: Any,
     taxonomy: Taxonomy | None,

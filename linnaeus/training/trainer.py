@@ -29,7 +29,12 @@ from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.training.accuracy import LossMeter, score
 from linnaeus.training.build import Assembly
-from linnaeus.training.callbacks import CallbackState, call_back, callback_states
+from linnaeus.training.callbacks import (
+    CallbackState,
+    call_back,
+    callback_kinds,
+    callback_states,
+)
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.metrics_file import MetricsFile
@@ -39,7 +44,7 @@ from linnaeus.training.out_of_memory import (
     StepStart,
     end_with_checkpoint,
 )
-from linnaeus.training.resume import restore_generators
+from linnaeus.training.resume import restore_generators, resumed_progress, watched_before
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.sharding import reshard
 from linnaeus.training.step import TrainStep, ValidationStep
@@ -147,25 +152,33 @@ class Trainer:
             content: of the checkpoint, without the state.
             seed: seed of the run.
         """
-        self.progress = TrainingProgress(**content["progress"])
+        headline = self.assembly.headline
+        self.progress = resumed_progress(content, headline, self.config.EARLY_STOPPING)
         if self.train_step.probe is not None and content.get("noise_scale") is not None:
             self.train_step.probe.scale.load_state_dict(content["noise_scale"])
         restore_generators(content, self.world, seed)
         self._meter.load_states(content.get("train_loss", ()))
         before, now = content.get("config", {}), self.checkpoint_extras.get("config", {})
-        metrics = [
-            nodes.get("TRAIN", {}).get("EARLY_STOPPING", {}).get("METRIC")
-            for nodes in (before, now)
-        ]
-        if metrics[0] != metrics[1]:
-            self.progress.watched_best, self.progress.num_stale = -math.inf, 0
-        elif all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
-            self.schedule.load_state_dict(
-                content.get("schedule")
-            )  # a new rate is not one that has dropped
-        states = content.get("callbacks", [{}])
+        if all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
+            watched = self.config.EARLY_STOPPING.METRIC or headline
+            self.schedule.load_state_dict(  # a new rate is not one that has dropped
+                content.get("schedule"), same_metric=watched_before(content, headline) == watched
+            )
+        states, kinds = content.get("callbacks", [{}]), callback_kinds(self.callbacks)
         for key, state in states[self.world.rank % len(states)].items():
-            call_back({key: self.callbacks.get(key)}, "load_state_dict", state)
+            kind, earlier = kinds.get(key), content.get("callback_kinds", kinds).get(key)
+            if kind == earlier:
+                call_back({key: self.callbacks.get(key)}, "load_state_dict", state)
+            else:
+                logger.info(
+                    "%s: the state of %s in the checkpoint is not for %s", key, earlier, kind
+                )
+        if content.get("headline", headline) != headline:
+            logger.warning(
+                "warning: %s now decides which checkpoint is best, %s did before: the comparison starts anew",
+                headline,
+                content["headline"],
+            )
         self._set_lr()
         epoch = self.progress.epoch + 1
         is_over = epoch > self.plan.num_epochs
@@ -584,6 +597,9 @@ class Trainer:
             "rng": list(generators),
             "train_loss": list(losses),
             "callbacks": list(callbacks),
+            "callback_kinds": callback_kinds(self.callbacks),
+            "headline": self.assembly.headline,
+            "optimized": self.assembly.optimized,
             "noise_scale": None if probe is None else probe.scale.state_dict(),
             "schedule": self.schedule.state_dict(),
             **self.checkpoint_extras,

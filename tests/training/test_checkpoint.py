@@ -157,7 +157,7 @@ def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_us
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
-@pytest.mark.parametrize("content", [{}, {"param_groups": [5], "state": 3}])
+@pytest.mark.parametrize("content", [{"scale": 1.0}, {"param_groups": [5], "state": 3}])
 def test_a_state_that_does_not_fit_is_a_checkpoint_error(
     part: str, content: dict[str, Any]
 ) -> None:
