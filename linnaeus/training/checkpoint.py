@@ -235,8 +235,8 @@ class CheckpointFolder:
     """`last.pt`, the one before it in `previous.pt`, `best.pt`, and numbered ones where they are asked for.
 
     A new checkpoint is written to `pending.pt` first. A process that is killed at any moment leaves at least
-    one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before. A rank
-    that runs out of memory writes `out_of_memory.pt`, while rank 0 may still write another one. As a context
+    one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before. One of
+    several ranks that fails writes `failed_rank.pt`, while rank 0 may still write another one. As a context
     manager it waits for the file that is being written in the background.
 
     Of a sharded run a file names a folder `shards_<step>` beside it, which was whole before the file was
@@ -266,7 +266,7 @@ class CheckpointFolder:
         self.last = folder / "last.pt"
         self.previous = folder / "previous.pt"
         self.best = folder / "best.pt"
-        self.out_of_memory = folder / "out_of_memory.pt"
+        self.failed_rank = folder / "failed_rank.pt"
         self._keep = keep
         self._background, self._is_sharded, self._check = background, is_sharded, check
         # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
@@ -379,14 +379,14 @@ class CheckpointFolder:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def save_for_next_attempt(self, content: dict[str, Any]) -> None:
-        """Write `out_of_memory.pt`, which the next attempt resumes from; any one rank may.
+        """Write `failed_rank.pt`, which the next attempt resumes from; any one rank may.
 
         Raises:
             CheckpointError: this rank does not see the run's folder, or the disk does not take it.
         """
-        with self._explained(self.out_of_memory, content):
+        with self._explained(self.failed_rank, content):
             self.folder.mkdir(exist_ok=True)
-            write_atomically(self.out_of_memory, partial(torch.save, content))
+            write_atomically(self.failed_rank, partial(torch.save, content))
 
     def _write(self, content: dict[str, Any], is_best: bool) -> None:
         self._check()
@@ -480,8 +480,8 @@ class CheckpointFolder:
                 ".*.tmp"
             ):  # of a process that was killed while writing
                 leftover.unlink()
-            if self.out_of_memory.exists():
-                self.out_of_memory.replace(self.pending)
+            if self.failed_rank.exists():
+                self.failed_rank.replace(self.pending)
             self._delete_unused_shards()
             content = self.read_latest()
             if content is not None:

@@ -26,7 +26,7 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
-from linnaeus.errors import ConfigError, LinnaeusError, first_line
+from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_line
 from linnaeus.training.accuracy import LossMeter, score
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import (
@@ -43,6 +43,7 @@ from linnaeus.training.out_of_memory import (
     SizeOrigin,
     StepStart,
     end_with_checkpoint,
+    wait_unless_first,
 )
 from linnaeus.training.resume import restore_generators, resumed_progress, watched_before
 from linnaeus.training.schedule import Schedule
@@ -129,6 +130,8 @@ class Trainer:
         self._num_images = 0
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
+        self._saved_step = 0
+        self._has_begun = False
         self._micro_batch_limit: int | None = (
             None  # of this process; that of an earlier one is in the plan
         )
@@ -136,11 +139,7 @@ class Trainer:
         self._memory = failed_allocations(self.world.device)
         self._step_start = StepStart(self.assembly, self.world.device, self.train_step.probe)
         self._out_of_memory = OutOfMemoryReport(
-            self.config,
-            self.assembly,
-            self.world,
-            self.checkpoints.folder.parent,
-            self.size_origins,
+            self.config, self.assembly, self.world, self.size_origins
         )
         self._meter = LossMeter(self.world)
         self._train_with(self.wrap(self.assembly.model))
@@ -154,6 +153,7 @@ class Trainer:
         """
         headline = self.assembly.headline
         self.progress = resumed_progress(content, headline, self.config.EARLY_STOPPING)
+        self._saved_step = self.progress.step
         if self.train_step.probe is not None and content.get("noise_scale") is not None:
             self.train_step.probe.scale.load_state_dict(content["noise_scale"])
         restore_generators(content, self.world, seed)
@@ -202,6 +202,8 @@ class Trainer:
     def fit(self) -> FitResult:
         """Train until the last epoch, until the validation no longer improves, or until asked to stop.
 
+        An error after a completed step is raised as it is, once that step is saved.
+
         Raises:
             CheckpointError: a checkpoint cannot be written.
             LinnaeusError: the loss is not finite.
@@ -220,19 +222,23 @@ class Trainer:
 
     def _fit(self) -> FitResult:
         if self._splits and self.world.is_distributed:
-            self.begin()  # the first step may end with a checkpoint
+            self._begin()  # the first step may end with a checkpoint
         with self.stop.deferred(), self.progress_bar:
-            while not self._is_over:
-                self.train_epoch()
-                if not self.stop.stop_signal:
-                    self._end_epoch()
-                if self.stop.stop_signal:
-                    self._save()
-                    break
-            self.begin()
-            lacks_validation = not self.progress.metrics or self.progress.samples > 0
-            if lacks_validation and not self.stop.stop_signal and self._validate():
-                self._save(is_best=True)  # resumed with fewer epochs, before a validation
+            try:
+                while not self._is_over:
+                    self.train_epoch()
+                    if not self.stop.stop_signal:
+                        self._end_epoch()
+                    if self.stop.stop_signal:
+                        self._save()
+                        break
+                self._begin()
+                lacks_validation = not self.progress.metrics or self.progress.samples > 0
+                if lacks_validation and not self.stop.stop_signal and self._validate():
+                    self._save(is_best=True)  # resumed with fewer epochs, before a validation
+            except Exception as error:
+                self._save_before_ending(error)
+                raise
         self.checkpoints.wait()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(
@@ -246,6 +252,44 @@ class Trainer:
             best_epoch=self.progress.best_epoch,
             stopped_early=self._stalled if self.progress.epoch < self.plan.num_epochs else "",
         )
+
+    def _begin(self) -> None:
+        self.begin()
+        self._has_begun = True
+
+    def _save_before_ending(self, error: Exception) -> None:
+        """Save the last completed step before an error ends the run, where it is whole and not saved yet.
+
+        Several ranks do not agree any more: the first that fails saves alone, and others wait for its end.
+        """
+        step = self.progress.step
+        is_saved = step == self._saved_step or not self._has_begun
+        if is_saved or isinstance(error, CheckpointError) or not self.world.is_cause(error):
+            return
+        problem = ""
+        try:
+            if self.train_step.is_updating:
+                problem = "the next update had begun, which cannot be undone"
+            elif not math.isfinite(self._meter.state()[0]):
+                problem = "the training loss is not finite"
+            elif isinstance(self.assembly.model, FSDPModule):
+                problem = "that of a sharded model needs all processes"
+            elif self.world.is_distributed:
+                wait_unless_first(self.world)
+                self._save_for_next_attempt()
+            else:
+                self._save()
+                self.checkpoints.wait()
+        except Exception as failure:
+            problem = first_line(failure)
+        if not problem:
+            logger.info(
+                "saved a checkpoint after optimizer step %d, as an error ends the run; with "
+                "TRAIN.AUTO_RESUME True the same command goes on from there",
+                step,
+            )
+        elif problem != first_line(error):
+            logger.warning("warning: optimizer step %d is not saved: %s", step, problem)
 
     @property
     def _stalled(self) -> str:
@@ -315,7 +359,7 @@ class Trainer:
             if loss is None:
                 return False
             self._count_seconds()
-            self.begin()  # does nothing after the first step
+            self._begin()  # does nothing after the first step
             self._clock = time.monotonic()
             self._meter.add(loss)
             remaining -= 1
@@ -453,20 +497,24 @@ class Trainer:
     def _end_epoch(self) -> None:
         """Validate and save if it is time to; always after the last epoch.
 
-        If the validation is broken off, the epoch does not count as finished: a resumed run has no step left
-        in it, and validates.
+        If the validation is broken off, or an error ends it, the epoch does not count as finished: a resumed
+        run has no step left in it, and validates.
         """
-        self.begin()
-        config, samples = self.config, self.progress.samples
-        self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
+        self._begin()
+        before, schedule = replace(self.progress), self.schedule.state_dict()
+        self.progress.epoch, self.progress.samples = before.epoch + 1, 0
         self._set_lr()
-        epoch = self.progress.epoch
-        is_best = self._validates_after(epoch) and self._validate()
-        if not self.stop.stop_signal:
-            self._call_back("on_epoch_end", epoch)
-        if self.stop.stop_signal:
-            self.progress.epoch, self.progress.samples = epoch - 1, samples
-        elif self._is_over or is_best or epoch % config.CHECKPOINT_EVERY == 0:
+        epoch, is_complete = self.progress.epoch, False
+        try:
+            is_best = self._validates_after(epoch) and self._validate()
+            if not self.stop.stop_signal:
+                self._call_back("on_epoch_end", epoch)
+                is_complete = True
+        finally:
+            if not is_complete:
+                self.progress = before
+                self.schedule.load_state_dict(schedule)
+        if is_complete and (self._is_over or is_best or epoch % self.config.CHECKPOINT_EVERY == 0):
             self._save(is_best=is_best)
 
     def _validates_after(self, epoch: int) -> bool:
@@ -577,10 +625,11 @@ class Trainer:
         states = self.world.gather_on_host(self._rank_state())
         if states is not None:
             self.checkpoints.save(self._content(states) | shards, is_best=is_best)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), self.progress.step
 
     def _save_for_next_attempt(self) -> None:
         self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))
+        self._saved_step = self.progress.step
 
     def _rank_state(self) -> tuple[Any, Any, Any]:
         """What a checkpoint holds of each rank: generators, losses since the last `train` line, callbacks."""
