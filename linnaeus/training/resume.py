@@ -65,7 +65,9 @@ class Change(NamedTuple):
 
     @property
     def is_rate(self) -> bool:
-        """Whether TRAIN.RESUME_WITH lr takes it."""
+        """Whether TRAIN.RESUME_WITH lr takes it; without weight decay, timm groups parameters otherwise."""
+        if self.key == "OPTIMIZER.WEIGHT_DECAY" and repr(0.0) in (self.before, self.now):
+            return False
         return self.key.startswith("SCHEDULE.") or self.key in _RATE_KEYS
 
     @property

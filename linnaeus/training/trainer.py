@@ -281,6 +281,8 @@ class Trainer:
                 self._save()
                 self.checkpoints.wait()
         except Exception as failure:
+            if not self.world.is_cause(error):  # another rank was first, and has told its error
+                return
             problem = first_line(failure)
         if not problem:
             logger.info(

@@ -60,6 +60,8 @@ IN_FORCE: dict[str, tuple[tuple[str, ...], str]] = {
     "LOSS.CLASS_WEIGHTS to none": (("LOSS.CLASS_WEIGHTS=balanced",), "null"),
     "LOSS.RANK_WEIGHTS": ((), "[1,0]"),
     "LOSS.weight": ((*TORCHS, "LOSS.weight=[1,1,1]"), "[1,2,3]"),
+    "OPTIMIZER.LR": (("TRAIN.RESUME_WITH=lr",), "0.5"),
+    "OPTIMIZER.WEIGHT_DECAY": (("TRAIN.RESUME_WITH=lr",), "0.5"),
     "TRAIN.AMP": ((), "fp16"),
     "TRAIN.AMP to none": (("TRAIN.AMP=fp16",), "off"),
     "TRAIN.AMP to bf16": (("TRAIN.AMP=fp16",), "bf16"),
@@ -79,6 +81,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "OPTIMIZER.NAME": ((), "sgd"),
     "OPTIMIZER.LR": ((), "0.5"),
     "OPTIMIZER.WEIGHT_DECAY": ((), "0.5"),
+    "OPTIMIZER.WEIGHT_DECAY of none": (("TRAIN.RESUME_WITH=lr",), "0"),
     "OPTIMIZER.LR_SCALING": ((), "sqrt"),
     "OPTIMIZER.WEIGHT_DECAY_SCALING": ((), "sqrt"),
     "OPTIMIZER.BASE_BATCH_SIZE": ((), "8"),
@@ -163,7 +166,8 @@ def save(folder: CheckpointFolder, config: Config) -> Assembly:
 
 
 def resume(folder: CheckpointFolder, config: Config) -> Assembly:
-    checkpoint = find_checkpoint(folder, resumed_nodes(config), None, ALONE)
+    resume_with = config.TRAIN.RESUME_WITH
+    checkpoint = find_checkpoint(folder, resumed_nodes(config), resume_with, ALONE)
     assert checkpoint is not None
     assembly = built(config)
     checkpoint.restore(assembly, ALONE)
