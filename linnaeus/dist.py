@@ -114,6 +114,14 @@ class World:
                 "files, environment and version of Linnaeus"
             )
 
+    def is_cause(self, error: BaseException) -> bool:
+        """Whether an error of this rank is the first of all ranks, as far as it can know."""
+        if self.control is None:
+            return True
+        with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
+            return _in_thread(partial(_cause, self.control, error), _ANSWER_S) is None
+        return False
+
     def gather_on_host(self, value: Any) -> list[Any] | None:
         """The picklable values of all ranks on rank 0, None on the others; uses the host group."""
         if not self.is_distributed:

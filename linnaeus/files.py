@@ -34,7 +34,7 @@ def checkpoint_file(run: Path, name: str) -> Path | None:
 
     A run that was killed while it saved may have its last checkpoint in `pending.pt` or `previous.pt`.
     """
-    last = ("out_of_memory.pt", "pending.pt", "last.pt", "previous.pt")
+    last = ("failed_rank.pt", "pending.pt", "last.pt", "previous.pt")
     names = ("best.pt",) if name == "best" else last
     files = (run / CHECKPOINTS / file for file in names)
     return next((file for file in files if file.is_file()), None)

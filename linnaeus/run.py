@@ -35,7 +35,13 @@ from linnaeus.training.metrics_file import MetricsFile
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.optim import scale_values
 from linnaeus.training.report import report_plan, report_result, report_start, save_result
-from linnaeus.training.resume import find_checkpoint, is_finished, resumed_nodes
+from linnaeus.training.resume import (
+    check_classes,
+    find_checkpoint,
+    is_finished,
+    resumed_nodes,
+    resumed_progress,
+)
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.sharding import sharding_sentence, shards_model
 from linnaeus.training.stop import StopAgreement
@@ -85,9 +91,7 @@ def run(config: Config) -> FitResult:
             )
             if checkpoint is not None and folder.claim is not None:
                 folder.claim.check_id(checkpoint.content.get("run"), checkpoints.last)
-        progress = TrainingProgress(
-            **({} if checkpoint is None else checkpoint.content["progress"])
-        )
+        progress = TrainingProgress()
         content = None if checkpoint is None else checkpoint.content
         saved = None if content is None else content.get("config", {})
         data_node, note = with_normalisation(config.DATA, config.MODEL, saved)
@@ -98,6 +102,8 @@ def run(config: Config) -> FitResult:
             seed_all(seed)
             world.update("building data and model")
             data = build_data(config.DATA, seed=seed, on_main=world.on_main)
+            if content is not None:
+                check_classes(content.get("model_spec"), data.taxonomy, path)
             assembly = assemble(
                 config.MODEL,
                 config.LOSS,
@@ -111,6 +117,9 @@ def run(config: Config) -> FitResult:
             world.check_equal(built_facts(data, assembly))
             if checkpoint is not None:
                 checkpoint.restore(assembly, world)
+                progress = resumed_progress(
+                    checkpoint.content, assembly.headline, train.EARLY_STOPPING
+                )
                 if is_finished(progress, train, path / RESULT, world):
                     return FitResult(
                         progress.metrics, images_per_s=0.0, training_s=progress.seconds

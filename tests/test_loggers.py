@@ -95,6 +95,20 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
     assert all(float(rows[1][name]) == values[-1][1] for name, values in written.items())
 
 
+class Other(Recorder):
+    """Has a state of the same form, which means something else."""
+
+
+@pytest.mark.parametrize("first", ["Recorder", "Other"])
+def test_a_callback_gets_the_state_of_its_own_class(run: Run, tmp_path: Path, first: str) -> None:
+    options = (*PLAIN, "DATA.BATCH_SIZE=25", "TRAIN.AUTO_RESUME=True")
+    assert run(*options, "TRAIN.EPOCHS=1", callback()).code == 0
+    assert run(*options, "TRAIN.EPOCHS=2", callback(first)).code == 0
+    [states] = checkpoint_of(tmp_path / "runs/plain")["callbacks"]
+    counts = [8, 2, 2] if first == "Recorder" else [4, 1, 1]
+    assert states == {"TRAIN.CALLBACKS[0]": {"counts": counts}}
+
+
 @pytest.mark.parametrize(
     ("option", "named"),
     [

@@ -15,7 +15,7 @@ from linnaeus.config.schema import SCHEDULES, ScheduleConfig
 from linnaeus.errors import DataError
 from linnaeus.run_folder import read_state
 from linnaeus.training.schedule import lr_factor
-from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
+from tests.helpers.runs import SMALL, Run, assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, validations_of
 
 e2e = pytest.mark.e2e
@@ -259,7 +259,7 @@ def test_a_finished_run_is_left_as_it_is_but_for_a_missing_result(run: Run, tmp_
 @pytest.mark.parametrize(
     ("crash", "at_step", "samples"),
     [
-        (crashed("train", 75), 8, 64),
+        (crashed("train", 75), 9, 72),
         pytest.param(
             crashed("val", 1), 12, 96, marks=e2e
         ),  # its steps are done, its validation is not
@@ -336,6 +336,36 @@ def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
         assert (run(*options).code, files_of(runs)) == (0, before), "it was finished"
         assert run(*options, "TRAIN.EARLY_STOPPING.PATIENCE=3").code == 0
         assert validations_of(plain) == [12, 24, 36, 48]
+
+
+@pytest.mark.parametrize(("now", "restarts"), [("[1,0]", False), ("[1,1]", True), ("[0,1]", True)])
+def test_the_best_of_another_metric_is_forgotten(
+    run: Run, tmp_path: Path, now: str, restarts: bool
+) -> None:
+    options, path = (*SMALL, "TRAIN.AUTO_RESUME=True"), tmp_path / "runs/small/checkpoints/last.pt"
+    assert run(*options, "TRAIN.EPOCHS=1", "LOSS.RANK_WEIGHTS=[1,0]").code == 0
+    saved = torch.load(path, weights_only=True)
+    assert saved["headline"] == "top1/rank1"
+    for name in ("best", "watched_best"):  # such that no other metric reaches it
+        saved["progress"][name] = 2.0
+    torch.save(saved, path)
+    stopping = "TRAIN.EARLY_STOPPING.PATIENCE=1"  # of the old metric, no improvement
+    ended = run(*options, "TRAIN.EPOCHS=3", f"LOSS.RANK_WEIGHTS={now}", stopping)
+    assert ended.code == 0, ended.err
+    progress = checkpoint_of(path.parents[1])["progress"]
+    assert (progress["best"] <= 1) == restarts == (progress["watched_best"] <= 1)
+    assert (progress["best_epoch"] == 1) != restarts
+
+
+def test_renamed_classes_are_refused_on_resuming(run: Run, tmp_path: Path) -> None:
+    names = [f"DATA.DATASET.RANKS=[family,{name}]" for name in ("species", "kind")]
+    assert run(*SMALL, names[0], "TRAIN.EPOCHS=1").code == 0
+    before = files_of(tmp_path / "runs")
+    refused = run(*SMALL, names[1], "TRAIN.AUTO_RESUME=True")
+    assert refused.code == 2
+    assert "family, kind" in refused.err
+    assert files_of(tmp_path / "runs") == before
+    assert run(*SMALL, names[0], "TRAIN.AUTO_RESUME=True").code == 0
 
 
 @e2e

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 
 from linnaeus.cli.parser import CommandParser, read_request
 from linnaeus.config.schema import Config
@@ -32,9 +33,8 @@ def run(_: Namespace, config: Config) -> int:
     from linnaeus.data.image_files import ImageFiles
 
     started = time.monotonic()
-    data = build_data(
-        config.DATA, seed=config.EXPERIMENT.SEED, on_main=lambda _: {}
-    )  # all is read below
+    skipping = replace(config.DATA, ON_BAD_IMAGE="skip")  # all is read below
+    data = build_data(skipping, seed=config.EXPERIMENT.SEED, on_main=lambda _: {})
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
         raise ConfigError(
             "DATA.DATASET: has no image files; check-data reads imagefolder and manifest"

@@ -21,6 +21,7 @@ from linnaeus.data.image_files import (
     hold_out,
     name_unknown,
     report_coarse,
+    require_files,
     without_damaged,
 )
 from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
@@ -190,6 +191,8 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     listing, missing = _aligned(listing, files.level_names, index, report)
     if config.ON_BAD_IMAGE == "skip":
         listing = without_damaged(listing, on_main, report)
+    elif dataset.NAME == "manifest":
+        require_files(listing)
     targets, unknown = encode(listing.lineages, index)
     left_out = {position for positions in unknown.values() for position in positions}
     if unknown:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -167,7 +168,8 @@ def build_files(
 
     Raises:
         ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
-        DataError: a split without a sample or a label, or a validation class without a training sample.
+        DataError: a split without a sample or a label, a validation class without a training sample, or a
+            manifest that names files that do not exist.
     """
     channels = config.DATASET.CHANNELS
     if channels not in (1, 3):
@@ -186,6 +188,8 @@ def build_files(
     for listing, each in ((train, transform), (val, preprocessing.transform())):
         if config.ON_BAD_IMAGE == "skip":
             listing = without_damaged(listing, on_main, report)
+        elif config.DATASET.NAME == "manifest":
+            require_files(listing)
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample")
         report_coarse(listing, report)
@@ -326,3 +330,23 @@ def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Lis
         raise DataError(f"{listing.source}: none of the {num_files} images can be read: {named}")
     report.append(f"{listing.source}: {counted(len(damaged), 'damaged image')} left out: {named}")
     return listing.take([i for i in range(num_files) if i not in damaged])
+
+
+def require_files(listing: Listing) -> None:
+    """Refuse a listing that names files that do not exist. The first process of each machine looks.
+
+    Raises:
+        DataError: counts the files, and names some of them.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    files = [os.path.join(listing.root, path) for path in listing.paths]  # noqa: PTH118 (hot path)
+    with ThreadPool(32) as pool:  # a network file system answers many at once
+        found = pool.map(os.path.isfile, files, chunksize=256)
+    missing = [file for file, is_file in zip(files, found, strict=True) if not is_file]
+    if missing:
+        raise DataError(
+            f"{listing.source}: {len(missing)} of {counted(len(files), 'image')} not found: "
+            f"{several(missing)}. Correct the paths or DATA.DATASET.ROOT, or leave such images out with "
+            "DATA.ON_BAD_IMAGE skip"
+        )

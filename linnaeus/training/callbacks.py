@@ -62,6 +62,12 @@ def call_back(callbacks: Mapping[str, Any], method: str, *arguments: Any) -> dic
     return results
 
 
+def callback_kinds(callbacks: Mapping[str, Any]) -> dict[str, str]:
+    """The class of each callback, by key."""
+    kinds = {key: type(callback) for key, callback in callbacks.items()}
+    return {key: f"{kind.__module__}.{kind.__qualname__}" for key, kind in kinds.items()}
+
+
 def callback_states(callbacks: Mapping[str, Any]) -> dict[str, Any]:
     """The states of the callbacks, by key; `ConfigError` for one that a checkpoint could not give back."""
     states = call_back(callbacks, "state_dict")

@@ -42,6 +42,7 @@ from linnaeus.models.shards import (
     replaced,
 )
 from linnaeus.training.ema import Ema
+from linnaeus.training.losses import is_configured
 from linnaeus.training.sharding import fill_part
 from linnaeus.words import counted
 
@@ -52,6 +53,9 @@ REMEDY = "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
 _NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
 
 _ENTRIES = ("model", "criterion", "optimizer", "scaler", "ema")
+
+_DECIDE_PARAMETERS = ("MODEL", "TRAIN.UNFREEZE_EPOCH")
+"""Keys that decide which parameters there are, and which of them train."""
 
 _OWN_VALUES = ("lr", "weight_decay")
 """Values of an optimizer's groups that come from the configuration and not from a checkpoint. The others are
@@ -127,11 +131,14 @@ class TrainingState:
         return {name: part.state_dict() for name, part in parts if part is not None}
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Sequence[str] = ()) -> None:
-        """Restore what `state_dict` returned; learning rate and weight decay stay those of the optimizer.
+        """Restore what `state_dict` returned, but for the values that come from the configuration.
+
+        These are learning rate, weight decay, and the weights of a loss that learns nothing. A gradient
+        scaler that was off starts anew, as does a new average.
 
         Args:
             state: the state; its tensors may become those of the optimizer.
-            changes: how the model's configuration differs from the checkpoint's, for the error's message.
+            changes: how the configuration differs from the checkpoint's, for the error's message.
 
         Raises:
             ConfigError: it belongs to another model or another configuration.
@@ -144,7 +151,12 @@ class TrainingState:
         own_values = [
             {name: group[name] for name in _OWN_VALUES if name in group} for group in groups
         ]
-        for name, target in zip(_ENTRIES, self.state, strict=True):
+        restored = dict(zip(_ENTRIES, self.state, strict=True))
+        if is_configured(self.criterion):
+            del restored["criterion"]
+        if state.get("scaler") == {}:  # of a run without fp16
+            del restored["scaler"]
+        for name, target in restored.items():
             try:
                 if target is not None:
                     target.load_state_dict(state[name])
@@ -156,6 +168,18 @@ class TrainingState:
         for group, values in zip(self.optimizer.param_groups, own_values, strict=True):
             group.update(values)
 
+    @property
+    def optimized(self) -> list[str]:
+        """The parameters that the optimizer updates, by name, in the order of its state."""
+        parts = {"": self.model, "criterion.": self.criterion}
+        names = {
+            id(parameter): f"{prefix}{name}"
+            for prefix, part in parts.items()
+            for name, parameter in part.named_parameters()
+        }
+        groups = self.optimizer.param_groups
+        return [names.get(id(each), "") for group in groups for each in group["params"]]
+
 
 class Checkpoint:
     """A checkpoint that rank 0 has read. The small entries are on every rank.
@@ -166,7 +190,7 @@ class Checkpoint:
         reader: of its shards, where they are not read yet.
 
     Attributes:
-        changes: how this configuration's model and loss differ from the checkpoint's, as text.
+        changes: how this configuration differs from the checkpoint's, as text.
     """
 
     def __init__(
@@ -187,7 +211,18 @@ class Checkpoint:
             CheckpointError: it belongs to another model or another configuration; the same on every rank.
         """
         state, self._state = self._state, {}
-        changes = [change for change in self.changes if change.startswith("MODEL.")]
+        changes = [each for each in self.changes if each.startswith(_DECIDE_PARAMETERS)]
+        if self.content.get("optimized", target.optimized) != target.optimized:
+            raise ConfigError(
+                "EXPERIMENT.NAME: the optimizer of the checkpoint updates other parameters: "
+                f"{', '.join(changes) or 'MODEL and OPTIMIZER decide which'}. {REMEDY}"
+            )
+        changed = [change for change in self.changes if change.startswith("LOSS")]
+        if changed and state.get("criterion") and not is_configured(target.criterion):
+            raise ConfigError(
+                "EXPERIMENT.NAME: the checkpoint has a state of your own loss, which belongs to another "
+                f"configuration: {', '.join(changed)}. {REMEDY}"
+            )
         if isinstance(target.model, FSDPModule):
             target.load_state_dict(own_parts(target, state, self._reader, world), changes)
         else:
@@ -207,12 +242,13 @@ class CheckpointFolder:
     """`last.pt`, the one before it in `previous.pt`, `best.pt`, and numbered ones where they are asked for.
 
     A new checkpoint is written to `pending.pt` first. A process that is killed at any moment leaves at least
-    one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before. A rank
-    that runs out of memory writes `out_of_memory.pt`, while rank 0 may still write another one. As a context
+    one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before. One of
+    several ranks that fails writes `failed_rank.pt`, while rank 0 may still write another one. As a context
     manager it waits for the file that is being written in the background.
 
     Of a sharded run a file names a folder `shards_<step>` beside it, which was whole before the file was
-    written. Folders that no file names are deleted.
+    written. Folders that no file names are deleted, once every file can be read. A `last.pt` that cannot be
+    read does not take the place of the `previous.pt` that the run resumed from.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -237,13 +273,15 @@ class CheckpointFolder:
         self.last = folder / "last.pt"
         self.previous = folder / "previous.pt"
         self.best = folder / "best.pt"
-        self.out_of_memory = folder / "out_of_memory.pt"
+        self.failed_rank = folder / "failed_rank.pt"
         self._keep = keep
         self._background, self._is_sharded, self._check = background, is_sharded, check
         # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
         # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._unreadable: set[Path] = set()  # by this process: their shards, if any, are not known
+        self._keeps_previous = False  # `last.pt` is damaged, and the run goes on from an older file
 
     def __enter__(self) -> CheckpointFolder:
         return self
@@ -334,26 +372,28 @@ class CheckpointFolder:
         }
 
     def _delete_unused_shards(self) -> None:
-        """Delete the folders of shards that no checkpoint names, unless a file cannot be read for now."""
+        """Delete the folders of shards that no checkpoint names; none while a file cannot be read."""
         unused = {path.name for path in self.folder.glob("shards_*")}
         for path in self.folder.glob("*.pt") if unused else ():
             try:
                 unused.discard(load_checkpoint(path, mmap=True).get("shards", {}).get("folder"))
             except CheckpointError as error:
-                if isinstance(error.__cause__, OSError):
-                    return
+                if path not in self._unreadable:
+                    self._unreadable.add(path)
+                    logger.warning("%s; all shards are kept until it can be read or is gone", error)
+                return
         for name in unused:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def save_for_next_attempt(self, content: dict[str, Any]) -> None:
-        """Write `out_of_memory.pt`, which the next attempt resumes from; any one rank may.
+        """Write `failed_rank.pt`, which the next attempt resumes from; any one rank may.
 
         Raises:
             CheckpointError: this rank does not see the run's folder, or the disk does not take it.
         """
-        with self._explained(self.out_of_memory, content):
+        with self._explained(self.failed_rank, content):
             self.folder.mkdir(exist_ok=True)
-            write_atomically(self.out_of_memory, partial(torch.save, content))
+            write_atomically(self.failed_rank, partial(torch.save, content))
 
     def _write(self, content: dict[str, Any], is_best: bool) -> None:
         self._check()
@@ -365,8 +405,9 @@ class CheckpointFolder:
                 lambda file: torch.save(content, file),
                 before_replacing=partial(_link, self.best) if is_best else None,
             )
-            if self.last.exists():
+            if self.last.exists() and not self._keeps_previous:
                 self.last.replace(self.previous)
+            self._keeps_previous = False
             self.pending.replace(self.last)
             if self._keep:
                 newest = self.folder / f"step_{content['progress']['step']:08d}.pt"
@@ -424,6 +465,7 @@ class CheckpointFolder:
                 continue
             for reason in reasons:
                 logger.warning("%s; %s is taken instead", reason, path.name)
+            self._keeps_previous = path not in (self.pending, self.last)
             return content
         if reasons:
             raise CheckpointError(
@@ -445,8 +487,8 @@ class CheckpointFolder:
                 ".*.tmp"
             ):  # of a process that was killed while writing
                 leftover.unlink()
-            if self.out_of_memory.exists():
-                self.out_of_memory.replace(self.pending)
+            if self.failed_rank.exists():
+                self.failed_rank.replace(self.pending)
             self._delete_unused_shards()
             content = self.read_latest()
             if content is not None:

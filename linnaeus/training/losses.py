@@ -317,6 +317,15 @@ class SingleRank(nn.Module):
                 ) from error
 
 
+def is_configured(criterion: nn.Module) -> bool:
+    """Whether the state of a loss follows from the configuration and the data.
+
+    So it is for built-in losses and those of libraries, unless they have parameters that train.
+    """
+    is_known = isinstance(criterion, TaxonomicLoss | SingleRank)
+    return is_known and not trained_parameters(criterion)
+
+
 def build_loss(
     node: Any,
     taxonomy: Taxonomy | None,

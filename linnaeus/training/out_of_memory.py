@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError, first_line
-from linnaeus.files import CHECKPOINTS
 from linnaeus.models.build import batchnorm_kind, set_gradient_checkpointing
 from linnaeus.training.build import Assembly
 from linnaeus.training.noise_scale import GradientProbe
@@ -247,6 +245,19 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f}"
 
 
+def wait_unless_first(world: World) -> None:
+    """Return on the first of several ranks that calls this; on the others, wait until its error is told.
+
+    Raises:
+        LinnaeusError: that error.
+    """
+    control = world.control
+    assert control is not None
+    while control.keys.put_first("ends", world.rank) != world.rank:
+        control.check()
+        control.clock.sleep(0.1)
+
+
 def end_with_checkpoint(
     world: World, text: str, limit: int, save: Callable[[], object]
 ) -> OutOfMemoryError:
@@ -261,11 +272,7 @@ def end_with_checkpoint(
         limit: most samples of a micro-batch in the next attempt.
         save: writes the checkpoint.
     """
-    control = world.control
-    assert control is not None
-    while control.keys.put_first("out of memory", world.rank) != world.rank:
-        control.check()
-        control.clock.sleep(0.1)
+    wait_unless_first(world)
     world.update("saving a checkpoint: memory ran out")
     try:
         save()
@@ -287,14 +294,12 @@ class OutOfMemoryReport:
 
     Attributes:
         config: the TRAIN node.
-        folder: of the run.
         origins: where the batch sizes come from, for `train` and `val`.
     """
 
     config: TrainConfig
     assembly: Assembly
     world: World
-    folder: Path
     origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
 
     def of_step(
@@ -347,13 +352,11 @@ class OutOfMemoryReport:
         self, text: str, mode: str, obstacle: str, remedies: Iterable[str]
     ) -> OutOfMemoryError:
         origin = self.origins.get(mode)
-        is_saved = (self.folder / CHECKPOINTS / "last.pt").exists()
         lines = (
             text,
             "" if origin is None else origin.sentence,
             what_held_memory(self.assembly, self.world.device),
             obstacle,
             f"What helps: {'; '.join(remedies)}",
-            "The last checkpoint is kept" if is_saved else "No checkpoint has been written yet",
         )
         return OutOfMemoryError(".\n".join(filter(None, lines)))

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from linnaeus.autobatch.rng import set_rng_state
-from linnaeus.config.schema import Config, TrainConfig
+from linnaeus.config.schema import Config, EarlyStoppingConfig, TrainConfig
+from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.rng import derive_seed, seed_all
 from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder, TrainingProgress
+from linnaeus.words import several
 
 logger = logging.getLogger("linnaeus.run")
 
-FIXED_NODES = ("OPTIMIZER", "SCHEDULE", "EXPERIMENT", "MODEL.LORA")
-"""Nodes of which no key may change on resuming, unless TRAIN.RESUME_WITH allows it."""
+FIXED_NODES = (
+    "OPTIMIZER",
+    "SCHEDULE",
+    "EXPERIMENT",
+    "MODEL.LORA",
+    "MODEL.WEIGHTS",
+    "MODEL.PRETRAINED",
+)
+"""Nodes and keys that may not change on resuming, unless TRAIN.RESUME_WITH allows it."""
 
 _RATE_KEYS = {
     "OPTIMIZER.LR",
@@ -55,7 +65,9 @@ class Change(NamedTuple):
 
     @property
     def is_rate(self) -> bool:
-        """Whether TRAIN.RESUME_WITH lr takes it."""
+        """Whether TRAIN.RESUME_WITH lr takes it; without weight decay, timm groups parameters otherwise."""
+        if self.key == "OPTIMIZER.WEIGHT_DECAY" and repr(0.0) in (self.before, self.now):
+            return False
         return self.key.startswith("SCHEDULE.") or self.key in _RATE_KEYS
 
     @property
@@ -159,6 +171,65 @@ def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
         )
     for change in fixed:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)
+
+
+def check_classes(spec: Mapping[str, Any] | None, taxonomy: Taxonomy | None, run: Path) -> None:
+    """Refuse data whose ranks or classes are not those of the checkpoint, in the same order.
+
+    Args:
+        spec: the checkpoint's `ModelSpec` as plain values; None in one of an older version.
+        taxonomy: of the data; None where it has no classes.
+        run: folder of the run, for the remedy.
+
+    Raises:
+        ConfigError: names the ranks, or some of the classes that were added and removed.
+    """
+    if spec is None:
+        return
+    levels = [] if spec["taxonomy"] is None else spec["taxonomy"]["levels"]
+    before = {level["name"]: list(level["classes"]) for level in levels}
+    levels = () if taxonomy is None else taxonomy.levels
+    now = {level.name: list(level.classes) for level in levels}
+    changes = []
+    if list(before) != list(now):
+        names = [", ".join(ranks) or "none" for ranks in (before, now)]
+        changes.append(f"ranks {names[0]} in the checkpoint, {names[1]} now")
+    for rank in now if not changes else ():
+        old, new = dict.fromkeys(before[rank]), dict.fromkeys(now[rank])
+        sides = {"added": new.keys() - old.keys(), "removed": old.keys() - new.keys()}
+        parts = [f"{how} {several(sorted(map(repr, n)))}" for how, n in sides.items() if n]
+        if before[rank] != now[rank]:
+            changes.append(f"{rank}: {', '.join(parts) or 'in another order'}")
+    if changes:
+        raise ConfigError(
+            "EXPERIMENT.NAME: the classes of the data are not those of the checkpoint "
+            f"({'; '.join(changes)}), and its heads have one output for each class. Set them back, or "
+            f"fine-tune: MODEL.WEIGHTS {run} with another EXPERIMENT.NAME copies heads by class name"
+        )
+
+
+def resumed_progress(
+    content: Mapping[str, Any], headline: str, config: EarlyStoppingConfig
+) -> TrainingProgress:
+    """The progress in a checkpoint; what it has of another metric than this run's restarts.
+
+    Args:
+        content: of the checkpoint.
+        headline: the metric that decides which checkpoint is best.
+        config: names the metric that early stopping watches; by default it is the headline.
+    """
+    progress = TrainingProgress(**content["progress"])
+    if content.get("headline", headline) != headline:
+        progress.best, progress.best_epoch = None, None
+    if watched_before(content, headline) != (config.METRIC or headline):
+        progress.watched_best, progress.num_stale = -math.inf, 0
+    return progress
+
+
+def watched_before(content: Mapping[str, Any], headline: str) -> str:
+    """The metric that the run of a checkpoint watched; `headline` is for one that names none."""
+    node = content.get("config", {}).get("TRAIN", {}).get("EARLY_STOPPING", {})
+    return str(node.get("METRIC") or content.get("headline", headline))
 
 
 def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, world: World) -> bool:

@@ -173,8 +173,8 @@ class Schedule:
         state = self._plateau.state_dict()
         return {name: state[name] for name in _PLATEAU_STATE}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what `state_dict` gave."""
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, same_metric: bool = True) -> None:
+        """Go on from what `state_dict` gave; of another metric, with the learning rate alone."""
         if self._plateau is not None and state is not None:
-            self._plateau.load_state_dict(dict(state))
+            self._plateau.load_state_dict(dict(state) if same_metric else {})
             self._plateau.optimizer.param_groups[0]["lr"] = state["_last_lr"][0]

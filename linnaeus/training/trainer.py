@@ -26,10 +26,15 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
-from linnaeus.errors import ConfigError, LinnaeusError, first_line
+from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_line
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import Assembly
-from linnaeus.training.callbacks import CallbackState, call_back, callback_states
+from linnaeus.training.callbacks import (
+    CallbackState,
+    call_back,
+    callback_kinds,
+    callback_states,
+)
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import broadcast_tensors, distribute_batchnorm
 from linnaeus.training.metrics_file import MetricsFile
@@ -38,8 +43,9 @@ from linnaeus.training.out_of_memory import (
     SizeOrigin,
     StepStart,
     end_with_checkpoint,
+    wait_unless_first,
 )
-from linnaeus.training.resume import restore_generators
+from linnaeus.training.resume import restore_generators, resumed_progress, watched_before
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.sharding import reshard
 from linnaeus.training.step import TrainStep, ValidationStep
@@ -127,6 +133,8 @@ class Trainer:
         self._num_images = 0
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
+        self._saved_step = 0
+        self._has_begun = False
         self._micro_batch_limit: int | None = (
             None  # of this process; that of an earlier one is in the plan
         )
@@ -134,11 +142,7 @@ class Trainer:
         self._memory = failed_allocations(self.world.device)
         self._step_start = StepStart(self.assembly, self.world.device, self.train_step.probe)
         self._out_of_memory = OutOfMemoryReport(
-            self.config,
-            self.assembly,
-            self.world,
-            self.checkpoints.folder.parent,
-            self.size_origins,
+            self.config, self.assembly, self.world, self.size_origins
         )
         self._meter = LossMeter(self.world, skips=self.assembly.scaler.is_enabled())
         broadcast_tensors(self.assembly.criterion, self.world)
@@ -151,25 +155,34 @@ class Trainer:
             content: of the checkpoint, without the state.
             seed: seed of the run.
         """
-        self.progress = TrainingProgress(**content["progress"])
+        headline = self.assembly.headline
+        self.progress = resumed_progress(content, headline, self.config.EARLY_STOPPING)
+        self._saved_step = self.progress.step
         if self.train_step.probe is not None and content.get("noise_scale") is not None:
             self.train_step.probe.scale.load_state_dict(content["noise_scale"])
         restore_generators(content, self.world, seed)
         self._meter.load_states(content.get("train_loss", ()))
         before, now = content.get("config", {}), self.checkpoint_extras.get("config", {})
-        metrics = [
-            nodes.get("TRAIN", {}).get("EARLY_STOPPING", {}).get("METRIC")
-            for nodes in (before, now)
-        ]
-        if metrics[0] != metrics[1]:
-            self.progress.watched_best, self.progress.num_stale = -math.inf, 0
-        elif all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
-            self.schedule.load_state_dict(
-                content.get("schedule")
-            )  # a new rate is not one that has dropped
-        states = content.get("callbacks", [{}])
+        if all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
+            watched = self.config.EARLY_STOPPING.METRIC or headline
+            self.schedule.load_state_dict(  # a new rate is not one that has dropped
+                content.get("schedule"), same_metric=watched_before(content, headline) == watched
+            )
+        states, kinds = content.get("callbacks", [{}]), callback_kinds(self.callbacks)
         for key, state in states[self.world.rank % len(states)].items():
-            call_back({key: self.callbacks.get(key)}, "load_state_dict", state)
+            kind, earlier = kinds.get(key), content.get("callback_kinds", kinds).get(key)
+            if kind == earlier:
+                call_back({key: self.callbacks.get(key)}, "load_state_dict", state)
+            else:
+                logger.info(
+                    "%s: the state of %s in the checkpoint is not for %s", key, earlier, kind
+                )
+        if content.get("headline", headline) != headline:
+            logger.warning(
+                "warning: %s now decides which checkpoint is best, %s did before: the comparison starts anew",
+                headline,
+                content["headline"],
+            )
         self._set_lr()
         epoch = self.progress.epoch + 1
         is_over = epoch > self.plan.num_epochs
@@ -193,6 +206,8 @@ class Trainer:
     def fit(self) -> FitResult:
         """Train until the last epoch, until the validation no longer improves, or until asked to stop.
 
+        An error after a completed step is raised as it is, once that step is saved.
+
         Raises:
             CheckpointError: a checkpoint cannot be written.
             LinnaeusError: the loss is not finite.
@@ -211,19 +226,23 @@ class Trainer:
 
     def _fit(self) -> FitResult:
         if self._splits and self.world.is_distributed:
-            self.begin()  # the first step may end with a checkpoint
+            self._begin()  # the first step may end with a checkpoint
         with self.stop.deferred(), self.progress_bar:
-            while not self._is_over:
-                self.train_epoch()
-                if not self.stop.stop_signal:
-                    self._end_epoch()
-                if self.stop.stop_signal:
-                    self._save()
-                    break
-            self.begin()
-            lacks_validation = not self.progress.metrics or self.progress.samples > 0
-            if lacks_validation and not self.stop.stop_signal and self._validate():
-                self._save(is_best=True)  # resumed with fewer epochs, before a validation
+            try:
+                while not self._is_over:
+                    self.train_epoch()
+                    if not self.stop.stop_signal:
+                        self._end_epoch()
+                    if self.stop.stop_signal:
+                        self._save()
+                        break
+                self._begin()
+                lacks_validation = not self.progress.metrics or self.progress.samples > 0
+                if lacks_validation and not self.stop.stop_signal and self._validate():
+                    self._save(is_best=True)  # resumed with fewer epochs, before a validation
+            except Exception as error:
+                self._save_before_ending(error)
+                raise
         self.checkpoints.wait()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(
@@ -238,6 +257,46 @@ class Trainer:
             stopped_early=self._stalled if self.progress.epoch < self.plan.num_epochs else "",
             best_metrics=self.progress.best_metrics,
         )
+
+    def _begin(self) -> None:
+        self.begin()
+        self._has_begun = True
+
+    def _save_before_ending(self, error: Exception) -> None:
+        """Save the last completed step before an error ends the run, where it is whole and not saved yet.
+
+        Several ranks do not agree any more: the first that fails saves alone, and others wait for its end.
+        """
+        step = self.progress.step
+        is_saved = step == self._saved_step or not self._has_begun
+        if is_saved or isinstance(error, CheckpointError) or not self.world.is_cause(error):
+            return
+        problem = ""
+        try:
+            if self.train_step.is_updating:
+                problem = "the next update had begun, which cannot be undone"
+            elif not math.isfinite(self._meter.state()[0]):
+                problem = "the training loss is not finite"
+            elif isinstance(self.assembly.model, FSDPModule):
+                problem = "that of a sharded model needs all processes"
+            elif self.world.is_distributed:
+                wait_unless_first(self.world)
+                self._save_for_next_attempt()
+            else:
+                self._save()
+                self.checkpoints.wait()
+        except Exception as failure:
+            if not self.world.is_cause(error):  # another rank was first, and has told its error
+                return
+            problem = first_line(failure)
+        if not problem:
+            logger.info(
+                "saved a checkpoint after optimizer step %d, as an error ends the run; with "
+                "TRAIN.AUTO_RESUME True the same command goes on from there",
+                step,
+            )
+        elif problem != first_line(error):
+            logger.warning("warning: optimizer step %d is not saved: %s", step, problem)
 
     @property
     def _stalled(self) -> str:
@@ -308,7 +367,7 @@ class Trainer:
             if loss is None:
                 return False
             self._count_seconds()
-            self.begin()  # does nothing after the first step
+            self._begin()  # does nothing after the first step
             self._clock = time.monotonic()
             self._meter.add(loss)
             remaining -= 1
@@ -446,20 +505,24 @@ class Trainer:
     def _end_epoch(self) -> None:
         """Validate and save if it is time to; always after the last epoch.
 
-        If the validation is broken off, the epoch does not count as finished: a resumed run has no step left
-        in it, and validates.
+        If the validation is broken off, or an error ends it, the epoch does not count as finished: a resumed
+        run has no step left in it, and validates.
         """
-        self.begin()
-        config, samples = self.config, self.progress.samples
-        self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
+        self._begin()
+        before, schedule = replace(self.progress), self.schedule.state_dict()
+        self.progress.epoch, self.progress.samples = before.epoch + 1, 0
         self._set_lr()
-        epoch = self.progress.epoch
-        is_best = self._validates_after(epoch) and self._validate()
-        if not self.stop.stop_signal:
-            self._call_back("on_epoch_end", epoch)
-        if self.stop.stop_signal:
-            self.progress.epoch, self.progress.samples = epoch - 1, samples
-        elif self._is_over or is_best or epoch % config.CHECKPOINT_EVERY == 0:
+        epoch, is_complete = self.progress.epoch, False
+        try:
+            is_best = self._validates_after(epoch) and self._validate()
+            if not self.stop.stop_signal:
+                self._call_back("on_epoch_end", epoch)
+                is_complete = True
+        finally:
+            if not is_complete:
+                self.progress = before
+                self.schedule.load_state_dict(schedule)
+        if is_complete and (self._is_over or is_best or epoch % self.config.CHECKPOINT_EVERY == 0):
             self._save(is_best=is_best)
 
     def _validates_after(self, epoch: int) -> bool:
@@ -578,10 +641,11 @@ class Trainer:
         states = self.world.gather_on_host(self._rank_state())
         if states is not None:
             self.checkpoints.save(self._content(states) | shards, is_best=is_best)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), self.progress.step
 
     def _save_for_next_attempt(self) -> None:
         self.checkpoints.save_for_next_attempt(self._content([self._rank_state()]))
+        self._saved_step = self.progress.step
 
     def _rank_state(self) -> tuple[Any, Any, Any]:
         """What a checkpoint holds of each rank: generators, losses since the last `train` line, callbacks."""
@@ -598,6 +662,9 @@ class Trainer:
             "rng": list(generators),
             "train_loss": list(losses),
             "callbacks": list(callbacks),
+            "callback_kinds": callback_kinds(self.callbacks),
+            "headline": self.assembly.headline,
+            "optimized": self.assembly.optimized,
             "noise_scale": None if probe is None else probe.scale.state_dict(),
             "schedule": self.schedule.state_dict(),
             **self.checkpoint_extras,

@@ -45,6 +45,17 @@ def labels(data: EvaluationData) -> list[list[int]]:
     return found
 
 
+def test_a_manifest_with_images_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    files(tmp_path, "1.png", "2.png")
+    manifest = tmp_path / "val.csv"
+    manifest.write_text("image,species\n1.png,fox\n2.png,wolf\n")
+    options = {"NAME": "manifest", "TRAIN": str(manifest), "VAL": str(manifest)}
+    assert labels(build(FLAT, **options)) == [[0], [3]]
+    (tmp_path / "2.png").unlink()
+    with pytest.raises(DataError, match=r"2\.png"):
+        build(FLAT, **options)
+
+
 @pytest.mark.parametrize(
     ("index", "paths", "expected"),
     [

@@ -11,6 +11,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.errors import DataError
 from tests.helpers.datasets import write_image
+from tests.helpers.runs import Run
 
 ROWS = """image,kingdom,species
 img/0.jpg,Animalia,cat
@@ -127,6 +128,25 @@ def test_missing_and_damaged_images_are_left_out_and_named(folder: Path) -> None
     bundle = build(folder, on_bad_image="skip")
     assert set(labels(bundle)) == {f"img/{i}.jpg" for i in (2, 3, 4, 5)}
     assert all(name in " ".join(bundle.report) for name in ("img/0.jpg", "img/1.jpg"))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_images_that_are_not_there_are_found_at_the_start(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    (folder / "val.csv").write_text(ROWS)
+    build(folder)  # the negative control: all are there, if not intact
+    rows = "".join(f"img/no{i}.jpg,Animalia,cat\n" for i in range(7))
+    (folder / f"{split}.csv").write_text(ROWS + rows)
+    with pytest.raises(DataError) as caught:
+        build(folder)
+    assert all(text in str(caught.value) for text in (f"{split}.csv", "7 of 13", "img/no0.jpg"))
+    assert len(build(folder, "skip").train) == 6  # type: ignore[arg-type]
+    checked = run("check-data", "data=manifest", f"DATA.DATASET.ROOT={folder}")
+    assert checked.code == 1
+    assert all(f"img/no{i}.jpg" in checked.err for i in range(7))
+    monkeypatch.setenv("LOCAL_RANK", "1")  # another process of this machine looks
+    build(folder)
 
 
 @pytest.mark.parametrize("place", ["train", "train_images", "images"])

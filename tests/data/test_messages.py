@@ -126,6 +126,7 @@ MANIFESTS: dict[str, Callable[[], object]] = {
     "val column": lambda: manifest(ROWS, val="image,kingdom\nimg/0.jpg,Plantae\n"),
     "none": lambda: build(NAME="manifest"),
     "not there": lambda: manifest(ROWS, TRAIN="gone.csv"),
+    "images not there": lambda: manifest(ROWS + "gone.jpg,Plantae,oak\n", val=ROWS),
 }
 
 

@@ -157,7 +157,7 @@ def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_us
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
-@pytest.mark.parametrize("content", [{}, {"param_groups": [5], "state": 3}])
+@pytest.mark.parametrize("content", [{"scale": 1.0}, {"param_groups": [5], "state": 3}])
 def test_a_state_that_does_not_fit_is_a_checkpoint_error(
     part: str, content: dict[str, Any]
 ) -> None:
@@ -198,6 +198,55 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_read(
     [(level, message)] = {(record.levelname, record.getMessage()) for record in caplog.records}
     assert level == "WARNING"
     assert str(checkpoints.last) in message
+
+
+def of_a_newer_version(path: Path) -> None:
+    found = torch.load(path, weights_only=True)
+    torch.save(found | {"progress": found["progress"] | {"of_a_newer_version": 1}}, path)
+
+
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "another version": of_a_newer_version,
+    "cut off": truncate,
+    "code": lambda path: torch.save({"progress": nn.Linear(1, 1)}, path),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_shards_stay_while_a_checkpoint_cannot_be_read(
+    checkpoints: CheckpointFolder, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    shards = checkpoints.folder / "shards_00000001"
+    entry = {"shards": {"folder": shards.name, "checksum": 0}}
+    shards.mkdir(parents=True)
+    for path in (checkpoints.best, checkpoints.previous):
+        torch.save(whole(state={}), path)
+    torch.save(whole(state={}, **entry), checkpoints.best)
+    UNREADABLE[kind](checkpoints.best)
+    checkpoint = checkpoints.load_latest(World(CPU))
+    for epoch in (2, 3):
+        checkpoints.save(content(epoch))
+    assert epoch_of(None if checkpoint is None else checkpoint.content) == 1
+    assert shards.is_dir()
+    assert len([line for line in caplog.messages if str(checkpoints.best) in line]) == 1
+
+    (checkpoints.best.rmdir if kind == "a folder" else checkpoints.best.unlink)()
+    checkpoints.save(content(4))  # the negative control
+    assert not shards.exists()
+
+
+def test_a_damaged_last_does_not_replace_the_one_resumed_from(
+    checkpoints: CheckpointFolder,
+) -> None:
+    for epoch in (1, 2):
+        checkpoints.save(content(epoch))
+    truncate(checkpoints.last)
+    assert epoch_of(checkpoints.read_latest()) == 1
+    for epoch, previous in ((2, 1), (3, 2)):
+        checkpoints.save(content(epoch))
+        assert epoch_of(load_checkpoint(checkpoints.previous)) == previous
+        assert epoch_of(load_checkpoint(checkpoints.last)) == epoch
 
 
 # --- disks that take nothing ---

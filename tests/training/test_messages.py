@@ -21,14 +21,19 @@ from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.sizing.planning import PlannedSizes
 from linnaeus.training.accuracy import MAX_SKIPPED_STEPS, LossMeter
 from linnaeus.training.build import check_loss_takes_outputs
-from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
+from linnaeus.training.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    TrainingState,
+    load_checkpoint,
+)
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.losses import build_loss, logits_per_level
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer
 from linnaeus.training.out_of_memory import StateBytes, memory_sentence
 from linnaeus.training.report import settings_sentence, settings_without_effect
-from linnaeus.training.resume import changes_of, check_changes
+from linnaeus.training.resume import changes_of, check_changes, check_classes
 from tests.helpers.contents import whole
 from tests.helpers.greedy import SPLIT, greedy, trainer_of
 from tests.helpers.messages import Golden, error_of
@@ -133,6 +138,16 @@ def checkpoints(folder: Path) -> dict[str, str]:
     found["another model"] = error_of(state_of(3).load_state_dict, state)
     changes = ["MODEL.WIDTH (2 in the checkpoint, 3 now)"]
     found["another model, by its keys"] = error_of(state_of(3).load_state_dict, state, changes)
+    classes = {"taxonomy": {"levels": [{"name": "species", "classes": ["lion", "lynx", "puma"]}]}}
+    found["other classes"] = error_of(check_classes, classes, ONE_RANK, folder)
+    found["other ranks"] = error_of(check_classes, classes, TWO_RANKS, folder)
+    for title, state, change in (
+        ("own loss", {"criterion": {"centre": 1}}, "LOSS.scale (1 in the checkpoint, 2 now)"),
+        ("other parameters", {}, "MODEL.FREEZE ('none' in the checkpoint, 'backbone' now)"),
+    ):
+        checkpoint = Checkpoint({"optimized": ["weight", "bias"][: 1 + bool(state)]}, state)
+        checkpoint.changes = [change]
+        found[title] = error_of(checkpoint.restore, state_of(2), World(torch.device("cpu")))
     for title, keys in (("rate", ["LR"]), ("optimizer", ["LR", "NAME"])):
         before, now = ({"OPTIMIZER": dict.fromkeys(keys, value)} for value in (1, 2))
         found[f"another {title}"] = error_of(check_changes, changes_of(before, now), None)

@@ -178,7 +178,7 @@ def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
         clip,
     )
     assert two_ranks(tmp_path, *fault, SPLIT).code != 0
-    saved = load_checkpoint(folder / "checkpoints/out_of_memory.pt")
+    saved = load_checkpoint(folder / "checkpoints/failed_rank.pt")
     assert (saved["progress"]["step"], saved["progress"]["samples"]) == (
         from_step,
         from_step % 3 * 32,

@@ -224,3 +224,19 @@ def test_plateau_is_torchs_own_and_goes_on_from_its_state(metric: str) -> None:
         used.add(optimizer.param_groups[0]["lr"])
         assert optimizer.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"])
     assert len(used) == 3  # the third is the lowest
+
+
+def test_of_another_metric_plateau_keeps_the_rate_alone() -> None:
+    plan: dict[str, Any] = {"steps_per_epoch": [1] * 9, "warmup_steps": 0}
+    config = ScheduleConfig("plateau", PATIENCE=0, GAMMA=0.5, MIN_LR_FRACTION=0.0)
+    schedule = make(config, **plan)[1]
+    for value in (-5.0, -5.0):  # the second one lowers the rate
+        schedule.validated(value)
+    rates = []
+    for same_metric in (True, False):
+        optimizer, resumed = make(config, **plan)
+        resumed.load_state_dict(schedule.state_dict(), same_metric=same_metric)
+        resumed.validated(1.0)  # no better than before, but the first of another metric
+        resumed.apply(3)
+        rates.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0]["initial_lr"])
+    assert rates == [0.25, 0.5]

@@ -1,0 +1,207 @@
+"""An error that ends a run: what was trained before is saved, and the same command goes on from there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linnaeus.training.checkpoint import load_checkpoint
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import TORCHRUN, Run, checkpoint_of
+from tests.helpers.small_runs import (
+    NAME,
+    PLAIN,
+    Clusters,
+    Layers,
+    assert_same_states,
+    curve,
+    validations_of,
+)
+
+FAULT = "FAULT"
+"""The environment variable that says where, and at which count, something fails."""
+
+
+def fail_at(place: str, count: int, rank: int = 0) -> None:
+    where, _, number = os.environ.get(FAULT, "").partition(" ")
+    is_here = rank < 0 or os.environ.get("RANK", "0") == str(rank)
+    if where == place and count == int(number) and is_here:
+        raise ValueError(f"the fault in {place}")
+
+
+class Faulty(Clusters):
+    """Points of which one cannot be read."""
+
+    def __init__(self, split: str, length: int = 128, rank: int = 0) -> None:
+        super().__init__(split, length)
+        self.split, self.rank, self.num_read = split, rank, 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.num_read += 1
+        fail_at(self.split, self.num_read, self.rank)
+        return super().__getitem__(index)
+
+
+class Caller:
+    """Calls back with an error."""
+
+    def on_step_end(self, state: Any) -> None:
+        fail_at("on_step_end", state.step)
+
+    def on_validation_end(self, state: Any) -> None:
+        fail_at("on_validation_end", state.epoch)
+
+    def on_epoch_end(self, state: Any) -> None:
+        fail_at("on_epoch_end", state.epoch)
+
+
+class Net(Layers):
+    """Fails in a forward or backward pass of training, or gives NaN from then on."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.num_steps = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(inputs)
+        if not self.training:
+            return outputs
+        self.num_steps += 1
+        fail_at("forward", self.num_steps)
+        outputs.register_hook(lambda _: fail_at("backward", self.num_steps))
+        is_nan = os.environ.get("NAN_FROM", "999") <= str(self.num_steps)
+        return outputs * torch.nan if is_nan else outputs
+
+
+class HalfUpdate(torch.optim.SGD):
+    """Fails after it has updated the parameters."""
+
+    num_steps = 0
+
+    def step(self, *arguments: Any) -> None:  # type: ignore[override]
+        super().step(*arguments)
+        HalfUpdate.num_steps += 1
+        fail_at("update", HalfUpdate.num_steps)
+
+
+RUN = (
+    *PLAIN,
+    f"DATA.DATASET._target_={__name__}.Faulty",
+    f"MODEL._target_={__name__}.Net",
+    f"TRAIN.CALLBACKS=[{{_target_: {__name__}.Caller}}]",
+    "TRAIN.EMA.ENABLED=True",
+)
+"""Three epochs of four steps of 32 samples."""
+
+FAULTS = {
+    "val 5": (4, 128),
+    f"val {128 + 5}": (8, 128),
+    f"train {32 * 5 + 16}": (5, 32),
+    "forward 7": (6, 64),
+    "backward 6": (5, 32),
+    "on_step_end 2": (2, 64),
+    "on_validation_end 1": (4, 128),
+    "on_epoch_end 2": (8, 128),
+}
+"""The optimizer steps done, and the samples of the epoch, that the checkpoint then has."""
+
+
+@pytest.fixture
+def whole(run_in_child: Run, tmp_path: Path) -> Path:
+    """A run without a fault."""
+    assert run_in_child(*RUN, f"{NAME}whole").code == 0
+    return tmp_path / "runs/whole"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_run_goes_on_after_its_last_step(
+    run_in_child: Run, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    folder = tmp_path / "runs/plain"
+    monkeypatch.setenv(FAULT, fault)
+    ended = run_in_child(*RUN)
+    assert ended.code == 1
+    assert f"the fault in {fault.split()[0]}" in ended.err
+    progress = checkpoint_of(folder)["progress"]
+    assert (progress["step"], progress["samples"]) == FAULTS[fault]
+    assert progress["epoch"] == (progress["step"] - 1) // 4
+
+    monkeypatch.delenv(FAULT)
+    resumed = run_in_child(*RUN, "TRAIN.AUTO_RESUME=True")
+    assert resumed.code == 0, resumed.err
+    assert_same_states(folder, whole)
+    assert curve(folder) == curve(whole)
+    assert validations_of(folder) == validations_of(whole) == [4, 8, 12]
+    ends = [checkpoint_of(each)["progress"] for each in (folder, whole)]
+    assert ends[0] | {"seconds": 0} == ends[1] | {"seconds": 0}
+    bests = [checkpoint_of(each, "best.pt")["progress"]["step"] for each in (folder, whole)]
+    assert bests[0] == bests[1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "step"),
+    [
+        (
+            "update 7",
+            ("~OPTIMIZER", f"OPTIMIZER._target_={__name__}.HalfUpdate", "OPTIMIZER.lr=0.1"),
+            4,
+        ),
+        ("on_step_end 7", ("TRAIN.LOG_EVERY=100",), 4),
+        ("on_step_end 1", (), 1),
+    ],
+)
+def test_a_state_that_is_not_whole_is_not_saved(
+    run_in_child: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    options: tuple[str, ...],
+    step: int,
+) -> None:
+    monkeypatch.setenv(FAULT, fault)
+    monkeypatch.setenv("NAN_FROM", "6" if step == 4 and "on" in fault else "999")
+    HalfUpdate.num_steps = 0
+    assert run_in_child(*RUN, *options).code == 1
+    assert checkpoint_of(tmp_path / "runs/plain")["progress"]["step"] == step
+
+
+def test_an_error_in_the_first_step_leaves_an_earlier_run(
+    run_in_child: Run, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (whole / "checkpoints/last.pt").read_bytes()
+    monkeypatch.setenv(FAULT, "forward 1")
+    assert run_in_child(*RUN, f"{NAME}whole").code == 1
+    assert (whole / "checkpoints/last.pt").read_bytes() == before
+    assert [path.name for path in whole.parent.iterdir()] == ["whole"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("rank", "sharding"), [(0, "none"), (1, "none"), (-1, "none"), (1, "full")]
+)
+def test_one_of_two_ranks_that_fails_saves_for_both(
+    tmp_path: Path, rank: int, sharding: str
+) -> None:
+    command = [*TORCHRUN, "--nproc_per_node=2", "-m", "linnaeus.main"]
+    options = (*RUN, "DATA.BATCH_SIZE=16", f"DATA.DATASET.rank={rank}", "TRAIN.AUTO_RESUME=True")
+    options = (*options, f"DIST.SHARDING={sharding}")
+    ends = []
+    for fault in ("val 5", ""):
+        env = {"PYTHONPATH": str(ROOT), FAULT: fault}
+        ends.append(forks.python(*command, *options, cwd=tmp_path, env=env))
+        saved = tmp_path / "runs/plain/checkpoints/failed_rank.pt"
+        if fault and sharding == "none":
+            progress = load_checkpoint(saved)["progress"]
+            assert (progress["epoch"], progress["step"], progress["samples"]) == (0, 4, 128)
+        assert saved.exists() == (fault != "" and sharding == "none")
+    assert ends[0].code != 0
+    assert "the fault in val" in ends[0].err
+    assert ends[1].code == 0, ends[1].err
+    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 13))
+    assert validations_of(tmp_path / "runs/plain") == [4, 8, 12]

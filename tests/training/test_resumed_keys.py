@@ -1,0 +1,251 @@
+"""Every key that a resumed run takes with another value is in force, or the run is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from linnaeus.config.schema import Config
+from linnaeus.data.datasets import build_data
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.dist import World
+from linnaeus.errors import ConfigError
+from linnaeus.rng import seed_all
+from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.checkpoint import CheckpointFolder
+from linnaeus.training.resume import check_classes, find_checkpoint, flat, resumed_nodes
+from tests.helpers.bits import bits
+from tests.helpers.configs import load
+from tests.helpers.contents import whole
+
+ALONE = World(torch.device("cpu"))
+TINY = (
+    "MODEL.NAME=test_resnet",
+    "DATA.DATASET.NAME=synthetic",
+    "DATA.DATASET.NUM_SAMPLES=24",
+    "DATA.DATASET.NUM_SAMPLES_VAL=8",
+    "DATA.DATASET.NUM_CLASSES=[2,6]",
+    "DATA.IMG_SIZE=32",
+)
+FROZEN = "MODEL.FREEZE=backbone"
+ONE_RANK = "DATA.DATASET.NUM_CLASSES=[3]"
+TORCHS = (ONE_RANK, "LOSS._target_=torch.nn.CrossEntropyLoss")
+
+
+class Centres(nn.Module):
+    """A loss of one's own with a state."""
+
+    def __init__(self, scale: float = 1.0, momentum: float = 0.5) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("centre", torch.tensor(scale))
+
+    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs[-1], targets[:, -1])
+
+
+OWN = f"LOSS._target_={__name__}.Centres"
+
+IN_FORCE: dict[str, tuple[tuple[str, ...], str]] = {
+    "LOSS.NAME": ((), "focal"),
+    "LOSS.LABEL_SMOOTHING": ((), "0.2"),
+    "LOSS.FOCAL_GAMMA": (("LOSS.NAME=focal",), "3"),
+    "LOSS.CLASS_WEIGHTS": ((), "balanced"),
+    "LOSS.CLASS_WEIGHTS to a file": (("LOSS.CLASS_WEIGHTS=balanced",), "weights.yaml"),
+    "LOSS.CLASS_WEIGHTS to none": (("LOSS.CLASS_WEIGHTS=balanced",), "null"),
+    "LOSS.RANK_WEIGHTS": ((), "[1,0]"),
+    "LOSS.weight": ((*TORCHS, "LOSS.weight=[1,1,1]"), "[1,2,3]"),
+    "OPTIMIZER.LR": (("TRAIN.RESUME_WITH=lr",), "0.5"),
+    "OPTIMIZER.WEIGHT_DECAY": (("TRAIN.RESUME_WITH=lr",), "0.5"),
+    "TRAIN.AMP": ((), "fp16"),
+    "TRAIN.AMP to none": (("TRAIN.AMP=fp16",), "off"),
+    "TRAIN.AMP to bf16": (("TRAIN.AMP=fp16",), "bf16"),
+    "TRAIN.CLIP_GRAD_NORM": ((), "2"),
+    "TRAIN.EMA.ENABLED": ((), "True"),
+    "TRAIN.EMA.ENABLED to none": (("TRAIN.EMA.ENABLED=True",), "False"),
+    "TRAIN.EMA.DECAY": (("TRAIN.EMA.ENABLED=True",), "0.5"),
+    "TRAIN.UNFREEZE_EPOCH": ((FROZEN, "TRAIN.UNFREEZE_EPOCH=5"), "7"),
+    "MODEL.FREEZE": ((FROZEN, "TRAIN.UNFREEZE_EPOCH=5"), "backbone.bn1.*"),
+    "MODEL.DROP_RATE": ((), "0.5"),
+    "MODEL.DROP_PATH_RATE": ((), "0.5"),
+    "MODEL.KWARGS": ((), "{act_layer: gelu}"),
+}
+"""Keys with what was set before, and the new value."""
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "EXPERIMENT.SEED": ((), "1"),
+    "OPTIMIZER.NAME": ((), "sgd"),
+    "OPTIMIZER.LR": ((), "0.5"),
+    "OPTIMIZER.WEIGHT_DECAY": ((), "0.5"),
+    "OPTIMIZER.WEIGHT_DECAY of none": (("TRAIN.RESUME_WITH=lr",), "0"),
+    "OPTIMIZER.LR_SCALING": ((), "sqrt"),
+    "OPTIMIZER.WEIGHT_DECAY_SCALING": ((), "sqrt"),
+    "OPTIMIZER.BASE_BATCH_SIZE": ((), "8"),
+    "OPTIMIZER.LAYER_DECAY": ((), "0.5"),
+    "OPTIMIZER.HEAD_LR_SCALE": ((), "2"),
+    "OPTIMIZER.KWARGS": ((), "{betas: [0.5, 0.5]}"),
+    "SCHEDULE.NAME": ((), "linear"),
+    "SCHEDULE.WARMUP_EPOCHS": ((), "1"),
+    "SCHEDULE.WARMUP_FRACTION": ((), "0.5"),
+    "SCHEDULE.WARMUP_STEPS": ((), "1"),
+    "SCHEDULE.MIN_LR_FRACTION": ((), "0.5"),
+    "SCHEDULE.STEP_EPOCHS": ((), "1"),
+    "SCHEDULE.MILESTONES": ((), "[1]"),
+    "SCHEDULE.GAMMA": ((), "0.5"),
+    "SCHEDULE.PATIENCE": ((), "1"),
+    "SCHEDULE.DECAY_EPOCHS": ((), "1"),
+    "SCHEDULE.START_LR_FRACTION": ((), "0.5"),
+    "MODEL.NAME": ((), "test_vit"),
+    "MODEL.PRETRAINED": ((), "True"),
+    "MODEL.HEAD": ((), "marginal"),
+    "MODEL.WEIGHTS": ((), "other.pt"),
+    "MODEL.FREEZE": ((), "backbone"),
+    "MODEL.FREEZE of equal shapes": (("MODEL.FREEZE=*.bn1.weight",), "*.bn1.bias"),
+    "TRAIN.UNFREEZE_EPOCH": ((FROZEN,), "5"),
+    "MODEL.LORA.RANK": ((), "2"),
+    "MODEL.LORA.ALPHA": ((), "2"),
+    "MODEL.LORA.DROPOUT": ((), "0.5"),
+    "MODEL.LORA.TARGETS": ((), "[fc]"),
+    "LOSS.momentum": ((OWN,), "0.25"),
+}
+READ_WHERE_USED = {
+    "TRAIN.SYNC_BATCHNORM",
+    "TRAIN.DISTRIBUTE_BN",
+    "TRAIN.EARLY_STOPPING.PATIENCE",
+    "TRAIN.EARLY_STOPPING.METRIC",
+    "TRAIN.EARLY_STOPPING.MIN_DELTA",
+}
+"""No object with a state takes these."""
+
+
+def built(config: Config) -> Assembly:
+    seed_all(0)
+    data = build_data(config.DATA, seed=0)
+    return assemble(
+        config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, ALONE, load_weights=False
+    )
+
+
+def in_force(assembly: Assembly) -> dict[str, str]:
+    """The values of an assembly that no training changes."""
+    parts = {
+        "groups": [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in assembly.optimizer.param_groups
+        ],
+        "criterion": (assembly.criterion, vars(assembly.criterion).keys()),
+        "loss": {
+            name: getattr(assembly.criterion, name, None)
+            for name in ("level_weights", "label_smoothing", "gamma", "momentum")
+        },
+        "weights": [*assembly.criterion.named_buffers()],
+        "scaler": assembly.scaler.is_enabled(),
+        "average": assembly.ema and assembly.ema._average.decay,
+        "step": (assembly.train_step.precision, assembly.train_step.clip_grad_norm),
+        "model": assembly.model,
+        "freezing": vars(assembly.freezing) | {"_model": None},
+        "headline": assembly.headline,
+    }
+    return {name: repr(value) for name, value in parts.items()}
+
+
+def save(folder: CheckpointFolder, config: Config) -> Assembly:
+    """Save a checkpoint of a run, as the trainer does."""
+    assembly = built(config)
+    content = {
+        "state": assembly.state_dict(),
+        "config": resumed_nodes(config),
+        "optimized": assembly.optimized,
+    }
+    folder.save(whole(**content))
+    return assembly
+
+
+def resume(folder: CheckpointFolder, config: Config) -> Assembly:
+    resume_with = config.TRAIN.RESUME_WITH
+    checkpoint = find_checkpoint(folder, resumed_nodes(config), resume_with, ALONE)
+    assert checkpoint is not None
+    assembly = built(config)
+    checkpoint.restore(assembly, ALONE)
+    return assembly
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointFolder:
+    monkeypatch.chdir(tmp_path)
+    Path("weights.yaml").write_text("rank2: {rank2-0: 5}\n")
+    return CheckpointFolder(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("title", IN_FORCE)
+def test_the_new_value_is_in_force(folder: CheckpointFolder, title: str) -> None:
+    before, value = IN_FORCE[title]
+    now = (*before, f"{title.split()[0]}={value}")
+    earlier = in_force(save(folder, load(*TINY, *before)))
+    resumed, fresh = resume(folder, load(*TINY, *now)), built(load(*TINY, *now))
+    assert in_force(resumed) == in_force(fresh)
+    assert in_force(fresh) != earlier, "the test would not see another value"
+
+
+@pytest.mark.parametrize("title", REFUSED)
+def test_or_the_run_is_refused_by_the_key(folder: CheckpointFolder, title: str) -> None:
+    before, value = REFUSED[title]
+    key = title.split()[0]
+    save(folder, load(*TINY, *before))
+    with pytest.raises(ConfigError) as caught:
+        resume(folder, load(*TINY, *before, f"{key}={value}"))
+    assert caught.value.exit_code == 2
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize("argv", [(), ("LOSS.CLASS_WEIGHTS=balanced",), (OWN, "LOSS.scale=3")])
+def test_nothing_changed_is_resumed(folder: CheckpointFolder, argv: tuple[str, ...]) -> None:
+    config = load(*TINY, *argv)
+    saved = save(folder, config)
+    with torch.no_grad():
+        for buffer in saved.criterion.buffers():
+            buffer.mul_(2)
+    folder.save(whole(state=saved.state_dict(), config=resumed_nodes(config)))
+    resumed = resume(folder, config)
+    assert bits(resumed.state_dict()["model"]) == bits(saved.state_dict()["model"])
+    is_own = OWN in argv
+    expected = saved if is_own else built(config)
+    assert bits(resumed.criterion.state_dict()) == bits(expected.criterion.state_dict())
+
+
+def test_every_key_of_a_checkpoint_is_tried() -> None:
+    keys = {key for key in flat(resumed_nodes(Config())) if not key.startswith("DATA.")}
+    tried = {title.split()[0] for title in (*IN_FORCE, *REFUSED)}
+    empty = {"MODEL.KWARGS", "OPTIMIZER.KWARGS"}
+    assert keys - tried - READ_WHERE_USED - empty == set()
+
+
+TAXONOMY = Taxonomy((Level("kind", ("a", "b")), Level("piece", ("k", "l", "m"))))
+
+
+@pytest.mark.parametrize(
+    ("levels", "named"),
+    [
+        ({"kind": "ab", "piece": "klz"}, ["piece", "added 'z'", "removed 'm'"]),
+        ({"kind": "ab", "piece": "klmn"}, ["added 'n'"]),
+        ({"kind": "ab", "piece": "kl"}, ["removed 'm'"]),
+        ({"kind": "ab", "piece": "lkm"}, ["piece"]),
+        ({"kind": "ab", "piece": "mnopqrstu"}, ["and 3 more"]),
+        ({"kind": "ab", "species": "klm"}, ["kind, piece", "kind, species"]),
+        ({"piece": "klm"}, ["kind, piece"]),
+        ({}, ["none"]),
+    ],
+)
+def test_other_classes_are_named_and_refused(levels: dict[str, str], named: list[str]) -> None:
+    spec = {"taxonomy": {"levels": [dataclasses.asdict(level) for level in TAXONOMY.levels]}}
+    check_classes(spec, TAXONOMY, Path("runs/a"))
+    check_classes(None, TAXONOMY, Path("runs/a"))
+    parts = tuple(Level(name, tuple(classes)) for name, classes in levels.items())
+    with pytest.raises(ConfigError) as caught:
+        check_classes(spec, Taxonomy(parts) if parts else None, Path("runs/a"))
+    assert caught.value.exit_code == 2
+    assert all(name in str(caught.value) for name in [*named, "MODEL.WEIGHTS runs/a"])
