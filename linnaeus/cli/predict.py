@@ -108,7 +108,7 @@ def run(options: Options) -> int:
     from linnaeus.inference.trained import load_run
     from linnaeus.log import close_logging, set_up_logging
 
-    console = make_console(stderr=True)
+    console = make_console(sys.stderr)
     set_up_logging(None, rank=0, console=console)
     # Pillow reports the size of such an image with a line of source code; too large a one is unreadable.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)

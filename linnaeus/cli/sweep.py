@@ -202,7 +202,7 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
                 plans, options.predict_gpu, console, world_size=shares[0].num_processes
             )
         if options.launch.dry_run:
-            console.print(_dry_run(options, sweep, shares), markup=False, soft_wrap=True, end="")
+            console.print(_dry_run(options, sweep, shares), soft_wrap=True, end="")
             return 0
         if options.launch.launcher == "slurm":
             check_sbatch()

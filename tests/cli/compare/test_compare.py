@@ -177,6 +177,27 @@ def picture_of(tmp_path: Path, *names: str) -> set[str]:
     }
 
 
+def test_names_in_tables_and_pictures_are_as_they_are(tmp_path: Path) -> None:
+    """What rich takes for markup, and matplotlib for mathematics or for a line without a label."""
+    names = ["[a] :cat:", "[/b]", "_c", "$d$ $e$"]
+    for name in names:
+        write_run(tmp_path / name)
+    assert not [name for name in names if name not in table_of(comparison(tmp_path, *names))]
+    assert {*names} <= {text.strip() for text in picture_of(tmp_path, *names)}
+    for rate in ("1e-1", "1e-2", "1e-4"):
+        write_run(tmp_path / rate, f"OPTIMIZER.LR={rate}", f"MODEL.FREEZE=[heads.{rate[-1]}]")
+    table = table_of(comparison(tmp_path, "1e-1", "1e-2", "1e-4"))
+    assert lines_with(table, '["heads.4"]')
+
+
+def test_labels_of_a_logarithmic_axis_are_plain_text(tmp_path: Path) -> None:
+    for rate in ("0.1", "0.01", "0.0001"):
+        write_run(tmp_path / rate, f"OPTIMIZER.LR={rate}")
+    texts = picture_of(tmp_path, "0.1", "0.01", "0.0001")
+    assert {"LR", "1e\N{MINUS SIGN}02", "1e\N{MINUS SIGN}04"} <= texts
+    assert not [text for text in texts if "math" in text or "$" in text]
+
+
 def test_the_axis_of_a_picture_is_the_key_with_the_most_values_in_their_order(
     tmp_path: Path,
 ) -> None:
