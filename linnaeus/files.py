@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from linnaeus.errors import LinnaeusError
+from linnaeus.words import several
 
 LOGS, CHECKPOINTS = "logs", "checkpoints"
 CONFIG, METRICS, RESULT, AUTOBATCH = "config.yaml", "metrics.jsonl", "result.json", "autobatch.json"
@@ -27,6 +28,20 @@ def suggest_path(path: Path) -> str:
     """`; did you mean X?` for what stands beside a missing path and is most like it; empty for nothing."""
     close = get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], 1)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def suggest_run(path: Path) -> str:
+    """The remedy for a path that is no run: its real name, the runs beside or below it, or an example."""
+    folders = (path if path.is_dir() else path.parent, path.parent / "runs")
+    inner = [each for folder in folders for each in folder.glob(f"*/{CHECKPOINTS}")]
+    runs = {each.parent.name: str(each.parent) for each in inner}
+    names = get_close_matches(path.name, runs, len(runs) or 1, cutoff=0)
+    if get_close_matches(path.name, names[:1]):
+        return f"; did you mean {runs[names[0]]}?"
+    if not path.exists() and (beside := suggest_path(path)):
+        return beside
+    found = several([runs[name] for name in names])
+    return f"; runs are {found}" if found else "; name the folder of a run, such as runs/birds"
 
 
 def checkpoint_file(run: Path, name: str) -> Path | None:

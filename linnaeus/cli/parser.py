@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,10 +15,10 @@ from typing import Any, TypeVar
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.keys import KEYS, available, closest, suggest
-from linnaeus.config.overrides import OPTIONS, expanded
+from linnaeus.config.overrides import OPTIONS, expanded, parse_command_line
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
-from linnaeus.files import suggest_path, temporary_name
+from linnaeus.files import CHECKPOINTS, suggest_run, temporary_name
 from linnaeus.sweep.slurm import FLAGS, LaunchOptions, problems_with
 
 AUTOBATCH = "DATA.AUTOBATCH"
@@ -280,8 +281,14 @@ class CommandParser(argparse.ArgumentParser):
         vars(options)["run"] = path
         if path.is_file() and vars(options)["checkpoint"] is not None:
             return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
-        remedy = suggest_path(path) or "; name the folder of a run, such as runs/birds"
-        return [] if path.exists() else [f"RUN: there is no run or checkpoint {path}{remedy}"]
+        if not path.exists():
+            return [f"RUN: there is no run or checkpoint {path}{suggest_run(path)}"]
+        names_file = vars(options)["checkpoint"] not in (None, "best", "last")
+        if path.is_file() or names_file or (path / CHECKPOINTS).exists():
+            return []
+        return [
+            f"RUN: {path} is not the folder of a run: it has no {CHECKPOINTS}/{suggest_run(path)}"
+        ]
 
 
 def _is_option(token: str) -> bool:
@@ -326,8 +333,14 @@ def read_request(
     )  # here: help and completion do not wait for OmegaConf
 
     problems += check(options, words)
+    folders = [word for word in parse_command_line(words).stray if Path(word).is_dir()]
+    for folder in folders:
+        typed = f"linnaeus {parser.command.strip('[]')} data=imagefolder DATA.DATASET.ROOT="
+        problems.append(
+            f"{folder!r}: is a folder; for its images type: {typed}{shlex.quote(folder)}"
+        )
     try:
-        loaded = load_config(words)
+        loaded = load_config([word for word in words if word not in folders])
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:

@@ -44,6 +44,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
             "--plot=a.pdf",
         ],
     ),
+    "a folder that is no run": (evaluate, ["folder.png"]),
     "words of predict": (
         predict,
         [

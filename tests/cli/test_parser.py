@@ -149,6 +149,45 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
         assert f"linnaeus {shlex.join(words)}" in outcome.err, "the command without torchrun"
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "expected"),
+    [
+        ("predict", "birds", ["runs/birds"]),  # the folder of images
+        ("evaluate", "runs/brids", ["runs/birds"]),
+        ("export", "runs", ["runs/birds", "runs/lr1", "runs/one", "runs/other"]),
+        ("evaluate", "runs/xyz", ["runs/birds", "runs/lr1", "runs/one", "runs/other"]),
+        ("evaluate", "photos", ["runs/birds", "runs/lr1", "runs/one", "runs/other"]),
+        ("predict", "runs/other", []),
+    ],
+)
+def test_what_is_no_run_names_the_runs_there_are(
+    command: str, name: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk(tmp_path, monkeypatch)
+    (tmp_path / "birds/train").mkdir(parents=True)
+    rest = {"predict": ["a.jpg"], "export": ["--format=onnx"]}.get(command, [])
+    if not expected:
+        assert read(command, name, *rest)
+        return
+    with pytest.raises(ConfigError) as caught:
+        read(command, name, *rest)
+    [problem] = caught.value.problems
+    assert sorted(set(re.findall(r"runs/[a-z]+\d?", problem)) - {name}) == expected
+
+
+@pytest.mark.parametrize("command", ["check-data", "train"])
+def test_a_folder_as_a_word_gives_the_command_to_type(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk(tmp_path, monkeypatch)
+    (tmp_path / "my birds").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        read(command, "my birds")
+    [problem] = caught.value.problems
+    first, *rest = words_of(problem.rpartition(": ")[2])
+    assert (first, read(first, *rest)[1].DATA.DATASET.ROOT) == (command, "my birds")
+
+
 LIGHT = (
     "linnaeus.config.load",
     "linnaeus.batching.plan",
