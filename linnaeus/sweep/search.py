@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from linnaeus.config.load import to_yaml
 from linnaeus.errors import ConfigError
-from linnaeus.files import RESULT, STUDY, read_json
+from linnaeus.files import STUDY
 from linnaeus.log import RunFolder
-from linnaeus.run_folder import TRIAL, State, read_state
+from linnaeus.run_folder import TRIAL, State, read_result, read_state
 from linnaeus.signals import StopRequest
 from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
@@ -147,7 +147,7 @@ class Study:
     def _tell(self, number: int, run: SweepRun, state: State) -> None:
         value, told = None, self._states.FAIL
         if state.status == "finished":
-            result = read_json(run.folder / RESULT) or {}
+            result = read_result(run.folder)
             value = result.get("metrics", {}).get(self.sweep.metric or result.get("headline"))
             told = told if value is None else None
         elif state.status == "pruned":

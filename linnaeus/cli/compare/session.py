@@ -113,7 +113,7 @@ def _order(value: Any) -> tuple[float, str]:
 def print_runs(runs: Comparison, console: Console) -> None:
     """Show the table, what limits the comparison, who runs what, and why runs have not ended well."""
     console.print(runs_table(runs, console))
-    sentences = [f"note: {note}" for note in runs.notes]
+    sentences = [f"note: {note}" for note in runs.notes + runs.damage]
     sentences += [
         f"{row.state.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))
     ]
@@ -148,7 +148,7 @@ def _said_of(row: Row) -> str:
     reason = row.state.reason
     if reason is None or row.state.status == "pruned":
         return ""
-    return f"{reason} ({output})" if output.exists() else reason
+    return f"{reason} ({output})" if output.is_file() else reason
 
 
 def _table(runs: Comparison, left_out: Collection[str]) -> Table:
