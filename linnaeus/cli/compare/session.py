@@ -33,7 +33,7 @@ from linnaeus.cli.tables import cell
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError
 from linnaeus.run_folder import OUTPUT, last_line
-from linnaeus.words import counted, is_smaller_better
+from linnaeus.words import counted, is_smaller_better, several
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,6 +62,12 @@ def run(options: Options, folders: Sequence[Path]) -> int:
         raise ConfigError(f"--metric: {runs.unknown_metric}")
     if options.sort is not None:
         sort_rows(runs, options.sort)
+    if options.aside:
+        names = several([str(folder) for folder in options.aside])
+        runs.notes.append(
+            f"left out, as later runs of the same name have moved them aside: {names}; "
+            "name their folders to compare them"
+        )
     console = make_console()
     print_runs(runs, console)
     if options.output is not None:
