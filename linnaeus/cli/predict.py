@@ -20,6 +20,7 @@ from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
 from linnaeus.signals import StopRequest
+from linnaeus.sweep.slurm import LaunchOptions
 from linnaeus.words import counted
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ examples:
   linnaeus predict runs/birds a.jpg b.jpg --top 3 --path
   find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
 
-exit codes: 0 done, 1 not one image could be read (no file is written), or anything else, 2 option, 3 not even
+exit codes: 0 done, 1 not one image was predicted (no file is written), or anything else, 2 option, 3 not even
 one image fits into memory, 130 Ctrl-C, 143 SIGTERM (what was predicted is kept in FILE.partial), 141 the
 reader of standard output, such as head, has gone
 """
@@ -69,6 +70,7 @@ class Options:
     device: str = "auto"
     batch_size: int | None = None
     workers: int | None = None
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
 
 
 def read(argv: Sequence[str]) -> tuple[Options]:
@@ -90,6 +92,11 @@ def read(argv: Sequence[str]) -> tuple[Options]:
             problems.append(f"IMAGES: {word}: {problem}")
     if options.images.count(STDIN) > 1:
         problems.append("IMAGES: - stands there twice, but standard input can be read once")
+    if STDIN in options.images and options.launch.launcher == "slurm":
+        problems.append(
+            "IMAGES: -: a job has no standard input; name files, folders or patterns, "
+            "or leave out --launcher slurm"
+        )
     if problems:
         raise ConfigError(problems)
     check_files({"--output": options.output})
@@ -97,7 +104,7 @@ def read(argv: Sequence[str]) -> tuple[Options]:
 
 
 def run(options: Options) -> int:
-    """Predict the images; returns the exit code: 0 done, 1 not one image could be read.
+    """Predict the images; returns the exit code: 0 done, 1 not one image was predicted.
 
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
@@ -160,7 +167,7 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     total = f"{counted(writer.number, 'image')} predicted"
     if unreadable:
         total += f", {counted(len(unreadable), 'unreadable one')} left out"
-    is_written = writer.number > 0 or not unreadable
+    is_written = writer.number > 0
     logger.info(
         "%s%s", total, f": {options.output.resolve()}" if options.output and is_written else ""
     )
@@ -266,9 +273,9 @@ def _text(prediction: Prediction) -> str:
 def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterator[Writer]:
     """A writer to a file, or to standard output where `output` is None.
 
-    A file is written as FILE.partial, which becomes FILE at the end unless all images were unreadable. Where
-    the context ends with an exception, FILE.partial keeps the predictions so far. What was unreadable by then
-    is listed in FILE.skipped.csv.
+    A file is written as FILE.partial, which becomes FILE at the end if it has a prediction. Where the context
+    ends with an exception, FILE.partial keeps the predictions so far. What was unreadable by then is listed
+    in FILE.skipped.csv.
 
     Raises:
         LinnaeusError: the file cannot be written.
@@ -287,7 +294,7 @@ def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterat
                 yield writer
             finally:
                 writer.end()
-        if writer.number or not unreadable:
+        if writer.number:
             partial.replace(output)
     except OSError as error:
         raise not_written(output, error) from error
