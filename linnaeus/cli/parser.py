@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.keys import KEYS, available, closest, suggest
-from linnaeus.config.overrides import OPTIONS, expanded, parse_command_line
+from linnaeus.config.overrides import OPTIONS, expanded, is_bare_key, parse_command_line
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, suggest_run, temporary_name
@@ -129,7 +129,7 @@ class CommandParser(argparse.ArgumentParser):
             "--slurm",
             "KEY=VALUE ...",
             _read_sbatch,
-            "options of sbatch, such as partition=gpu time=4:00:00",
+            "options of sbatch, such as partition=gpu time=4:00:00; a preset among them stays a preset",
             takes=_is_sbatch,
             launches=True,
         )
@@ -198,12 +198,18 @@ class CommandParser(argparse.ArgumentParser):
         words, problems, launch = list[str](), list[str](), LaunchOptions()
         gathered: dict[str, list[str]] = {}
         at, end = 0, argv.index("--") if "--" in argv else len(argv)
+        groups, is_value = _groups(argv), False
         while at < end:
             begin, (name, has_value, value) = at, argv[at].partition("=")
             option = self._options.get(name)
             at += 1
-            if not _is_option(name):
+            is_known = option is not None or (self.takes_overrides and name in OPTIONS)
+            if is_value and not is_known and not name.startswith("--"):  # such as -inf
                 words.append(argv[begin])
+                is_value = False
+            elif not _is_option(name):
+                words.append(argv[begin])
+                is_value = self.takes_overrides and not is_value and is_bare_key(argv[begin])
             elif name in ("--install-completion", "--show-completion"):
                 return [], [
                     f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"
@@ -226,6 +232,8 @@ class CommandParser(argparse.ArgumentParser):
                         break
                     if option.takes is not None and not option.takes(word):
                         break
+                    if option.launches and word.partition("=")[0] in groups:
+                        break  # a preset
                     texts.append(word)
                 at += len(texts) - bool(has_value)
                 if option.takes is not None:  # the option may stand twice
@@ -296,10 +304,15 @@ def _is_option(token: str) -> bool:
 
 
 def _is_sbatch(word: str) -> bool:
-    """Whether a word is an option of sbatch: a known one, or KEY=VALUE that chooses no preset."""
+    """Whether a word may be an option of sbatch, where it chooses no preset."""
     name, has_value, _ = word.partition("=")
-    is_own = has_value and re.fullmatch(r"[a-z][a-z0-9_-]*", name) and name not in available()
-    return name in FLAGS or bool(is_own)
+    return name in FLAGS or bool(has_value and re.fullmatch(r"[a-z][a-z0-9_-]*", name))
+
+
+def _groups(argv: Sequence[str]) -> set[str]:
+    """The groups of presets: those of the package, and of the folders that a command line names."""
+    sources = parse_command_line(argv).sources
+    return {*available(*(Path(name) for option, name in sources if option == "--config-dir"))}
 
 
 def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
