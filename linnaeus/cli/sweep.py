@@ -51,8 +51,9 @@ cores; with --launcher slurm they are an array of N jobs. linnaeus work FOLDER s
 that sees the folder. A run whose worker has died is taken over and goes on from its checkpoint.
 
 Called again, the command skips what has finished, goes on with what was interrupted, and tries what failed
-once more. Other values need another EXPERIMENT.NAME. Ctrl-C ends the workers started here, with checkpoints
-(twice: at once), and leaves jobs of SLURM. The figures are in sweep.csv and figures.json beside the runs.
+once more; in a search, a failed run is one of the --trials and is not repeated. Other values need another
+EXPERIMENT.NAME. Ctrl-C ends the workers started here, with checkpoints (twice: at once), and leaves jobs of
+SLURM. The figures are in sweep.csv and figures.json beside the runs.
 
 examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
@@ -413,22 +414,23 @@ def visible_gpus() -> list[str]:
 
 def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
     """One for each worker on this machine."""
-    if launch.jobs is None or launch.launcher == "slurm":
+    if launch.launcher == "slurm":
         return [Share()]
+    num_jobs = launch.jobs or 1
     is_cpu = all(config.EXPERIMENT.DEVICE == "cpu" for _, config in plans)
     gpus = [] if is_cpu else visible_gpus()
-    shares = divide(launch.jobs, gpus, sorted(os.sched_getaffinity(0)) if launch.jobs > 1 else [])
-    if launch.jobs > 1 and not launch.dry_run:
+    shares = divide(num_jobs, gpus, sorted(os.sched_getaffinity(0)) if num_jobs > 1 else [])
+    if num_jobs > 1 and not launch.dry_run:
         logger.info(
             "%s, each with its share: %s",
-            counted(launch.jobs, "worker"),
+            counted(num_jobs, "worker"),
             " | ".join(map(str, shares)),
         )
-    if 0 < len(gpus) < launch.jobs:
+    if 0 < len(gpus) < num_jobs:
         logger.warning(
             "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
             "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer",
-            launch.jobs,
+            num_jobs,
             counted(len(gpus), "GPU"),
         )
     return shares
@@ -556,7 +558,8 @@ PARSER.option(
     "--jobs",
     "N",
     read_count,
-    "workers, and so runs at once; default: one on this machine, one for each run on SLURM (4 in a search)",
+    "workers, and so runs at once; default: 1, with all GPUs of this machine; on SLURM one for each run (4 "
+    "in a search)",
     launches=True,
 )
 PARSER.option(

@@ -262,10 +262,12 @@ def _is_same(text: str, other: str) -> bool:
 
     A key that an older version did not have is at its default.
     """
+    if text == other:
+        return True
     ignored = dict.fromkeys(NOT_SWEPT)
     defaults = flattened(yaml.safe_load(to_yaml(Config())))
     mine, others = (defaults | flattened(yaml.safe_load(one)) | ignored for one in (text, other))
-    return text == other or mine == others
+    return bool(mine == others)
 
 
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
