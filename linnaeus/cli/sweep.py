@@ -179,7 +179,7 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         The exit code: 0 all ended well, 1 some did not, 130 interrupted.
 
     Raises:
-        ConfigError: the folder cannot be written to, or is that of another sweep.
+        ConfigError: the folder cannot be written to, or is that of another sweep; no run has the metric.
         AutoBatchError: for some runs nothing is predicted to fit.
         LostFolderError: the folder was renamed or deleted while the runs went on.
         LinnaeusError: sbatch has refused the job.
@@ -193,8 +193,11 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         set_up_logging(None, rank=0, console=console)
     try:
         if options.status:
-            _show(_comparison(sweep, _study(sweep), options), console)
+            table = _comparison(sweep, _study(sweep), options)
+            _show(table, console)
+            _check_shown(table)
             return 0
+        _check_metric(options.metric, plans)
         shares = _shares(options.launch, plans)
         if options.predict_gpu:
             from linnaeus.cli.sweep_predict import check_predictions  # here: only this needs torch
@@ -221,6 +224,7 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         table = _report(options, sweep, study, console)
         if study is not None and (found := study.best()) is not None:
             logger.info("best: %s", found)
+        _check_shown(table)
     finally:
         close_logging()
     if received:
@@ -266,8 +270,35 @@ def _show(table: Comparison, console: Console) -> None:
         print_runs(table, console)
     else:
         console.print("no run has begun")
+
+
+def _check_metric(metric: str | None, plans: Sequence[Plan]) -> None:
+    """Refuse a metric that the runs will not have, by their data; nothing where that cannot be built here.
+
+    Raises:
+        ConfigError: names the closest metrics.
+    """
+    if metric in (None, "loss"):
+        return
+    from linnaeus.cli.compare.runs import unknown_metric
+    from linnaeus.data.datasets import build_data
+    from linnaeus.training.accuracy import ClassificationMetrics
+
+    known: list[str] = []
+    for config in {repr(config.DATA.DATASET): config for _, config in plans}.values():
+        try:
+            data = build_data(config.DATA, seed=config.EXPERIMENT.SEED, on_main=lambda _: {})
+        except LinnaeusError:  # which the run says too
+            return
+        known += ClassificationMetrics(data.taxonomy).names
+    if (problem := unknown_metric(metric, [*dict.fromkeys(known)])) is not None:
+        raise ConfigError(f"--metric: {problem}")
+
+
+def _check_shown(table: Comparison) -> None:
+    """Raise `ConfigError` where runs have metrics, and none has the one that is wanted."""
     if table.metrics and (problem := table.unknown_metric) is not None:
-        logger.warning("--metric: %s", problem)
+        raise ConfigError(f"--metric: {problem}")
 
 
 def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:

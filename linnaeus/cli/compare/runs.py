@@ -329,12 +329,7 @@ class Comparison(Figures):
     @property
     def unknown_metric(self) -> str | None:
         """A sentence for a wanted metric that no run has; None where one has it, or none is wanted."""
-        wanted, known = self.wanted_metric, self.metrics
-        if wanted is None or wanted in known:
-            return None
-        close = get_close_matches(wanted, known, 5, cutoff=0)
-        found = f"closest are {', '.join(close)}" if known else "no run has been validated yet"
-        return f"no run has {wanted!r}; {found}"
+        return unknown_metric(self.wanted_metric, self.metrics)
 
     def with_status(self, *wanted: RunStatus) -> list[Row]:
         """The rows with one of these statuses."""
@@ -356,6 +351,15 @@ class Comparison(Figures):
                 row.as_dict() | {"curve": row.history.points.get(metric, [])} for row in self.rows
             ],
         }
+
+
+def unknown_metric(wanted: str | None, known: Sequence[str]) -> str | None:
+    """A sentence for a wanted metric that is not known; None where it is, or none is wanted."""
+    if wanted is None or wanted in known:
+        return None
+    close = get_close_matches(wanted, known, 5, cutoff=0)
+    found = f"closest are {', '.join(close)}" if known else "no run has been validated yet"
+    return f"no run has {wanted!r}; {found}"
 
 
 def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = None) -> Comparison:
