@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import IO, Any
 
 import rich.progress
 from rich.console import Console
@@ -24,9 +25,16 @@ def is_interactive(console: Console) -> bool:
     return console.is_terminal and os.environ.get("CI", "").lower() not in ("1", "true")
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """A console whose lines are not wrapped at 80 columns where the output is not a terminal."""
-    console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
+def make_console(file: IO[str] | None = None, **options: Any) -> Console:
+    """A console that prints text as it is, and does not wrap at 80 columns where it is no terminal.
+
+    Args:
+        file: where it prints; None for standard output.
+        options: of `rich.console.Console`.
+    """
+    console = Console(
+        file=file or sys.stdout, highlight=False, markup=False, emoji=False, **options
+    )
     if not console.is_terminal:
         console.width = max(console.width, 120)
     return console
@@ -42,11 +50,11 @@ class ProgressBar:
     def __init__(self, console: Console | None) -> None:
         self._shown = console is not None and is_interactive(console)
         columns = (
-            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TextColumn("{task.description}", markup=False),
             rich.progress.BarColumn(),
             rich.progress.MofNCompleteColumn(),
             rich.progress.TimeRemainingColumn(),
-            rich.progress.TextColumn("{task.fields[metrics]}"),
+            rich.progress.TextColumn("{task.fields[metrics]}", markup=False),
         )
         self._bar = rich.progress.Progress(
             *columns, console=console, transient=True, disable=not self._shown

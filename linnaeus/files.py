@@ -5,20 +5,26 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import shutil
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from linnaeus.errors import LinnaeusError
+from linnaeus.words import several
 
 LOGS, CHECKPOINTS = "logs", "checkpoints"
 CONFIG, METRICS, RESULT, AUTOBATCH = "config.yaml", "metrics.jsonl", "result.json", "autobatch.json"
 SWEEP, STUDY = "sweep.json", "study.journal"
 """The runs of a sweep, and the study of a search, in the folder of a sweep itself."""
 GIB = 1024**3
+MOST_BYTES = GIB // 4
+"""A larger file is no text of a run or a sweep."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -27,6 +33,20 @@ def suggest_path(path: Path) -> str:
     """`; did you mean X?` for what stands beside a missing path and is most like it; empty for nothing."""
     close = get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], 1)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def suggest_run(path: Path) -> str:
+    """The remedy for a path that is no run: its real name, the runs beside or below it, or an example."""
+    folders = (path if path.is_dir() else path.parent, path.parent / "runs")
+    inner = [each for folder in folders for each in folder.glob(f"*/{CHECKPOINTS}")]
+    runs = {each.parent.name: str(each.parent) for each in inner}
+    names = get_close_matches(path.name, runs, len(runs) or 1, cutoff=0)
+    if get_close_matches(path.name, names[:1]):
+        return f"; did you mean {runs[names[0]]}?"
+    if not path.exists() and (beside := suggest_path(path)):
+        return beside
+    found = several([runs[name] for name in names])
+    return f"; runs are {found}" if found else "; name the folder of a run, such as runs/birds"
 
 
 def checkpoint_file(run: Path, name: str) -> Path | None:
@@ -116,13 +136,40 @@ def write_text_atomically(path: Path, text: str) -> None:
         raise not_written(path, error) from error
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file that somebody else may have written.
+
+    Raises:
+        OSError: it cannot be read, or is no file, such as a pipe, which would be waited for.
+        ValueError: it is not UTF-8, or larger than any file of a run.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    if status.st_size > MOST_BYTES:
+        raise ValueError(f"it has {status.st_size} bytes")
+    return path.read_text(encoding="utf-8")
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no such file, or it is damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # UnicodeDecodeError is a ValueError
+        content = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
         return None
     return content if isinstance(content, dict) else None
+
+
+def finite(value: object) -> float | None:
+    """A finite number as it is; None for anything else.
+
+    >>> finite(2), finite(float("nan")), finite("2"), finite(True), finite(10**400)
+    (2, None, None, None, None)
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return value if math.isfinite(value) else None
+    return None
 
 
 def link_new(temporary: Path, path: Path) -> None:

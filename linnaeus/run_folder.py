@@ -41,6 +41,7 @@ from linnaeus.files import (
     STUDY,
     SWEEP,
     checkpoint_file,
+    finite,
     link_new,
     read_json,
     why_not_written,
@@ -198,15 +199,22 @@ def read_state(folder: Path) -> State:
         number, last, silent_s = _last_claim(folder)
         if number and (holder := _living_holder(folder, last, silent_s)) is not None:
             return State("running", holder)
-    return _state_left(folder)
+    with suppress(OSError):
+        return _state_left(folder)
+    return State("not run")
 
 
 def _state_left(folder: Path) -> State:
     """The state in which the last process has left a run."""
     written = read_json(folder / RUN) or {}
-    holder, seconds = _holder(written), written.get("seconds")
-    if ended := written.get("ended"):
-        code = ended.get("exit_code", 1)
+    holder, seconds, ended = (
+        _holder(written),
+        finite(written.get("seconds")),
+        written.get("ended"),
+    )
+    if isinstance(ended, dict):
+        code, reason = ended.get("exit_code"), ended.get("reason")
+        code = code if type(code) is int else 1
         status: RunStatus = "failed"
         if code == 0 and (folder / RESULT).is_file():
             status = "finished"
@@ -214,7 +222,7 @@ def _state_left(folder: Path) -> State:
             status = "pruned"
         elif code - 128 in SIGNALS or -code in SIGNALS:
             status = "interrupted"
-        return State(status, holder, code, ended.get("reason"), seconds)
+        return State(status, holder, code, None if reason is None else str(reason), seconds)
     if (folder / RESULT).is_file():
         return State("finished", holder, 0, seconds=seconds)
     if written:
@@ -224,11 +232,25 @@ def _state_left(folder: Path) -> State:
     )  # run.json may be damaged
 
 
+def read_result(folder: Path) -> dict[str, Any]:
+    """Read the `result.json` of a run: its numbers, `metrics`, `best` and `headline`; the rest is left out."""
+    content = read_json(folder / RESULT) or {}
+    headline = content.get("headline")
+    known: dict[str, Any] = {
+        name: value for name, value in content.items() if finite(value) is not None
+    }
+    for name in ("metrics", "best"):
+        if isinstance(metrics := content.get(name), dict):
+            known[name] = {metric: finite(value) for metric, value in metrics.items()}
+    return known | ({"headline": headline} if isinstance(headline, str) else {})
+
+
 def _holder(content: dict[str, Any]) -> Holder | None:
-    try:
-        return Holder(**{name.name: content[name.name] for name in fields(Holder)})
-    except KeyError:
-        return None
+    found = {each.name: content.get(each.name) for each in fields(Holder)}
+    kinds = {"pid": int}
+    if all(type(value) is kinds.get(name, str) for name, value in found.items()):
+        return Holder(**found)  # type: ignore[arg-type]
+    return None
 
 
 def _living_holder(folder: Path, claim: dict[str, Any], silent_s: float) -> Holder | None:
@@ -378,7 +400,7 @@ class Claim:
 
         The exit code is negative for a signal; the reason says why the run has not ended well.
         """
-        seconds = (self._earlier.get("seconds") or 0.0) + time.time() - self._since
+        seconds = (finite(self._earlier.get("seconds")) or 0.0) + time.time() - self._since
         ended = {"exit_code": exit_code, "reason": reason, **({"pruned": True} if pruned else {})}
         with suppress(LinnaeusError):
             self._write(ended, round(seconds, 3))
@@ -475,7 +497,7 @@ def last_line(folder: Path, begin: int = 0) -> str:
         with (folder / OUTPUT).open("rb") as output:
             output.seek(max(output.seek(0, 2) - TAIL_BYTES, begin))
             lines = output.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
+    except OSError:
         return ""
     own = next((number for number, line in enumerate(lines) if _LAUNCHER.match(line)), len(lines))
     return next((line.strip() for line in reversed(lines[:own] or lines) if line.strip()), "")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from linnaeus.cli.tables import table
 from linnaeus.console import ProgressBar, StatusLine, is_interactive, make_console
 from linnaeus.log import close_logging, set_up_logging
 from tests.helpers.consoles import plain_console, terminal
@@ -68,6 +69,19 @@ def test_elsewhere_there_is_a_plain_line_and_no_bar(
 def test_long_lines_are_not_broken_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
     make_console().print("x" * 110)
     assert capsys.readouterr().out == "x" * 110 + "\n"
+
+
+@pytest.mark.parametrize("name", ["[unidentified]", "Aves [/sp]", "[red]x[/red] :cat:"])
+def test_what_looks_like_markup_is_printed_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    console, output = terminal(monkeypatch)
+    console.print(table(f"1 {name}", [f"2 {name}"], [[f"3 {name}"]]))
+    console.print(f"4 {name}")
+    with ProgressBar(console) as progress:
+        progress.start(f"5 {name}", total=5)
+        progress.describe({f"6 {name}": 0.5})
+    assert all(f"{number} {name}" in output.getvalue() for number in range(1, 7))
 
 
 def test_a_status_line_says_what_is_done_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:

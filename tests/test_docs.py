@@ -153,6 +153,20 @@ def desk(
     return tmp_path
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_shown_file_trains_the_run_that_follows(page: str) -> None:
+    """A sweep with this file has another name, because it needs a folder of its own."""
+    text = (ROOT / page).read_text()
+    [shown] = [
+        block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "ROOT" in block
+    ]
+    name = yaml.safe_load(shown)["EXPERIMENT"]["NAME"]
+    block = next(block for block in blocks(ROOT / page) if "linnaeus evaluate" in block)
+    assert set(re.findall(r"runs/(\w+)", block)) == {name}
+    for line in block.splitlines():
+        assert "EXPERIMENT.NAME=" in line or not line.startswith("linnaeus sweep")
+
+
 def train_what_is_evaluated(line: str, desk: Path) -> None:
     """Train the run of a command that evaluates one; nothing for another command."""
     if "evaluate" in shlex.split(line):

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +43,29 @@ def test_the_script_alone_prints_the_help(
     assert "EPOCHS: 3" in capfd.readouterr().out
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"linnaeus": f"{program.__name__}:{program.console.__name__}"}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("is_safe", [False, True])
+@pytest.mark.parametrize("script", ["linnaeus", "analyze_batch_sizes"])
+def test_scripts_import_from_the_current_folder(script: str, is_safe: bool, tmp_path: Path) -> None:
+    """The module leaves a file when it is imported; Python itself is asked to import no neighbours."""
+    (tmp_path / "bin").mkdir()
+    linnaeus = tmp_path / "bin" / "linnaeus"
+    linnaeus.write_text("import linnaeus.main\nraise SystemExit(linnaeus.main.console())")
+    file = linnaeus if script == "linnaeus" else ROOT / "tools" / f"{script}.py"
+    (tmp_path / "mine.py").write_text("open('imported', 'w').close()")
+    done = subprocess.run(
+        [sys.executable, file, "MODEL._target_=mine.Missing", "EXPERIMENT.DEVICE=cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1" if is_safe else ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=forks.limit_s,
+    )
+    assert (done.returncode, "mine" in done.stderr) == (2, True), done.stderr
+    assert (tmp_path / "imported").exists() != is_safe
 
 
 @pytest.mark.e2e

@@ -3,9 +3,7 @@
 python tools/analyze_batch_sizes.py --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
 """
 
-import sys
-
-from linnaeus.main import cli
+from linnaeus.main import console
 
 if __name__ == "__main__":
-    raise SystemExit(cli(["analyze", *sys.argv[1:]]))
+    raise SystemExit(console("analyze"))

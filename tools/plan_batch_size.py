@@ -3,9 +3,7 @@
 python tools/plan_batch_size.py --cfg my_exp.yaml --epochs 90 --time-budget 12h
 """
 
-import sys
-
-from linnaeus.main import cli
+from linnaeus.main import console
 
 if __name__ == "__main__":
-    raise SystemExit(cli(["plan", *sys.argv[1:]]))
+    raise SystemExit(console("plan"))

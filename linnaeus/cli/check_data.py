@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from linnaeus.cli.parser import CommandParser, read_request
@@ -26,8 +26,15 @@ def run(_: Namespace, config: Config) -> int:
     """Check the data and say what was found; returns the exit code: 0.
 
     Raises:
+        ConfigError: the data has no image files.
         DataError: lists the damaged files; or the labels cannot be used.
     """
+    dataset = config.DATA.DATASET
+    if not isinstance(dataset, Mapping) and dataset.NAME not in ("imagefolder", "manifest"):
+        raise ConfigError(
+            f"DATA.DATASET.NAME: {dataset.NAME!r} has no image files; "
+            "add data=imagefolder or data=manifest"
+        )
     from linnaeus.data.checked import find_damaged
     from linnaeus.data.datasets import build_data
     from linnaeus.data.image_files import ImageFiles
@@ -37,7 +44,7 @@ def run(_: Namespace, config: Config) -> int:
     data = build_data(skipping, seed=config.EXPERIMENT.SEED, on_main=lambda _: {})
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
         raise ConfigError(
-            "DATA.DATASET: has no image files; check-data reads imagefolder and manifest"
+            "DATA.DATASET: its samples are no image files, so there is nothing to check"
         )
     files = data.train.files + data.val.files
     damaged, num_known = find_damaged(files)

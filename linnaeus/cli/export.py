@@ -56,9 +56,9 @@ class Options:
 def read(argv: Sequence[str]) -> tuple[Options]:
     """Read the tokens after `export`: the argument of `run`.
 
-    >>> (options,) = read([".", "--format", "onnx", "--device", "cuda"])
-    >>> str(options.run), options.format, options.device
-    ('.', 'onnx', 'cuda')
+    >>> (options,) = read([__file__, "--format", "onnx", "--device", "cuda"])
+    >>> options.run.name, options.format, options.device
+    ('export.py', 'onnx', 'cuda')
 
     Raises:
         ConfigError: lists everything that is wrong.

@@ -17,6 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,13 +129,20 @@ def cli(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def console() -> int:
-    """The script `linnaeus`: what `cli` does, but it prints the help without any argument, and completes."""
+def console(*command: str) -> int:
+    """The script `linnaeus`, or another script, which names its command.
+
+    Beside `cli`, it prints the help without any argument, completes, and makes the current folder importable,
+    as `python -m` does.
+    """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what may stand at the cursor
         from linnaeus.cli.completion import complete
 
         return complete()
-    return cli(sys.argv[1:] or ["--help"])
+    if not sys.flags.safe_path:  # PYTHONSAFEPATH
+        with suppress(FileNotFoundError):  # the folder was deleted
+            sys.path.insert(0, str(Path.cwd()))
+    return cli([*command, *sys.argv[1:]] or ["--help"])
 
 
 def part_of(command: str, name: str) -> Any:

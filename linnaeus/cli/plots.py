@@ -58,6 +58,7 @@ _STYLE = {
     "axes.labelsize": 11,
     "font.size": 10,
     "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # also a name with dollar signs
     "svg.hashsalt": "linnaeus",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -118,6 +119,20 @@ def decorate(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(color=INK, alpha=0.25, linewidth=0.7)
+
+
+def log_axis(axes: Axes) -> None:
+    """Scale the x axis by powers of ten; the labels are plain text."""
+    from matplotlib.ticker import LogFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(LogFormatter())
+    axes.xaxis.set_minor_formatter(LogFormatter())
+
+
+def legend_label(text: str) -> str:
+    """The text as a label; matplotlib leaves one that begins with `_` out of the legend."""
+    return f" {text}" if text.startswith("_") else text
 
 
 def size_axis(axes: Axes, sizes: Sequence[int]) -> None:

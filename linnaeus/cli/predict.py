@@ -20,6 +20,7 @@ from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
 from linnaeus.signals import StopRequest
+from linnaeus.sweep.slurm import LaunchOptions
 from linnaeus.words import counted
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ examples:
   linnaeus predict runs/birds a.jpg b.jpg --top 3 --path
   find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
 
-exit codes: 0 done, 1 not one image could be read (no file is written), or anything else, 2 option, 3 not even
+exit codes: 0 done, 1 not one image was predicted (no file is written), or anything else, 2 option, 3 not even
 one image fits into memory, 130 Ctrl-C, 143 SIGTERM (what was predicted is kept in FILE.partial), 141 the
 reader of standard output, such as head, has gone
 """
@@ -70,6 +71,7 @@ class Options:
     batch_size: int | None = None
     workers: int | None = None
     trust_code: bool = False
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
 
 
 def read(argv: Sequence[str]) -> tuple[Options]:
@@ -91,6 +93,11 @@ def read(argv: Sequence[str]) -> tuple[Options]:
             problems.append(f"IMAGES: {word}: {problem}")
     if options.images.count(STDIN) > 1:
         problems.append("IMAGES: - stands there twice, but standard input can be read once")
+    if STDIN in options.images and options.launch.launcher == "slurm":
+        problems.append(
+            "IMAGES: -: a job has no standard input; name files, folders or patterns, "
+            "or leave out --launcher slurm"
+        )
     if problems:
         raise ConfigError(problems)
     check_files({"--output": options.output})
@@ -98,7 +105,7 @@ def read(argv: Sequence[str]) -> tuple[Options]:
 
 
 def run(options: Options) -> int:
-    """Predict the images; returns the exit code: 0 done, 1 not one image could be read.
+    """Predict the images; returns the exit code: 0 done, 1 not one image was predicted.
 
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
@@ -109,7 +116,7 @@ def run(options: Options) -> int:
     from linnaeus.inference.trained import load_run
     from linnaeus.log import close_logging, set_up_logging
 
-    console = make_console(stderr=True)
+    console = make_console(sys.stderr)
     set_up_logging(None, rank=0, console=console)
     # Pillow reports the size of such an image with a line of source code; too large a one is unreadable.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -164,7 +171,7 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     total = f"{counted(writer.number, 'image')} predicted"
     if unreadable:
         total += f", {counted(len(unreadable), 'unreadable one')} left out"
-    is_written = writer.number > 0 or not unreadable
+    is_written = writer.number > 0
     logger.info(
         "%s%s", total, f": {options.output.resolve()}" if options.output and is_written else ""
     )
@@ -270,9 +277,9 @@ def _text(prediction: Prediction) -> str:
 def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterator[Writer]:
     """A writer to a file, or to standard output where `output` is None.
 
-    A file is written as FILE.partial, which becomes FILE at the end unless all images were unreadable. Where
-    the context ends with an exception, FILE.partial keeps the predictions so far. What was unreadable by then
-    is listed in FILE.skipped.csv.
+    A file is written as FILE.partial, which becomes FILE at the end if it has a prediction. Where the context
+    ends with an exception, FILE.partial keeps the predictions so far. What was unreadable by then is listed
+    in FILE.skipped.csv.
 
     Raises:
         LinnaeusError: the file cannot be written.
@@ -291,7 +298,7 @@ def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterat
                 yield writer
             finally:
                 writer.end()
-        if writer.number or not unreadable:
+        if writer.number:
             partial.replace(output)
     except OSError as error:
         raise not_written(output, error) from error

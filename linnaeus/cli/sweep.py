@@ -51,8 +51,9 @@ cores; with --launcher slurm they are an array of N jobs. linnaeus work FOLDER s
 that sees the folder. A run whose worker has died is taken over and goes on from its checkpoint.
 
 Called again, the command skips what has finished, goes on with what was interrupted, and tries what failed
-once more. Other values need another EXPERIMENT.NAME. Ctrl-C ends the workers started here, with checkpoints
-(twice: at once), and leaves jobs of SLURM. The figures are in sweep.csv and figures.json beside the runs.
+once more; in a search, a failed run is one of the --trials and is not repeated. Other values need another
+EXPERIMENT.NAME. Ctrl-C ends the workers started here, with checkpoints (twice: at once), and leaves jobs of
+SLURM. The figures are in sweep.csv and figures.json beside the runs.
 
 examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
@@ -178,7 +179,7 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         The exit code: 0 all ended well, 1 some did not, 130 interrupted.
 
     Raises:
-        ConfigError: the folder cannot be written to, or is that of another sweep.
+        ConfigError: the folder cannot be written to, or is that of another sweep; no run has the metric.
         AutoBatchError: for some runs nothing is predicted to fit.
         LostFolderError: the folder was renamed or deleted while the runs went on.
         LinnaeusError: sbatch has refused the job.
@@ -192,8 +193,11 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         set_up_logging(None, rank=0, console=console)
     try:
         if options.status:
-            _show(_comparison(sweep, _study(sweep), options), console)
+            table = _comparison(sweep, _study(sweep), options)
+            _show(table, console)
+            _check_shown(table)
             return 0
+        _check_metric(options.metric, plans)
         shares = _shares(options.launch, plans)
         if options.predict_gpu:
             from linnaeus.cli.sweep_predict import check_predictions  # here: only this needs torch
@@ -202,7 +206,7 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
                 plans, options.predict_gpu, console, world_size=shares[0].num_processes
             )
         if options.launch.dry_run:
-            console.print(_dry_run(options, sweep, shares), markup=False, soft_wrap=True, end="")
+            console.print(_dry_run(options, sweep, shares), soft_wrap=True, end="")
             return 0
         if options.launch.launcher == "slurm":
             check_sbatch()
@@ -220,6 +224,7 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         table = _report(options, sweep, study, console)
         if study is not None and (found := study.best()) is not None:
             logger.info("best: %s", found)
+        _check_shown(table)
     finally:
         close_logging()
     if received:
@@ -265,8 +270,35 @@ def _show(table: Comparison, console: Console) -> None:
         print_runs(table, console)
     else:
         console.print("no run has begun")
+
+
+def _check_metric(metric: str | None, plans: Sequence[Plan]) -> None:
+    """Refuse a metric that the runs will not have, by their data; nothing where that cannot be built here.
+
+    Raises:
+        ConfigError: names the closest metrics.
+    """
+    if metric in (None, "loss"):
+        return
+    from linnaeus.cli.compare.runs import unknown_metric
+    from linnaeus.data.datasets import build_data
+    from linnaeus.training.accuracy import ClassificationMetrics
+
+    known: list[str] = []
+    for config in {repr(config.DATA.DATASET): config for _, config in plans}.values():
+        try:
+            data = build_data(config.DATA, seed=config.EXPERIMENT.SEED, on_main=lambda _: {})
+        except LinnaeusError:  # which the run says too
+            return
+        known += ClassificationMetrics(data.taxonomy).names
+    if (problem := unknown_metric(metric, [*dict.fromkeys(known)])) is not None:
+        raise ConfigError(f"--metric: {problem}")
+
+
+def _check_shown(table: Comparison) -> None:
+    """Raise `ConfigError` where runs have metrics, and none has the one that is wanted."""
     if table.metrics and (problem := table.unknown_metric) is not None:
-        logger.warning("--metric: %s", problem)
+        raise ConfigError(f"--metric: {problem}")
 
 
 def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:
@@ -413,22 +445,23 @@ def visible_gpus() -> list[str]:
 
 def _shares(launch: LaunchOptions, plans: Sequence[Plan]) -> list[Share]:
     """One for each worker on this machine."""
-    if launch.jobs is None or launch.launcher == "slurm":
+    if launch.launcher == "slurm":
         return [Share()]
+    num_jobs = launch.jobs or 1
     is_cpu = all(config.EXPERIMENT.DEVICE == "cpu" for _, config in plans)
     gpus = [] if is_cpu else visible_gpus()
-    shares = divide(launch.jobs, gpus, sorted(os.sched_getaffinity(0)) if launch.jobs > 1 else [])
-    if launch.jobs > 1 and not launch.dry_run:
+    shares = divide(num_jobs, gpus, sorted(os.sched_getaffinity(0)) if num_jobs > 1 else [])
+    if num_jobs > 1 and not launch.dry_run:
         logger.info(
             "%s, each with its share: %s",
-            counted(launch.jobs, "worker"),
+            counted(num_jobs, "worker"),
             " | ".join(map(str, shares)),
         )
-    if 0 < len(gpus) < launch.jobs:
+    if 0 < len(gpus) < num_jobs:
         logger.warning(
             "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
             "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer",
-            launch.jobs,
+            num_jobs,
             counted(len(gpus), "GPU"),
         )
     return shares
@@ -556,7 +589,8 @@ PARSER.option(
     "--jobs",
     "N",
     read_count,
-    "workers, and so runs at once; default: one on this machine, one for each run on SLURM (4 in a search)",
+    "workers, and so runs at once; default: 1, with all GPUs of this machine; on SLURM one for each run (4 "
+    "in a search)",
     launches=True,
 )
 PARSER.option(

@@ -114,11 +114,14 @@ def prepare(node: Mapping[str, Any], where: str) -> functools.partial[Any]:
     try:
         return instantiate({where: content})[where]  # type: ignore[no-any-return]
     except (InstantiationException, TypeError) as error:
+        places = ""
         text, _, key = str(error).partition("\nfull_key: ")
         if "HYDRA_FULL_ERROR" in text:  # Hydra leaves the reason to the traceback
             root = error.__cause__ and (error.__cause__.__cause__ or error.__cause__)
             key, text = f"{key}._target_", f"{text.partition(',')[0]}: {root}"
-        text = textwrap.shorten(text, 300, placeholder=" ...")
+            if isinstance(root, ModuleNotFoundError) and "." not in (root.name or "."):
+                places = _places()
+        text = textwrap.shorten(text, 300, placeholder=" ...") + places
         raise ConfigError(f"{key or where}: {text}{place_of(error)}") from error
 
 
@@ -154,6 +157,14 @@ def call_target(
         text = f"{where}: {node['_target_']} failed with {type(error).__name__}: {error}"
         hint = _hint(call.keywords, where, known) if isinstance(error, TypeError) else ""
         raise ConfigError(text + hint + place_of(error)) from error
+
+
+def _places() -> str:
+    """Where a module was looked for."""
+    here = str(Path.cwd())
+    if here in sys.path or "" in sys.path:
+        return f"; neither the current folder, {here}, nor Python's path has it"
+    return f"; the current folder, {here}, is not on Python's path: PYTHONPATH=. puts it there"
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -22,7 +22,7 @@ from linnaeus.data.loader import num_cores
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import resolve_device
 from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail, first_line
-from linnaeus.files import CHECKPOINTS, CONFIG, checkpoint_file, suggest_path
+from linnaeus.files import CHECKPOINTS, CONFIG, checkpoint_file, suggest_run
 from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
@@ -360,7 +360,7 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
             )
         return path
     if not path.is_dir():
-        raise CheckpointError(f"there is no run {path}{suggest_path(path)}")
+        raise CheckpointError(f"there is no run {path}{suggest_run(path)}")
     if str(checkpoint) in ("best", "last"):
         named = [checkpoint_file(path, str(checkpoint))]
     else:
@@ -370,7 +370,5 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
             return file
     found = sorted(file.name for file in (path / CHECKPOINTS).glob("*.pt"))
     if not found:
-        raise CheckpointError(
-            f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)"
-        )
+        raise CheckpointError(f"{path} has no checkpoints{suggest_run(path)}")
     raise ConfigError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")

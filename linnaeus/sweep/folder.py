@@ -126,13 +126,28 @@ class Sweep:
                 f"'{folder}': is not the folder of a sweep: {SWEEP} {reason}; what its runs have is shown by "
                 f"linnaeus compare {shlex.quote(str(folder))}"
             )
-        try:
+        with suppress(TypeError, KeyError, AttributeError):
             sweep = cls(folder, **content)
-            if all({"name", "values", "config"} <= {*run} for run in sweep.runs):
+            if sweep._is_valid():
                 return sweep
-        except (TypeError, KeyError):
-            pass
         raise ConfigError(f"'{folder}': {SWEEP} is of another version of Linnaeus, or no sweep's")
+
+    def _is_valid(self) -> bool:
+        """Whether all fields have the right types, and the runs are folders below this one.
+
+        Raises:
+            TypeError, KeyError, AttributeError: one of another type.
+        """
+        texts = [*self.argv, self.cwd, self.id, "" if self.metric is None else self.metric]
+        for run in self.runs:
+            texts += [run["name"], run["config"], *run["values"], *run["values"].values()]
+        names = [run["name"] for run in self.runs]
+        is_number = self.trials is None or type(self.trials) is int
+        return (
+            is_number
+            and all(isinstance(text, str) for text in texts)
+            and all(Path(name).name == name and "\0" not in name for name in names)
+        )
 
     def check(self) -> None:
         """Refuse a folder that holds something else.
@@ -247,10 +262,12 @@ def _is_same(text: str, other: str) -> bool:
 
     A key that an older version did not have is at its default.
     """
+    if text == other:
+        return True
     ignored = dict.fromkeys(NOT_SWEPT)
     defaults = flattened(yaml.safe_load(to_yaml(Config())))
     mine, others = (defaults | flattened(yaml.safe_load(one)) | ignored for one in (text, other))
-    return text == other or mine == others
+    return bool(mine == others)
 
 
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from linnaeus.config.load import to_yaml
 from linnaeus.errors import ConfigError
-from linnaeus.files import RESULT, STUDY, read_json
+from linnaeus.files import STUDY
 from linnaeus.log import RunFolder
-from linnaeus.run_folder import TRIAL, State, read_state
+from linnaeus.run_folder import TRIAL, State, read_result, read_state
 from linnaeus.signals import StopRequest
 from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
@@ -147,7 +147,7 @@ class Study:
     def _tell(self, number: int, run: SweepRun, state: State) -> None:
         value, told = None, self._states.FAIL
         if state.status == "finished":
-            result = read_json(run.folder / RESULT) or {}
+            result = read_result(run.folder)
             metric = self.sweep.metric or result.get("headline", "")
             if (best := result.get("best", {}).get(metric)) is not None:
                 value, told = score(metric, best), None
@@ -166,7 +166,7 @@ class Study:
             return None
         best = self.study.best_trial
         run = self._run_of(best.params)
-        metric = self.sweep.metric or (read_json(run.folder / RESULT) or {}).get("headline", "")
+        metric = self.sweep.metric or read_result(run.folder).get("headline", "")
         return f"{run.title} with {score(metric, best.value):.4f}"
 
     def report(

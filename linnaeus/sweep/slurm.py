@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from linnaeus.errors import ConfigError, LinnaeusError
@@ -54,7 +55,7 @@ class LaunchOptions:
 
     Attributes:
         launcher: `local`, this machine, or `slurm`.
-        jobs: number of workers of a sweep; None for one on this machine, and one for each run on SLURM.
+        jobs: number of workers of a sweep; None for 1 on this machine, and one for each run on SLURM.
         slurm: options of sbatch by their long names; None for those without a value.
         dry_run: only say what would be started.
         argv: the tokens after the command, without these options.
@@ -96,7 +97,7 @@ def script(
     """
     ours = {
         "job-name": name,
-        "output": f"{folder.resolve()}/{'%A_%a' if jobs > 1 else '%j'}.out",
+        "output": f"{_literal(folder)}/{'%A_%a' if jobs > 1 else '%j'}.out",
         "open-mode": "append",
         "requeue": None,
         "signal": f"B:USR1@{GRACE_S}",
@@ -104,13 +105,25 @@ def script(
         **({"array": f"0-{jobs - 1}"} if jobs > 1 else {}),
     }
     lines = [
-        f"#SBATCH --{key}" + (f"={value}" if value else "")
+        f"#SBATCH --{key}" + (f"={_quoted(value)}" if value else "")
         for key, value in {**ours, **options}.items()
     ]
     # In the place of the shell: signals to the script are then for the process.
     command = shlex.join([sys.executable, "-u", "-m", "linnaeus.sweep.slurm", *words])
     here = shlex.quote(str(Path.cwd()))
     return "\n".join(["#!/bin/bash", *lines, f"cd {here} || exit", f"exec {command}", ""])
+
+
+def _literal(folder: Path) -> str:
+    """A folder's path in a pattern of file names, where `%` begins what sbatch replaces."""
+    return str(folder.resolve()).replace("%", "%%")
+
+
+def _quoted(value: str) -> str:
+    """A value in a line of a script, as sbatch reads it: blanks, quotes and `#` in double quotes."""
+    if re.fullmatch(r"[\w@%+=:,./~*\[\]-]+", value):
+        return value
+    return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def workers_script(folder: Path, options: LaunchOptions, jobs: int = 1) -> str:
@@ -184,8 +197,9 @@ def submit_command(
     if options.dry_run:
         return text
     number = submit(folder, text)
-    log = options.slurm.get("output") or f"{folder.resolve()}/%j.out"
-    log = shlex.quote(log.replace("%j", number).replace("%x", f"linnaeus-{command}"))
+    log = options.slurm.get("output") or f"{_literal(folder)}/%j.out"
+    known = {"%%": "%", "%j": number, "%x": f"linnaeus-{command}"}
+    log = shlex.quote(re.sub("%[%jx]", lambda found: known[found[0]], log))
     return (
         f"submitted as SLURM job {number}: linnaeus {shlex.join([command, *words])}\n"
         f"log:    {log}\nfollow: tail --retry --follow=name {log}\n"
@@ -217,28 +231,28 @@ def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Com
 # In the job.
 
 
-def prefix(env: Mapping[str, str], endpoint: str, *, alone: bool = False) -> list[str]:
-    """What starts the program in a job: torchrun over its nodes, or a single process.
+def prefix(env: Mapping[str, str], *, alone: bool = False) -> list[str]:
+    """What starts one run in a job: torchrun over its nodes, or a single process.
+
+    Several nodes meet at a port that is free now; a single one lets torchrun choose.
 
     Args:
         env: that of the job.
-        endpoint: address and port where its nodes meet.
         alone: whether it is one process in any case.
     """
     nodes, per_node = ("1", 1) if alone else (env.get("SLURM_NNODES") or "1", _per_node(env))
     python = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u", "-m"]
     if alone:
         return python
-    return [
-        *python,
-        "linnaeus.sweep.torchrun",
-        f"--nnodes={nodes}",
-        f"--nproc-per-node={per_node}",
-        f"--rdzv-id={env['SLURM_JOB_ID']}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
-        "-m",
-    ]
+    meeting = ["--standalone"]
+    if nodes != "1":
+        meeting = [
+            f"--nnodes={nodes}",
+            f"--rdzv-id={env['SLURM_JOB_ID']}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={_endpoint(env)}",
+        ]
+    return [*python, "linnaeus.sweep.torchrun", *meeting, f"--nproc-per-node={per_node}", "-m"]
 
 
 def _per_node(env: Mapping[str, str]) -> int:
@@ -331,7 +345,7 @@ def main(argv: Sequence[str]) -> int:
     words = words[2 if run is not None else int(alone) :]
     child = Child(is_step=True)
     with child.listening():
-        start = prefix(env, _endpoint(env), alone=alone)
+        start = partial(prefix, env, alone=alone)
         if words[0] == "work":
             worker = Worker(Sweep.read(Path(words[1])), start, env, child)
             code, has_progress = worker.work(), worker.progress > 0
@@ -340,7 +354,7 @@ def main(argv: Sequence[str]) -> int:
             if run is not None and (holder := read_state(run).holder) and holder.job == own_job():
                 resume = ["TRAIN.AUTO_RESUME=True"]  # the job has been queued again
             saved = saved_at(run) if run else None
-            code = child.run([*start, "linnaeus.main", *words, *resume], env, None, Path.cwd())
+            code = child.run([*start(), "linnaeus.main", *words, *resume], env, None, Path.cwd())
             has_progress = run is not None and saved_at(run) != saved
         if child.received and code != 0:
             _queue_again(child.received, has_progress)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -126,7 +126,7 @@ class Worker:
 
     Args:
         sweep: whose runs.
-        prefix: what starts the program in each rank of a run, before `linnaeus.main`.
+        prefix: gives what starts the program in each rank of a run, before `linnaeus.main`.
         env: the environment of a run.
         child: passes signals on.
 
@@ -135,7 +135,11 @@ class Worker:
     """
 
     def __init__(
-        self, sweep: Sweep, prefix: Sequence[str], env: Mapping[str, str], child: Child
+        self,
+        sweep: Sweep,
+        prefix: Callable[[], Sequence[str]],
+        env: Mapping[str, str],
+        child: Child,
     ) -> None:
         self.progress = 0
         self._sweep, self._prefix, self._env, self._child = sweep, prefix, env, child
@@ -229,7 +233,7 @@ class Worker:
         if trial is not None:
             env[TRIAL] = f"{self._sweep.folder}:{trial}"
         where = [f"EXPERIMENT.OUTPUT_DIR={self._sweep.folder}", f"EXPERIMENT.NAME={folder.name}"]
-        command = [*self._prefix, "linnaeus.main", "--cfg", str(folder / ASKED), *where]
+        command = [*self._prefix(), "linnaeus.main", "--cfg", str(folder / ASKED), *where]
         print(f"{run.title}: started; output in {output}", flush=True)
         begin = output.stat().st_size if output.exists() else 0
         saved, before = saved_at(folder), read_json(folder / RUN)
@@ -296,4 +300,4 @@ def work_here(folder: Path, num_processes: int = 1) -> int:
     prefix = [sys.executable, "-m", *(ranks if num_processes > 1 else [])]
     child = Child(is_step=False)
     with child.listening():
-        return Worker(Sweep.read(folder), prefix, os.environ, child).work()
+        return Worker(Sweep.read(folder), lambda: prefix, os.environ, child).work()

@@ -44,6 +44,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
             "--plot=a.pdf",
         ],
     ),
+    "a folder that is no run": (evaluate, ["folder.png"]),
     "words of predict": (
         predict,
         [
@@ -60,6 +61,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
             "--output=a.txt",
         ],
     ),
+    "a list for a job": (predict, ["runs/one", "-", "--launcher=slurm"]),
     "a run among the images": (predict, ["runs", "runs/one"]),
     "predict alone": (predict, []),
     "predict without images": (predict, ["runs/one"]),

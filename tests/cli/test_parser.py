@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -147,6 +148,85 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
         outcome = run(*words)
         assert outcome.code == 2
         assert f"linnaeus {shlex.join(words)}" in outcome.err, "the command without torchrun"
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "expected"),
+    [
+        ("predict", "birds", ["runs/birds"]),  # the folder of images
+        ("evaluate", "runs/brids", ["runs/birds"]),
+        ("export", "runs", ["runs/birds", "runs/lr1", "runs/one", "runs/other"]),
+        ("evaluate", "runs/xyz", ["runs/birds", "runs/lr1", "runs/one", "runs/other"]),
+        ("evaluate", "photos", ["runs/birds", "runs/lr1", "runs/one", "runs/other"]),
+        ("predict", "runs/other", []),
+    ],
+)
+def test_what_is_no_run_names_the_runs_there_are(
+    command: str, name: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk(tmp_path, monkeypatch)
+    (tmp_path / "birds/train").mkdir(parents=True)
+    rest = {"predict": ["a.jpg"], "export": ["--format=onnx"]}.get(command, [])
+    if not expected:
+        assert read(command, name, *rest)
+        return
+    with pytest.raises(ConfigError) as caught:
+        read(command, name, *rest)
+    [problem] = caught.value.problems
+    assert sorted(set(re.findall(r"runs/[a-z]+\d?", problem)) - {name}) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "expected"),
+    [
+        (["EXPERIMENT.NAME", "-x"], "EXPERIMENT.NAME", "-x"),
+        (["OPTIMIZER.KWARGS.x", "-inf"], "OPTIMIZER.KWARGS.x", -math.inf),
+        (["EXPERIMENT.NAME", "-m"], None, None),  # an option
+        (["EXPERIMENT.NAME", "--x"], None, None),
+        (["EXPERIMENT.NAME=x", "-x"], None, None),
+        (["EXPERIMENT.NAME", "x", "-x"], None, None),
+    ],
+)
+def test_a_value_may_begin_with_a_dash(words: list[str], key: str | None, expected: object) -> None:
+    if key is None:
+        with pytest.raises(ConfigError):
+            read("train", *words)
+        return
+    config = vars(read("train", *words)[1])
+    first, second, *rest = key.split(".")
+    found = getattr(config[first], second)
+    assert (found[rest[0]] if rest else found) == expected
+
+
+def test_a_preset_behind_slurm_is_no_option_of_sbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own/experiment").mkdir(parents=True)
+    (tmp_path / "own/experiment/night.yaml").write_text("TRAIN: {EPOCHS: 77}")
+    for words in (["experiment=night"], ["--config-dir=own", "experiment=night", "model=resnet18"]):
+        argv = ["--launcher=slurm", "--slurm", "time=1:00", *words]
+        is_own = "--config-dir=own" in words
+        options, config = read("train", *argv)
+        assert options.launch.slurm == {"time": "1:00"} | (
+            {} if is_own else {"experiment": "night"}
+        )
+        assert (config.TRAIN.EPOCHS == 77, config.MODEL.NAME == "resnet18") == (is_own, is_own)
+    argv = ["--config-dir=own", "--launcher=slurm", "--slurm", "time=1:00", "experiment=night"]
+    assert read("train", *argv)[1].TRAIN.EPOCHS == 77
+
+
+@pytest.mark.parametrize("command", ["check-data", "train"])
+def test_a_folder_as_a_word_gives_the_command_to_type(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk(tmp_path, monkeypatch)
+    (tmp_path / "my birds").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        read(command, "my birds")
+    [problem] = caught.value.problems
+    first, *rest = words_of(problem.rpartition(": ")[2])
+    assert (first, read(first, *rest)[1].DATA.DATASET.ROOT) == (command, "my birds")
 
 
 LIGHT = (

@@ -306,7 +306,7 @@ def test_messages(
     monkeypatch.setenv("WORLD_SIZE", "2")  # as srun sets it
     found["`${now:}` of several machines"] = error_of(load_config, ["EXPERIMENT.NAME=${now:%Y}"])
     by_title = {title.encode("unicode_escape").decode(): text for title, text in found.items()}
-    golden("config", by_title, root=ROOT)
+    golden("config", by_title, root=ROOT, here=Path.cwd())
 
 
 def test_a_file_without_a_bottom_is_a_mistake() -> None:

@@ -261,4 +261,4 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (tmp_path / str(number)).mkdir()
         monkeypatch.chdir(tmp_path / str(number))
         found[title] = re.sub(r"\.py, line \d+", ".py, line N", error_and_code_of(mistake))
-    golden("data", found, root=ROOT)
+    golden("data", found, root=ROOT, folder=tmp_path)

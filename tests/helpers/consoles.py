@@ -7,14 +7,16 @@ import io
 import pytest
 from rich.console import Console
 
+from linnaeus.console import make_console
+
 
 def plain_console() -> tuple[Console, io.StringIO]:
     output = io.StringIO()
-    return Console(file=output, width=200), output
+    return make_console(output, width=200), output
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> tuple[Console, io.StringIO]:
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     output = io.StringIO()
-    return Console(file=output, force_terminal=True, width=120), output
+    return make_console(output, force_terminal=True, width=120), output

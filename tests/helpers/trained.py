@@ -21,7 +21,7 @@ BIRDS = Taxonomy(
         Level("order", ("Passeriformes", "Piciformes")),
         Level(
             "species",
-            ("Corvus corax", "Parus, major", 'Picus "viridis"', "Jynx\ntorquilla", "Sitta"),
+            ("Corvus [cf] corax", "Parus, major", 'Picus "v" [/sp]', "Jynx\ntorquilla", "Sitta"),
         ),
     ),
     ((0, 0, 1, 1, 0),),

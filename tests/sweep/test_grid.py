@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,8 @@ from linnaeus.cli.sweep import read
 from linnaeus.config.load import load_config
 from linnaeus.sweep.grid import Combination, read_grid
 from linnaeus.sweep.values import sweep_values
+from tests.helpers.run_files import planned_sweep, write_run
+from tests.helpers.runs import Run
 
 VALUES = [
     ("32,64,128", ["32", "64", "128"]),
@@ -88,6 +92,61 @@ def test_names_are_safe_and_tell_combinations_apart(a: tuple[str, str], b: tuple
         assert name not in (".", "..")
     joined = [f"A.X={one[0]},A.Y={one[1]}" for one in (a, b)]
     assert (names[0] == names[1]) == (joined[0] == joined[1])
+
+
+def test_one_job_is_the_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has all GPUs; each of two jobs has half of them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    sweep = ("sweep", "EXPERIMENT.SEED=1,2", "--dry-run")
+    default, one, two = (run(*sweep, *more) for more in ((), ("--jobs", "1"), ("--jobs", "2")))
+    assert (default.code, default) == (0, one)
+    assert ("--nproc 2" in default.out, "--nproc 2" in two.out) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("metric", "data", "code"),
+    [
+        ("accuracy", "DATA.DATASET.NAME=synthetic", 2),
+        ("top1/rank2", "DATA.DATASET.NAME=synthetic", 0),
+        ("top1/digit", "DATA.DATASET.NAME=synthetic,digits", 0),  # some runs have it
+        (
+            "accuracy",
+            "DATA.DATASET._target_=nowhere.Data",
+            0,
+        ),  # what the runs have is not known here
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--search", "optuna", "--trials", "3")])
+def test_a_metric_that_no_run_will_have_is_a_mistake(
+    run: Run, tmp_path: Path, metric: str, data: str, code: int, more: tuple[str, ...]
+) -> None:
+    sweep = ("sweep", "EXPERIMENT.SEED=1,2", data, "--metric", metric, *more)
+    outcome = run(*sweep, "--dry-run")
+    assert (outcome.code, outcome.err.count(repr(metric))) == (code, int(code == 2))
+    if code == 2:
+        assert run(*sweep).code == 2
+        assert not (tmp_path / "runs").exists()
+
+
+def test_the_status_with_a_metric_that_no_run_has_is_a_mistake(run: Run, tmp_path: Path) -> None:
+    planned_sweep("EXPERIMENT.NAME=s", "EXPERIMENT.SEED=1,2")
+    status = ("sweep", "--status", "runs/s", "--metric")
+    assert run(*status, "top1/knid").code == 0, "no run has begun"
+    write_run(tmp_path / "runs/s/EXPERIMENT.SEED=1")
+    assert [run(*status, name).code for name in ("top1/knid", "top1/kind")] == [2, 0]
+
+
+def test_equal_configurations_are_not_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing takes long for hundreds of runs; here it would fail."""
+    monkeypatch.chdir(tmp_path)
+    sweep = planned_sweep("EXPERIMENT.NAME=s", "EXPERIMENT.SEED=1,2")
+    content = json.loads(Path("runs/s/sweep.json").read_text())
+    for entry in (*sweep.runs, *content["runs"]):
+        entry["config"] = "{"
+    Path("runs/s/sweep.json").write_text(json.dumps(content))
+    sweep.check()
 
 
 def test_each_run_has_its_own_place() -> None:

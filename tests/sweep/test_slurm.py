@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import socket
 import sys
 from pathlib import Path
 
@@ -94,6 +96,27 @@ def test_a_run_is_submitted_with_the_script_that_a_dry_run_shows(commands: Path,
     assert (refused.code, "invalid partition" in refused.err) == (1, True)
 
 
+@pytest.mark.parametrize("name", ["my exp", 'it\'s "50%" #1', "back\\slash", "plain"])
+def test_values_with_blanks_and_signs_reach_sbatch_whole(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """sbatch splits the lines of a script like a shell, and replaces `%` in names of files."""
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    planned_sweep(*TINY, "EXPERIMENT.SEED=0,1")
+    words = ("work", "runs/tiny", "--launcher", "slurm", "--slurm", f"comment={name}")
+    shown = run(*words, "--dry-run")
+    assert shown.code == 0, shown.err
+    given = dict(
+        shlex.split(line)[1].removeprefix("--").split("=", 1)
+        for line in shown.out.splitlines()
+        if line.startswith("#SBATCH") and "=" in line
+    )
+    assert given["comment"] == name
+    output = given["output"].replace("%j", "42").replace("%%", "%")
+    assert output == f"{tmp_path / name}/runs/tiny/slurm/42.out"
+
+
 def test_options_of_an_outer_job_are_not_taken_over(
     commands: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,8 +168,9 @@ def test_a_job_out_of_time_is_queued_again_as_long_as_it_gets_on(
     for restarts, expected in (("0", True), ("1", False)):
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
         assert slurm.main(["--alone", "train"]) != 0
-        assert ("requeue 42" in Path("asked").read_text()) == expected
-        Path("asked").unlink()
+        asked = Path("asked").read_text() if expected else ""
+        assert (Path("asked").exists(), "requeue 42" in asked) == (expected, expected)
+        Path("asked").unlink(missing_ok=True)
 
 
 def test_a_worker_is_submitted_by_itself(commands: Path, run: Run, tmp_path: Path) -> None:
@@ -162,13 +186,18 @@ def test_a_worker_is_submitted_by_itself(commands: Path, run: Run, tmp_path: Pat
     assert run(*words).code == 2
 
 
-def test_ranks_follow_from_the_job() -> None:
+def test_ranks_follow_from_the_job(commands: Path) -> None:
+    """Each run has a port of its own; a single node needs none of ours."""
     env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
-    words = slurm.prefix(env, "n1:1")
-    assert {"srun", "--nodes=2", "--ntasks=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:1"} <= {
-        *words
-    }
-    assert slurm.prefix(env, "n1:1", alone=True) == [
+    words = slurm.prefix(env)
+    assert {"srun", "--nodes=2", "--ntasks=2", "--nproc-per-node=4"} <= {*words}
+    [endpoint] = [word for word in words if word.startswith("--rdzv-endpoint=")]
+    with socket.create_server(("", int(endpoint.rpartition(":")[2]))):  # taken by another job
+        assert endpoint not in slurm.prefix(env)
+    single = slurm.prefix({**env, "SLURM_NNODES": "1"})
+    assert {"--standalone", "--nproc-per-node=4"} <= {*single}
+    assert not [word for word in single if "rdzv" in word]
+    assert slurm.prefix(env, alone=True) == [
         "srun",
         "--nodes=1",
         "--ntasks=1",

@@ -16,7 +16,7 @@ from rich.console import Console
 from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.cli.analyze.measure import Setup, run_settings, settings_sentence
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.plots import BLUE, GREEN, INK, decorate, drawing
+from linnaeus.cli.plots import BLUE, GREEN, INK, decorate, drawing, log_axis
 from linnaeus.cli.tables import Figures, table
 from linnaeus.config.schema import ScheduleConfig
 from linnaeus.data.loader import build_loaders
@@ -141,6 +141,6 @@ def save_rate_plot(test: RateTest, path: Path) -> None:
         axes.plot(rates, smoothed, color=BLUE, label="smoothed")
         if test.suggestion is not None:
             axes.axvline(test.suggestion, color=GREEN, linestyle=":", label="suggested")
-        axes.set_xscale("log")
+        log_axis(axes)
         axes.set_ylim(min(losses), 1.5 * max(losses[: len(losses) // 2 + 1]))
         axes.legend(frameon=False)

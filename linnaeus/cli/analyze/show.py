@@ -63,7 +63,7 @@ def show(analysis: Analysis, console: Console) -> None:
     if text := yaml_blocks(analysis):
         parts.append(f"To paste into a configuration:\n\n{text}")
     for part in parts:
-        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+        console.print(part, soft_wrap=isinstance(part, str))
 
 
 def sizes_table(analysis: Analysis) -> Table:

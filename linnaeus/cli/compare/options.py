@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table
@@ -32,18 +32,19 @@ exit codes: 0 done, 1 a file cannot be written, 2 a folder or an option, 130 int
 """
 RUN_MARKERS = {METRICS, RESULT, RUN, CLAIMS, CHECKPOINTS}
 """A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
-_NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$|.*\.earlier-\d+$")
-"""Folders that hold no runs, or only those that a sweep has moved aside."""
+_NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$")
+"""Folders that hold no runs."""
 
 
 @dataclass
 class Options:
-    """What is compared, and where the figures go, as the help says."""
+    """What is compared, and where the figures go, as the help says; `aside` are runs that are left out."""
 
     metric: str | None = None
     sort: str | None = None
     output: Path | None = None
     plot: Path | None = None
+    aside: list[Path] = field(default_factory=list)
 
 
 def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
@@ -56,43 +57,63 @@ def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
     names, problems = PARSER.words(argv, options)
     if not names and not problems:
         problems.append("RUN: name the folders of runs, such as runs, or 'runs/lr*'")
-    folders = find_runs(names, problems)
+    folders = find_runs(names, problems, options.aside)
     if problems:
         raise ConfigError(problems)
     check_files({"--output": options.output, "--plot": options.plot})
     return options, folders
 
 
-def find_runs(names: Sequence[str], problems: list[str]) -> list[Path]:
+def find_runs(names: Sequence[str], problems: list[str], aside: list[Path]) -> list[Path]:
     """The folders of runs, each once, in the order in which they were named; those inside one folder by name.
 
-    `problems` get a sentence for each name that gives no run.
+    Args:
+        names: folders and patterns.
+        problems: gets a sentence for each name that gives no run.
+        aside: gets the runs that are left out: later runs of their names have moved them aside.
     """
     found: dict[Path, Path] = {}
     for name in names:
         path = Path(expanded(name))
         # Not `Path.glob`, which has no absolute patterns.
         folders = [path] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
-        runs = [run for folder in folders for run in _runs_in(Path(folder))]
+        runs = [run for folder in folders for run in _runs_in(Path(folder), aside)]
         for run in runs:
             found.setdefault(run.resolve(), run)
         if not folders:
             problems.append(f"RUN: {name}: no such folder{suggest_path(path)}")
         elif not runs:
-            problems.append(
-                f"RUN: {name}: no run in it (a folder with {METRICS}, {RESULT} or {CHECKPOINTS})"
-            )
+            reason = f"no run in it (a folder with {METRICS}, {RESULT} or {CHECKPOINTS})"
+            if aside:
+                reason = f"only runs that were moved aside; name their folders, such as {aside[-1]}"
+            problems.append(f"RUN: {name}: {reason}")
     return list(found.values())
 
 
-def _runs_in(folder: Path) -> Iterator[Path]:
-    """The folder itself where it is that of a run, else all runs below it, by name."""
+def _runs_in(folder: Path, aside: list[Path]) -> Iterator[Path]:
+    """The folder itself where it is that of a run, else the runs below it, by name."""
     for name, inner, files in os.walk(folder):
+        path = Path(name)
         if not RUN_MARKERS.isdisjoint([*inner, *files]):
-            yield Path(name)
-            if Path(name) == folder:
+            if path == folder:
+                yield path
                 return
+            if _is_aside(path):
+                aside.append(path)
+            else:
+                yield path
         inner[:] = sorted(each for each in inner if not _NOT_ENTERED.match(each))
+
+
+def _is_aside(folder: Path) -> bool:
+    """Whether a run was moved aside: it is `NAME.1`, and by its configuration it was `NAME`."""
+    name, _, number = folder.name.rpartition(".")
+    if not (name and number.isdecimal()):
+        return False
+    from linnaeus.cli.compare.runs import read_runs  # here: completion does not wait for YAML
+
+    [run] = read_runs([folder])
+    return (run.config or {}).get("EXPERIMENT.NAME") == name
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +18,8 @@ import yaml
 from linnaeus.cli.tables import Figures
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.tree import PLAN
-from linnaeus.files import CONFIG, METRICS, RESULT, read_json
-from linnaeus.run_folder import RunStatus, State, read_state
+from linnaeus.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
+from linnaeus.run_folder import RUN, RunStatus, State, read_result, read_state
 from linnaeus.sweep.folder import ASKED, flattened
 from linnaeus.words import score
 
@@ -34,6 +36,8 @@ _NOT_COMPARED = (
     "DATA.AUTOBATCH.START_VAL",
 )
 """Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
+_LINE_BYTES = 1 << 20
+"""No line of a run is as long: what follows is not read."""
 _DEFAULTS = {dotted(path): key.default for path, key in KEYS.items()}
 _PLANNED = {
     "MICRO_BATCH": "batch_size",
@@ -79,7 +83,7 @@ def _comparable(config: Flat, key: str) -> str | None:
     value = config.get(key, _DEFAULTS.get(key, "(absent)"))
     if _is_searched(config, key) or str(value).startswith("${"):
         return None
-    value = float(value) if type(value) is int else value  # 1 is 1.0
+    value = float(value) if type(value) is int and finite(value) is not None else value  # 1 is 1.0
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -115,6 +119,7 @@ class History:
     """Validation metrics by name, each as (epochs trained, value) in order; None for a value not finite."""
 
     points: dict[str, list[tuple[int, float | None]]] = field(default_factory=dict)
+    is_damaged: bool = False
 
     def finite(self, metric: str) -> list[tuple[int, float]]:
         """The points that can be drawn."""
@@ -134,19 +139,36 @@ class History:
 
 
 def _read_history(file: Path) -> History:
-    """The validations in `metrics.jsonl`."""
+    """The validations in `metrics.jsonl`; other lines than those of a run are passed over."""
     by_epoch: dict[int, dict[str, Any]] = {}
-    with file.open("rb") as lines:
-        for line in lines:
-            with suppress(ValueError):  # a line that was cut off
-                if b'"val"' in line and (record := json.loads(line))["split"] == "val":
-                    by_epoch[record["epoch"]] = record
     history = History()
+    with file.open("rb") as lines:
+        for line in iter(partial(lines.readline, _LINE_BYTES), b""):
+            is_whole = line.endswith(b"\n")  # else it may be the last one, just being written
+            history.is_damaged |= is_whole and not line.startswith(b"{")
+            if len(line) == _LINE_BYTES:
+                history.is_damaged = True
+                break
+            if b'"val"' in line:
+                try:
+                    record = json.loads(line)
+                    if record["split"] == "val":
+                        by_epoch[_epoch(record["epoch"])] = record
+                except (ValueError, LookupError, TypeError, RecursionError):
+                    history.is_damaged |= is_whole
     for epoch, record in sorted(by_epoch.items()):
-        for name in record:
-            if name not in ("step", "epoch", "split", "time"):
-                history.points.setdefault(name, []).append((epoch, record[name]))
+        for name, value in record.items():
+            is_metric = name not in ("step", "epoch", "split", "time")
+            if is_metric and (value is None or isinstance(value, int | float)):
+                history.points.setdefault(name, []).append((epoch, finite(value)))
     return history
+
+
+def _epoch(value: object) -> int:
+    """A number of epochs; `ValueError` for anything else."""
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise ValueError(f"{value!r} is no number of epochs")
+    return value
 
 
 # Runs.
@@ -189,12 +211,25 @@ class Row:
         """The validations so far, the same object until there are more; none of a run that has not begun."""
         if self.state.status == "not run":
             return History()
-        with suppress(OSError):  # not validated yet
+        try:
             found = (self.folder / METRICS).stat()
             version = found.st_mtime_ns, found.st_size
-            if self._read[0] != version:
+            if not stat.S_ISREG(found.st_mode):
+                self._read = version, History(is_damaged=True)
+            elif self._read[0] != version:
                 self._read = version, _read_history(self.folder / METRICS)
+        except FileNotFoundError:  # not validated yet
+            pass
+        except OSError:
+            self._read = None, History(is_damaged=True)
         return self._read[1]
+
+    @property
+    def damaged(self) -> list[str]:
+        """The names of its files that are there, and are not what a run writes."""
+        there = [name for name in (RUN, RESULT) if os.path.lexists(self.folder / name)]
+        found = [name for name in there if read_json(self.folder / name) is None]
+        return found + [METRICS] * self.history.is_damaged
 
     @property
     def metrics(self) -> list[str]:
@@ -271,6 +306,15 @@ class Comparison(Figures):
         return list(self.rows[0].values)
 
     @property
+    def damage(self) -> list[str]:
+        """A sentence for each run with files that are not what a run writes."""
+        return [
+            f"{row.title}: {', '.join(row.damaged)}: skipped, as damaged or not written by a run"
+            for row in self.rows
+            if row.damaged
+        ]
+
+    @property
     def metric(self) -> str:
         """The metric that is compared: the wanted one if a run has it, else the headline of most runs."""
         if self.wanted_metric is not None and self.wanted_metric in self.metrics:
@@ -286,12 +330,7 @@ class Comparison(Figures):
     @property
     def unknown_metric(self) -> str | None:
         """A sentence for a wanted metric that no run has; None where one has it, or none is wanted."""
-        wanted, known = self.wanted_metric, self.metrics
-        if wanted is None or wanted in known:
-            return None
-        close = get_close_matches(wanted, known, 5, cutoff=0)
-        found = f"closest are {', '.join(close)}" if known else "no run has been validated yet"
-        return f"no run has {wanted!r}; {found}"
+        return unknown_metric(self.wanted_metric, self.metrics)
 
     def with_status(self, *wanted: RunStatus) -> list[Row]:
         """The rows with one of these statuses."""
@@ -308,11 +347,20 @@ class Comparison(Figures):
         return {
             "metric": metric,
             "differences": self.keys,
-            "notes": self.notes,
+            "notes": self.notes + self.damage,
             "runs": [
                 row.as_dict() | {"curve": row.history.points.get(metric, [])} for row in self.rows
             ],
         }
+
+
+def unknown_metric(wanted: str | None, known: Sequence[str]) -> str | None:
+    """A sentence for a wanted metric that is not known; None where it is, or none is wanted."""
+    if wanted is None or wanted in known:
+        return None
+    close = get_close_matches(wanted, known, 5, cutoff=0)
+    found = f"closest are {', '.join(close)}" if known else "no run has been validated yet"
+    return f"no run has {wanted!r}; {found}"
 
 
 def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = None) -> Comparison:
@@ -361,29 +409,37 @@ def read_runs(folders: Sequence[Path]) -> list[Row]:
     for row in rows:
         _read_config(row)
         if row.state.status == "finished":
-            row.result = read_json(row.folder / RESULT) or {}
+            row.result = read_result(row.folder)
     return rows
 
 
 def _read_config(run: Row) -> None:
     folder = run.folder
-    # Before its first step, a run that a sweep has started only has what it was asked for.
-    path = next(
-        (folder / name for name in (CONFIG, ASKED) if (folder / name).exists()), folder / CONFIG
-    )
+    path = folder / CONFIG
     try:
+        if not path.exists() and (folder / ASKED).exists():
+            path = folder / ASKED  # all that a run of a sweep has before its first step
         loader = getattr(
             yaml, "CSafeLoader", yaml.SafeLoader
         )  # the parser in C, where PyYAML has it
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        content = yaml.load(read_text(path), Loader=loader)
         if not isinstance(content, dict):
             raise ValueError("it holds no keys")
+        plan = content.pop(PLAN, None)
+        config = flattened(content)
+        json.dumps(config, sort_keys=True, default=str)  # as values are compared
     except FileNotFoundError:
         run.problem = f"there is no {CONFIG}"
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:
         run.problem = f"{path.name} cannot be read: {' '.join(str(error).split())}"
     else:
-        plan = content.pop(PLAN, None)
-        run.config = flattened(content)
+        run.config = config
         if isinstance(plan, Mapping):
-            run.plan = {name: plan[key] for key, name in _PLANNED.items() if key in plan}
+            run.plan = {name: finite(plan.get(key)) for key, name in _PLANNED.items()}

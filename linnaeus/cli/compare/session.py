@@ -18,12 +18,22 @@ from rich.table import Table
 
 from linnaeus.cli.compare.options import Options, run_names
 from linnaeus.cli.compare.runs import SEED, Comparison, Row, compared, read_runs, short_names
-from linnaeus.cli.plots import BLUE, INK, SERIES, VERMILION, decorate, drawing, size_axis
+from linnaeus.cli.plots import (
+    BLUE,
+    INK,
+    SERIES,
+    VERMILION,
+    decorate,
+    drawing,
+    legend_label,
+    log_axis,
+    size_axis,
+)
 from linnaeus.cli.tables import cell
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError
 from linnaeus.run_folder import OUTPUT, last_line
-from linnaeus.words import counted, larger_is_better
+from linnaeus.words import counted, larger_is_better, several
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,14 +62,20 @@ def run(options: Options, folders: Sequence[Path]) -> int:
         raise ConfigError(f"--metric: {runs.unknown_metric}")
     if options.sort is not None:
         sort_rows(runs, options.sort)
+    if options.aside:
+        names = several([str(folder) for folder in options.aside])
+        runs.notes.append(
+            f"left out, as later runs of the same name have moved them aside: {names}; "
+            "name their folders to compare them"
+        )
     console = make_console()
     print_runs(runs, console)
     if options.output is not None:
         runs.save(options.output)
-        console.print(f"figures: {options.output.resolve()}", markup=False, soft_wrap=True)
+        console.print(f"figures: {options.output.resolve()}", soft_wrap=True)
     if options.plot is not None:
         save_plot(runs, options.plot)
-        console.print(f"picture: {options.plot.resolve()}", markup=False, soft_wrap=True)
+        console.print(f"picture: {options.plot.resolve()}", soft_wrap=True)
     return 0
 
 
@@ -103,12 +119,12 @@ def _order(value: Any) -> tuple[float, str]:
 def print_runs(runs: Comparison, console: Console) -> None:
     """Show the table, what limits the comparison, who runs what, and why runs have not ended well."""
     console.print(runs_table(runs, console))
-    sentences = [f"note: {note}" for note in runs.notes]
+    sentences = [f"note: {note}" for note in runs.notes + runs.damage]
     sentences += [
         f"{row.state.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))
     ]
     for sentence in sentences:
-        console.print(sentence, markup=False, soft_wrap=True)
+        console.print(sentence, soft_wrap=True)
 
 
 def runs_table(runs: Comparison, console: Console) -> Table:
@@ -138,7 +154,7 @@ def _said_of(row: Row) -> str:
     reason = row.state.reason
     if reason is None or row.state.status == "pruned":
         return ""
-    return f"{reason} ({output})" if output.exists() else reason
+    return f"{reason} ({output})" if output.is_file() else reason
 
 
 def _table(runs: Comparison, left_out: Collection[str]) -> Table:
@@ -260,7 +276,7 @@ def save_search_plot(runs: Comparison, axes: Sequence[Axis], path: Path) -> None
             if axis.choices:
                 panel.set_xticks(range(len(axis.choices)), axis.choices)
             elif axis.is_log:
-                panel.set_xscale("log")
+                log_axis(panel)
         for n, row, value in points:
             texts = [(axis, row.values[axis.key]) for axis in axes]
             xs = (axis.choices.index(text) if axis.choices else float(text) for axis, text in texts)
@@ -351,7 +367,7 @@ def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
     elif key.endswith("BATCH_SIZE"):
         size_axis(axes, [int(place) for place in numbers])
     elif 0 < _LOG_FACTOR * numbers[0] < numbers[-1]:
-        axes.set_xscale("log")
+        log_axis(axes)
     return key.rpartition(".")[2] if key else "run"
 
 
@@ -370,7 +386,12 @@ def _lines(rows: Sequence[Row], hidden: set[str]) -> list[tuple[str, list[Row]]]
         )
         groups.setdefault(label or (row.title if names else ""), []).append(row)
     return [
-        (label if len(label) <= _LABEL_LETTERS else f"…{group[0].title[-_LABEL_LETTERS:]}", group)
+        (
+            legend_label(label)
+            if len(label) <= _LABEL_LETTERS
+            else f"…{group[0].title[-_LABEL_LETTERS:]}",
+            group,
+        )
         for label, group in groups.items()
     ]
 

@@ -225,7 +225,7 @@ def show(evaluation: Evaluation, console: Console) -> None:
             table(f"Largest confusions: {name}", columns, rows, left=("class", "taken for"))
         )
     for note in notes(evaluation):
-        console.print(note, markup=False, soft_wrap=True)
+        console.print(note, soft_wrap=True)
 
 
 def notes(evaluation: Evaluation) -> list[str]:

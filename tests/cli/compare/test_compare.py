@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,7 +12,7 @@ import pytest
 from linnaeus.cli.compare.options import find_runs, run_names
 from linnaeus.cli.compare.runs import Comparison, compared, read_runs
 from linnaeus.cli.compare.session import EXPENDABLE, print_runs, save_plot, sort_rows
-from linnaeus.run_folder import CLAIMS, Claim, Holder
+from linnaeus.run_folder import CLAIMS, Claim, Holder, move_aside
 from tests.helpers.consoles import plain_console
 from tests.helpers.run_files import config_text, planned_sweep, write_run, write_validations
 from tests.helpers.runs import Run
@@ -76,18 +77,38 @@ def test_runs_are_found_below_folders_by_patterns_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("runs/lr/LR=10", "runs/lr/LR=2", "runs/other", "runs/lr/LR=2.earlier-1"):
-        write_run(Path(name))
+    for name in ("runs/lr/LR=10", "runs/lr/LR=2.5", "runs/other"):
+        write_run(Path(name), f"EXPERIMENT.NAME={Path(name).name}")
     Path("runs/conf").mkdir()
     Path("runs/conf/config.yaml").write_text("TRAIN.EPOCHS: 3")  # somebody's, not a run's
 
     def named(*names: str) -> list[str]:
-        return run_names(find_runs(names, []))
+        return run_names(find_runs(names, [], []))
 
-    assert named("runs") == ["lr/LR=10", "lr/LR=2", "other"]
-    assert named("runs/other", "runs/*", "runs/lr/LR=2") == ["other", "lr/LR=10", "lr/LR=2"]
-    assert named("runs/lr/LR=2.earlier-1", "runs/lr") == ["LR=2.earlier-1", "LR=10", "LR=2"]
+    assert named("runs") == ["lr/LR=10", "lr/LR=2.5", "other"]
+    assert named("runs/other", "runs/*", "runs/lr/LR=2.5") == ["other", "lr/LR=10", "lr/LR=2.5"]
     assert named("runs/other") == ["other"]
+
+
+def test_a_run_that_a_later_one_moved_aside_is_left_out(run: Run, tmp_path: Path) -> None:
+    """A run that was named so is not, nor is one whose folder is named."""
+    for name in ("birds", "moths.2"):
+        write_run(tmp_path / "runs" / name, f"EXPERIMENT.NAME={name}")
+    assert move_aside(Claim(tmp_path / "runs/birds"))[0] == tmp_path / "runs/birds.1"
+    write_run(tmp_path / "runs/birds", "EXPERIMENT.NAME=birds")
+
+    def compared_runs(*names: str) -> list[str]:
+        assert run("compare", *names, "--output", "a.json").code == 0
+        content = json.loads((tmp_path / "a.json").read_text())
+        assert ("runs/birds.1" in str(content["notes"])) == (names == ("runs",))
+        return [row["run"] for row in content["runs"]]
+
+    assert compared_runs("runs") == ["birds", "moths.2"]
+    assert compared_runs("runs/birds.1", "runs/moths.2") == ["birds.1", "moths.2"]
+    shutil.rmtree("runs/birds")
+    shutil.rmtree("runs/moths.2")
+    outcome = run("compare", "runs")
+    assert (outcome.code, "runs/birds.1" in outcome.err) == (2, True)
 
 
 def test_rows_are_sorted(tmp_path: Path) -> None:
@@ -175,6 +196,27 @@ def picture_of(tmp_path: Path, *names: str) -> set[str]:
         text.text or ""
         for text in ElementTree.parse(tmp_path / "a.svg").getroot().iter(f"{SVG}text")
     }
+
+
+def test_names_in_tables_and_pictures_are_as_they_are(tmp_path: Path) -> None:
+    """What rich takes for markup, and matplotlib for mathematics or for a line without a label."""
+    names = ["[a] :cat:", "[/b]", "_c", "$d$ $e$"]
+    for name in names:
+        write_run(tmp_path / name)
+    assert not [name for name in names if name not in table_of(comparison(tmp_path, *names))]
+    assert {*names} <= {text.strip() for text in picture_of(tmp_path, *names)}
+    for rate in ("1e-1", "1e-2", "1e-4"):
+        write_run(tmp_path / rate, f"OPTIMIZER.LR={rate}", f"MODEL.FREEZE=[heads.{rate[-1]}]")
+    table = table_of(comparison(tmp_path, "1e-1", "1e-2", "1e-4"))
+    assert lines_with(table, '["heads.4"]')
+
+
+def test_labels_of_a_logarithmic_axis_are_plain_text(tmp_path: Path) -> None:
+    for rate in ("0.1", "0.01", "0.0001"):
+        write_run(tmp_path / rate, f"OPTIMIZER.LR={rate}")
+    texts = picture_of(tmp_path, "0.1", "0.01", "0.0001")
+    assert {"LR", "1e\N{MINUS SIGN}02", "1e\N{MINUS SIGN}04"} <= texts
+    assert not [text for text in texts if "math" in text or "$" in text]
 
 
 def test_the_axis_of_a_picture_is_the_key_with_the_most_values_in_their_order(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import shutil
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from tests.helpers.forks import ROOT, python
 from tests.helpers.runs import TORCHRUN, Run
 from tests.helpers.small_runs import lines_of
 
-FOLDERS = ("cats/lion", "cats/lynx", "dogs/fox", "dogs/wolf")
+FOLDERS = ("cats/lion", "cats/lynx", "dogs/[fox] :cat: $a$ <b>", "dogs/wolf")
 TINY = (
     "EXPERIMENT.DEVICE=cpu",
     "EXPERIMENT.NAME=tiny",
@@ -91,6 +92,7 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
     evaluate = [*EVALUATE, "--checkpoint", "last"]
     outcome = run(*evaluate)
     assert outcome.code == 0, outcome.err
+    assert FOLDERS[2].removeprefix("dogs/") in outcome.out
     found = content_of(birds / "evaluations/last.json")
     assert found["metrics"] == logged(birds)
     assert found["logged"] == {
@@ -157,12 +159,14 @@ def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path
     found = content_of(birds / "evaluations/best_new_val.json")
     assert found["logged"] is None
     samples = {row["class"]: row["samples"] for row in found["classes"]}
-    assert samples == {"cats": 3, "dogs": 3, "lion": 0, "lynx": 3, "fox": 0, "wolf": 3}
+    fox = FOLDERS[2].removeprefix("dogs/")
+    assert samples == {"cats": 3, "dogs": 3, "lion": 0, "lynx": 3, fox: 0, "wolf": 3}
     assert found["levels"]["level2"]["classes_with_samples"] == 2
     with (birds / "evaluations/best_new_val_classes.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["recall"] for row in rows if row["samples"] == "0"] == ["", ""]
-    assert "lynx" in (tmp_path / "p.html").read_text()
+    page = (tmp_path / "p.html").read_text()
+    assert ("lynx" in page, html.escape(fox) in page, "<b>" in page) == (True, True, False)
 
 
 def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_path: Path) -> None:
