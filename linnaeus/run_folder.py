@@ -233,7 +233,7 @@ def _state_left(folder: Path) -> State:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Read the `result.json` of a run: its numbers, `metrics`, `best` and `headline`; the rest is left out."""
+    """Read the numbers, `metrics`, `best` and `headline` of a run's `result.json`; leave out the rest."""
     content = read_json(folder / RESULT) or {}
     headline = content.get("headline")
     known: dict[str, Any] = {
