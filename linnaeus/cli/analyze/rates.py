@@ -106,9 +106,11 @@ def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
                 )
                 raise OutOfMemoryError(f"{text}; linnaeus analyze finds what fits") from error
             if not math.isfinite(loss):
+                if step.scaler.is_enabled():  # it has skipped the step
+                    continue
                 break
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-            smoothed, rate = mean / (1 - SMOOTHING ** (number + 1)), schedule.lr
+            smoothed, rate = mean / (1 - SMOOTHING ** (len(test.rows) + 1)), schedule.lr
             test.rows.append({KEY: rate / plan.lr_scale, "loss": loss, "smoothed": smoothed})
             if smoothed > DIVERGED * min(row["smoothed"] for row in test.rows):
                 break

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.predictions import POINTS
 from tests.helpers.runs import SMALL, Run
+from tests.training.test_trainer import OVERFLOWING
 
 
 def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run: Run, tmp_path: Path) -> None:
@@ -33,6 +34,18 @@ def test_the_loss_falls_and_rises_and_the_suggestion_lies_below(run: Run, tmp_pa
     assert found["suggestion"] == pytest.approx(lowest["OPTIMIZER.LR"] / 10)
     assert (tmp_path / "rates.svg").stat().st_size > 1000
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("amp", "num_rows"), [("fp16", 28), ("off", 30)])
+def test_a_step_that_the_scaler_skips_is_left_out(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amp: str, num_rows: int
+) -> None:
+    monkeypatch.setattr("linnaeus.cli.analyze.rates.NUM_STEPS", 30)
+    monkeypatch.setattr("linnaeus.cli.analyze.rates.LAST", 1e-3)
+    options = (*OVERFLOWING, "MODEL.num_passes=2", f"TRAIN.AMP={amp}")
+    outcome = run("analyze", *options, "--lr", "--output=a.json")
+    assert outcome.code == 0, outcome.err
+    assert len(json.loads((tmp_path / "a.json").read_text())["results"]) == num_rows
 
 
 def test_steps_are_those_of_training(
