@@ -6,7 +6,11 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from linnaeus.autobatch.memory.storages import WatchingMode, accumulates_in_place
+from linnaeus.autobatch.memory.storages import (
+    WatchingMode,
+    accumulates_in_place,
+    references_of_a_gradient,
+)
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.single_rank import group_of_collective, num_ranks
 
@@ -24,6 +28,7 @@ class Lockstep(WatchingMode):
     def __init__(self, control: ControlPlane) -> None:
         super().__init__()
         self._control = control
+        references_of_a_gradient()  # found by a backward pass of its own, so not inside of one
 
     def __torch_dispatch__(
         self,
