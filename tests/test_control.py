@@ -26,6 +26,7 @@ from linnaeus.autobatch.ranks.control import (
 )
 from linnaeus.dist import agree_on_attempt
 from linnaeus.errors import LinnaeusError
+from tests.helpers import forks
 from tests.helpers.planes import Script, nothing, planes, ranks, script
 from tests.helpers.threads import together
 
@@ -313,7 +314,7 @@ def test_a_thread_looks_until_the_plane_is_left(monkeypatch: pytest.MonkeyPatch)
     watching = ControlPlane(store, 0, 2, end_process=lambda failure: has_ended.set())
     with watching, ControlPlane(store, 1, 2) as failing:
         fail(failing)
-        assert has_ended.wait(50)
+        assert has_ended.wait(forks.limit_s)
     assert set(threading.enumerate()) <= before
 
 
@@ -328,7 +329,7 @@ def joined(store: Any, num_ranks: int, late: int | None = None) -> list[str]:
 
     def one(rank: int) -> str:
         if rank == late:
-            assert has_paused.wait(50)
+            assert has_paused.wait(forks.limit_s)
         return agree_on_attempt(store, rank, num_ranks, 30, clock)
 
     return together(*(lambda rank=rank: one(rank) for rank in range(num_ranks)))

@@ -42,6 +42,7 @@ from linnaeus.sizing.planning import find_planned_sizes
 from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
 from tests.autobatch.faulty import TINY
+from tests.helpers import forks
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import freeze_what_is_there, wait_until
 from tests.helpers.searches import content, prepared
@@ -690,7 +691,7 @@ def work(rank: int, folder: str) -> dict[str, str]:
 
 def join(rank: int, num_ranks: int, folder: Path) -> None:
     """Join the process group, over a store that rank 0 serves."""
-    port, wait = folder / "port", datetime.timedelta(seconds=50)
+    port, wait = folder / "port", datetime.timedelta(seconds=forks.limit_s)
     if rank == 0:
         store = dist.TCPStore("localhost", 0, num_ranks, is_master=True, wait_for_workers=False)
         (folder / "new").write_text(str(store.port))

@@ -13,10 +13,7 @@ from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.processes import compute
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.timeout(180),
-]  # the first test waits for all bodies
+pytestmark = pytest.mark.distributed
 
 PROGRAM = "tests.autobatch.group_ranks"
 
@@ -62,8 +59,8 @@ def test_a_killed_rank_ends_the_other_with_the_cause(
             for rank in range(2)
         ]
     try:
-        assert ranks[dead].wait(50) == -9, (tmp_path / "log.txt").read_text()
-        ranks[1 - dead].wait(50)
+        assert ranks[dead].wait(forks.limit_s) == -9, (tmp_path / "log.txt").read_text()
+        ranks[1 - dead].wait(forks.limit_s)
     finally:
         for rank in ranks:
             rank.kill()
