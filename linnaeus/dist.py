@@ -27,10 +27,12 @@ import torch
 import torch.distributed as torch_dist
 
 from linnaeus.autobatch.ranks.control import (
+    CAUSE_S,
     FAREWELL_S,
     REPORT_S,
     ControlPlane,
     Failure,
+    ForeignFailureError,
     Keys,
     first_difference,
     group_of_this_rank,
@@ -43,8 +45,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger("linnaeus.dist")
 
-_CAUSE_S = 1.5
-"""How long a rank that ends, perhaps because another one has died, waits for a heartbeat to find that."""
 _ANSWER_S = 10.0
 """A store that has not answered for so long is not waited for."""
 _OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
@@ -409,6 +409,8 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
         if control is not None:
             cause = _in_thread(partial(_cause, control, error), _ANSWER_S)
+    if isinstance(error, ForeignFailureError) and error.__cause__ is not None:
+        error = error.__cause__  # of a joint step
     is_ours = isinstance(error, LinnaeusError | Interrupted)
     if cause is None:
         message = str(error) if is_ours else f"{type(error).__name__}: {error}"
@@ -430,11 +432,7 @@ def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
     may_be_consequence = (
         isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
     )
-    deadline = time.monotonic() + (_CAUSE_S if may_be_consequence else 0.0)
-    failure = control.failure
-    while failure is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-        failure = control.failure or control.death()
+    failure = control.first_failure(CAUSE_S if may_be_consequence else 0.0)
     if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
         return control.declare_hang(
             control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})"

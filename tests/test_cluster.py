@@ -81,7 +81,7 @@ class Ranks:
 
         try:
             wait_until(has_ended, log=self.log, limit_s=200)
-            _, alive = psutil.wait_procs(seen, timeout=20)
+            _, alive = psutil.wait_procs(seen, timeout=forks.limit_s)
             assert not alive, f"{alive} are left: {self.log.read_text()}"
         finally:
             self.process.kill()
@@ -195,7 +195,7 @@ def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(
     job.wait_for("runs/small/checkpoints/last.pt")
     ranks = job.children()
     job.process.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=50)
+    _, alive = psutil.wait_procs(ranks, timeout=forks.limit_s)
     assert not alive, job.log.read_text()
     assert "SIGTERM" in job.log.read_text()
 
@@ -335,7 +335,7 @@ def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path: Pa
     wait_until(lambda: len(importing()) == 2, torchrun)
     ranks = importing()
     torchrun.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    _, alive = psutil.wait_procs(ranks, timeout=forks.limit_s)
     for rank in alive:
         rank.kill()
     assert not alive

@@ -26,6 +26,7 @@ from linnaeus.autobatch.ranks.control import (
 )
 from linnaeus.dist import agree_on_attempt
 from linnaeus.errors import LinnaeusError
+from tests.helpers import forks
 from tests.helpers.planes import Script, nothing, planes, ranks, script
 from tests.helpers.threads import together
 
@@ -142,6 +143,54 @@ def test_a_value_that_a_rank_sent_before_it_failed_counts() -> None:
     assert main.collect("mine") == ["mine", "sent"]
     with pytest.raises(ForeignFailureError):
         main.collect("next")
+
+
+def test_ranks_that_meet_go_on_together_as_often_as_they_do() -> None:
+    passed: list[tuple[int, int]] = []
+
+    def work(plane: ControlPlane) -> None:
+        for number in range(3):
+            plane.meet("here", 3)
+            passed.append((number, plane.rank))
+            if plane.rank:
+                plane.meet("there", 2)
+
+    ranks(work, work, work)
+    assert [number for number, _ in sorted(passed)] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    main, other = planes()
+    script(main, *[nothing] * 3, lambda: passed.append((3, 1)), lambda: other.meet("here", 1))
+    main.meet("here", 2)
+    assert passed[-1] == (3, 1), "it has waited"
+
+
+def test_a_failure_of_a_rank_frees_those_that_wait_to_meet_it() -> None:
+    main, other = planes()
+    script(main, nothing, lambda: fail(other))
+    with pytest.raises(ForeignFailureError) as caught:
+        main.meet("here", 2)
+    assert caught.value.failure == Failure(1, "broken", 7)
+
+
+def test_a_rank_that_others_wait_to_meet_too_long_ends_the_job() -> None:
+    main, other = planes(limit_s=100.0)
+    other.update("trying 128")
+    with pytest.raises(ForeignFailureError, match="trying 128") as caught:
+        main.meet("here", 2)
+    assert caught.value.failure.is_hang
+    with pytest.raises(ForeignFailureError):
+        other.check()
+
+
+def test_a_later_error_of_a_rank_gives_way_to_the_first() -> None:
+    main, other = planes()
+    fail(other)
+    with pytest.raises(ForeignFailureError, match="rank 1: broken") as caught:
+        main.tell(RuntimeError("Connection closed by peer"))
+    assert isinstance(caught.value.failure, Failure)
+    main.tell(KeyboardInterrupt())
+    other.tell(LinnaeusError("broken"))
+    with pytest.raises(ForeignFailureError, match="rank 1: broken"):
+        other.tell(LinnaeusError("broken"), as_one=True)
 
 
 def test_the_first_failure_counts_and_stays_until_the_others_have_read_it() -> None:
@@ -265,7 +314,7 @@ def test_a_thread_looks_until_the_plane_is_left(monkeypatch: pytest.MonkeyPatch)
     watching = ControlPlane(store, 0, 2, end_process=lambda failure: has_ended.set())
     with watching, ControlPlane(store, 1, 2) as failing:
         fail(failing)
-        assert has_ended.wait(50)
+        assert has_ended.wait(forks.limit_s)
     assert set(threading.enumerate()) <= before
 
 
@@ -280,7 +329,7 @@ def joined(store: Any, num_ranks: int, late: int | None = None) -> list[str]:
 
     def one(rank: int) -> str:
         if rank == late:
-            assert has_paused.wait(50)
+            assert has_paused.wait(forks.limit_s)
         return agree_on_attempt(store, rank, num_ranks, 30, clock)
 
     return together(*(lambda rank=rank: one(rank) for rank in range(num_ranks)))

@@ -21,7 +21,7 @@ def test_a_client_that_is_killed_ends_its_fork_alone(tmp_path: Path) -> None:
     client = subprocess.Popen([sys.executable, forks.__file__, "-c", WAITS], cwd=tmp_path)
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
     client.kill()
-    assert client.wait(50) == -9
+    assert client.wait(forks.limit_s) == -9
     wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[forks.ADDRESS])  # a client that dies before it has asked

@@ -79,7 +79,7 @@ def test_a_module_alone_trains(module: str, tmp_path: Path) -> None:
             (tmp_path / "runs" / "digits" / "metrics.jsonl").exists, process, tmp_path / "log"
         )
         process.kill()
-        assert process.wait(50) == -9
+        assert process.wait(forks.limit_s) == -9
 
 
 @pytest.mark.parametrize("first", [[], ["train"]])

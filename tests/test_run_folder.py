@@ -36,6 +36,7 @@ from linnaeus.run_folder import (
     move_aside,
     read_state,
 )
+from tests.helpers import forks
 from tests.helpers.run_files import names
 
 
@@ -394,5 +395,5 @@ def test_a_claim_is_touched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(run_folder, "BEAT_S", 0.001)
     monkeypatch.setattr(os, "utime", lambda path: touched.set())
     claim = Claim(folder)
-    assert touched.wait(50)
+    assert touched.wait(forks.limit_s)
     claim.release()

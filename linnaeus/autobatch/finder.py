@@ -13,6 +13,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -464,6 +465,30 @@ class BatchSizeFinder:
         self._set_budget(self._first_budget(1.0))
         return self._one_trial(size)
 
+    def measure_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
+        """Run one size together with all ranks; return its peak's excess over the budget, in bytes.
+
+        Steps with the smallest size come before: they load kernels and open connections.
+
+        Args:
+            size: the batch size.
+            lockstep: the context of the steps; see `TrialRunner.run_jointly`.
+
+        Raises:
+            OutOfMemory: the device is full.
+        """
+        self._observer.trial_started(self.min_size, "warm-up")
+        self._runner.run_jointly(self.min_size, lockstep)
+        self._settle()
+        self._set_budget(self.memory.budget(1.0, None))
+        self._observer.trial_started(size, "trial")
+        started = time.monotonic()
+        peak_bytes = self._runner.run_jointly(size, lockstep)
+        status = status_of(peak_bytes, self.budget_bytes)
+        self._record(TrialRecord(size, status, peak_bytes, time.monotonic() - started))
+        fraction = self.settings.target_memory_fraction
+        return peak_bytes - self.memory.budget(fraction, self._limit_bytes)
+
     def time(self, size: int) -> Timing:
         """Time a size that is known to fit."""
         return self._timing(size, statistics.median(self._time_steps(size)))
@@ -512,9 +537,13 @@ class BatchSizeFinder:
             self._observer.trial_started(self.min_size, "warm-up")
             with contextlib.suppress(OutOfMemory):  # the search will find that out
                 self._runner(self.min_size)
-            self.memory.settle(self._snapshot.host_bytes)
-            self._snapshot.check_restored()
+            self._settle()
         return self.memory.budget(fraction, self._limit_bytes)
+
+    def _settle(self) -> None:
+        """After the first steps: read what the process holds, and check that they can be undone."""
+        self.memory.settle(self._snapshot.host_bytes)
+        self._snapshot.check_restored()
 
     def _set_budget(self, budget_bytes: int) -> None:
         """Set the budget of the trials to come. What ran out of memory under a smaller one may fit it."""

@@ -9,6 +9,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.memory.interface import DeviceMemory, empty_cache, synchronize
+from linnaeus.autobatch.memory.interface import DeviceMemory, T, empty_cache, synchronize
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.search import OutOfMemory
@@ -112,11 +113,8 @@ class TrialRunner:
             OutOfMemory: the size did not fit under the budget.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
-        self.before_trial(size)
-        self.memory.clean()
-        graphs = num_compiled_graphs()
         try:
-            failure, peak_bytes = self.memory.isolate(partial(self._run, size))
+            failure, peak_bytes = self._isolated(self._run, size)
         except Exception as error:
             if not self._has_drifted:
                 raise
@@ -125,9 +123,6 @@ class TrialRunner:
             self._has_drifted = False
             return self(size)
         self._has_drifted = True
-        if num_compiled_graphs() > graphs:
-            torch.compiler.reset()  # each size is compiled for its own shape, as in training
-        self.clean()
         if failure is None:
             self._largest_fitted = max(self._largest_fitted, size)
             return peak_bytes
@@ -139,11 +134,33 @@ class TrialRunner:
 
         Infinity if the size no longer fits: less memory is free than when it ran.
         """
+        return self._isolated(self._time_steps, size)
+
+    def run_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
+        """Run the steps of a trial together with all other ranks, and return the peak in bytes.
+
+        Every rank takes the same number of steps, whatever it measures: there is no budget and no second
+        attempt, and an error is raised as it is.
+
+        Args:
+            size: the batch size.
+            lockstep: the context of the steps.
+
+        Raises:
+            OutOfMemory: the device is full.
+        """
+        return self._isolated(partial(self._run_jointly, lockstep), size)
+
+    def _isolated(self, run: Callable[[int], T], size: int) -> T:
+        """Call a function of the size on a clean slate, and undo what it has allocated."""
         self.before_trial(size)
         self.memory.clean()
-        seconds = self.memory.isolate(partial(self._time_steps, size))
+        graphs = num_compiled_graphs()
+        value = self.memory.isolate(partial(run, size))
+        if num_compiled_graphs() > graphs:
+            torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self.clean()
-        return seconds
+        return value
 
     def clean(self) -> None:
         """Undo what a trial has allocated. A validation search keeps the optimizer state.
@@ -172,21 +189,7 @@ class TrialRunner:
             return "the process holds the whole budget before the first sample", 0
         with memory.cap(self.budget_bytes):
             with self._out_of_memory_caught(size) as failures:
-                if self.training and self.num_steps == 1:
-                    self._allocate_optimizer_state()
-                for module in self._modules:
-                    module.train(self.training)
-                is_timing_kernels = memory.device.type == "cuda" and torch.backends.cudnn.benchmark
-                for number in range(self.num_steps + is_timing_kernels):
-                    if number == int(is_timing_kernels):
-                        memory.reset_peak()
-                        self._num_retries = memory.num_retries()
-                    with _stepped(self._optimizers) as stepped:
-                        self.step(self.make_batch(size))
-                    if self.training and number == 0:
-                        for optimizer in self._optimizers:
-                            if optimizer not in stepped:
-                                step_with_zero_gradients(optimizer, memory.refused)
+                self._take_steps(size)
                 if self.empties_cache and memory.peak() > NEARLY_FULL * self.budget_bytes:
                     empty_cache(memory.device)
                     for _ in range(self.num_steps):
@@ -196,6 +199,40 @@ class TrialRunner:
         if not failures and memory.num_retries() > self._num_retries:
             return "the allocator had to flush its cache", peak_bytes
         return (failures[0] if failures else None), peak_bytes
+
+    def _run_jointly(self, lockstep: AbstractContextManager[object], size: int) -> int:
+        memory = self.memory
+        with (
+            memory.cap(memory.total_bytes),
+            lockstep,
+            self._out_of_memory_caught(size) as failures,
+        ):
+            if not self._is_prepared:
+                self._prepare_validation()
+            self._take_steps(size)
+            synchronize(memory.device)
+        if failures:
+            raise OutOfMemory(failures[0])
+        return memory.peak() + memory.placement_bytes
+
+    def _take_steps(self, size: int) -> None:
+        """Run the steps of a trial; the peak counts from the first step that times no kernels."""
+        memory = self.memory
+        if self.training and self.num_steps == 1:
+            self._allocate_optimizer_state()
+        for module in self._modules:
+            module.train(self.training)
+        is_timing_kernels = memory.device.type == "cuda" and torch.backends.cudnn.benchmark
+        for number in range(self.num_steps + is_timing_kernels):
+            if number == int(is_timing_kernels):
+                memory.reset_peak()
+                self._num_retries = memory.num_retries()
+            with _stepped(self._optimizers) as stepped:
+                self.step(self.make_batch(size))
+            if self.training and number == 0:
+                for optimizer in self._optimizers:
+                    if optimizer not in stepped:
+                        step_with_zero_gradients(optimizer, memory.refused)
 
     def _time_steps(self, size: int) -> list[float]:
         seconds: list[float] = []

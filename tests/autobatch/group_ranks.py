@@ -42,6 +42,7 @@ from linnaeus.sizing.planning import find_planned_sizes
 from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
 from tests.autobatch.faulty import TINY
+from tests.helpers import forks
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import freeze_what_is_there, wait_until
 from tests.helpers.searches import content, prepared
@@ -474,14 +475,75 @@ def training_of_each_kind_after_a_search_is_that_without_one(rank: int) -> None:
         assert is_sharded_training_the_same(*case), case
 
 
+def is_joint(model: nn.Module) -> bool:
+    """Whether a step of a sharded model communicates with other ranks now."""
+    (group,) = next(model.parameters()).device_mesh.get_all_groups()
+    return not is_fake(dist.distributed_c10d._resolve_process_group(group.group_name))
+
+
+def an_error_in_a_joint_step_is_tried_once_and_raised_on_all(rank: int) -> None:
+    """At each call, of each kind; the groups of the ranks are as good as before."""
+    model = sharded("full")
+
+    def more_than_there_is(text: str) -> None:
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+    def raised(error: type[BaseException]) -> Callable[[str], None]:
+        def fail(text: str) -> None:
+            raise error(text)
+
+        return fail
+
+    def search(
+        failing_call: int, fail: Callable[[str], None], in_backward: bool
+    ) -> tuple[int, Any]:
+        calls = 0
+
+        def step(x: torch.Tensor) -> None:
+            nonlocal calls
+            calls += is_joint(model)
+            is_failing = rank == 1 and is_joint(model) and calls == failing_call
+            y = model(x.unflatten(1, (-1, 64)))
+            if is_failing and in_backward:
+                y.register_hook(lambda gradient: fail("broken"))
+            elif is_failing:
+                fail("broken")
+            y.square().mean().backward()
+
+        options: dict[str, Any] = {"max_batch_size": 2, "memory_limit_gb": 8.0}
+        try:
+            outcome: Any = find(step, state=(model,), **options)
+        except BaseException as error:
+            outcome = error
+        return calls, outcome
+
+    for call, fail, word, in_backward in (
+        (1, raised(KeyError), "KeyError: 'broken'", False),
+        (6, raised(KeyError), "KeyError: 'broken'", True),
+        (6, raised(ValueError), "ValueError: broken", False),
+        (1, more_than_there_is, "max_batch_size", False),
+        (6, more_than_there_is, "max_batch_size", True),
+    ):
+        calls, error = search(call, fail, in_backward)
+        assert calls == call, (calls, error)
+        assert isinstance(error, AutoBatchError), error
+        assert str(error).startswith("AutoBatch: rank 1: "), error
+        assert word in str(error), error
+        assert len(set(of_all(str(error)))) == 1
+    calls, error = search(6, raised(KeyboardInterrupt), False)
+    assert isinstance(error, KeyboardInterrupt if rank else AutoBatchError), error
+    assert rank or "rank 1: KeyboardInterrupt" in str(error), error
+    calls, found = search(0, raised(KeyError), False)
+    assert (calls, found.batch_size) == (8, 2), found
+
+
 def a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered(rank: int) -> None:
     """What the last rank allocates only together with the others is in no trial of a rank alone."""
     model, last = sharded("full"), dist.get_world_size() - 1
-    (group,) = next(model.parameters()).device_mesh.get_all_groups()
     sizes: list[int] = []
 
     def step(x: torch.Tensor, extra_mib: int) -> None:
-        if not is_fake(dist.distributed_c10d._resolve_process_group(group.group_name)):
+        if is_joint(model):
             sizes.append(len(x))
             _ = torch.ones(extra_mib * MIB // 4) if rank == last else None
         model(x.unflatten(1, (-1, 64))).square().mean().backward()
@@ -588,6 +650,7 @@ OF_TWO = (
     a_wrapper_that_state_does_not_hold_is_silent_too,
     sync_batchnorm_normalises_over_one_rank_in_a_search,
     training_of_a_sharded_model_after_a_search_is_that_without_one,
+    an_error_in_a_joint_step_is_tried_once_and_raised_on_all,
     a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered,
     a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
@@ -628,7 +691,7 @@ def work(rank: int, folder: str) -> dict[str, str]:
 
 def join(rank: int, num_ranks: int, folder: Path) -> None:
     """Join the process group, over a store that rank 0 serves."""
-    port, wait = folder / "port", datetime.timedelta(seconds=50)
+    port, wait = folder / "port", datetime.timedelta(seconds=forks.limit_s)
     if rank == 0:
         store = dist.TCPStore("localhost", 0, num_ranks, is_master=True, wait_for_workers=False)
         (folder / "new").write_text(str(store.port))
@@ -639,16 +702,21 @@ def join(rank: int, num_ranks: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=wait)
 
 
-def search_until_one_dies(rank: int, dead: int, folder: Path) -> None:
-    """Rank 0 is killed in its first step, or kills rank 1 there, which waits for it."""
+def search_until_one_dies(rank: int, dead: int, folder: Path, joint: bool = False) -> None:
+    """Rank 0 is killed in its first step, or kills rank 1 there, which waits for it; or in a joint step."""
     join(rank, 2, folder)
     pid = of_all(os.getpid())[dead]
+    model = sharded("full") if joint else None
 
     def step(batch: Any) -> None:
+        if model is not None:
+            model(batch.unflatten(1, (-1, 64))).square().mean().backward()
+            if not is_joint(model):
+                return
         if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             os.kill(pid, signal.SIGKILL)
 
-    error = error_of(find, step)
+    error = error_of(find, step, max_batch_size=2, state=() if model is None else (model,))
     (folder / "error.json").write_text(json.dumps([type(error).__mro__[0].__name__, str(error)]))
 
 

@@ -13,10 +13,7 @@ from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.processes import compute
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.timeout(180),
-]  # the first test waits for all bodies
+pytestmark = pytest.mark.distributed
 
 PROGRAM = "tests.autobatch.group_ranks"
 
@@ -43,12 +40,13 @@ def test_four_ranks(tmp_path: Path) -> None:
         assert rank == {body.__name__: "" for body in BODIES[4]}
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_killed_rank_ends_the_other_with_the_cause(tmp_path: Path, dead: int) -> None:
+@pytest.mark.parametrize(("dead", "joint"), [(0, False), (1, False), (1, True)])
+def test_a_killed_rank_ends_the_other_with_the_cause(
+    tmp_path: Path, dead: int, joint: bool
+) -> None:
     """Two ranks that no launcher ends when one of them dies."""
-    program = (
-        f"import {PROGRAM} as p, pathlib; p.search_until_one_dies({{}}, {dead}, pathlib.Path('.'))"
-    )
+    call = f"p.search_until_one_dies({{}}, {dead}, pathlib.Path('.'), {joint})"
+    program = f"import {PROGRAM} as p, pathlib; {call}"
     with (tmp_path / "log.txt").open("w") as log:
         ranks = [
             forks.start(
@@ -61,8 +59,8 @@ def test_a_killed_rank_ends_the_other_with_the_cause(tmp_path: Path, dead: int) 
             for rank in range(2)
         ]
     try:
-        assert ranks[dead].wait(50) == -9, (tmp_path / "log.txt").read_text()
-        ranks[1 - dead].wait(50)
+        assert ranks[dead].wait(forks.limit_s) == -9, (tmp_path / "log.txt").read_text()
+        ranks[1 - dead].wait(forks.limit_s)
     finally:
         for rank in ranks:
             rank.kill()

@@ -178,7 +178,7 @@ def on_terminal(folder: Path, *argv: str) -> str:
         while part := file.read(1 << 16):
             written += part
     text = _ESCAPES.sub("", written.decode(errors="replace")).replace("\r", "\n")
-    assert process.wait(50) == 0, text
+    assert process.wait(forks.limit_s) == 0, text
     return text
 
 

@@ -74,6 +74,39 @@ def make_runner(
     return runner
 
 
+@pytest.mark.parametrize(("fullness", "alone"), [(0.89, 2), (0.91, 4)])
+def test_a_joint_trial_takes_the_same_steps_at_any_peak(
+    monkeypatch: pytest.MonkeyPatch, fullness: float, alone: int
+) -> None:
+    """A trial of one rank repeats its steps with an emptied cache, where it nearly fills the budget."""
+    calls: list[int] = []
+    runner = make_runner(lambda batch: calls.append(len(batch)), samples, warm=None)
+    runner.empties_cache = True  # as on an accelerator
+    monkeypatch.setattr(runner.memory, "peak", lambda: int(fullness * runner.budget_bytes))
+    runner(4)
+    assert len(calls) == alone
+    calls.clear()
+    runner.run_jointly(4, contextlib.nullcontext())
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("failing_call", [1, 4])  # in the first trial, and in the second
+def test_an_error_in_a_joint_trial_is_not_tried_again(failing_call: int) -> None:
+    calls: list[int] = []
+
+    def step(batch: Tensor) -> None:
+        calls.append(len(batch))
+        if len(calls) == failing_call:
+            raise KeyError("broken")
+
+    runner = make_runner(step, samples, warm=None)
+    if failing_call > 2:
+        runner.run_jointly(4, contextlib.nullcontext())
+    with pytest.raises(KeyError):
+        runner.run_jointly(4, contextlib.nullcontext())
+    assert len(calls) == failing_call
+
+
 def wide_model() -> nn.Sequential:
     """8 KiB of activations a sample."""
     return nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 1))

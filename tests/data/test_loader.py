@@ -348,7 +348,7 @@ def test_interrupted_processes_end_quietly(tmp_path: Path) -> None:
         )
     wait_until((tmp_path / "runs/plain/metrics.jsonl").exists, process, log)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(50) == 130
+    assert process.wait(forks.limit_s) == 130
     assert not re.search("Traceback|Exception|Error|Warning", log.read_text())
 
 

@@ -35,7 +35,7 @@ from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 MESSAGE_BYTES = 1 << 20
-limit_s = 50.0
+limit_s = 230.0
 """How long a test waits for processes and threads: a little less than pytest lets it last."""
 
 ADDRESS = "LINNAEUS_TESTS_TEMPLATE"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.helpers import forks
 from tests.helpers.forks import Outcome, Process
 
 if TYPE_CHECKING:
@@ -42,13 +43,15 @@ def wait_until(
     condition: Callable[[], bool],
     process: Process | None = None,
     log: Path | None = None,
-    limit_s: float = 50.0,
+    limit_s: float | None = None,
 ) -> None:
     """Wait for a condition; fail with the log's text when it does not come, or the process has ended.
 
+    It waits for `limit_s`, by default that of `forks`.
+
     It looks again and again: a file, a record or a status cannot wake anybody.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + (forks.limit_s if limit_s is None else limit_s)
     while not condition():
         ended = process is not None and process.poll() is not None
         if ended and condition():

@@ -17,4 +17,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.integrations)
-            item.add_marker(pytest.mark.timeout(240))  # ranks of a module run all of its cases

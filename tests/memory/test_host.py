@@ -27,6 +27,7 @@ from tests.helpers.runs import wait_until
 from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux
 
 pytestmark = on_linux
+ENORMOUS = GIB  # the heap keeps no such block of earlier tests: the system is asked for it
 NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
 
 
@@ -81,10 +82,10 @@ def test_the_ranks_of_a_host_divide_the_budget_evenly(
     cgroups.join("0::/job")
     cgroups.v2("/job", total, used=used)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    parent = psutil.Process().parent()
-    family = (
-        sum(child.memory_info().rss for child in parent.children()) if parent else resident_bytes()
-    )
+    parent, family = psutil.Process().parent(), resident_bytes()
+    for child in parent.children() if parent else ():
+        with contextlib.suppress(psutil.NoSuchProcess):  # another test's that has ended
+            family += child.memory_info().rss
     budget = cgroups.memory().budget(1.0, None)
     assert (
         (total - used + resident_bytes()) / 2 - NOISE <= budget <= (total - used + family) / 2 + GIB
@@ -209,23 +210,23 @@ def test_a_tensor_above_the_cap_is_refused_and_the_process_works_on(memory: CpuM
         with memory.cap(memory.in_use() + 20 * MIB):
             assert allocate(10 * MIB).all()
             with pytest.raises(RuntimeError) as caught:
-                allocate(150 * MIB)
+                torch.empty(ENORMOUS, dtype=torch.uint8)
             assert not isinstance(caught.value, MemoryError), (
                 "the system has refused it, not the count"
             )
             assert memory.refused(caught.value)
             assert allocate(10 * MIB).all()
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
-        assert allocate(150 * MIB).all()
+        assert torch.empty(ENORMOUS, dtype=torch.uint8).nbytes == ENORMOUS
         assert train_once() == expected
-    assert num_open_files() == files
+    assert num_open_files() <= files
 
 
 def test_python_is_refused_memory_under_the_cap_too(memory: CpuMemory) -> None:
     with memory.cap(memory.in_use() + 10 * MIB), pytest.raises(MemoryError) as caught:
-        bytearray(200 * MIB)
+        bytearray(ENORMOUS)
     assert memory.refused(caught.value)
-    assert len(bytearray(200 * MIB)) == 200 * MIB
+    assert len(bytearray(ENORMOUS)) == ENORMOUS
 
 
 def test_the_operation_that_takes_the_tensors_above_the_cap_fails(memory: CpuMemory) -> None:

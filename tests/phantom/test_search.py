@@ -266,3 +266,42 @@ def test_a_collective_of_nccl_that_never_ends_tells_what_each_rank_does() -> Non
     shown = on_phantoms(*ON_TWO_RANKS, HANGS, gpus=2)
     for text in ("DIST.TIMEOUT_MINUTES 0.05", "rank 0: step 7", "rank 1: step 8"):
         assert text in shown
+
+
+JOINT = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from linnaeus.autobatch import auto_find_batch_size
+from linnaeus.autobatch.sharded import is_fake
+rank = int(os.environ["RANK"])
+device = torch.device("cuda", rank)
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+model = fully_shard(nn.Linear(64, 64).to(device), mesh=dist.init_device_mesh("cuda", (2,)))
+(group,) = model.weight.device_mesh.get_all_groups()
+texts = []
+for failing in (True, False):
+    calls = 0
+    def step(x):
+        global calls
+        calls += not is_fake(dist.distributed_c10d._resolve_process_group(group.group_name))
+        if rank == calls == 1 and failing:
+            raise KeyError("broken")
+        y = model(x)
+        (y.sin() + y.exp()).sum().backward()  # two gradients of one tensor
+    try:
+        found = auto_find_batch_size(
+            step, lambda n: torch.ones(n, 64, device=device), state=(model,), max_batch_size=4)
+        texts.append(f"{found.batch_size} after {calls}")
+    except Exception as error:
+        texts.append(str(error))
+os.write(1, ("; ".join(texts) + "|").encode())  # one write: lines that two ranks print may mix
+os._exit(0)
+"""
+
+
+def test_an_error_in_a_joint_step_leaves_no_rank_in_nccl() -> None:
+    """The process group can be used afterwards."""
+    first, second, _ = on_phantoms(*ON_TWO_RANKS, JOINT, gpus=2).split("|")
+    assert first == second == "AutoBatch: rank 1: KeyError: 'broken'; 4 after 8"

@@ -381,7 +381,7 @@ class Gate:
         self.open = threading.Event()
 
     def __reduce__(self) -> Any:
-        assert self.open.wait(50)
+        assert self.open.wait(forks.limit_s)
         return OrderedDict, ()
 
 
@@ -428,7 +428,7 @@ class Interrupting:
         main = threading.main_thread().ident or 0
         wait_until(lambda: sys._current_frames()[main].f_code is threading.Condition.wait.__code__)
         signal.pthread_kill(main, signal.SIGINT)
-        assert self.handled.wait(50)
+        assert self.handled.wait(forks.limit_s)
         return OrderedDict, ()
 
 

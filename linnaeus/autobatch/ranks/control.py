@@ -26,6 +26,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,6 +48,8 @@ REPORT_S = 30.0
 """A waiting rank logs this often what it waits for."""
 FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
+CAUSE_S = 1.5
+"""How long a rank whose error may follow from the death of another one waits for a heartbeat to find it."""
 ABANDON_LOOKS = 10
 """Looks after the first failure until a rank that has not met it is ended: it hangs in a collective."""
 
@@ -71,7 +74,7 @@ class Failure:
 
 
 class ForeignFailureError(LinnaeusError):
-    """The failure of another rank, as this one raises it, with its exit code."""
+    """The first failure of the job, as ranks other than the failed one raise it, with its exit code."""
 
     def __init__(self, failure: Failure, name: int) -> None:
         self.failure, self.exit_code = failure, failure.exit_code
@@ -122,6 +125,7 @@ class ControlPlane:
         self.store, self.keys = store, Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
+        self._num_visits = Counter[str]()
         self._pulse_keys = Keys(store.clone())
         self._end_process = end_process
         self._counts = itertools.count()
@@ -269,6 +273,28 @@ class ControlPlane:
             return value
         return self._wait_for(next(self._numbers), 0)
 
+    def meet(self, place: str, num_ranks: int) -> None:
+        """Wait until so many ranks have come to a place as often as this one has. They exchange nothing.
+
+        Raises:
+            ForeignFailureError: a rank has failed or died, or one has not come within `limit_s`.
+        """
+        self._num_visits[place] += 1
+        key, wanted = f"visits/{place}", self._num_visits[place] * num_ranks
+        started = self.clock.monotonic()
+        self.store.add(key, 1)
+        while True:
+            has_failed = self.failure is not None  # read first, as in `_wait_for`
+            if int(self.store.get(key)) >= wanted:
+                return
+            if has_failed:
+                self._raise_failure()
+            waited_s = self.clock.monotonic() - started
+            if waited_s > self.limit_s:
+                why = f"not all ranks have come to the same collective within {self.limit_s:.0f} s"
+                self.declare_hang(self.rank, why)
+            self.clock.sleep(min(max(POLL_S[0], waited_s / 4), POLL_S[1]))
+
     def _publish(self, value: Any) -> int:
         self._raise_failure()
         number = next(self._numbers)
@@ -305,6 +331,36 @@ class ControlPlane:
             self.clock.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
 
     # --- failures ---
+
+    def tell(self, error: BaseException, *, as_one: bool = False) -> None:
+        """Publish an error of this rank.
+
+        Args:
+            error: the error.
+            as_one: raise it as the other ranks do.
+
+        Raises:
+            ForeignFailureError: the failure of another rank came first; `error` is its cause.
+        """
+        failure = Failure(self.rank, f"{type(error).__name__}: {error}")
+        if isinstance(error, LinnaeusError):
+            message = str(error).removeprefix("AutoBatch: ")
+            failure = Failure(self.rank, message, error.exit_code)
+        # Where another rank has died, backends raise a RuntimeError.
+        earlier = self.first_failure(CAUSE_S if isinstance(error, RuntimeError) else 0.0)
+        first = self.fail(earlier or failure)
+        is_other = isinstance(error, Exception) and first.message not in failure.message
+        if as_one or is_other:
+            raise ForeignFailureError(first, self.name_of(first.rank)) from error
+
+    def first_failure(self, wait_s: float) -> Failure | None:
+        """The first failure of the job, or a rank's death, if one is known within so many seconds."""
+        deadline = self.clock.monotonic() + wait_s
+        failure = self.failure
+        while failure is None and self.clock.monotonic() < deadline:
+            self.clock.sleep(0.05)
+            failure = self.failure or self.death()
+        return failure
 
     def fail(self, failure: Failure) -> Failure:
         """Publish a failure, unless there is one already, and return the first of the job.

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import torch.distributed as torch_dist
 
-from linnaeus.autobatch.errors import AutoBatchError, LinnaeusError
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.control import (
     ControlPlane,
-    Failure,
     ForeignFailureError,
     OverdueError,
     first_difference,
@@ -123,28 +122,28 @@ def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
 
 @contextlib.contextmanager
 def _telling(control: ControlPlane) -> Iterator[None]:
-    """Tell all ranks what this one raises, and raise what another rank tells as an `AutoBatchError`."""
+    """Publish this rank's exception; raise the failure of another rank as `AutoBatchError`."""
     try:
-        yield
+        try:
+            yield
+        except ForeignFailureError:
+            raise
+        except BaseException as error:
+            with contextlib.suppress(torch_dist.DistError):
+                control.tell(error)
+            raise
     except ForeignFailureError as error:
         ours = AutoBatchError(f"AutoBatch: {error}")
         ours.exit_code = error.exit_code
-        raise ours from None
-    except BaseException as error:
-        failure = Failure(control.rank, f"{type(error).__name__}: {error}")
-        if isinstance(error, LinnaeusError):
-            failure = Failure(control.rank, str(error).removeprefix("AutoBatch: "), error.exit_code)
-        with contextlib.suppress(torch_dist.DistError):
-            control.fail(
-                failure
-            )  # where there is one already, this says that this rank knows of it
-        if isinstance(error, torch_dist.DistError):
-            raise AutoBatchError(
-                "AutoBatch: the store of the process group cannot be reached any more: the process that "
-                f"serves it, usually that of rank {control.name_of(0)}, has ended "
-                f"({str(error).partition(chr(10))[0]})"
-            ) from error
-        raise
+        raise ours from error.__cause__
+    except torch_dist.DistError as error:
+        if isinstance(error, torch_dist.DistBackendError):
+            raise
+        raise AutoBatchError(
+            "AutoBatch: the store of the process group cannot be reached any more: the process that "
+            f"serves it, usually that of rank {control.name_of(0)}, has ended "
+            f"({str(error).partition(chr(10))[0]})"
+        ) from error
 
 
 def check_equal(control: ControlPlane, facts: Mapping[str, Any]) -> None:

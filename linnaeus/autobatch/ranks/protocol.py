@@ -6,18 +6,20 @@ Between two rounds the ranks exchange their results through the store.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from linnaeus.autobatch.errors import AutoBatchError, TooSmallError
 from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S, BatchSizeFinder
-from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.observer import gib
-from linnaeus.autobatch.ranks.control import ControlPlane, OverdueError
+from linnaeus.autobatch.ranks.control import ControlPlane, ForeignFailureError, OverdueError
+from linnaeus.autobatch.ranks.lockstep import Lockstep
 from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings
 
 GRACE_S = CONFIRMATION_GRACE_S + 30.0
@@ -81,6 +83,23 @@ class RankStatus:
                 f"AutoBatch: rank {error.rank} has taken longer than {names.timeout_minutes} and "
                 f"{GRACE_S:.0f} s more (it is {error.doing}); raise the timeout or lower {names.max_trials}"
             ) from None
+
+    @contextlib.contextmanager
+    def stepping_together(self) -> Iterator[AbstractContextManager[object]]:
+        """Inside the context, an error of any rank is raised on all; yields the context of joint steps.
+
+        Raises:
+            ForeignFailureError: the first failure, this rank's own included; its cause is this rank's error.
+        """
+        if self._control is None:
+            yield contextlib.nullcontext()
+            return
+        try:
+            yield Lockstep(self._control)
+        except ForeignFailureError:
+            raise
+        except Exception as error:
+            self._control.tell(error, as_one=True)
 
 
 def search_on_ranks(
@@ -153,9 +172,9 @@ def confirm_jointly(
 ) -> AutoBatchResult:
     """Run the size found in a joint step of all ranks, and less until it is within every rank's budget.
 
-    A rank alone does not see what real collectives allocate. The joint step runs without cap and memory
-    limit, because a rank that fails would leave the others waiting; the measured peak is compared with the
-    budget instead. A rank whose device is really full ends all. All must call this.
+    A rank alone does not see what real collectives allocate. In a joint step every rank takes the same steps,
+    whatever it measures; the peak is compared with the budget afterwards. The first failure, such as a device
+    that is really full, is what all ranks raise. All must call this.
 
     Args:
         found: what `search` has returned; each rank has run its size alone.
@@ -167,26 +186,24 @@ def confirm_jointly(
         AutoBatchError: the smallest size is above the budget, or memory ran out on a rank.
         LinnaeusError: see `RankStatus.gather`.
     """
-    limit_gb = settings.memory_limit_gb
-    limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
+    num_steps = max(settings.steps_per_trial, JOINT_STEPS)
     while True:
         size, mode = found.batch_size, found.mode
         status.update(f"{mode}: joint step with batch size {size}")
         logger.info("AutoBatch %s: all ranks step together with batch size %d", mode, size)
-        num_steps = max(settings.steps_per_trial, JOINT_STEPS)
-        together = dataclasses.replace(settings, memory_limit_gb=None, steps_per_trial=num_steps)
-        with make_finder(together) as finder:
-            peak_bytes = finder.measure(size).peak_bytes
-            budget_bytes = finder.memory.budget(settings.target_memory_fraction, limit_bytes)
-        if peak_bytes is None:
-            raise AutoBatchError(
-                f"AutoBatch ({mode}): memory ran out in a joint step of all ranks with batch size {size}; "
-                f"set {names.max_batch_size} below it, or lower {names.target_memory_fraction}"
-            )
+        with (
+            make_finder(dataclasses.replace(settings, steps_per_trial=num_steps)) as finder,
+            status.stepping_together() as lockstep,
+        ):
+            try:
+                excess = finder.measure_jointly(size, lockstep)
+            except OutOfMemory as error:
+                raise AutoBatchError(
+                    f"AutoBatch: memory ran out in a joint step of all ranks with {mode} batch size {size} "
+                    f"({error}); set {names.max_batch_size} below it, or lower {names.target_memory_fraction}"
+                ) from error
         excess_bytes = max(
-            status.gather(
-                peak_bytes - budget_bytes, timeout_minutes=settings.timeout_minutes, names=names
-            )
+            status.gather(excess, timeout_minutes=settings.timeout_minutes, names=names)
         )
         if excess_bytes <= 0:
             return found

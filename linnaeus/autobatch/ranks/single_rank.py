@@ -140,7 +140,7 @@ class CollectivesRefused(WatchingMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if _num_ranks(getattr(func, "namespace", ""), args) > 1:
+        if num_ranks(group_of_collective(func, args)) > 1:
             name = str(getattr(func, "_opname", func)).removesuffix("_")
             raise AutoBatchError(
                 f"AutoBatch: {self._where} runs a collective, {name}, but only one rank steps during a "
@@ -151,28 +151,29 @@ class CollectivesRefused(WatchingMode):
         return func(*args, **(kwargs or {}))
 
 
-def _num_ranks(namespace: str, args: tuple[Any, ...]) -> int:
-    """How many ranks an operator waits for: the size of the process group among its arguments.
+def num_ranks(group: torch_dist.ProcessGroup | None) -> int:
+    """How many ranks a collective over a group waits for, this one included."""
+    return 1 if group is None or is_fake(group) else group.size()
+
+
+def group_of_collective(func: Any, args: tuple[Any, ...]) -> torch_dist.ProcessGroup | None:
+    """The process group among the arguments of a collective; None for any other operator.
 
     Functional collectives name their group; those of their operators that name none wait for no rank. Any
     other collective without a group is one of all ranks.
     """
+    namespace = getattr(func, "namespace", "")
     is_functional = namespace.startswith("_c10d_functional")
     if not is_functional and namespace != "c10d":
-        return 1
+        return None
     for argument in args:
         with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
             named: Any = argument
             if isinstance(argument, torch.ScriptObject):
-                group = torch_dist.ProcessGroup.unbox(argument)
-            elif is_functional and isinstance(
-                argument, str
-            ):  # the name of a reduction is no group's
-                group = torch_dist.distributed_c10d._resolve_process_group(named)
-            else:
-                continue
-            return 1 if is_fake(group) else int(group.size())
-    return 1 if is_functional else torch_dist.get_world_size()
+                return torch_dist.ProcessGroup.unbox(argument)
+            if is_functional and isinstance(argument, str):  # the name of a reduction is no group's
+                return torch_dist.distributed_c10d._resolve_process_group(named)
+    return None if is_functional else torch_dist.group.WORLD
 
 
 def refusing_collectives(
