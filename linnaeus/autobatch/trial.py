@@ -113,8 +113,12 @@ class TrialRunner:
             OutOfMemory: the size did not fit under the budget.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
+        self.before_trial(size)
+        self.memory.clean()
+        graphs = num_compiled_graphs()
         try:
-            failure, peak_bytes = self._isolated(self._run, size)
+            # Not `_isolated`: the fewer frames lie above the model, the easier is a traceback to read.
+            failure, peak_bytes = self.memory.isolate(partial(self._run, size))
         except Exception as error:
             if not self._has_drifted:
                 raise
@@ -123,6 +127,7 @@ class TrialRunner:
             self._has_drifted = False
             return self(size)
         self._has_drifted = True
+        self._undo(graphs)
         if failure is None:
             self._largest_fitted = max(self._largest_fitted, size)
             return peak_bytes
@@ -149,7 +154,10 @@ class TrialRunner:
         Raises:
             OutOfMemory: the device is full.
         """
-        return self._isolated(partial(self._run_jointly, lockstep), size)
+        failure, peak_bytes = self._isolated(partial(self._run, lockstep=lockstep), size)
+        if failure is not None:
+            raise OutOfMemory(failure)
+        return peak_bytes
 
     def _isolated(self, run: Callable[[int], T], size: int) -> T:
         """Call a function of the size on a clean slate, and undo what it has allocated."""
@@ -157,10 +165,13 @@ class TrialRunner:
         self.memory.clean()
         graphs = num_compiled_graphs()
         value = self.memory.isolate(partial(run, size))
-        if num_compiled_graphs() > graphs:
+        self._undo(graphs)
+        return value
+
+    def _undo(self, num_graphs: int) -> None:
+        if num_compiled_graphs() > num_graphs:
             torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self.clean()
-        return value
 
     def clean(self) -> None:
         """Undo what a trial has allocated. A validation search keeps the optimizer state.
@@ -173,11 +184,21 @@ class TrialRunner:
         self.snapshot.restore_parts(with_optimizers=self.training, with_values=False)
         self.memory.clean()
 
-    def _run(self, size: int) -> tuple[str | None, int]:
-        """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes."""
-        memory = self.memory
+    def _run(
+        self, size: int, lockstep: AbstractContextManager[object] | None = None
+    ) -> tuple[str | None, int]:
+        """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes.
+
+        In lockstep with other ranks there is no budget, and the number of steps depends on nothing measured.
+        """
+        memory, is_alone = self.memory, lockstep is None
+        lockstep = lockstep or contextlib.nullcontext()
         if not self._is_prepared:
-            with memory.cap(memory.total_bytes), self._out_of_memory_caught() as failures:
+            with (
+                memory.cap(memory.total_bytes),
+                lockstep,
+                self._out_of_memory_caught() as failures,
+            ):
                 self._prepare_validation()  # training may use more than validation
             if failures:
                 raise AutoBatchError(
@@ -185,54 +206,35 @@ class TrialRunner:
                     f"validation size can be measured: {failures[0]}. What helps: free memory on "
                     f"{memory.device}; {self.names.smaller_training}."
                 )
-        if memory.in_use() >= self.budget_bytes:
+        if is_alone and memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0
-        with memory.cap(self.budget_bytes):
-            with self._out_of_memory_caught(size) as failures:
-                self._take_steps(size)
-                if self.empties_cache and memory.peak() > NEARLY_FULL * self.budget_bytes:
+        with memory.cap(self.budget_bytes if is_alone else memory.total_bytes):
+            with lockstep, self._out_of_memory_caught(size) as failures:
+                if self.training and self.num_steps == 1:
+                    self._allocate_optimizer_state()
+                for module in self._modules:
+                    module.train(self.training)
+                is_timing_kernels = memory.device.type == "cuda" and torch.backends.cudnn.benchmark
+                for number in range(self.num_steps + is_timing_kernels):
+                    if number == int(is_timing_kernels):
+                        memory.reset_peak()
+                        self._num_retries = memory.num_retries()
+                    with _stepped(self._optimizers) as stepped:
+                        self.step(self.make_batch(size))
+                    if self.training and number == 0:
+                        for optimizer in self._optimizers:
+                            if optimizer not in stepped:
+                                step_with_zero_gradients(optimizer, memory.refused)
+                is_nearly_full = memory.peak() > NEARLY_FULL * self.budget_bytes
+                if is_alone and self.empties_cache and is_nearly_full:
                     empty_cache(memory.device)
                     for _ in range(self.num_steps):
                         self.step(self.make_batch(size))
                 synchronize(memory.device)  # errors of kernels belong to this trial
             peak_bytes = memory.peak() + memory.placement_bytes
-        if not failures and memory.num_retries() > self._num_retries:
+        if is_alone and not failures and memory.num_retries() > self._num_retries:
             return "the allocator had to flush its cache", peak_bytes
         return (failures[0] if failures else None), peak_bytes
-
-    def _run_jointly(self, lockstep: AbstractContextManager[object], size: int) -> int:
-        memory = self.memory
-        with (
-            memory.cap(memory.total_bytes),
-            lockstep,
-            self._out_of_memory_caught(size) as failures,
-        ):
-            if not self._is_prepared:
-                self._prepare_validation()
-            self._take_steps(size)
-            synchronize(memory.device)
-        if failures:
-            raise OutOfMemory(failures[0])
-        return memory.peak() + memory.placement_bytes
-
-    def _take_steps(self, size: int) -> None:
-        """Run the steps of a trial; the peak counts from the first step that times no kernels."""
-        memory = self.memory
-        if self.training and self.num_steps == 1:
-            self._allocate_optimizer_state()
-        for module in self._modules:
-            module.train(self.training)
-        is_timing_kernels = memory.device.type == "cuda" and torch.backends.cudnn.benchmark
-        for number in range(self.num_steps + is_timing_kernels):
-            if number == int(is_timing_kernels):
-                memory.reset_peak()
-                self._num_retries = memory.num_retries()
-            with _stepped(self._optimizers) as stepped:
-                self.step(self.make_batch(size))
-            if self.training and number == 0:
-                for optimizer in self._optimizers:
-                    if optimizer not in stepped:
-                        step_with_zero_gradients(optimizer, memory.refused)
 
     def _time_steps(self, size: int) -> list[float]:
         seconds: list[float] = []
