@@ -13,7 +13,7 @@ from linnaeus.config.schema import DataConfig, ModelConfig
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import build_freezing
-from linnaeus.models.normalisation import with_normalisation
+from linnaeus.models.preprocessing import with_preprocessing
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.small_models import TWO_RANKS, build, built
 
@@ -123,7 +123,7 @@ def test_messages(
     data = DataConfig()
     data.DATASET.NAME, data.AUGMENT.MEAN = "synthetic", [0.5] * 3
     messages["normalisation"] = str(
-        with_normalisation(data, ModelConfig(NAME="resnet18", PRETRAINED=True))[1]
+        with_preprocessing(data, ModelConfig(NAME="resnet18", PRETRAINED=True))[1]
     )
     plain_messages = {title: plain(text) for title, text in messages.items()}
     golden("models", plain_messages, folder=folder, tmp=tmp_path, here=__name__)
