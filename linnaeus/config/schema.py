@@ -410,7 +410,7 @@ class DataConfig:
         "replacement, each class of the finest taxonomic rank equally often",
         choices=("shuffle", "balanced"),
     )
-    AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and normalisation")
+    AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
 
 

@@ -1,4 +1,4 @@
-"""Augmentation and normalisation, as torchvision v2 pipelines over uint8 tensors [C, H, W]."""
+"""Augmentation, resizing and normalisation, as torchvision v2 pipelines over uint8 tensors [C, H, W]."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from timm.data import resolve_data_config
+from timm.data import DEFAULT_CROP_PCT
 
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DataConfig
@@ -102,16 +102,14 @@ def _of_weights(node: Any) -> dict[str, Any]:
     cfg = find_source(node.NAME).cfg
     if not cfg:
         return {}
-    found = resolve_data_config(pretrained_cfg=dict(cfg))
+    size = cfg.get("input_size")
+    modes = {theirs: own for own, theirs in CROP_MODES.items()}
     return {
-        "IMG_SIZE": _side(found["input_size"][-2:]),
-        "INTERPOLATION": "bilinear" if found["interpolation"] == "bilinear" else "bicubic",
-        "CROP_FRACTION": min(1.0, float(found["crop_pct"])),
-        "RESIZE": {theirs: own for own, theirs in CROP_MODES.items()}.get(
-            found["crop_mode"], "crop"
-        ),
-        "MEAN": [*found["mean"]],
-        "STD": [*found["std"]],
+        "IMG_SIZE": size and _side(size[-2:]),
+        "INTERPOLATION": "bilinear" if cfg.get("interpolation") == "bilinear" else "bicubic",
+        "CROP_FRACTION": min(1.0, float(cfg.get("crop_pct") or DEFAULT_CROP_PCT)),
+        "RESIZE": modes.get(str(cfg.get("crop_mode")), "crop"),
+        **{key: [*cfg[key.lower()]] for key in _NORMALISATION if cfg.get(key.lower())},
     }
 
 
