@@ -197,7 +197,9 @@ class Preprocessing:
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
         """From plain values by attribute, as they stand in a file."""
         values: Any = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
-        return cls(**values)
+        found = cls(**values)
+        found.transform()  # raises ValueError where it cannot be used
+        return found
 
 
 def build_transforms(

@@ -117,7 +117,7 @@ def _of_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a run; empty where its data set gave tensors, or where the spec is damaged."""
     try:
         found = Preprocessing.from_dict(spec["preprocessing"])
-    except (LookupError, TypeError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError):
         return {}
     return {
         "IMG_SIZE": _side(found.size),

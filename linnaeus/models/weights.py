@@ -326,7 +326,8 @@ def load_backbone(
         untrained.load_state_dict({key: saved.backbone[key] for key in own})
         return untrained
     problem = f"MODEL.WEIGHTS: {str(saved.path)!r} does not load into {name!r}: "
-    if saved.architecture not in (None, name, name.partition(".")[0]):
+    architecture = saved.architecture or name
+    if architecture.partition(".")[0] != name.partition(".")[0]:  # the rest is timm's tag
         problem += f"its weights are of {saved.architecture!r}; "
     overlay = {"state_dict": dict(saved.backbone), "source": None, "custom_load": False}
     try:
