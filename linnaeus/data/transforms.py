@@ -25,11 +25,6 @@ _POLICIES: dict[str, Callable[[], Any]] = {
     "trivialaugment": v2.TrivialAugmentWide,
 }
 
-_RESAMPLING = {
-    v2.InterpolationMode.BILINEAR: Image.Resampling.BILINEAR,
-    v2.InterpolationMode.BICUBIC: Image.Resampling.BICUBIC,
-}
-
 _LUMINANCE = (0.299, 0.587, 0.114)
 """Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads colour images as grey ones."""
 
@@ -66,16 +61,12 @@ class ResizeCenterCrop(nn.Module):
         source, resized = image.shape[-2:], self._resized(*image.shape[-2:])
         rows, columns = (min(sides) for sides in zip(resized, self.size, strict=True))
         top, left = round((resized[0] - rows) / 2), round((resized[1] - columns) / 2)
-        if (
-            math.prod(resized) > 2 * rows * columns
-        ):  # such as for thin images: resize the crop alone
-            box = (
-                left * source[1] / resized[1],
-                top * source[0] / resized[0],
-                (left + columns) * source[1] / resized[1],
-                (top + rows) * source[0] / resized[0],
-            )
-            resample = _RESAMPLING[self.interpolation]
+        if math.prod(resized) > 2 * rows * columns:
+            # Most would be cut off, as of thin images. Pillow resizes the crop alone; torch cannot.
+            edges = (left, top, left + columns, top + rows)
+            lengths = zip((source[1], source[0]) * 2, (resized[1], resized[0]) * 2, strict=True)
+            box = tuple(edge * a / b for edge, (a, b) in zip(edges, lengths, strict=True))
+            resample = Image.Resampling[self.interpolation.name]
             planes = [Image.fromarray(plane.numpy()) for plane in image]
             planes = [plane.resize((columns, rows), resample, box) for plane in planes]
             image = torch.cat([functional.pil_to_tensor(plane) for plane in planes])

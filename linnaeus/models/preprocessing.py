@@ -67,25 +67,25 @@ def with_preprocessing(
 
 def _line(values: Mapping[str, Any], filled: Mapping[str, Any]) -> str:
     """The preprocessing of the weights, and what the run has instead."""
-    words = {
-        "IMG_SIZE": "{0[0]} x {0[1]}".format(as_size(values.get("IMG_SIZE"), (0, 0))),
-        "INTERPOLATION": values.get("INTERPOLATION"),
-        "CROP_FRACTION": f"{values.get('RESIZE')} {values.get('CROP_FRACTION')}",
-        "MEAN": f"mean {values.get('MEAN')}",
-        "STD": f"std {values.get('STD')}",
-    }
-    listed = ", ".join(str(word) for key, word in words.items() if key in values)
-    names = {key: "DATA.IMG_SIZE" if key == "IMG_SIZE" else f"DATA.AUGMENT.{key}" for key in values}
-    others = [
-        f"{name} {filled[key]}"
-        for key, name in names.items()
-        if (as_size(filled[key], (0, 0)) if key == "IMG_SIZE" else filled[key])
-        != (as_size(values[key], (0, 0)) if key == "IMG_SIZE" else values[key])
-    ]
-    instead = (
-        f"; this run has {', '.join(others)} (null takes that of the weights)" if others else ""
+    theirs, ours = (
+        {
+            key: "{} x {}".format(*as_size(each[key], (0, 0)))
+            if key == "IMG_SIZE"
+            else str(each[key])
+            for key in values
+        }
+        for each in (values, filled)
     )
-    return f"preprocessing of the weights: {listed}{instead}"
+    words = {"IMG_SIZE": "", "INTERPOLATION": "", "CROP_FRACTION": f"{theirs.get('RESIZE')} "}
+    words |= {"MEAN": "mean ", "STD": "std "}
+    listed = ", ".join(f"{word}{theirs[key]}" for key, word in words.items() if key in theirs)
+    others = [
+        f"DATA.{'' if key == 'IMG_SIZE' else 'AUGMENT.'}{key} {value}"
+        for key, value in ours.items()
+        if value != theirs[key]
+    ]
+    instead = f"; this run has {', '.join(others)} (null takes that of the weights)"
+    return f"preprocessing of the weights: {listed}{instead if others else ''}"
 
 
 def _of_weights(node: Any) -> dict[str, Any]:
