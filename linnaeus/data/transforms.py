@@ -63,9 +63,12 @@ class ResizeCenterCrop(nn.Module):
         top, left = round((resized[0] - rows) / 2), round((resized[1] - columns) / 2)
         if math.prod(resized) > 2 * rows * columns:
             # Most would be cut off, as of thin images. Pillow resizes the crop alone; torch cannot.
-            edges = (left, top, left + columns, top + rows)
-            lengths = zip((source[1], source[0]) * 2, (resized[1], resized[0]) * 2, strict=True)
-            box = tuple(edge * a / b for edge, (a, b) in zip(edges, lengths, strict=True))
+            box = (
+                left * source[1] / resized[1],
+                top * source[0] / resized[0],
+                (left + columns) * source[1] / resized[1],
+                (top + rows) * source[0] / resized[0],
+            )
             resample = Image.Resampling[self.interpolation.name]
             planes = [Image.fromarray(plane.numpy()) for plane in image]
             planes = [plane.resize((columns, rows), resample, box) for plane in planes]
