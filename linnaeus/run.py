@@ -21,7 +21,7 @@ from linnaeus.dist import errors_told_first, join
 from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
 from linnaeus.log import RunFolder
 from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
-from linnaeus.models.normalisation import with_normalisation
+from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.rng import derive_seed, deterministic, seed_all
 from linnaeus.run_folder import TRIAL, stopped_reason
 from linnaeus.signals import StopRequest
@@ -94,7 +94,7 @@ def run(config: Config) -> FitResult:
         progress = TrainingProgress()
         content = None if checkpoint is None else checkpoint.content
         saved = None if content is None else content.get("config", {})
-        data_node, note = with_normalisation(config.DATA, config.MODEL, saved)
+        data_node, note = with_preprocessing(config.DATA, config.MODEL, saved)
         config = dataclasses.replace(config, DATA=data_node)
         ladder = Ladder(config, world, content)
         while not ladder.is_done:
@@ -128,7 +128,14 @@ def run(config: Config) -> FitResult:
                 weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
                 sharding = sharding_sentence(assembly.model, config.DIST, world)
                 report_start(
-                    config, (*data.report, weights, assembly.freezing.sentence, sharding, note)
+                    config,
+                    (
+                        *data.report,
+                        weights,
+                        None if data.preprocessing is None else note,
+                        assembly.freezing.sentence,
+                        sharding,
+                    ),
                 )
             loading = with_measured_workers(config.DATA, data, world, seed)
             search, plan_for = size_search(

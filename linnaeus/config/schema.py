@@ -241,7 +241,7 @@ class DatasetConfig:
 
 @dataclass
 class AugmentConfig:
-    """Training augmentation, and the normalisation of both splits (torchvision v2)."""
+    """Training augmentation, and how both splits are resized and normalised (torchvision v2)."""
 
     CROP_SCALE: list[float] = key(
         lambda: [0.8, 1.0],
@@ -271,8 +271,22 @@ class AugmentConfig:
         0.0, "alpha of CutMix, which pastes a rectangle of another image; 0 is off", ge=0
     )
     MIX_OFF_EPOCHS: int = key(0, "last epochs, without MIXUP and CUTMIX", unit="epochs", ge=0)
-    CROP_FRACTION: float = key(
-        1.0, "fraction of the side that validation's centre crop keeps", gt=0, le=1
+    INTERPOLATION: str | None = key(
+        None,
+        "how images are resized; null is that of the weights, else bilinear",
+        choices=("bilinear", "bicubic"),
+    )
+    CROP_FRACTION: float | None = key(
+        None,
+        "fraction of the side that validation's centre crop keeps; null is that of the weights, else 1",
+        gt=0,
+        le=1,
+    )
+    RESIZE: str | None = key(
+        None,
+        "validation's images: `crop` keeps their aspect ratio and cuts the longer side, `squash` gives "
+        "it up, `letterbox` keeps it and pads with MEAN; null is as the weights were trained, else crop",
+        choices=("crop", "squash", "letterbox"),
     )
     MEAN: list[float] | None = key(
         None,
@@ -369,7 +383,8 @@ class DataConfig:
     )
     IMG_SIZE: Any = key(
         None,
-        "side of a square image, or [height, width]; null is the dataset's own size (224 for files)",
+        "side of a square image, or [height, width]; null is that of the weights, else the dataset's own "
+        "(224 for files)",
         unit="pixels",
         check=_image_size,
     )
@@ -395,7 +410,7 @@ class DataConfig:
         "replacement, each class of the finest taxonomic rank equally often",
         choices=("shuffle", "balanced"),
     )
-    AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and normalisation")
+    AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
 
 

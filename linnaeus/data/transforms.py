@@ -1,7 +1,8 @@
-"""Augmentation and normalisation, as torchvision v2 pipelines over uint8 tensors [C, H, W]."""
+"""Augmentation, resizing and normalisation, as torchvision v2 pipelines over uint8 tensors [C, H, W]."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,25 +29,79 @@ _LUMINANCE = (0.299, 0.587, 0.114)
 """Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads colour images as grey ones."""
 
 
-class CoverAndCrop(nn.Module):
-    """Resize the image to just cover `size / fraction`, keeping its aspect ratio, then crop the centre."""
+class ResizeCenterCrop(nn.Module):
+    """Resize an image, then crop or pad it around its centre, with the arithmetic of timm.
 
-    def __init__(self, size: tuple[int, int], fraction: float = 1.0) -> None:
+    Args:
+        size: height and width of the result, in pixels.
+        fraction: the image is resized to `size / fraction`, rounded down.
+        mode: `crop` covers that size and keeps the aspect ratio, `squash` takes exactly that size,
+            `letterbox` fits the image into it and pads. `cover` is `crop` with the rounding of old runs.
+        interpolation: `bilinear` or `bicubic`.
+        fill: padding of each channel, on the 0-1 scale.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int],
+        fraction: float = 1.0,
+        mode: str = "crop",
+        interpolation: str = "bilinear",
+        fill: Sequence[float] = (),
+    ) -> None:
         super().__init__()
         self.size = size
         self.fraction = fraction
+        self.mode = mode
+        self.interpolation = v2.InterpolationMode(interpolation)
+        self.fill = fill
 
     def forward(self, image: Tensor) -> Tensor:
         """[C, any, any] to [C, height, width]."""
-        height, width = image.shape[-2:]
-        scale = max(self.size[0] / height, self.size[1] / width) / self.fraction
-        resized = [
-            max(self.size[0], round(height * scale)),
-            max(self.size[1], round(width * scale)),
-        ]
-        image = functional.resize_image(image, resized, antialias=True)
-        cropped: Tensor = functional.center_crop_image(image, list(self.size))
-        return cropped
+        source, resized = image.shape[-2:], self._resized(*image.shape[-2:])
+        rows, columns = (min(sides) for sides in zip(resized, self.size, strict=True))
+        top, left = round((resized[0] - rows) / 2), round((resized[1] - columns) / 2)
+        if math.prod(resized) > 2 * rows * columns:
+            # Most would be cut off, as of thin images. Pillow resizes the crop alone; torch cannot.
+            box = (
+                left * source[1] / resized[1],
+                top * source[0] / resized[0],
+                (left + columns) * source[1] / resized[1],
+                (top + rows) * source[0] / resized[0],
+            )
+            resample = Image.Resampling[self.interpolation.name]
+            planes = [Image.fromarray(plane.numpy()) for plane in image]
+            planes = [plane.resize((columns, rows), resample, box) for plane in planes]
+            image = torch.cat([functional.pil_to_tensor(plane) for plane in planes])
+        else:
+            image = functional.resize_image(image, resized, self.interpolation, antialias=True)
+            image = functional.crop_image(image, top, left, rows, columns)
+        if image.is_floating_point():
+            image = image.clamp(0, 1)  # bicubic overshoots
+        if (rows, columns) == self.size:
+            return image
+        fill = [value if image.is_floating_point() else round(255 * value) for value in self.fill]
+        above, before = (self.size[0] - rows) // 2, (self.size[1] - columns) // 2
+        padding = [before, above, self.size[1] - columns - before, self.size[0] - rows - above]
+        padded: Tensor = functional.pad_image(image, padding, fill=fill)
+        return padded
+
+    def _resized(self, height: int, width: int) -> list[int]:
+        """Height and width before the crop."""
+        if self.mode == "cover":
+            scale = max(self.size[0] / height, self.size[1] / width) / self.fraction
+            return [
+                max(self.size[0], round(height * scale)),
+                max(self.size[1], round(width * scale)),
+            ]
+        target = [math.floor(side / self.fraction) for side in self.size]
+        if self.mode == "squash":
+            return target
+        if self.mode == "crop" and target[0] == target[1]:
+            return [int(target[0] * side / min(height, width)) for side in (height, width)]
+        choose = max if self.mode == "letterbox" else min
+        ratio = choose(height / target[0], width / target[1])
+        return [max(1, round(side / ratio)) for side in (height, width)]
 
 
 class Normalise(nn.Module):
@@ -114,6 +169,7 @@ class Preprocessing:
         size: height and width of the input, in pixels.
         crop_fraction: fraction of the resized image's side that the centre crop keeps, in (0, 1].
         mean, std: of each channel, on the 0-1 scale.
+        interpolation, resize: those of `ResizeCenterCrop`; the defaults are those of files without them.
     """
 
     channels: int
@@ -121,18 +177,23 @@ class Preprocessing:
     crop_fraction: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    interpolation: str = "bilinear"
+    resize: str = "cover"
 
     def transform(self) -> Transform:
         """The pipeline of validation and prediction."""
-        return Pipeline(
-            [CoverAndCrop(self.size, self.crop_fraction)], Normalise(self.mean, self.std)
+        crop = ResizeCenterCrop(
+            self.size, self.crop_fraction, self.resize, self.interpolation, self.mean
         )
+        return Pipeline([crop], Normalise(self.mean, self.std))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
         """From plain values by attribute, as they stand in a file."""
         values: Any = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
-        return cls(**values)
+        found = cls(**values)
+        found.transform()  # raises ValueError where it cannot be used
+        return found
 
 
 def build_transforms(
@@ -159,18 +220,24 @@ def build_transforms(
     if problems:
         raise ConfigError(problems)
     mean, std = (tuple(value or [0.5] * channels) for value in values.values())
+    fraction = 1.0 if augment.CROP_FRACTION is None else augment.CROP_FRACTION
+    mode, interpolation = augment.RESIZE or "crop", augment.INTERPOLATION or "bilinear"
+    preprocessing = Preprocessing(channels, size, fraction, mean, std, interpolation, mode)
     erasing = v2.RandomErasing(augment.ERASING, inplace=True) if augment.ERASING else None
-    train = Pipeline(_augmentation(augment, size), Normalise(mean, std), erasing)
-    return train, Preprocessing(channels, size, augment.CROP_FRACTION, mean, std)
+    train = Pipeline(_augmentation(augment, preprocessing), Normalise(mean, std), erasing)
+    return train, preprocessing
 
 
-def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
+def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[Any]:
     """The steps on uint8 images, without those that are switched off, as each costs time."""
+    size, interpolation = preprocessing.size, preprocessing.interpolation
     low, high = augment.CROP_SCALE
     steps: list[Any] = [
-        CoverAndCrop(size)
+        ResizeCenterCrop(size, 1.0, preprocessing.resize, interpolation, preprocessing.mean)
         if low >= 1.0
-        else v2.RandomResizedCrop(size, (low, high), antialias=True)
+        else v2.RandomResizedCrop(
+            size, (low, high), interpolation=v2.InterpolationMode(interpolation), antialias=True
+        )
     ]
     if augment.HFLIP:
         steps.append(v2.RandomHorizontalFlip(augment.HFLIP))

@@ -147,7 +147,7 @@ ROWS: list[dict[str, tuple[str, Any]]] = [
         "OPTIMIZER.KWARGS": ("{a:${TRAIN.EPOCHS}}", {"a": 20}),
     },
     {
-        "DATA.AUGMENT.CROP_SCALE": ("[1/4, ${DATA.AUGMENT.CROP_FRACTION}]", [0.25, 1.0]),
+        "DATA.AUGMENT.CROP_SCALE": ("[1/4, ${OPTIMIZER.HEAD_LR_SCALE}]", [0.25, 1.0]),
         "DATA.AUGMENT.MEAN": ("null", None),
         "DATA.DATASET.NUM_CLASSES": ("7", [7]),
         "DATA.IMG_SIZE": ("224", 224),

@@ -222,6 +222,18 @@ def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -
     assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (2, True)
 
 
+def test_another_way_of_resizing_is_an_evaluation_of_its_own(run: Run, birds: Path) -> None:
+    keys = ("DATA.AUGMENT.RESIZE=letterbox", "DATA.AUGMENT.INTERPOLATION=bicubic")
+    assert run("evaluate", "runs/tiny").code == 0
+    assert run("evaluate", "runs/tiny", *keys).code == 0
+    first, second = (
+        content_of(birds / f"evaluations/{name}.json")["data"] for name in ("best", "best_2")
+    )
+    names = ("resize", "interpolation", "crop_fraction", "image_size")
+    assert [first[name] for name in names] == ["crop", "bilinear", 1.0, [8, 8]]
+    assert [second[name] for name in names] == ["letterbox", "bicubic", 1.0, [8, 8]]
+
+
 def test_a_size_that_is_too_large_names_the_keys(run: Run, birds: Path, tmp_path: Path) -> None:
     """The model takes 30 samples."""
     write_images(tmp_path / "many", FOLDERS, 8)
