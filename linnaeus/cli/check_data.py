@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 
 from linnaeus.cli.parser import CommandParser, read_request
 from linnaeus.config.schema import Config
@@ -32,15 +33,14 @@ def run(_: Namespace, config: Config) -> int:
     from linnaeus.data.image_files import ImageFiles
 
     started = time.monotonic()
-    data = build_data(
-        config.DATA, seed=config.EXPERIMENT.SEED, on_main=lambda _: {}
-    )  # all is read below
+    node = replace(config.DATA, ON_BAD_IMAGE="raise")  # all is read below
+    data = build_data(node, seed=config.EXPERIMENT.SEED)
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
         raise ConfigError(
             "DATA.DATASET: has no image files; check-data reads imagefolder and manifest"
         )
     files = data.train.files + data.val.files
-    damaged, num_known = find_damaged(files)
+    damaged, num_known = find_damaged(files, data.train.channels, data.train.decoding)
     seconds = time.monotonic() - started
     print(*data.report, sep="\n")
     print(
