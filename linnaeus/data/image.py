@@ -29,7 +29,7 @@ _TURNED = (5, 6, 7, 8)
 _MODES = {1: "L", 3: "RGB"}
 _HEIC_BRANDS = frozenset((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"))
 _TIFF_MAGIC = frozenset((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"))
-_MAY_BE_DEEP = frozenset((".npy", ".pgm", ".png", ".pnm", ".tif", ".tiff"))
+MAY_BE_DEEP = frozenset((".npy", ".pgm", ".png", ".pnm", ".tif", ".tiff"))
 """Endings of the files whose 16-bit values may have fewer significant bits."""
 
 Array = np.ndarray[Any, Any]
@@ -161,8 +161,6 @@ def to_tensor(
 
 def significant_bits(path: str | Path, channels: int) -> int:
     """Bits of the largest value in a file of 16-bit integers, at least 8; 0 for any other file."""
-    if Path(path).suffix.lower() not in _MAY_BE_DEEP:
-        return 0
     opened = _open(path, channels, AS_CONFIGURED)
     if isinstance(opened, Image.Image):
         with opened:
@@ -284,7 +282,7 @@ def of_array(values: Array, channels: int, decoding: Decoding) -> Tensor:
         raise DataError(f"{found}, whose first and last axis may both be the channels")
     planes = _to_bytes(np.moveaxis(values, places.pop(), 0), decoding.bit_depth)
     if len(planes) == channels:
-        return torch.from_numpy(np.ascontiguousarray(planes))
+        return torch.from_numpy(np.array(planes, order="C"))
     picture = Image.merge(_MODES[len(planes)], [Image.fromarray(plane) for plane in planes])
     tensor: Tensor = functional.pil_to_tensor(picture.convert(_MODES[channels]))
     return tensor

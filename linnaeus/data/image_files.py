@@ -20,7 +20,7 @@ from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import find_damaged
-from linnaeus.data.image import AS_CONFIGURED, Decoding, load_image
+from linnaeus.data.image import AS_CONFIGURED, MAY_BE_DEEP, Decoding, load_image
 from linnaeus.data.measured import MOST_IMAGES, measure_bits, measure_channels
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
@@ -329,9 +329,10 @@ def _with_bit_depth(
     decoding: Decoding, train: Listing, config: DataConfig, on_main: OnMain, report: list[str]
 ) -> Decoding:
     """The decoding with the bits that rank 0 measures in 16-bit training files, where there are any."""
-    if config.BIT_DEPTH is not None:
+    files = [file for file in train.files if Path(file).suffix.lower() in MAY_BE_DEEP]
+    if config.BIT_DEPTH is not None or not files:
         return decoding
-    bits: int = on_main(lambda: measure_bits(train.files, config.DATASET.CHANNELS))
+    bits: int = on_main(lambda: measure_bits(files, config.DATASET.CHANNELS))
     if bits in (0, 16):
         return decoding
     report.append(f"16-bit files hold {bits}-bit values: scaled by {2**bits - 1}")

@@ -10,7 +10,13 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.transforms import Normalise, ThroughPillow, Transform, build_transforms
+from linnaeus.data.transforms import (
+    Normalise,
+    Pipeline,
+    ThroughPillow,
+    Transform,
+    build_transforms,
+)
 
 IMAGE = torch.randint(
     0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -106,3 +112,27 @@ def test_the_image_that_comes_in_is_not_changed() -> None:
     before = IMAGE.clone()
     results(transform((40, 60), ERASING=1.0))
     assert torch.equal(IMAGE, before)
+
+
+@pytest.mark.parametrize("scale", [[0.08, 1.0], [0.3, 0.3]])
+def test_the_size_to_decode_follows_from_the_crop(scale: list[float]) -> None:
+    pipeline = transform((48, 32), CROP_SCALE=scale)
+    assert isinstance(pipeline, Pipeline)
+    crop: Any = pipeline.pixels[0]
+    sizes = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        height, width = pipeline.smallest(3000, 4000)
+        taken = crop.make_params([torch.empty(3, 3000, 4000, device="meta")])
+        assert taken["height"] * height / 3000 == pytest.approx(2 * 48)
+        assert taken["width"] * width / 4000 == pytest.approx(2 * 32)
+        sizes.add((height, width))
+    assert len(sizes) == 20
+    assert pipeline.smallest(191, 4000) == (191, 4000), "no scale is small enough"
+
+
+def test_a_centre_crop_needs_twice_its_size() -> None:
+    for fraction, size in ((1.0, (96, 64)), (0.5, (192, 128))):
+        pipeline = transform((48, 32), train=False, CROP_FRACTION=fraction)
+        assert isinstance(pipeline, Pipeline)
+        assert pipeline.smallest(3000, 4000) == size

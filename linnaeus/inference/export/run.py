@@ -238,7 +238,6 @@ def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
             "mean": preprocessing and list(preprocessing.mean),
             "std": preprocessing and list(preprocessing.std),
             "crop_fraction": preprocessing and preprocessing.crop_fraction,
-            "decoding": preprocessing and asdict(preprocessing.decoding),
         },
         "outputs": outputs,
         "multilabel": taxonomy is not None and taxonomy.is_multilabel,
