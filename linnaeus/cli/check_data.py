@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import call
 
 from linnaeus.cli.parser import CommandParser, read_request
 from linnaeus.config.schema import Config
@@ -35,19 +36,21 @@ def run(_: Namespace, config: Config) -> int:
             f"DATA.DATASET.NAME: {dataset.NAME!r} has no image files; "
             "add data=imagefolder or data=manifest"
         )
+    from linnaeus.data.bundle import reads_nothing
     from linnaeus.data.checked import find_damaged
     from linnaeus.data.datasets import build_data
-    from linnaeus.data.image_files import ImageFiles
+    from linnaeus.data.image_files import ImageFiles, with_bit_depth
 
     started = time.monotonic()
     skipping = replace(config.DATA, ON_BAD_IMAGE="skip")  # all is read below
-    data = build_data(skipping, seed=config.EXPERIMENT.SEED, on_main=lambda _: {})
+    data = build_data(skipping, seed=config.EXPERIMENT.SEED, on_main=reads_nothing)
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
         raise ConfigError(
             "DATA.DATASET: its samples are no image files, so there is nothing to check"
         )
     files = data.train.files + data.val.files
-    damaged, num_known = find_damaged(files)
+    decoding = with_bit_depth(data.train.decoding, data.train.files, config.DATA, call, data.report)
+    damaged, num_known = find_damaged(files, data.train.channels, decoding)
     seconds = time.monotonic() - started
     print(*data.report, sep="\n")
     print(

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -110,16 +109,12 @@ def run(options: Options) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    from PIL import Image
-
     from linnaeus.console import make_console
     from linnaeus.inference.trained import load_run
     from linnaeus.log import close_logging, set_up_logging
 
     console = make_console(sys.stderr)
     set_up_logging(None, rank=0, console=console)
-    # Pillow reports the size of such an image with a line of source code; too large a one is unreadable.
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with StopRequest().listening():
             trained = load_run(

@@ -281,13 +281,14 @@ def _check_metric(metric: str | None, plans: Sequence[Plan]) -> None:
     if metric in (None, "loss"):
         return
     from linnaeus.cli.compare.runs import unknown_metric
+    from linnaeus.data.bundle import reads_nothing
     from linnaeus.data.datasets import build_data
     from linnaeus.training.accuracy import ClassificationMetrics
 
     known: list[str] = []
     for config in {repr(config.DATA.DATASET): config for _, config in plans}.values():
         try:
-            data = build_data(config.DATA, seed=config.EXPERIMENT.SEED, on_main=lambda _: {})
+            data = build_data(config.DATA, seed=config.EXPERIMENT.SEED, on_main=reads_nothing)
         except LinnaeusError:  # which the run says too
             return
         known += ClassificationMetrics(data.taxonomy).names

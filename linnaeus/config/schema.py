@@ -23,6 +23,9 @@ PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 WEIGHT_FILES = (".csv", ".json", ".yaml", ".yml")
 """Endings of the files that LOSS.CLASS_WEIGHTS takes."""
 
+MAX_PIXELS = 178_956_970
+"""Pixels above which Pillow takes an image for a decompression bomb."""
+
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -107,6 +110,10 @@ def _freeze(value: Any) -> str | None:
 
 def _separator(value: str | None) -> str | None:
     return "must have at least one character" if value == "" else None
+
+
+def _colour(value: list[int]) -> str | None:
+    return None if len(value) in (1, 3) else "must be [grey] or [red, green, blue]"
 
 
 def _crop_scale(value: list[float]) -> str | None:
@@ -217,7 +224,10 @@ class DatasetConfig:
         check=_separator,
     )
     CHANNELS: int = key(
-        3, "channels of an image: any number for `synthetic`, 1 or 3 for files", gt=0
+        3,
+        "channels of an image; files are converted to 1 (grey) or 3 (RGB), and need any other number "
+        "themselves",
+        gt=0,
     )
     NUM_CLASSES: list[int] = key(
         lambda: [4, 16],
@@ -291,7 +301,8 @@ class AugmentConfig:
     MEAN: list[float] | None = key(
         None,
         "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
-        "each; for grey images, three values here and in STD become one",
+        "each, or measured where files have other than 1 or 3 channels; for grey images, three values here "
+        "and in STD become one",
     )
     STD: list[float] | None = key(
         None, "standard deviation of each channel; null as for MEAN", gt=0
@@ -403,6 +414,29 @@ class DataConfig:
         "a damaged or missing image is an error (`raise`), or is left out after a check of all "
         "files (`skip`)",
         choices=("raise", "skip"),
+    )
+    DECODE: str = key(
+        "fast",
+        "`fast` decodes a JPEG file at the smallest scale, down to 1/8, that keeps twice the size of the "
+        "model's input; `exact` decodes all pixels",
+        choices=("fast", "exact"),
+    )
+    BACKGROUND: list[int] = key(
+        lambda: [255, 255, 255],
+        "color behind transparent pixels, [red, green, blue] or [grey]",
+        ge=0,
+        le=255,
+        check=_colour,
+    )
+    BIT_DEPTH: int | None = key(
+        None,
+        "significant bits of the values in 16-bit files; null measures the training files, and is 16 "
+        "for a dataset of your own",
+        ge=8,
+        le=16,
+    )
+    MAX_PIXELS: int = key(
+        MAX_PIXELS, "pixels of the largest image that is read; a larger one is damaged", gt=0
     )
     SAMPLER: str = key(
         "shuffle",

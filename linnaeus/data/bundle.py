@@ -49,6 +49,10 @@ class DataBundle:
     mixing: Mixing | None = None
 
 
+def reads_nothing(_: Callable[[], Any]) -> None:
+    """An `OnMain` that calls nothing: no file is read, so no damage is found and nothing is measured."""
+
+
 def collate_pairs(samples: list[Any]) -> Batch:
     """Collate (input, target) samples with torch's default rules."""
     inputs, targets = default_collate(samples)

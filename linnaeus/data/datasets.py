@@ -190,7 +190,9 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         listing, part = Listing.joined(held_out), "samples held out of training"
     listing, missing = _aligned(listing, files.level_names, index, report)
     if config.ON_BAD_IMAGE == "skip":
-        listing = without_damaged(listing, on_main, report)
+        listing = without_damaged(
+            listing, preprocessing.channels, preprocessing.decoding, on_main, report
+        )
     elif dataset.NAME == "manifest":
         require_files(listing)
     targets, unknown = encode(listing.lineages, index)
@@ -205,7 +207,14 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     report_coarse(listing, report)
     _fill_missing(targets, missing, index.taxonomy)
     channels = preprocessing.channels
-    images = ImageFiles(listing.root, listing.paths, targets, channels, preprocessing.transform())
+    images = ImageFiles(
+        listing.root,
+        listing.paths,
+        targets,
+        channels,
+        preprocessing.transform(),
+        preprocessing.decoding,
+    )
     bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
     return _evaluated(bundle, request, listing.source, part, report, len(left_out))
 

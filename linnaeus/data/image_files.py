@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import find_damaged
-from linnaeus.data.image import load_image
+from linnaeus.data.image import AS_CONFIGURED, MAY_BE_DEEP, Decoding, load_image
+from linnaeus.data.measured import MOST_IMAGES, measure_bits, measure_channels
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
-from linnaeus.errors import ConfigError, DataError
+from linnaeus.errors import DataError
 from linnaeus.words import counted, several
 
 
@@ -43,6 +44,11 @@ class Listing:
     root: Path
     paths: list[str]
     lineages: list[Lineage]
+
+    @property
+    def files(self) -> list[str]:
+        """The path of each image."""
+        return [str(self.root / path) for path in self.paths]
 
     def take(self, positions: Sequence[int]) -> Listing:
         """The listing of some of the samples."""
@@ -92,11 +98,18 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         root, paths: the folder that relative paths start from, and the path of each image.
         targets: [N, R], int64, one column per level; -1 is unknown. Of several labels per sample [N, C],
             int8, which items have as float32.
-        channels: 1 (grey) or 3 (RGB); every image is converted.
+        channels: of an image; every image is converted to 1 (grey) or 3 (RGB), or has another number.
+        decoding: how a file becomes pixels.
     """
 
     def __init__(
-        self, root: Path, paths: Sequence[str], targets: Tensor, channels: int, transform: Transform
+        self,
+        root: Path,
+        paths: Sequence[str],
+        targets: Tensor,
+        channels: int,
+        transform: Transform,
+        decoding: Decoding = AS_CONFIGURED,
     ) -> None:
         self.root = str(root)
         # One array, which worker processes share. Each would end with a copy of a list of strings, as reading
@@ -105,6 +118,8 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         self.targets = targets
         self.channels = channels
         self.transform = transform
+        self.decoding = decoding
+        self.smallest = transform.smallest if isinstance(transform, Pipeline) else None
         self.normalises_batches = isinstance(transform, Pipeline) and transform.erasing is None
 
     def __len__(self) -> int:
@@ -144,7 +159,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     def _load(self, index: int) -> Tensor:
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
-        return load_image(path, self.channels)
+        return load_image(path, self.channels, self.decoding, self.smallest)
 
 
 def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
@@ -167,15 +182,11 @@ def build_files(
     With `DATA.ON_BAD_IMAGE skip`, rank 0 decodes every file once, and all ranks leave out the damaged ones.
 
     Raises:
-        ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
+        ConfigError: the augmentation does not fit.
         DataError: a split without a sample or a label, a validation class without a training sample, or a
             manifest that names files that do not exist.
     """
     channels = config.DATASET.CHANNELS
-    if channels not in (1, 3):
-        raise ConfigError(
-            f"DATA.DATASET.CHANNELS: images are decoded to 1 (grey) or 3 (RGB) channels, not {channels}"
-        )
     size = as_size(config.IMG_SIZE, (224, 224))
     report: list[str] = []
     if not vals:
@@ -183,15 +194,20 @@ def build_files(
         pairs = [hold_out(each, fraction, report, taxonomy) for each in trains]
         trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
     train, val = Listing.joined(trains), Listing.joined(vals)
-    transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
-    splits = []
-    for listing, each in ((train, transform), (val, preprocessing.transform())):
-        if config.ON_BAD_IMAGE == "skip":
-            listing = without_damaged(listing, on_main, report)
-        elif config.DATASET.NAME == "manifest":
-            require_files(listing)
+    for listing in (train, val):
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample")
+        if config.ON_BAD_IMAGE != "skip" and config.DATASET.NAME == "manifest":
+            require_files(listing)
+    decoding = with_bit_depth(Decoding.of(config), train.files, config, on_main, report)
+    if config.ON_BAD_IMAGE == "skip":
+        train, val = (
+            without_damaged(each, channels, decoding, on_main, report) for each in (train, val)
+        )
+    augment = _with_statistics(config.AUGMENT, train, channels, decoding, on_main, report)
+    transform, preprocessing = build_transforms(augment, size, channels, decoding)
+    splits = []
+    for listing, each in ((train, transform), (val, preprocessing.transform())):
         report_coarse(listing, report)
         targets, unknown = encode(listing.lineages, index)
         if unknown:
@@ -204,7 +220,7 @@ def build_files(
             raise DataError(
                 f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}"
             )
-        splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
+        splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each, decoding))
     data_train, data_val = splits
     report.insert(
         0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples"
@@ -314,14 +330,57 @@ def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list
     ]
 
 
-def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:
+def with_bit_depth(
+    decoding: Decoding,
+    files: Sequence[str],
+    config: DataConfig,
+    on_main: OnMain,
+    report: list[str],
+) -> Decoding:
+    """The decoding with the bits that rank 0 measures in 16-bit training files, where there are any."""
+    files = [file for file in files if Path(file).suffix.lower() in MAY_BE_DEEP]
+    if config.BIT_DEPTH is not None or not files:
+        return decoding
+    bits: int | None = on_main(lambda: measure_bits(files, config.DATASET.CHANNELS))
+    if bits in (None, 0, 16):
+        return decoding
+    report.append(f"16-bit files hold {bits}-bit values: scaled by {2**bits - 1}")
+    return replace(decoding, bit_depth=bits)
+
+
+def _with_statistics(
+    augment: AugmentConfig,
+    train: Listing,
+    channels: int,
+    decoding: Decoding,
+    on_main: OnMain,
+    report: list[str],
+) -> AugmentConfig:
+    """The node with MEAN and STD that rank 0 measures, where they are null and channels are no colors."""
+    if channels in (1, 3) or None not in (augment.MEAN, augment.STD):
+        return augment
+    found = on_main(lambda: measure_channels(train.files, channels, decoding))
+    if found is None:
+        return augment
+    num_images = counted(min(MOST_IMAGES, len(train.paths)), "training image")
+    measured = dict(zip(("MEAN", "STD"), found, strict=True))
+    measured = {key: value for key, value in measured.items() if getattr(augment, key) is None}
+    values = " and ".join(f"{key} {value}" for key, value in measured.items())
+    report.append(f"{values}: measured on {num_images}; DATA.AUGMENT sets others")
+    return replace(augment, **measured)
+
+
+def without_damaged(
+    listing: Listing, channels: int, decoding: Decoding, on_main: OnMain, report: list[str]
+) -> Listing:
     """Leave out the files that cannot be decoded, which rank 0 looks for, and report them.
 
     Raises:
         DataError: none can be.
     """
-    files = [str(listing.root / path) for path in listing.paths]
-    damaged: dict[int, str] = on_main(lambda: find_damaged(files)[0])
+    damaged: dict[int, str] | None = on_main(
+        lambda: find_damaged(listing.files, channels, decoding)[0]
+    )
     if not damaged:
         return listing
     num_files = len(listing.paths)

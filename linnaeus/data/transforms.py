@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
+from linnaeus.data.image import AS_CONFIGURED, Decoding
 from linnaeus.errors import ConfigError
 
 Transform = Callable[[Tensor], Tensor]
@@ -140,6 +141,22 @@ class Pipeline(nn.Module):
         image = self.normalise(self.pixels(image))
         return image if self.erasing is None else self.erasing(image)
 
+    def smallest(self, height: int, width: int) -> tuple[float, float]:
+        """Height and width at which an image is twice as large as the result of its resizing, or larger.
+
+        For a random crop these follow from the crop that the next call takes.
+        """
+        step: Any = self.pixels[0]
+        rows, columns = (2.0 * side for side in step.size)
+        if not isinstance(step, v2.RandomResizedCrop):
+            return rows / step.fraction, columns / step.fraction
+        if min(height / rows, width / columns) < 2:  # no scale is small enough, whatever the crop
+            return height, width
+        state = torch.get_rng_state()
+        crop = step.make_params([torch.empty(1, height, width, device="meta")])
+        torch.set_rng_state(state)
+        return rows * height / crop["height"], columns * width / crop["width"]
+
 
 class ThroughPillow(nn.Module):
     """Applies a transform to a tensor as to a Pillow image.
@@ -170,6 +187,7 @@ class Preprocessing:
         crop_fraction: fraction of the resized image's side that the centre crop keeps, in (0, 1].
         mean, std: of each channel, on the 0-1 scale.
         interpolation, resize: those of `ResizeCenterCrop`; the defaults are those of files without them.
+        decoding: of files; the default is that of runs which recorded none.
     """
 
     channels: int
@@ -179,8 +197,9 @@ class Preprocessing:
     std: tuple[float, ...]
     interpolation: str = "bilinear"
     resize: str = "cover"
+    decoding: Decoding = field(default=Decoding(background=None))
 
-    def transform(self) -> Transform:
+    def transform(self) -> Pipeline:
         """The pipeline of validation and prediction."""
         crop = ResizeCenterCrop(
             self.size, self.crop_fraction, self.resize, self.interpolation, self.mean
@@ -190,14 +209,22 @@ class Preprocessing:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
         """From plain values by attribute, as they stand in a file."""
-        values: Any = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
+        values = _with_tuples(content)
+        if "decoding" in values:
+            values["decoding"] = Decoding(**_with_tuples(values["decoding"]))
         found = cls(**values)
         found.transform()  # raises ValueError where it cannot be used
         return found
 
 
+def _with_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
+    }
+
+
 def build_transforms(
-    augment: AugmentConfig, size: tuple[int, int], channels: int
+    augment: AugmentConfig, size: tuple[int, int], channels: int, decoding: Decoding = AS_CONFIGURED
 ) -> tuple[Transform, Preprocessing]:
     """The pipeline of training, and what validation does with an image.
 
@@ -205,7 +232,7 @@ def build_transforms(
     width in pixels. For grey images the MEAN and STD of red, green and blue become those of grey.
 
     Raises:
-        ConfigError: a MEAN or STD that does not fit the number of channels.
+        ConfigError: a MEAN, STD, POLICY or COLOR_JITTER that does not fit the number of channels.
     """
     values = {"MEAN": augment.MEAN, "STD": augment.STD}
     if channels == 1 and all(value is not None and len(value) == 3 for value in values.values()):
@@ -217,12 +244,23 @@ def build_transforms(
         for key, value in values.items()
         if value is not None and len(value) != channels
     ]
+    if channels not in (1, 3):
+        problems += [
+            f"DATA.AUGMENT.{key}: needs images of 1 or 3 channels, not {channels}; leave it out"
+            for key, is_on in (
+                ("POLICY", augment.POLICY != "none"),
+                ("COLOR_JITTER", augment.COLOR_JITTER > 0),
+            )
+            if is_on
+        ]
     if problems:
         raise ConfigError(problems)
     mean, std = (tuple(value or [0.5] * channels) for value in values.values())
     fraction = 1.0 if augment.CROP_FRACTION is None else augment.CROP_FRACTION
     mode, interpolation = augment.RESIZE or "crop", augment.INTERPOLATION or "bilinear"
-    preprocessing = Preprocessing(channels, size, fraction, mean, std, interpolation, mode)
+    preprocessing = Preprocessing(
+        channels, size, fraction, mean, std, interpolation, mode, decoding
+    )
     erasing = v2.RandomErasing(augment.ERASING, inplace=True) if augment.ERASING else None
     train = Pipeline(_augmentation(augment, preprocessing), Normalise(mean, std), erasing)
     return train, preprocessing

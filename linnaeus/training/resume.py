@@ -98,7 +98,15 @@ def resumed_nodes(config: Config) -> dict[str, Any]:
             "UNFREEZE_EPOCH",
             "EARLY_STOPPING",
         ),
-        "DATA": ("DATASET", "AUGMENT", "SAMPLER", "IMG_SIZE"),
+        "DATA": (
+            "DATASET",
+            "AUGMENT",
+            "SAMPLER",
+            "IMG_SIZE",
+            "DECODE",
+            "BACKGROUND",
+            "BIT_DEPTH",
+        ),
     }
     nodes = dataclasses.asdict(config)
     whole = {name: nodes[name] for name in ("MODEL", "LOSS", "OPTIMIZER", "SCHEDULE")}

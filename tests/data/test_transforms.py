@@ -18,6 +18,7 @@ from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig, Mod
 from linnaeus.data.bundle import as_size
 from linnaeus.data.transforms import (
     Normalise,
+    Pipeline,
     Preprocessing,
     ResizeCenterCrop,
     ThroughPillow,
@@ -254,3 +255,28 @@ def test_training_crops_with_the_interpolation_of_validation() -> None:
         )
         assert not torch.equal(first, second)
         assert torch.equal(first, same)
+
+
+@pytest.mark.parametrize("scale", [[0.08, 1.0], [0.3, 0.3]])
+def test_the_size_to_decode_follows_from_the_crop(scale: list[float]) -> None:
+    pipeline = transform((48, 32), CROP_SCALE=scale)
+    assert isinstance(pipeline, Pipeline)
+    crop: Any = pipeline.pixels[0]
+    sizes = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        height, width = pipeline.smallest(3000, 4000)
+        taken = crop.make_params([torch.empty(3, 3000, 4000, device="meta")])
+        assert taken["height"] * height / 3000 == pytest.approx(2 * 48)
+        assert taken["width"] * width / 4000 == pytest.approx(2 * 32)
+        sizes.add((height, width))
+    assert len(sizes) == 20
+    assert pipeline.smallest(191, 4000) == (191, 4000), "no scale is small enough"
+
+
+@pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
+def test_a_centre_crop_needs_twice_its_size(mode: str) -> None:
+    for fraction, size in ((1.0, (96, 64)), (0.5, (192, 128))):
+        pipeline = transform((48, 32), train=False, CROP_FRACTION=fraction, RESIZE=mode)
+        assert isinstance(pipeline, Pipeline)
+        assert pipeline.smallest(3000, 4000) == size
