@@ -213,6 +213,8 @@ class Preprocessing:
         if "decoding" in values:
             values["decoding"] = Decoding(**_with_tuples(values["decoding"]))
         found = cls(**values)
+        if min(found.size) < 1 or not 0 < found.crop_fraction <= 1:
+            raise ValueError(f"size {found.size}, crop_fraction {found.crop_fraction}")
         found.transform()  # raises ValueError where it cannot be used
         return found
 

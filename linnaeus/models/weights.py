@@ -335,15 +335,16 @@ def load_backbone(
         ConfigError: they do not fit.
     """
     own = untrained.state_dict()
-    if all(key in saved.backbone and saved.backbone[key].shape == own[key].shape for key in own):
-        untrained.load_state_dict({key: saved.backbone[key] for key in own})
-        return untrained
     problem = f"MODEL.WEIGHTS: {str(saved.path)!r} does not load into {name!r}: "
     architecture = saved.architecture or name
     if architecture.partition(".")[0] != name.partition(".")[0]:  # the rest is timm's tag
         problem += f"its weights are of {saved.architecture!r}; "
     overlay = {"state_dict": dict(saved.backbone), "source": None, "custom_load": False}
+    tensors = saved.backbone
     try:
+        if all(key in tensors and tensors[key].shape == own[key].shape for key in own):
+            untrained.load_state_dict({key: tensors[key] for key in own})
+            return untrained
         backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # timm's filters raise what they meet in files that are not theirs
         raise ConfigError(
@@ -412,12 +413,13 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
     heads: Any = model.heads
     for head, (level, classes) in zip(heads, own.items(), strict=True):
         rows = {name: row for row, name in enumerate(before.get(level, []))}
-        number = [*before].index(level) if rows.keys() == set(classes) else -1
-        weight, bias = (saved.heads.get(f"heads.{number}.{part}") for part in ("weight", "bias"))
-        if weight is None or bias is None or weight.shape != head.weight.shape:
+        is_same = sorted(before.get(level, [])) == sorted(classes)
+        number = [*before].index(level) if is_same else -1
+        own_parts = head.state_dict()
+        parts = {part: saved.heads.get(f"heads.{number}.{part}") for part in own_parts}
+        if any(t is None or t.shape != own_parts[part].shape for part, t in parts.items()):
             new.append(level)
         else:
             order = [rows[name] for name in classes]
-            head.weight.copy_(weight[order])
-            head.bias.copy_(bias[order])
+            head.load_state_dict({part: t[order] for part, t in parts.items() if t is not None})
     return new

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,33 @@ def test_code_in_a_file_is_named_and_does_not_run(
     assert not Path("touched").exists()
     torch.load("a.pt", weights_only=False)
     assert Path("touched").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_loaded"),
+    [
+        ("state.model", 5, False),
+        ("state.ema", 5, False),
+        ("state.ema", {"module": [3]}, False),
+        ("model_spec.model", {"LORA": 5}, False),
+        ("model_spec.model", {"NAME": 5}, True),
+        ("model_spec.taxonomy", 5, True),
+        ("model_spec.taxonomy", {"levels": [{"name": [], "classes": [{}, []]}]}, True),
+        ("model_spec.taxonomy", {"levels": [{"name": "species", "classes": ["lion"] * 9}]}, True),
+        ("model_spec.preprocessing", {"size": 5, "decoding": 5}, True),
+    ],
+)
+def test_an_odd_checkpoint_is_loaded_or_refused(
+    tmp_path: Path, key: str, value: Any, is_loaded: bool
+) -> None:
+    content = checkpoint(source_model(), spec=BEFORE)
+    part, name = key.split(".")
+    content[part][name] = value
+    torch.save(content, tmp_path / "last.pt")
+    node = ModelConfig("test_resnet", WEIGHTS=str(tmp_path / "last.pt"))
+    assert with_preprocessing(DataConfig(), node)[1] is None
+    with nullcontext() if is_loaded else pytest.raises(ConfigError, match=r"last\.pt"):
+        built(WEIGHTS=node.WEIGHTS)
 
 
 def test_timm_lists_no_names_in_the_terminal(

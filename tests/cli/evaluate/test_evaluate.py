@@ -224,8 +224,8 @@ def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -
 
 def test_another_way_of_resizing_is_an_evaluation_of_its_own(run: Run, birds: Path) -> None:
     keys = ("DATA.AUGMENT.RESIZE=letterbox", "DATA.AUGMENT.INTERPOLATION=bicubic")
-    assert run("evaluate", "runs/tiny").code == 0
-    assert run("evaluate", "runs/tiny", *keys).code == 0
+    assert run(*EVALUATE).code == 0
+    assert run(*EVALUATE, *keys).code == 0
     first, second = (
         content_of(birds / f"evaluations/{name}.json")["data"] for name in ("best", "best_2")
     )
