@@ -2,7 +2,7 @@
 
 Without this, `meta` decomposes attention, dropout and RMSNorm into parts that save more than the fused
 kernels of CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices without
-multi-tensor kernels. What follows are the rules of torch 2.8 to 2.15 (aten/src/ATen: autocast_mode.h,
+multi-tensor kernels. What follows are the rules of torch 2.11 to 2.15 (aten/src/ATen: autocast_mode.h,
 native/transformers/cuda/sdp_utils.cpp, native/Dropout.cpp).
 """
 
@@ -223,9 +223,9 @@ class _FusedRmsNorm(torch.autograd.Function):
 def _rms_norm(
     func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """In one kernel since torch 2.9, where input and weight have one format."""
+    """In one kernel, where input and weight have one format."""
     is_one_format = weight is None or weight.dtype == x.dtype
-    if x.is_meta and is_one_format and hasattr(aten, "_fused_rms_norm"):
+    if x.is_meta and is_one_format:
         return _FusedRmsNorm.apply(x, len(shape), weight)
     return func(x, shape, weight, eps)
 
