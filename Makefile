@@ -5,7 +5,7 @@ NEWEST_PYTHON := python3.13
 VENV := .venv
 ifneq ($(origin PYTHON),file)
   VENV := .venv$(shell version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
-    [ ! -d .venv ] || [ -d .venv/lib/python$$version ] || echo "-$$version")
+    [ -d .venv/lib/python$$version ] || [ ! -d .venv ] || echo "-$$version")
 endif
 BIN := $(VENV)/bin
 # One process more than there are cores, at most four: many tests wait for processes of their own.
@@ -55,14 +55,14 @@ coverage: $(VENV)/.installed-dev ## measure which lines of linnaeus/ the tests r
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered --omit 'linnaeus/integrations/*'
 
-test-floor: ## run the quick tests and the integrations with the oldest packages that pyproject.toml allows
+test-floor: ## run the quick tests and integrations with the oldest packages that pyproject.toml allows
 	$(MAKE) test test-integrations VENV=.venv-floor CONSTRAINTS=.venv-floor/lower_bounds.txt
 
 test-newest: ## run the quick tests with the newest Python, where it is installed
-	@if command -v $(NEWEST_PYTHON) > /dev/null; then $(MAKE) test PYTHON=$(NEWEST_PYTHON); \
-	  else echo "test-newest is left out: there is no $(NEWEST_PYTHON). Install it, or set NEWEST_PYTHON=..."; fi
+	@if $(NEWEST_PYTHON) --version > /dev/null 2>&1; then $(MAKE) test PYTHON=$(NEWEST_PYTHON); \
+	  else echo "make test-newest runs no tests: $(NEWEST_PYTHON) is not installed. Use make NEWEST_PYTHON=..."; fi
 
-nightly: test-slow test-floor test-newest test-mutants coverage docs ## run what takes long; with --keep-going, all of it
+nightly: test-slow test-floor test-newest test-mutants coverage docs ## run what takes hours
 
 messages: $(VENV)/.installed-dev ## write tests/messages/ anew, to be read as a difference
 	$(BIN)/python -m pytest --rewrite-messages -q -k test_messages tests
