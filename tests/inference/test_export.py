@@ -154,7 +154,7 @@ def test_plain_timm_loads_its_folder(case: str, tmp_path: Path) -> None:
         assert torch.allclose(model(batch), outputs_of(run, batch)["species"], rtol=1e-4, atol=1e-4)
     data, preprocessing = timm.data.resolve_model_data_config(model), run.spec.preprocessing
     assert preprocessing is not None
-    assert data["input_size"] == size
+    assert tuple(data["input_size"]) == size
     assert (tuple(data["mean"]), tuple(data["std"])) == (preprocessing.mean, preprocessing.std)
     assert (data["crop_pct"], data["interpolation"]) == (0.9, "bilinear")
 

@@ -162,7 +162,7 @@ class CudaMemory(AcceleratorMemory):
         ), total
 
     def _settings(self) -> dict[str, Any]:
-        """The allocator's settings; only torch's own has any."""
+        """The allocator's settings; only torch's own has any, and no public function returns them."""
         try:
             return dict(torch.cuda.memory._snapshot(self.device).get("allocator_settings", {}))
         except RuntimeError:

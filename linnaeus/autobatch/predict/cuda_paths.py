@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.values import StandIn
