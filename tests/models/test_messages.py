@@ -50,10 +50,10 @@ FREEZING: dict[str, Any] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder as the hub has it, of a model for one channel."""
+    """A folder as the hub has it."""
     path = tmp_path / "hub"
     torch.manual_seed(3)
-    timm.models.save_for_hf(timm.create_model("test_resnet", in_chans=1), path)
+    timm.models.save_for_hf(timm.create_model("test_resnet"), path)
     return path
 
 
