@@ -109,6 +109,20 @@ def checkpointed() -> Trace:
     return run(forward, (8, 100), (10, 100))
 
 
+def asked_for_autocast() -> tuple[bool, torch.dtype]:
+    """Whether autocast is on for the device that a tensor of a step is on, and its format."""
+    found: list[tuple[bool, torch.dtype]] = []
+
+    def forward(x: Tensor) -> Tensor:
+        device = x.device.type
+        with torch.autocast("cuda", torch.bfloat16):
+            found.append((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+        return x
+
+    run(forward, (8,))
+    return found[0]
+
+
 def in_buckets(buckets: Buckets) -> int:
     model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
 
@@ -261,6 +275,8 @@ PARTS: dict[str, tuple[Callable[[], Any], Any]] = {
         )[0],
         8 * 10 * 4,
     ),
+    # As the rotary embeddings of transformers 5.0 ask.
+    "autocast of the device of a tensor": (lambda: asked_for_autocast(), (True, torch.bfloat16)),
     # Forward and again in backward: the layer's input and weight.
     "autocast in a checkpoint": (
         lambda: sorted(allocated(checkpointed(), "_to_copy"))[:4],

@@ -429,6 +429,10 @@ def _with_meta(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
     return lambda: [*supported(), "meta"]
 
 
+def _of_cuda(asked: Callable[[str], Any]) -> Callable[..., Any]:
+    return lambda device_type="cuda": asked("cuda" if device_type == "meta" else device_type)
+
+
 _DEVICES: tuple[tuple[Any, str, Any], ...] = (
     *(
         (module, name, _with_meta(getattr(torch.utils._foreach_utils, name)))
@@ -437,6 +441,10 @@ _DEVICES: tuple[tuple[Any, str, Any], ...] = (
             "_get_foreach_kernels_supported_devices",
             "_get_fused_kernels_supported_devices",
         )
+    ),
+    *(
+        (torch, name, _of_cuda(getattr(torch, name)))
+        for name in ("is_autocast_enabled", "get_autocast_dtype")
     ),
     # No gradient is infinite: on `meta` there is no value to look at.
     (
