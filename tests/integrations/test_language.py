@@ -72,7 +72,8 @@ def test_the_parts_are_those_of_the_peak(name: str, method: str) -> None:
 def test_gradients_are_there_when_they_are_at_the_peak() -> None:
     found = predicted("llama", checkpointing=True)
     early, late = (found.parts(n)["gradients"] for n in (4096, 1))
-    assert late == pytest.approx(4 * found.num_trained, rel=0.01)
+    # In some versions the peak comes before the last gradient, that of the embedding.
+    assert 0.75 < late / (4 * found.num_trained) < 1.01
     assert early < 100, "there is the loss alone"
 
 
