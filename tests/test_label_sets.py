@@ -91,6 +91,7 @@ def test_the_run_is_evaluated_and_predicted_alike(folder: Path, run: Run, tmp_pa
 
 
 @pytest.mark.e2e  # seconds to import what writes ONNX
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11
 def test_exported_files_give_the_predictions(folder: Path) -> None:
     image, trained = (
         f"{folder}/images/val000.png",

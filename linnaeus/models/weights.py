@@ -77,7 +77,9 @@ def read_weights(value: str) -> SavedWeights:
             f"MODEL.WEIGHTS: {str(path)!r} holds a {type(content).__name__} without tensors by name; save a "
             "state dict"
         )
-    tensors = dict(timm.models.clean_state_dict(found))  # without the prefixes of wrappers
+    tensors = dict(timm.models.clean_state_dict(found))
+    while tensors.keys() != found.keys():  # older timm takes away one wrapper's prefix at a time
+        found, tensors = tensors, dict(timm.models.clean_state_dict(tensors))
     prefix = "backbone."
     backbone = {
         name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
