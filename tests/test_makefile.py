@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import pytest
 
 from tests.helpers.forks import ROOT
 
+_OF_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON", "VENV"}
+"""Variables with which one make tells another how it was called: these tests run under `make test`."""
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -25,7 +28,10 @@ def commands(folder: Path, *words: str) -> str:
     """What make would do."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    done = subprocess.run(["make", "-n", *words], cwd=folder, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name not in _OF_MAKE}
+    done = subprocess.run(
+        ["make", "-n", *words], cwd=folder, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
