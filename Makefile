@@ -1,19 +1,25 @@
 # Everything starts from a fresh machine with Python 3.11 or newer, make and a package index.
 PYTHON ?= python3
+NEWEST_PYTHON := python3.13
+# A PYTHON that is asked for gets an environment of its own where .venv is of another version.
 VENV := .venv
+ifneq ($(origin PYTHON),file)
+  VENV := .venv$(shell version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+    [ -d .venv/lib/python$$version ] || [ ! -d .venv ] || echo "-$$version")
+endif
 BIN := $(VENV)/bin
 # One process more than there are cores, at most four: many tests wait for processes of their own.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 PARALLEL = --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder
 THOROUGH := --hypothesis-profile=thorough --timeout=600
 
-FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
-FLOOR :=
+CONSTRAINTS :=
 INSTALL = @echo "Installing Linnaeus with PyTorch into $(VENV): takes minutes, once"; \
   $(BIN)/python -m pip install -e
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-mutants coverage messages lint typecheck docs clean
+.PHONY: help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-newest \
+  test-mutants coverage nightly messages lint typecheck docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,8 +55,14 @@ coverage: $(VENV)/.installed-dev ## measure which lines of linnaeus/ the tests r
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered --omit 'linnaeus/integrations/*'
 
-test-floor: ## run the quick tests with the oldest torch that pyproject.toml allows
-	$(MAKE) test VENV=.venv-floor FLOOR="torch==$(FLOOR_TORCH)"
+test-floor: ## run the quick tests and integrations with the oldest packages that pyproject.toml allows
+	$(MAKE) test test-integrations VENV=.venv-floor CONSTRAINTS=.venv-floor/lower_bounds.txt
+
+test-newest: ## run the quick tests with the newest Python, where it is installed
+	@if $(NEWEST_PYTHON) --version > /dev/null 2>&1; then $(MAKE) test PYTHON=$(NEWEST_PYTHON); \
+	  else echo "make test-newest runs no tests: $(NEWEST_PYTHON) is not installed. Use make NEWEST_PYTHON=..."; fi
+
+nightly: test-slow test-floor test-newest test-mutants coverage docs ## run what takes hours
 
 messages: $(VENV)/.installed-dev ## write tests/messages/ anew, to be read as a difference
 	$(BIN)/python -m pytest --rewrite-messages -q -k test_messages tests
@@ -66,8 +78,8 @@ typecheck: $(VENV)/.installed-dev ## check types
 docs: $(VENV)/.installed-docs ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
-clean: ## remove the environment and everything that was built
-	rm -rf .venv .venv-floor build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean: ## remove the environments and everything that was built
+	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -80,6 +92,9 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(INSTALL) ".[train]"
 	@touch $@
 
-$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
-	$(INSTALL) ".[$*]" $(FLOOR)
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(INSTALL) ".[$*]" $(CONSTRAINTS:%=--constraint %)
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/lower_bounds.txt: pyproject.toml tools/lower_bounds.py | $(BIN)/python
+	$(BIN)/python tools/lower_bounds.py > $@

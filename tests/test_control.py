@@ -37,12 +37,6 @@ def fail(plane: ControlPlane) -> Failure:
     return plane.fail(Failure(plane.rank, "broken", 7))
 
 
-lists_keys = pytest.mark.skipif(
-    not hasattr(HashStore, "list_keys"), reason="torch before 2.9 does not list the keys of a store"
-)
-
-
-@lists_keys
 def test_exchanges_give_every_rank_its_values_and_leave_few_keys() -> None:
     store, gathered = HashStore(), list(range(3))
 
@@ -60,7 +54,6 @@ def test_exchanges_give_every_rank_its_values_and_leave_few_keys() -> None:
     assert len([key for key in store.list_keys() if "value/" in str(key)]) <= 3 * 4
 
 
-@lists_keys
 def test_a_value_larger_than_the_store_takes_at_once_arrives_whole() -> None:
     store = HashStore()
     value = b"0123456789abcdef" * (200 * 1024)

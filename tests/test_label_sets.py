@@ -49,7 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_label_sets(folder / "images")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert cli(IMAGES) == cli(["evaluate", "runs/sets", "--checkpoint", "last"]) == 0
+        assert (
+            cli(IMAGES)
+            == cli(["evaluate", "runs/sets", "--checkpoint", "last", "--trust-code"])
+            == 0
+        )
     return folder
 
 
@@ -71,6 +75,7 @@ def test_the_run_is_evaluated_and_predicted_alike(folder: Path, run: Run, tmp_pa
         "predict",
         f"{folder}/runs/sets",
         "--checkpoint=last",
+        "--trust-code",
         f"{folder}/images/val*",
         "--output=p.csv",
     ]
@@ -86,8 +91,12 @@ def test_the_run_is_evaluated_and_predicted_alike(folder: Path, run: Run, tmp_pa
 
 
 @pytest.mark.e2e  # seconds to import what writes ONNX
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11
 def test_exported_files_give_the_predictions(folder: Path) -> None:
-    image, trained = f"{folder}/images/val000.png", load_run(folder / "runs/sets", device="cpu")
+    image, trained = (
+        f"{folder}/images/val000.png",
+        load_run(folder / "runs/sets", device="cpu", trust_code=True),
+    )
     (seen,) = trained.predict(image, threshold=1e-6)
     for kind in ("onnx", "torch-export", "safetensors"):
         assert (trained.export(kind, images=[image]).difference or 0) < 1e-6
@@ -97,7 +106,7 @@ def test_exported_files_give_the_predictions(folder: Path) -> None:
         dict(zip(NAMES, values, strict=True)), abs=1e-6
     )
     assert sum(values) != pytest.approx(1, abs=1e-3), "not a softmax"
-    (few,) = load_run(folder / "runs/sets/export/model.safetensors").predict(
+    (few,) = load_run(folder / "runs/sets/export/model.safetensors", trust_code=True).predict(
         image, top=1, threshold=1e-6
     )
     assert few.levels["animal"] == seen.levels["animal"][:1]

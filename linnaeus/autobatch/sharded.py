@@ -96,6 +96,7 @@ def fake_job(world_size: int) -> Iterator[None]:
 
 
 def _fake_of(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
+    """A group of the same ranks that communicates nothing: torch has only a private one, for its tests."""
     from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
     kind = torch_dist.ProcessGroup.BackendType.CUSTOM
@@ -110,6 +111,7 @@ def _fake_of(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
 
 
 def _register(name: Any, group: torch_dist.ProcessGroup) -> None:
+    """Put a group in the place of another, by a name that FSDP2 keeps; no public function does."""
     torch._C._distributed_c10d._unregister_process_group(name)
     torch._C._distributed_c10d._register_process_group(name, group)
 

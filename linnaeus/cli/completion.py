@@ -64,6 +64,7 @@ def _candidates(words: Sequence[str], word: str) -> tuple[str, dict[str, str]]:
     """
     command = words[0] if words and words[0] in COMMANDS else "train"
     parser: CommandParser = part_of(command, "PARSER")
+    # argparse has no public list of options.
     options = {name: action for action in parser._actions for name in action.option_strings}
     name, has_value, _ = word.partition("=")
     begin = (

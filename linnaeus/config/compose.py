@@ -1,7 +1,8 @@
 """Orders files and groups by Hydra's rules (https://hydra.cc/docs/advanced/defaults_list).
 
 Hydra 1.3 computes its defaults list over the files read here: which count, in which order and in which
-package. `hydra.compose` would add a configuration of its own, and lose the file and line of each value.
+package. Its functions for this are private. The public `hydra.compose` would add a configuration of its own,
+and lose the file and line of each value.
 """
 
 from __future__ import annotations

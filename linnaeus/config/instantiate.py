@@ -160,11 +160,10 @@ def call_target(
 
 
 def _places() -> str:
-    """Where a module was looked for."""
-    here = str(Path.cwd())
-    if here in sys.path or "" in sys.path:
-        return f"; neither the current folder, {here}, nor Python's path has it"
-    return f"; the current folder, {here}, is not on Python's path: PYTHONPATH=. puts it there"
+    """Say where Python looked for a module."""
+    if str(Path.cwd()) in sys.path or "" in sys.path:
+        return "; neither the current directory nor the Python path has it"
+    return "; the current directory is not on the Python path: set PYTHONPATH=."
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -62,14 +62,20 @@ def find_damaged(
 
 def _open_cache() -> sqlite3.Connection:
     """The cache of the user and this version of Pillow; one in memory where it fails."""
-    try:
+    with suppress(OSError, RuntimeError, sqlite3.Error):  # RuntimeError: no home folder
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "linnaeus"
         folder.mkdir(parents=True, exist_ok=True)
-        cache = sqlite3.connect(folder / f"images-pillow-{PIL.__version__}.sqlite", timeout=10)
+        return _connect(folder / f"images-pillow-{PIL.__version__}.sqlite")
+    return _connect(":memory:")
+
+
+def _connect(place: Path | str) -> sqlite3.Connection:
+    cache = sqlite3.connect(place, timeout=10)
+    try:
         cache.execute(_SCHEMA)
-    except (OSError, RuntimeError, sqlite3.Error):  # RuntimeError: no home folder
-        cache = sqlite3.connect(":memory:")
-        cache.execute(_SCHEMA)
+    except sqlite3.Error:
+        cache.close()
+        raise
     return cache
 
 

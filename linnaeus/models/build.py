@@ -10,7 +10,7 @@ from typing import Any
 import timm
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base of all
 
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.config.schema import ModelConfig

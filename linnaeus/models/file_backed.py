@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode  # nothing public sees each operation
+from torch.utils._pytree import tree_leaves, tree_map_only  # torch 2.11 has no public one
 
 
 class FileBacked(TorchDispatchMode):

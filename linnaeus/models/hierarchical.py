@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from timm.models._manipulate import group_with_matcher
+from timm.models._manipulate import group_with_matcher  # `group_parameters` needs a module
 from torch import Tensor, nn
 
 from linnaeus.data.taxonomy import UNKNOWN

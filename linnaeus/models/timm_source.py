@@ -77,6 +77,7 @@ def find_source(name: str) -> Source:
             cfg, architecture, arguments = _from_hub(place)
         else:
             place = str(Path(place).expanduser())
+            # timm's public function reads from the hub alone.
             cfg, architecture, arguments = timm.models._hub.load_model_config_from_path(place)
     except Exception as error:  # of files, of the hub's client, and of the network library below it
         remedy = f"; {REMEDY}" if kind == _HUB else "; timm.models.save_for_hf writes such a folder"

@@ -113,9 +113,8 @@ class StepStart:
     def restore(self) -> None:
         """Put back what `copy` has copied, and drop the gradients."""
         self._assembly.optimizer.zero_grad(set_to_none=True)
-        if (
-            self._assembly.scaler.is_enabled()
-        ):  # the step may have noted that its gradients are unscaled
+        if self._assembly.scaler.is_enabled():
+            # The step may have noted that its gradients are unscaled; only `update` would forget it.
             self._assembly.scaler._per_optimizer_states.clear()
         if self._probe is not None:
             self._probe.scale.load_state_dict(self._noise_scale)

@@ -203,7 +203,6 @@ def test_predict_memory_puts_containers_and_generators_back() -> None:
     step(rows(2))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_no_trace_can_follow_is_refused_and_left_whole() -> None:
     model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

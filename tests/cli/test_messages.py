@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -235,11 +236,9 @@ def of_sweeps() -> dict[str, str]:
     argv = [*GROWING, "DATA.BATCH_SIZE=100000,8", "DATA.DATASET.length=200000"]
     request = sweep.read([*argv, "EXPERIMENT.NAME=new"])
     assert isinstance(request, tuple)
-    said = {
-        "nothing fits": error_of(
-            check_predictions, request[2], [find_gpu("t4")], plain_console()[0]
-        )
-    }
+    nothing_fits = error_of(check_predictions, request[2], [find_gpu("t4")], plain_console()[0])
+    # a prediction differs from torch to torch
+    said = {"nothing fits": re.sub(r"at most \d+ is", "at most N is", nothing_fits)}
     claim = Claim(Path("runs/killed"))
     claim.begin()
     shutil.rmtree("runs/killed/.claims")

@@ -19,6 +19,30 @@ from linnaeus.errors import LinnaeusError
 FOLDER = Path(__file__).parents[1] / "messages"
 
 
+_OF_OTHERS = re.compile(
+    r"""
+      (?<=broken\ YAML:\ )(?!found\ duplicate|values\ are).*      # PyYAML
+    | (?<=broken:\ )while\ parsing\ .*
+    | (?<=broken\ CSV:\ ).*                                     # Python
+    | [\w.]+\(\)\ (?:got\ an\ unexpected|missing\ \d)[^;(\n]*[^;(\s]
+    | '\w+'\ object\ (?:has\ no|is\ not)\ [^;)\n]*
+    | property\ '\w+'\ of\ '\w+'\ object\ [^;)\n]*
+    | Expecting\ [^(\n]*\(char\ \d+\)
+    | Error\ in\ (?:call|collecting)\ .*?\)(?=\ \(|$)            # Hydra
+    | Expected\ a\ callable\ target,.*
+    | (?<=:\ )Invalid\ defaults\ list\ .*
+    | Input\ height\ .*                                        # timm
+    | Config\ file\ not\ found[^;\n]*
+    | (?<=\()Tensor\ on\ device\ [^)\n]*                       # torch
+    | too\ many\ dimensions.*
+    | (?<=\()0D\ or\ 1D\ target[^)\n]*
+    | (?:(?<=RuntimeError:\ )|(?<=UnpicklingError:\ )).*?(?=\);\ save|\)$|$)
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+"""What Python and other libraries say. It differs between their versions."""
+
+
 class Golden:
     """Compares the messages of an area with its file.
 
@@ -30,7 +54,7 @@ class Golden:
         self._rewrites = rewrites
 
     def __call__(self, area: str, messages: Mapping[str, str], **names: object) -> None:
-        """Compare all messages of an area, each under its title.
+        """Compare all messages of an area, each under its title, without the words of other libraries.
 
         Args:
             area: name of the file.
@@ -40,6 +64,7 @@ class Golden:
         text = "".join(f"## {title}\n{message.strip()}\n\n" for title, message in messages.items())
         for name, varying in names.items():
             text = text.replace(str(varying), f"<{name}>")
+        text = _OF_OTHERS.sub("...", text)
         file = FOLDER / f"{area}.txt"
         if self._rewrites:
             file.parent.mkdir(exist_ok=True)

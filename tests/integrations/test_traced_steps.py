@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -37,6 +38,8 @@ QUICK = (
     ],
 )
 def test_an_ordinary_step_is_traced_or_refused_by_the_operation(name: str) -> None:
+    if name.startswith("mixtral") and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 refuses experts in float32 on `meta`")
     if name in REFUSED:
         with pytest.raises(UntraceableError, match=f"{REFUSED[name]}.*line"):
             traced_steps.quietly(traced_steps.predicted, name)

@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
         "train_sampling_strategy": "group_by_length",
     },
     "checkpointing, evaluation, neftune, label smoothing": {
-        "activation_checkpointing": True,
+        "gradient_checkpointing": True,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "max_grad_norm": 0.0,

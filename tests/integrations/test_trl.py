@@ -71,6 +71,8 @@ def test_the_worst_batch_is_that_of_the_longest_texts(name: str) -> None:
 )
 def test_trainers_whose_size_cannot_be_found_are_refused_by_name(name: str) -> None:
     """Building one would need generation and more. Subclasses of those that can be searched can be, too."""
+    if name != "New" and not hasattr(trl, name):
+        pytest.skip(f"this TRL has no {name}")
     made = trainer(type("Own", (Trainer,), {}))
     new = type("New", (Trainer,), {"__module__": "trl.experimental.new"})
     made.__class__ = type("Own", (trl.SFTTrainer,), {})

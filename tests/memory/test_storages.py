@@ -117,7 +117,7 @@ def test_peak_and_rest_of_a_training_step_agree_with_the_profiler(checkpointed: 
     step()
     forget()
     with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
         step()
     live = peak = 0

@@ -59,6 +59,8 @@ def assert_same(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_are_those_of_the_ordinary_build(name: str) -> None:
+    if not timm.is_model(name):
+        pytest.skip("this timm lacks it")
     assert_same(*both(lambda: timm.create_model(name, **FAMILIES[name])))
 
 

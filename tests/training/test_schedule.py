@@ -19,7 +19,7 @@ NAMES = tuple(SCHEDULES)
 
 runs = st.fixed_dictionaries(
     {
-        "total_steps": st.integers(1, 300),
+        "total_steps": st.integers(3, 300),
         "warmup_steps": st.integers(0, 300),
         "min_fraction": st.floats(0, 1),
     }

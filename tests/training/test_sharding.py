@@ -372,7 +372,8 @@ def kinds(model: nn.Module, patterns: list[str] | None = None) -> dict[str, int]
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_timm(name: str) -> None:
-    with torch.device("meta"):
+    # timm 1.0.27 computes the widths of a RegNet with tensors.
+    with torch.device("cpu" if "regnet" in name else "meta"):
         assert kinds(timm.create_model(name)) == BLOCKS[name]
 
 

@@ -162,7 +162,7 @@ class CudaMemory(AcceleratorMemory):
         ), total
 
     def _settings(self) -> dict[str, Any]:
-        """The allocator's settings; only torch's own has any."""
+        """The allocator's settings; only torch's own has any, and no public function returns them."""
         try:
             return dict(torch.cuda.memory._snapshot(self.device).get("allocator_settings", {}))
         except RuntimeError:
@@ -177,10 +177,7 @@ class CudaMemory(AcceleratorMemory):
         fraction = bytes_ / self.total_bytes
         if int(fraction * self.total_bytes) < bytes_:
             fraction = math.nextafter(fraction, 1.0)
-        current = torch.cuda.current_device()
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
-        if torch.cuda.current_device() != current:  # before torch 2.9
-            torch.cuda.set_device(current)
 
     def _count(self, name: str) -> int:
         return int(torch.cuda.memory_stats(self.device).get(name, 0))

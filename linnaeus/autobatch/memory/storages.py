@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+
+# Nothing public sees each operation.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter  # torch 2.11 has no public one
 
 aten = torch.ops.aten
 
@@ -108,6 +110,7 @@ def accumulates_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _references(tensor: Any) -> tuple[int, int, int]:
+    # Autograd decides by these numbers, for which there are no public names.
     uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return (
         tensor._use_count(),

@@ -1,6 +1,6 @@
 """A model of PyTorch's caching allocator for CUDA: which bytes it reserves for a sequence of requests.
 
-It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.8 to 2.15 with the native backend.
+It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.15 with the native backend.
 Sizes are rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
 segments of 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB. The smallest free block
 that is large enough is taken, and split where enough of it remains. With expandable segments, each of the

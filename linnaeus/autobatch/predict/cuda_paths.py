@@ -2,7 +2,7 @@
 
 Without this, `meta` decomposes attention, dropout and RMSNorm into parts that save more than the fused
 kernels of CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices without
-multi-tensor kernels. What follows are the rules of torch 2.8 to 2.15 (aten/src/ATen: autocast_mode.h,
+multi-tensor kernels. What follows are the rules of torch 2.11 to 2.15 (aten/src/ATen: autocast_mode.h,
 native/transformers/cuda/sdp_utils.cpp, native/Dropout.cpp).
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.values import StandIn
@@ -223,9 +223,9 @@ class _FusedRmsNorm(torch.autograd.Function):
 def _rms_norm(
     func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """In one kernel since torch 2.9, where input and weight have one format."""
+    """In one kernel, where input and weight have one format."""
     is_one_format = weight is None or weight.dtype == x.dtype
-    if x.is_meta and is_one_format and hasattr(aten, "_fused_rms_norm"):
+    if x.is_meta and is_one_format:
         return _FusedRmsNorm.apply(x, len(shape), weight)
     return func(x, shape, weight, eps)
 
@@ -429,6 +429,10 @@ def _with_meta(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
     return lambda: [*supported(), "meta"]
 
 
+def _of_cuda(asked: Callable[[str], Any]) -> Callable[..., Any]:
+    return lambda device_type="cuda": asked("cuda" if device_type == "meta" else device_type)
+
+
 _DEVICES: tuple[tuple[Any, str, Any], ...] = (
     *(
         (module, name, _with_meta(getattr(torch.utils._foreach_utils, name)))
@@ -437,6 +441,10 @@ _DEVICES: tuple[tuple[Any, str, Any], ...] = (
             "_get_foreach_kernels_supported_devices",
             "_get_fused_kernels_supported_devices",
         )
+    ),
+    *(
+        (torch, name, _of_cuda(getattr(torch, name)))
+        for name in ("is_autocast_enabled", "get_autocast_dtype")
     ),
     # No gradient is infinite: on `meta` there is no value to look at.
     (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.sharded import modules_of, on_meta

@@ -1,7 +1,7 @@
 """Scratch memory of reductions on CUDA, where several thread blocks share an output.
 
 It follows `setReduceConfig` and `ReduceConfig::global_memory_size` of aten/src/ATen/native/cuda/Reduce.cuh,
-torch 2.8 to 2.15. The bias gradient of a wide linear layer takes up to 108 MiB on an A100:
+torch 2.11 to 2.15. The bias gradient of a wide linear layer takes up to 108 MiB on an A100:
 
 >>> Reduction.of(torch.empty(24 * 197, 3072, device="meta"), (0,)).scratch_bytes() >> 20
 108

@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.predict.cuda_paths import cuda_paths

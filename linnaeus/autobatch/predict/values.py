@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch.predict.meta_state import UntraceableError
 

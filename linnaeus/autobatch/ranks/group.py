@@ -98,6 +98,7 @@ def of_main(control: ControlPlane | None, value: Any) -> Any:
 def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
     """A new control plane for a group, once all its ranks have come."""
     rank = group.rank()
+    # No public function returns the store of a group.
     store = torch_dist.distributed_c10d._get_process_group_store(group)
     number = store.add(f"linnaeus/searches/{rank}", 1)  # each rank counts its own calls
     store = torch_dist.PrefixStore(f"linnaeus/{number}", store)

@@ -110,7 +110,7 @@ def stepping_alone(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
 
 
 def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[Any]) -> None:
-    """Make what sums the gradients anew, as when the wrapper was made."""
+    """Make what sums the gradients anew, as when the wrapper was made: nothing public does it later."""
     made: Any = wrapper
     made.process_group = group
     made.reducer = made.logger = None  # its hooks on the parameters go with it

@@ -46,7 +46,8 @@ def write_program(program: ExportedProgram, description: dict[str, Any], file: P
     torch.export.save(
         program, file, extra_files={EXTRA_FILE: json.dumps(description, ensure_ascii=False)}
     )
-    module: Model = torch.export.load(file).module()
+    with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of its own buffer
+        module: Model = torch.export.load(file).module()
     return module
 
 
