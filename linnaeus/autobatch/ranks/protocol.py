@@ -196,14 +196,14 @@ def confirm_jointly(
             status.stepping_together() as lockstep,
         ):
             try:
-                excess = finder.measure_jointly(size, lockstep)
+                own_excess = finder.measure_jointly(size, lockstep)
             except OutOfMemory as error:
                 raise AutoBatchError(
                     f"AutoBatch: memory ran out in a joint step of all ranks with {mode} batch size {size} "
                     f"({error}); set {names.max_batch_size} below it, or lower {names.target_memory_fraction}"
                 ) from error
         excess_bytes = max(
-            status.gather(excess, timeout_minutes=settings.timeout_minutes, names=names)
+            status.gather(own_excess, timeout_minutes=settings.timeout_minutes, names=names)
         )
         if excess_bytes <= 0:
             return found
