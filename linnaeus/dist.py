@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -27,7 +26,6 @@ import torch
 import torch.distributed as torch_dist
 
 from linnaeus.autobatch.ranks.control import (
-    CAUSE_S,
     FAREWELL_S,
     REPORT_S,
     ControlPlane,
@@ -413,8 +411,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
         error = error.__cause__  # of a joint step
     is_ours = isinstance(error, LinnaeusError | Interrupted)
     if cause is None:
-        message = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        cause = Failure(rank, message, getattr(error, "exit_code", 1))
+        cause = Failure.of(rank, error)
     if cause.is_hang or (cause.rank == rank and not is_ours):
         traceback.print_exception(error)
     _print(rank, cause.message if cause.rank == rank else f"rank {cause.rank}: {cause.message}")
@@ -428,11 +425,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
 
 def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
     """The first failure of the job, as far as it is known; None for an error that is the first."""
-    # Where another rank has died, backends raise a RuntimeError, and torchrun sends SIGTERM.
-    may_be_consequence = (
-        isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
-    )
-    failure = control.first_failure(CAUSE_S if may_be_consequence else 0.0)
+    failure = control.cause_of(error)
     if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
         return control.declare_hang(
             control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})"

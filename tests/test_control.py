@@ -149,7 +149,7 @@ def test_ranks_that_meet_go_on_together_as_often_as_they_do() -> None:
                 plane.meet("there", 2)
 
     ranks(work, work, work)
-    assert [number for number, _ in sorted(passed)] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [number for number, _ in passed] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     main, other = planes()
     script(main, *[nothing] * 3, lambda: passed.append((3, 1)), lambda: other.meet("here", 1))
     main.meet("here", 2)
@@ -179,7 +179,7 @@ def test_a_later_error_of_a_rank_gives_way_to_the_first() -> None:
     fail(other)
     with pytest.raises(ForeignFailureError, match="rank 1: broken") as caught:
         main.tell(RuntimeError("Connection closed by peer"))
-    assert isinstance(caught.value.failure, Failure)
+    assert caught.value.failure.rank == 1
     main.tell(KeyboardInterrupt())
     other.tell(LinnaeusError("broken"))
     with pytest.raises(ForeignFailureError, match="rank 1: broken"):

@@ -72,13 +72,20 @@ class Failure:
     exit_code: int = 1
     is_hang: bool = False
 
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """The failure of a rank that an error ends."""
+        exit_code = getattr(error, "exit_code", None)  # which our own errors have
+        message = f"{type(error).__name__}: {error}" if exit_code is None else str(error)
+        return cls(rank, message, exit_code or 1)
+
 
 class ForeignFailureError(LinnaeusError):
     """The first failure of the job, as ranks other than the failed one raise it, with its exit code."""
 
     def __init__(self, failure: Failure, name: int) -> None:
         self.failure, self.exit_code = failure, failure.exit_code
-        super().__init__(f"rank {name}: {failure.message}")
+        super().__init__(f"rank {name}: {failure.message.removeprefix('AutoBatch: ')}")
 
 
 class OverdueError(AutoBatchError):
@@ -342,19 +349,22 @@ class ControlPlane:
         Raises:
             ForeignFailureError: the failure of another rank came first; `error` is its cause.
         """
-        failure = Failure(self.rank, f"{type(error).__name__}: {error}")
-        if isinstance(error, LinnaeusError):
-            message = str(error).removeprefix("AutoBatch: ")
-            failure = Failure(self.rank, message, error.exit_code)
-        # Where another rank has died, backends raise a RuntimeError.
-        earlier = self.first_failure(CAUSE_S if isinstance(error, RuntimeError) else 0.0)
-        first = self.fail(earlier or failure)
-        is_other = isinstance(error, Exception) and first.message not in failure.message
-        if as_one or is_other:
+        failure = Failure.of(self.rank, error)
+        first = self.fail(self.cause_of(error) or failure)
+        is_other = first.rank != self.rank and first.message != failure.message
+        if as_one or (is_other and isinstance(error, Exception)):
             raise ForeignFailureError(first, self.name_of(first.rank)) from error
 
+    def cause_of(self, error: BaseException) -> Failure | None:
+        """Return the failure that came before this rank's error; None if none is known."""
+        # Where another rank has died, backends raise a RuntimeError, and torchrun sends SIGTERM.
+        may_follow = (
+            isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
+        )
+        return self.first_failure(CAUSE_S if may_follow else 0.0)
+
     def first_failure(self, wait_s: float) -> Failure | None:
-        """The first failure of the job, or a rank's death, if one is known within so many seconds."""
+        """Return the job's first failure or a rank's death; None if neither is known within `wait_s`."""
         deadline = self.clock.monotonic() + wait_s
         failure = self.failure
         while failure is None and self.clock.monotonic() < deadline:
