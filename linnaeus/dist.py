@@ -113,7 +113,7 @@ class World:
             )
 
     def is_cause(self, error: BaseException) -> bool:
-        """Whether an error of this rank is the first of all ranks, as far as it can know."""
+        """Return whether this rank's error came first, as far as this rank knows."""
         if self.control is None:
             return True
         with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer

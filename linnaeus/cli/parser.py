@@ -335,7 +335,7 @@ def read_request(
     for folder in folders:
         typed = f"linnaeus {parser.command.strip('[]')} data=imagefolder DATA.DATASET.ROOT="
         problems.append(
-            f"{folder!r}: is a folder; for its images type: {typed}{shlex.quote(folder)}"
+            f"{folder!r} is a directory; to use its images, run: {typed}{shlex.quote(folder)}"
         )
     try:
         loaded = load_config([word for word in words if word not in folders])

@@ -576,8 +576,7 @@ PARSER.option(
     "--jobs",
     "N",
     read_count,
-    "workers, and so runs at once; default: 1, with all GPUs of this machine; on SLURM one for each run (4 "
-    "in a search)",
+    "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a search)",
     launches=True,
 )
 PARSER.option(

@@ -68,8 +68,8 @@ def check_targets(found: Mapping[Key, Any], file: Path, *, trust_code: bool) -> 
     named = {key: f"{dotted(key)} {name!r:.200}" for key, name in found.items()}
     if named and not trust_code:
         raise TrustError(
-            f"{file} names code: {', '.join(named.values())}; to run it, add --trust-code (in Python: "
-            "load_run(..., trust_code=True)), if you trust the file"
+            f"{file} would run code: {', '.join(named.values())}. If you trust the file, add --trust-code "
+            "(in Python: load_run(..., trust_code=True))"
         )
     wrong = [(key, _not_callable_from_files(key, found[key])) for key in _USERS if key in found]
     if problems := [f"{file} names {named[key]}, {reason}" for key, reason in wrong if reason]:

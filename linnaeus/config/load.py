@@ -44,7 +44,7 @@ class LoadedConfig:
     show_origins: bool
 
     def is_typed(self, path: Path) -> bool:
-        """Whether the command line sets a key or a node around it."""
+        """Whether the command line sets this key or a node above it."""
         prefixes = (path[:size] for size in range(len(path), 0, -1))
         setting = next((self.settings[each] for each in prefixes if each in self.settings), None)
         return setting is not None and setting.origin == COMMAND_LINE

@@ -318,9 +318,9 @@ class SingleRank(nn.Module):
 
 
 def is_configured(criterion: nn.Module) -> bool:
-    """Whether the state of a loss follows from the configuration and the data.
+    """Whether the loss's state follows from configuration and data.
 
-    So it is for built-in losses and those of libraries, unless they have parameters that train.
+    True of built-in and library losses without trainable parameters.
     """
     is_known = isinstance(criterion, TaxonomicLoss | SingleRank)
     return is_known and not trained_parameters(criterion)

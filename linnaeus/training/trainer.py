@@ -254,9 +254,9 @@ class Trainer:
         )
 
     def _save_before_ending(self, error: Exception) -> None:
-        """Save the last completed step before an error ends the run, where it is whole and not saved yet.
+        """Save the last completed step when an error ends the run.
 
-        Several ranks do not agree any more: the first that fails saves alone, and others wait for its end.
+        Skip a state that is incomplete or already saved. The first rank to fail saves; the others wait.
         """
         step = self.progress.step
         has_begun = self.folder is None or self.folder.has_begun
@@ -274,7 +274,7 @@ class Trainer:
             elif not math.isfinite(self._meter.state()[0]):
                 problem = "the training loss is not finite"
             elif isinstance(self.assembly.model, FSDPModule):
-                problem = "that of a sharded model needs all processes"
+                problem = "saving a sharded model needs all ranks"
             elif self.world.is_distributed:
                 wait_unless_first(self.world)
                 self._save_for_next_attempt()
@@ -287,8 +287,8 @@ class Trainer:
             problem = first_line(failure)
         if not problem:
             logger.info(
-                "saved a checkpoint after optimizer step %d, as an error ends the run; with "
-                "TRAIN.AUTO_RESUME True the same command goes on from there",
+                "An error ended the run. Optimizer step %d is saved; set TRAIN.AUTO_RESUME=True to resume "
+                "from it",
                 step,
             )
         elif problem != first_line(error):

@@ -49,7 +49,7 @@ REPORT_S = 30.0
 FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
 CAUSE_S = 1.5
-"""How long a rank whose error may follow from the death of another one waits for a heartbeat to find it."""
+"""Seconds to wait for a heartbeat that shows whether another rank's death caused an error."""
 ABANDON_LOOKS = 10
 """Looks after the first failure until a rank that has not met it is ended: it hangs in a collective."""
 
@@ -281,7 +281,7 @@ class ControlPlane:
         return self._wait_for(next(self._numbers), 0)
 
     def meet(self, place: str, num_ranks: int) -> None:
-        """Wait until so many ranks have come to a place as often as this one has. They exchange nothing.
+        """Wait until `num_ranks` ranks have called this with the same name as often as this rank has.
 
         Raises:
             ForeignFailureError: a rank has failed or died, or one has not come within `limit_s`.
@@ -298,7 +298,7 @@ class ControlPlane:
                 self._raise_failure()
             waited_s = self.clock.monotonic() - started
             if waited_s > self.limit_s:
-                why = f"not all ranks have come to the same collective within {self.limit_s:.0f} s"
+                why = f"not all ranks reached the same collective within {self.limit_s:.0f} s"
                 self.declare_hang(self.rank, why)
             self.clock.sleep(min(max(POLL_S[0], waited_s / 4), POLL_S[1]))
 

@@ -309,7 +309,7 @@ class Comparison(Figures):
     def damage(self) -> list[str]:
         """A sentence for each run with files that are not what a run writes."""
         return [
-            f"{row.title}: {', '.join(row.damaged)}: skipped, as damaged or not written by a run"
+            f"{row.title}: {', '.join(row.damaged)}: skipped: damaged, or not a run's file"
             for row in self.rows
             if row.damaged
         ]
