@@ -30,7 +30,7 @@ from linnaeus.autobatch.ranks.control import (
     REPORT_S,
     ControlPlane,
     Failure,
-    ForeignFailureError,
+    JobFailedError,
     Keys,
     first_difference,
     group_of_this_rank,
@@ -407,7 +407,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
         if control is not None:
             cause = _in_thread(partial(_cause, control, error), _ANSWER_S)
-    if isinstance(error, ForeignFailureError) and error.__cause__ is not None:
+    if isinstance(error, JobFailedError) and error.__cause__ is not None:
         error = error.__cause__  # of a joint step
     is_ours = isinstance(error, LinnaeusError | Interrupted)
     if cause is None:

@@ -43,7 +43,7 @@ class LoadedConfig:
     settings: Mapping[Path, Setting]
     show_origins: bool
 
-    def is_typed(self, path: Path) -> bool:
+    def is_on_command_line(self, path: Path) -> bool:
         """Whether the command line sets this key or a node above it."""
         prefixes = (path[:size] for size in range(len(path), 0, -1))
         setting = next((self.settings[each] for each in prefixes if each in self.settings), None)

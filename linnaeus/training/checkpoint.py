@@ -42,7 +42,7 @@ from linnaeus.models.shards import (
     replaced,
 )
 from linnaeus.training.ema import Ema
-from linnaeus.training.losses import is_configured
+from linnaeus.training.losses import is_rebuilt_from_config
 from linnaeus.training.sharding import fill_part
 from linnaeus.words import counted
 
@@ -152,7 +152,7 @@ class TrainingState:
             {name: group[name] for name in _OWN_VALUES if name in group} for group in groups
         ]
         restored = dict(zip(_ENTRIES, self.state, strict=True))
-        if is_configured(self.criterion):
+        if is_rebuilt_from_config(self.criterion):
             del restored["criterion"]
         if state.get("scaler") == {}:  # of a run without fp16
             del restored["scaler"]
@@ -218,7 +218,7 @@ class Checkpoint:
                 f"{', '.join(changes) or 'MODEL and OPTIMIZER decide which'}. {REMEDY}"
             )
         changed = [change for change in self.changes if change.startswith("LOSS")]
-        if changed and state.get("criterion") and not is_configured(target.criterion):
+        if changed and state.get("criterion") and not is_rebuilt_from_config(target.criterion):
             raise ConfigError(
                 "EXPERIMENT.NAME: the checkpoint holds the state of your LOSS under other settings: "
                 f"{', '.join(changed)}. {REMEDY}"

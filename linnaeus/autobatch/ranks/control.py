@@ -80,7 +80,7 @@ class Failure:
         return cls(rank, message, exit_code or 1)
 
 
-class ForeignFailureError(LinnaeusError):
+class JobFailedError(LinnaeusError):
     """The first failure of the job, as ranks other than the failed one raise it, with its exit code."""
 
     def __init__(self, failure: Failure, name: int) -> None:
@@ -100,7 +100,7 @@ class ControlPlane:
     """Exchanges between ranks, each rank's heartbeat, and the first failure of the job.
 
     Every rank calls `gather`, `collect` and `broadcast` in the same order. These, and `check`, raise a
-    `ForeignFailureError` if another rank has failed or died. Use it as a context.
+    `JobFailedError` if another rank has failed or died. Use it as a context.
 
     Args:
         store: of the process group, with a prefix of this attempt's own. A blocking call needs a clone,
@@ -132,7 +132,7 @@ class ControlPlane:
         self.store, self.keys = store, Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
-        self._num_visits = Counter[str]()
+        self._num_barriers = Counter[str]()
         self._pulse_keys = Keys(store.clone())
         self._end_process = end_process
         self._counts = itertools.count()
@@ -280,14 +280,14 @@ class ControlPlane:
             return value
         return self._wait_for(next(self._numbers), 0)
 
-    def meet(self, place: str, num_ranks: int) -> None:
+    def barrier(self, name: str, num_ranks: int) -> None:
         """Wait until `num_ranks` ranks have called this with the same name as often as this rank has.
 
         Raises:
-            ForeignFailureError: a rank has failed or died, or one has not come within `limit_s`.
+            JobFailedError: a rank has failed or died, or one has not come within `limit_s`.
         """
-        self._num_visits[place] += 1
-        key, wanted = f"visits/{place}", self._num_visits[place] * num_ranks
+        self._num_barriers[name] += 1
+        key, wanted = f"barrier/{name}", self._num_barriers[name] * num_ranks
         started = self.clock.monotonic()
         self.store.add(key, 1)
         while True:
@@ -339,21 +339,21 @@ class ControlPlane:
 
     # --- failures ---
 
-    def tell(self, error: BaseException, *, as_one: bool = False) -> None:
+    def publish(self, error: BaseException, *, always_raise: bool = False) -> None:
         """Publish an error of this rank.
 
         Args:
             error: the error.
-            as_one: raise it as the other ranks do.
+            always_raise: raise `JobFailedError` for this rank's own failure too.
 
         Raises:
-            ForeignFailureError: the failure of another rank came first; `error` is its cause.
+            JobFailedError: the failure of another rank came first; `error` is its cause.
         """
         failure = Failure.of(self.rank, error)
         first = self.fail(self.cause_of(error) or failure)
         is_other = first.rank != self.rank and first.message != failure.message
-        if as_one or (is_other and isinstance(error, Exception)):
-            raise ForeignFailureError(first, self.name_of(first.rank)) from error
+        if always_raise or (is_other and isinstance(error, Exception)):
+            raise JobFailedError(first, self.name_of(first.rank)) from error
 
     def cause_of(self, error: BaseException) -> Failure | None:
         """Return the failure that came before this rank's error; None if none is known."""
@@ -409,7 +409,7 @@ class ControlPlane:
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
             self.keys.put(f"read/{self.rank}", True)
-            raise ForeignFailureError(failure, self.name_of(failure.rank))
+            raise JobFailedError(failure, self.name_of(failure.rank))
 
     def _beat_of(self, rank: int) -> _Beat:
         return self.keys.get(f"beat/{rank}") or _Beat()

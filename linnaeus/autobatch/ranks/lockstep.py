@@ -40,5 +40,5 @@ class Lockstep(WatchingMode):
         waits_for_all = not any(part in str(func) for part in ("send", "recv", "p2p"))
         if group is not None and num_ranks(group) > 1 and waits_for_all:
             members = torch_dist.get_process_group_ranks(group)
-            self._control.meet(f"{group.group_name} {members}", len(members))
+            self._control.barrier(f"{group.group_name} {members}", len(members))
         return func(*args, **(kwargs or {}))
