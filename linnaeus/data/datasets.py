@@ -20,9 +20,8 @@ from linnaeus.data.image_files import (
     encode,
     hold_out,
     name_unknown,
+    readable,
     report_coarse,
-    require_files,
-    without_damaged,
 )
 from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
 from linnaeus.data.manifest import build_manifest, evaluated_manifest
@@ -189,10 +188,7 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         ]
         listing, part = Listing.joined(held_out), "samples held out of training"
     listing, missing = _aligned(listing, files.level_names, index, report)
-    if config.ON_BAD_IMAGE == "skip":
-        listing = without_damaged(listing, on_main, report)
-    elif dataset.NAME == "manifest":
-        require_files(listing)
+    listing = readable(listing, config, on_main, report)
     targets, unknown = encode(listing.lineages, index)
     left_out = {position for positions in unknown.values() for position in positions}
     if unknown:

@@ -186,10 +186,7 @@ def build_files(
     transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
     splits = []
     for listing, each in ((train, transform), (val, preprocessing.transform())):
-        if config.ON_BAD_IMAGE == "skip":
-            listing = without_damaged(listing, on_main, report)
-        elif config.DATASET.NAME == "manifest":
-            require_files(listing)
+        listing = readable(listing, config, on_main, report)
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample")
         report_coarse(listing, report)
@@ -312,6 +309,15 @@ def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list
         f"{name} (first in {listing.root / listing.paths[found[0]]})"
         for name, found in unknown.items()
     ]
+
+
+def readable(listing: Listing, config: DataConfig, on_main: OnMain, report: list[str]) -> Listing:
+    """Leave out damaged files if ON_BAD_IMAGE asks for it; else require the files of a manifest."""
+    if config.ON_BAD_IMAGE == "skip":
+        return without_damaged(listing, on_main, report)
+    if config.DATASET.NAME == "manifest":
+        require_files(listing)
+    return listing
 
 
 def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:
