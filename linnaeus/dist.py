@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -27,12 +26,11 @@ import torch
 import torch.distributed as torch_dist
 
 from linnaeus.autobatch.ranks.control import (
-    CAUSE_S,
     FAREWELL_S,
     REPORT_S,
     ControlPlane,
     Failure,
-    ForeignFailureError,
+    JobFailedError,
     Keys,
     first_difference,
     group_of_this_rank,
@@ -115,7 +113,7 @@ class World:
             )
 
     def is_cause(self, error: BaseException) -> bool:
-        """Whether an error of this rank is the first of all ranks, as far as it can know."""
+        """Return whether this rank's error came first, as far as this rank knows."""
         if self.control is None:
             return True
         with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
@@ -409,12 +407,11 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     with suppress(torch_dist.DistError, TimeoutError):  # the store may have gone, or not answer
         if control is not None:
             cause = _in_thread(partial(_cause, control, error), _ANSWER_S)
-    if isinstance(error, ForeignFailureError) and error.__cause__ is not None:
+    if isinstance(error, JobFailedError) and error.__cause__ is not None:
         error = error.__cause__  # of a joint step
     is_ours = isinstance(error, LinnaeusError | Interrupted)
     if cause is None:
-        message = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        cause = Failure(rank, message, getattr(error, "exit_code", 1))
+        cause = Failure.of(rank, error)
     if cause.is_hang or (cause.rank == rank and not is_ours):
         traceback.print_exception(error)
     _print(rank, cause.message if cause.rank == rank else f"rank {cause.rank}: {cause.message}")
@@ -428,11 +425,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
 
 def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
     """The first failure of the job, as far as it is known; None for an error that is the first."""
-    # Where another rank has died, backends raise a RuntimeError, and torchrun sends SIGTERM.
-    may_be_consequence = (
-        isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
-    )
-    failure = control.first_failure(CAUSE_S if may_be_consequence else 0.0)
+    failure = control.cause_of(error)
     if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
         return control.declare_hang(
             control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})"

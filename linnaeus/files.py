@@ -36,17 +36,16 @@ def suggest_path(path: Path) -> str:
 
 
 def suggest_run(path: Path) -> str:
-    """The remedy for a path that is no run: its real name, the runs beside or below it, or an example."""
+    """Suggest runs for a path that is none."""
     folders = (path if path.is_dir() else path.parent, path.parent / "runs")
-    inner = [each for folder in folders for each in folder.glob(f"*/{CHECKPOINTS}")]
-    runs = {each.parent.name: str(each.parent) for each in inner}
-    names = get_close_matches(path.name, runs, len(runs) or 1, cutoff=0)
-    if get_close_matches(path.name, names[:1]):
-        return f"; did you mean {runs[names[0]]}?"
+    found = [run for folder in folders for run in sorted(folder.glob(f"*/{CHECKPOINTS}"))]
+    runs = {run.parent.name: str(run.parent) for run in found}
+    if close := get_close_matches(path.name, runs, 1):
+        return f"; did you mean {runs[close[0]]}?"
     if not path.exists() and (beside := suggest_path(path)):
         return beside
-    found = several([runs[name] for name in names])
-    return f"; runs are {found}" if found else "; name the folder of a run, such as runs/birds"
+    named = several([*runs.values()])
+    return f"; available runs: {named}" if runs else "; name a run directory, such as runs/birds"
 
 
 def checkpoint_file(run: Path, name: str) -> Path | None:

@@ -231,6 +231,7 @@ def run(config: Config) -> FitResult:
                 wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS
             ),
             begin=begin,
+            folder=folder,
             callbacks=callbacks,
         )
         # Dropout differs between ranks; the weights are rank 0's.

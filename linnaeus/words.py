@@ -1,4 +1,4 @@
-"""Words of the sentences that users read, and what the name of a metric says."""
+"""Words of the sentences that users read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from collections.abc import Sequence
 
 _NUM_NAMED = 5
 """Largest number of files or classes that a message names; it only counts the others."""
-_SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "ece", "nll", "brier", "perplexity")
-"""Ends of the names of metrics of which a lower value is a better one."""
-_OF_LEVELS = ("top1/", "top5/", "map/", "f1/")
-"""Starts of the names of metrics that end in the name of a level, which may be any."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -21,21 +17,6 @@ def counted(number: int, noun: str) -> str:
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def larger_is_better(metric: str) -> bool:
-    """Whether a larger value of a metric is a better one. Whatever compares values of a metric asks this.
-
-    >>> larger_is_better("top1/loss"), larger_is_better("aux/loss"), larger_is_better("calibration_error")
-    (True, False, False)
-    """
-    parts = metric.lower().split("/")
-    return metric.startswith(_OF_LEVELS) or not any(p.endswith(_SMALLER_IS_BETTER) for p in parts)
-
-
-def score(metric: str, value: float) -> float:
-    """The value of a metric, negated unless a larger one is better; the score of a score is the value."""
-    return value if larger_is_better(metric) else -value
 
 
 def several(names: Sequence[str]) -> str:

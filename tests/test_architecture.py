@@ -23,6 +23,7 @@ ORDER = (
     "integrations",
     "rng",
     "words",
+    "metrics",
     "errors",
     "files",
     "signals",

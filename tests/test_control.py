@@ -21,7 +21,7 @@ from linnaeus.autobatch.ranks import control
 from linnaeus.autobatch.ranks.control import (
     ControlPlane,
     Failure,
-    ForeignFailureError,
+    JobFailedError,
     OverdueError,
 )
 from linnaeus.dist import agree_on_attempt
@@ -100,7 +100,7 @@ def test_messages_call_a_rank_by_its_name() -> None:
     """A group's ranks 0 and 1 may be the job's 2 and 3."""
     main, other = planes(name_of=lambda rank: rank + 2)
     fail(other)
-    with pytest.raises(ForeignFailureError, match="rank 3: broken") as caught:
+    with pytest.raises(JobFailedError, match="rank 3: broken") as caught:
         main.check()
     assert (caught.value.failure, caught.value.exit_code) == (BROKEN, 7)
 
@@ -134,7 +134,7 @@ def test_a_value_that_a_rank_sent_before_it_failed_counts() -> None:
 
     store.event = send_and_fail
     assert main.collect("mine") == ["mine", "sent"]
-    with pytest.raises(ForeignFailureError):
+    with pytest.raises(JobFailedError):
         main.collect("next")
 
 
@@ -143,47 +143,47 @@ def test_ranks_that_meet_go_on_together_as_often_as_they_do() -> None:
 
     def work(plane: ControlPlane) -> None:
         for number in range(3):
-            plane.meet("here", 3)
+            plane.barrier("here", 3)
             passed.append((number, plane.rank))
             if plane.rank:
-                plane.meet("there", 2)
+                plane.barrier("there", 2)
 
     ranks(work, work, work)
-    assert [number for number, _ in sorted(passed)] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [number for number, _ in passed] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     main, other = planes()
-    script(main, *[nothing] * 3, lambda: passed.append((3, 1)), lambda: other.meet("here", 1))
-    main.meet("here", 2)
+    script(main, *[nothing] * 3, lambda: passed.append((3, 1)), lambda: other.barrier("here", 1))
+    main.barrier("here", 2)
     assert passed[-1] == (3, 1), "it has waited"
 
 
 def test_a_failure_of_a_rank_frees_those_that_wait_to_meet_it() -> None:
     main, other = planes()
     script(main, nothing, lambda: fail(other))
-    with pytest.raises(ForeignFailureError) as caught:
-        main.meet("here", 2)
+    with pytest.raises(JobFailedError) as caught:
+        main.barrier("here", 2)
     assert caught.value.failure == Failure(1, "broken", 7)
 
 
 def test_a_rank_that_others_wait_to_meet_too_long_ends_the_job() -> None:
     main, other = planes(limit_s=100.0)
     other.update("trying 128")
-    with pytest.raises(ForeignFailureError, match="trying 128") as caught:
-        main.meet("here", 2)
+    with pytest.raises(JobFailedError, match="trying 128") as caught:
+        main.barrier("here", 2)
     assert caught.value.failure.is_hang
-    with pytest.raises(ForeignFailureError):
+    with pytest.raises(JobFailedError):
         other.check()
 
 
 def test_a_later_error_of_a_rank_gives_way_to_the_first() -> None:
     main, other = planes()
     fail(other)
-    with pytest.raises(ForeignFailureError, match="rank 1: broken") as caught:
-        main.tell(RuntimeError("Connection closed by peer"))
-    assert isinstance(caught.value.failure, Failure)
-    main.tell(KeyboardInterrupt())
-    other.tell(LinnaeusError("broken"))
-    with pytest.raises(ForeignFailureError, match="rank 1: broken"):
-        other.tell(LinnaeusError("broken"), as_one=True)
+    with pytest.raises(JobFailedError, match="rank 1: broken") as caught:
+        main.publish(RuntimeError("Connection closed by peer"))
+    assert caught.value.failure.rank == 1
+    main.publish(KeyboardInterrupt())
+    other.publish(LinnaeusError("broken"))
+    with pytest.raises(JobFailedError, match="rank 1: broken"):
+        other.publish(LinnaeusError("broken"), always_raise=True)
 
 
 def test_the_first_failure_counts_and_stays_until_the_others_have_read_it() -> None:
@@ -240,7 +240,7 @@ def test_a_rank_whose_process_has_died_is_named(
     assert death is not None, "rank 0 may be deaf, or on another machine"
     assert death.rank == 2
     script(main, nothing, main.look)
-    with pytest.raises(ForeignFailureError, match="trying 128") as caught:
+    with pytest.raises(JobFailedError, match="trying 128") as caught:
         main.gather("next")
     assert caught.value.failure == death
     process.communicate()

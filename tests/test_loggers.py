@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from linnaeus.training.callbacks import CallbackState
 from linnaeus.training.tracking import Tracker
@@ -64,7 +65,7 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
     assert run(*command, callback(), "TRAIN.AUTO_RESUME=True").code == 0
     folder = tmp_path / "runs/dies"
     assert_same_bits(weights(folder), weights(tmp_path / "runs/plain"))
-    assert checkpoint_of(folder)["callbacks"] == [{"TRAIN.CALLBACKS[0]": {"counts": [8, 2, 2]}}]
+    assert checkpoint_of(folder)["callbacks"] == [state_of("Recorder", [8, 2, 2])]
 
     written: dict[str, list[tuple[int, float]]] = {}
     for line in lines_of(folder) + lines_of(folder, "val"):
@@ -95,18 +96,35 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
     assert all(float(rows[1][name]) == values[-1][1] for name, values in written.items())
 
 
+def state_of(name: str, counts: list[int]) -> dict[str, Any]:
+    """The entry of a checkpoint for the only callback of a run."""
+    return {"TRAIN.CALLBACKS[0]": (f"{__name__}.{name}", {"counts": counts})}
+
+
 class Other(Recorder):
     """Has a state of the same form, which means something else."""
 
 
-@pytest.mark.parametrize("first", ["Recorder", "Other"])
-def test_a_callback_gets_the_state_of_its_own_class(run: Run, tmp_path: Path, first: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "has_class", "counts"),
+    [
+        ("Recorder", True, [8, 2, 2]),
+        ("Other", True, [4, 1, 1]),
+        ("Recorder", False, [8, 2, 2]),  # as an earlier version wrote it
+    ],
+)
+def test_a_callback_gets_the_state_of_its_own_class(
+    run: Run, tmp_path: Path, name: str, has_class: bool, counts: list[int]
+) -> None:
     options = (*PLAIN, "DATA.BATCH_SIZE=25", "TRAIN.AUTO_RESUME=True")
     assert run(*options, "TRAIN.EPOCHS=1", callback()).code == 0
-    assert run(*options, "TRAIN.EPOCHS=2", callback(first)).code == 0
-    [states] = checkpoint_of(tmp_path / "runs/plain")["callbacks"]
-    counts = [8, 2, 2] if first == "Recorder" else [4, 1, 1]
-    assert states == {"TRAIN.CALLBACKS[0]": {"counts": counts}}
+    folder = tmp_path / "runs/plain"
+    if not has_class:
+        content = checkpoint_of(folder)
+        content["callbacks"] = [{"TRAIN.CALLBACKS[0]": {"counts": [4, 1, 1]}}]
+        torch.save(content, folder / "checkpoints/last.pt")
+    assert run(*options, "TRAIN.EPOCHS=2", callback(name)).code == 0
+    assert checkpoint_of(folder)["callbacks"] == [state_of(name, counts)]
 
 
 @pytest.mark.parametrize(
@@ -140,5 +158,5 @@ def test_a_logger_that_fails_is_left_out_and_the_others_go_on(
 @pytest.mark.e2e
 def test_callbacks_are_called_on_every_rank(torchrun: Run, tmp_path: Path) -> None:
     assert torchrun(2, *PLAIN, "DATA.BATCH_SIZE=16", callback()).code == 0
-    counts = {"TRAIN.CALLBACKS[0]": {"counts": [9, 3, 3]}}
+    counts = state_of("Recorder", [9, 3, 3])
     assert checkpoint_of(tmp_path / "runs/plain")["callbacks"] == [counts, counts]

@@ -46,8 +46,9 @@ def test_the_script_alone_prints_the_help(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("is_safe", [False, True])
-@pytest.mark.parametrize("script", ["linnaeus", "analyze_batch_sizes"])
+@pytest.mark.parametrize(
+    ("script", "is_safe"), [("linnaeus", False), ("linnaeus", True), ("analyze_batch_sizes", False)]
+)
 def test_scripts_import_from_the_current_folder(script: str, is_safe: bool, tmp_path: Path) -> None:
     """The module leaves a file when it is imported; Python itself is asked to import no neighbours."""
     (tmp_path / "bin").mkdir()

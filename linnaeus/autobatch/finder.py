@@ -541,7 +541,7 @@ class BatchSizeFinder:
         return self.memory.budget(fraction, self._limit_bytes)
 
     def _settle(self) -> None:
-        """After the first steps: read what the process holds, and check that they can be undone."""
+        """Read the process's memory after the first steps, and check that they can be undone."""
         self.memory.settle(self._snapshot.host_bytes)
         self._snapshot.check_restored()
 

@@ -133,10 +133,9 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 def console(*command: str) -> int:
-    """The script `linnaeus`, or another script, which names its command.
+    """Entry point of `linnaeus` and of `tools/`, which pass their command.
 
-    Beside `cli`, it prints the help without any argument, completes, and makes the current folder importable,
-    as `python -m` does.
+    Prints help without arguments and adds the current directory to `sys.path`.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what may stand at the cursor
         from linnaeus.cli.completion import complete

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.keys import KEYS, available, closest, suggest
-from linnaeus.config.overrides import OPTIONS, expanded, is_bare_key, parse_command_line
+from linnaeus.config.overrides import OPTIONS, expanded, parse_command_line
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, suggest_run, temporary_name
@@ -24,7 +24,7 @@ from linnaeus.sweep.slurm import FLAGS, LaunchOptions, problems_with
 AUTOBATCH = "DATA.AUTOBATCH"
 COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
 """What a shell's start-up file needs for completion with TAB."""
-_NUMBER = re.compile(r"-[.\d]")
+_NUMBER = re.compile(r"-([.\d]|(inf|nan)$)")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class CommandParser(argparse.ArgumentParser):
             "--slurm",
             "KEY=VALUE ...",
             _read_sbatch,
-            "options of sbatch, such as partition=gpu time=4:00:00; a preset among them stays a preset",
+            "options of sbatch, such as partition=gpu time=4:00:00",
             takes=_is_sbatch,
             launches=True,
         )
@@ -200,18 +200,12 @@ class CommandParser(argparse.ArgumentParser):
         words, problems, launch = list[str](), list[str](), LaunchOptions()
         gathered: dict[str, list[str]] = {}
         at, end = 0, argv.index("--") if "--" in argv else len(argv)
-        groups, is_value = _groups(argv), False
         while at < end:
             begin, (name, has_value, value) = at, argv[at].partition("=")
             option = self._options.get(name)
             at += 1
-            is_known = option is not None or (self.takes_overrides and name in OPTIONS)
-            if is_value and not is_known and not name.startswith("--"):  # such as -inf
+            if not _is_option(name):
                 words.append(argv[begin])
-                is_value = False
-            elif not _is_option(name):
-                words.append(argv[begin])
-                is_value = self.takes_overrides and not is_value and is_bare_key(argv[begin])
             elif name in ("--install-completion", "--show-completion"):
                 return [], [
                     f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"
@@ -234,8 +228,6 @@ class CommandParser(argparse.ArgumentParser):
                         break
                     if option.takes is not None and not option.takes(word):
                         break
-                    if option.launches and word.partition("=")[0] in groups:
-                        break  # a preset
                     texts.append(word)
                 at += len(texts) - bool(has_value)
                 if option.takes is not None:  # the option may stand twice
@@ -291,14 +283,10 @@ class CommandParser(argparse.ArgumentParser):
         vars(options)["run"] = path
         if path.is_file() and vars(options)["checkpoint"] is not None:
             return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
-        if not path.exists():
-            return [f"RUN: there is no run or checkpoint {path}{suggest_run(path)}"]
-        names_file = vars(options)["checkpoint"] not in (None, "best", "last")
+        names_file = path.is_dir() and vars(options)["checkpoint"] not in (None, "best", "last")
         if path.is_file() or names_file or (path / CHECKPOINTS).exists():
             return []
-        return [
-            f"RUN: {path} is not the folder of a run: it has no {CHECKPOINTS}/{suggest_run(path)}"
-        ]
+        return [f"RUN: {path} is not a run directory (no {CHECKPOINTS}/){suggest_run(path)}"]
 
 
 def _is_option(token: str) -> bool:
@@ -306,15 +294,10 @@ def _is_option(token: str) -> bool:
 
 
 def _is_sbatch(word: str) -> bool:
-    """Whether a word may be an option of sbatch, where it chooses no preset."""
+    """Whether a word is an option of sbatch: a known one, or KEY=VALUE that chooses no preset."""
     name, has_value, _ = word.partition("=")
-    return name in FLAGS or bool(has_value and re.fullmatch(r"[a-z][a-z0-9_-]*", name))
-
-
-def _groups(argv: Sequence[str]) -> set[str]:
-    """The groups of presets: those of the package, and of the folders that a command line names."""
-    sources = parse_command_line(argv).sources
-    return {*available(*(Path(name) for option, name in sources if option == "--config-dir"))}
+    is_own = has_value and re.fullmatch(r"[a-z][a-z0-9_-]*", name) and name not in available()
+    return name in FLAGS or bool(is_own)
 
 
 def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
@@ -352,7 +335,7 @@ def read_request(
     for folder in folders:
         typed = f"linnaeus {parser.command.strip('[]')} data=imagefolder DATA.DATASET.ROOT="
         problems.append(
-            f"{folder!r}: is a folder; for its images type: {typed}{shlex.quote(folder)}"
+            f"{folder!r} is a directory; to use its images, run: {typed}{shlex.quote(folder)}"
         )
     try:
         loaded = load_config([word for word in words if word not in folders])

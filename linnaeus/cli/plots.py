@@ -130,11 +130,6 @@ def log_axis(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(LogFormatter())
 
 
-def legend_label(text: str) -> str:
-    """The text as a label; matplotlib leaves one that begins with `_` out of the legend."""
-    return f" {text}" if text.startswith("_") else text
-
-
 def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
     """Scale an x axis of ascending batch sizes by powers of two. Where they lie close, some have no label."""
     shown = [sizes[-1]]

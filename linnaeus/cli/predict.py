@@ -94,8 +94,8 @@ def read(argv: Sequence[str]) -> tuple[Options]:
         problems.append("IMAGES: - stands there twice, but standard input can be read once")
     if STDIN in options.images and options.launch.launcher == "slurm":
         problems.append(
-            "IMAGES: -: a job has no standard input; name files, folders or patterns, "
-            "or leave out --launcher slurm"
+            "IMAGES: '-' reads standard input, which a SLURM job lacks; pass files, directories or patterns, "
+            "or drop --launcher slurm"
         )
     if problems:
         raise ConfigError(problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -70,6 +71,8 @@ JOBS_OF_A_SEARCH = 4
 """Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
 LOOK_S, LOOK_AT_QUEUE_S = 1.0, 10.0
 """Pauses between two looks at the runs: of workers here, and of jobs."""
+METRIC = re.compile(r"loss|consistent|(top1|top5|map|f1)/.+")
+"""Names of validation metrics."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Thing = TypeVar("Thing")
 Watch = Callable[[Callable[[], bool], Sequence[int], float], None]
@@ -133,6 +136,11 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
             problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
         if options.trials is None and not options.status:
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
+    if options.metric and not METRIC.fullmatch(options.metric):
+        problems.append(
+            f"--metric: {options.metric!r} is not a metric; use loss, consistent, top1/LEVEL, top5/LEVEL, "
+            "map/LEVEL or f1/LEVEL"
+        )
     plans = _plans(points, problems)
     if problems:
         raise ConfigError(problems)
@@ -179,7 +187,8 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         The exit code: 0 all ended well, 1 some did not, 130 interrupted.
 
     Raises:
-        ConfigError: the folder cannot be written to, or is that of another sweep; no run has the metric.
+        ConfigError: the folder cannot be written to, or is that of another sweep; no run whose status is
+            asked for has the metric.
         AutoBatchError: for some runs nothing is predicted to fit.
         LostFolderError: the folder was renamed or deleted while the runs went on.
         LinnaeusError: sbatch has refused the job.
@@ -195,9 +204,9 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         if options.status:
             table = _comparison(sweep, _study(sweep), options)
             _show(table, console)
-            _check_shown(table)
+            if problem := _missing_metric(table):
+                raise ConfigError(problem)
             return 0
-        _check_metric(options.metric, plans)
         shares = _shares(options.launch, plans)
         if options.predict_gpu:
             from linnaeus.cli.sweep_predict import check_predictions  # here: only this needs torch
@@ -224,7 +233,8 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         table = _report(options, sweep, study, console)
         if study is not None and (found := study.best()) is not None:
             logger.info("best: %s", found)
-        _check_shown(table)
+        if problem := _missing_metric(table):
+            logger.warning("%s", problem)
     finally:
         close_logging()
     if received:
@@ -272,34 +282,10 @@ def _show(table: Comparison, console: Console) -> None:
         console.print("no run has begun")
 
 
-def _check_metric(metric: str | None, plans: Sequence[Plan]) -> None:
-    """Refuse a metric that the runs will not have, by their data; nothing where that cannot be built here.
-
-    Raises:
-        ConfigError: names the closest metrics.
-    """
-    if metric in (None, "loss"):
-        return
-    from linnaeus.cli.compare.runs import unknown_metric
-    from linnaeus.data.bundle import reads_nothing
-    from linnaeus.data.datasets import build_data
-    from linnaeus.training.accuracy import ClassificationMetrics
-
-    known: list[str] = []
-    for config in {repr(config.DATA.DATASET): config for _, config in plans}.values():
-        try:
-            data = build_data(config.DATA, seed=config.EXPERIMENT.SEED, on_main=reads_nothing)
-        except LinnaeusError:  # which the run says too
-            return
-        known += ClassificationMetrics(data.taxonomy).names
-    if (problem := unknown_metric(metric, [*dict.fromkeys(known)])) is not None:
-        raise ConfigError(f"--metric: {problem}")
-
-
-def _check_shown(table: Comparison) -> None:
-    """Raise `ConfigError` where runs have metrics, and none has the one that is wanted."""
-    if table.metrics and (problem := table.unknown_metric) is not None:
-        raise ConfigError(f"--metric: {problem}")
+def _missing_metric(table: Comparison) -> str | None:
+    """A sentence where runs have metrics, and none has the wanted one."""
+    problem = table.unknown_metric if table.metrics else None
+    return problem and f"--metric: {problem}"
 
 
 def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:
@@ -590,8 +576,7 @@ PARSER.option(
     "--jobs",
     "N",
     read_count,
-    "workers, and so runs at once; default: 1, with all GPUs of this machine; on SLURM one for each run (4 "
-    "in a search)",
+    "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a search)",
     launches=True,
 )
 PARSER.option(

@@ -29,9 +29,11 @@ _NOT_THE_USERS = (
 )
 
 _NEVER = {"linnaeus", "hydra", "omegaconf", *sys.stdlib_module_names}
-"""Packages that a file may not call into, even with consent: they hold no model and no dataset of a user."""
+"""Packages that hold no model, loss or dataset of a user, so no file may name them as one."""
 _MODULES = (("MODEL", TARGET), ("LOSS", TARGET))
 """Keys that name an `nn.Module`."""
+_USERS = (*_MODULES, ("DATA", "DATASET", TARGET))
+"""Keys that name the user's own class or function."""
 
 
 def is_target(node: Any) -> bool:
@@ -66,10 +68,10 @@ def check_targets(found: Mapping[Key, Any], file: Path, *, trust_code: bool) -> 
     named = {key: f"{dotted(key)} {name!r:.200}" for key, name in found.items()}
     if named and not trust_code:
         raise TrustError(
-            f"{file} names code: {', '.join(named.values())}; to run it, add --trust-code (in Python: "
-            "load_run(..., trust_code=True)), if you trust the file"
+            f"{file} would run code: {', '.join(named.values())}. If you trust the file, add --trust-code "
+            "(in Python: load_run(..., trust_code=True))"
         )
-    wrong = [(key, _not_callable_from_files(key, name)) for key, name in found.items()]
+    wrong = [(key, _not_callable_from_files(key, found[key])) for key in _USERS if key in found]
     if problems := [f"{file} names {named[key]}, {reason}" for key, reason in wrong if reason]:
         raise TrustError(problems)
 
@@ -114,14 +116,11 @@ def prepare(node: Mapping[str, Any], where: str) -> functools.partial[Any]:
     try:
         return instantiate({where: content})[where]  # type: ignore[no-any-return]
     except (InstantiationException, TypeError) as error:
-        places = ""
         text, _, key = str(error).partition("\nfull_key: ")
         if "HYDRA_FULL_ERROR" in text:  # Hydra leaves the reason to the traceback
             root = error.__cause__ and (error.__cause__.__cause__ or error.__cause__)
             key, text = f"{key}._target_", f"{text.partition(',')[0]}: {root}"
-            if isinstance(root, ModuleNotFoundError) and "." not in (root.name or "."):
-                places = _places()
-        text = textwrap.shorten(text, 300, placeholder=" ...") + places
+        text = textwrap.shorten(text, 300, placeholder=" ...")
         raise ConfigError(f"{key or where}: {text}{place_of(error)}") from error
 
 
@@ -157,13 +156,6 @@ def call_target(
         text = f"{where}: {node['_target_']} failed with {type(error).__name__}: {error}"
         hint = _hint(call.keywords, where, known) if isinstance(error, TypeError) else ""
         raise ConfigError(text + hint + place_of(error)) from error
-
-
-def _places() -> str:
-    """Say where Python looked for a module."""
-    if str(Path.cwd()) in sys.path or "" in sys.path:
-        return "; neither the current directory nor the Python path has it"
-    return "; the current directory is not on the Python path: set PYTHONPATH=."
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

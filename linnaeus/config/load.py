@@ -19,7 +19,7 @@ from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, Path, dotted
 from linnaeus.config.overrides import parse_command_line
 from linnaeus.config.resolve import Resolver
 from linnaeus.config.schema import Config
-from linnaeus.config.tree import COMMAND_LINE, PLAN, leaves, read_tree
+from linnaeus.config.tree import COMMAND_LINE, PLAN, read_tree
 from linnaeus.config.values import Setting, escape, show, tree_of, untyped
 from linnaeus.errors import ConfigError
 from linnaeus.files import write_atomically
@@ -43,8 +43,8 @@ class LoadedConfig:
     settings: Mapping[Path, Setting]
     show_origins: bool
 
-    def is_typed(self, path: Path) -> bool:
-        """Whether the command line sets a key or a node around it."""
+    def is_on_command_line(self, path: Path) -> bool:
+        """Whether the command line sets this key or a node above it."""
         prefixes = (path[:size] for size in range(len(path), 0, -1))
         setting = next((self.settings[each] for each in prefixes if each in self.settings), None)
         return setting is not None and setting.origin == COMMAND_LINE
@@ -104,26 +104,12 @@ def read_run_config(path: FilePath) -> Mapping[Any, Any]:
     file = read_file(str(path), "RUN")
     if file.problem:
         raise ConfigError(file.problem)
-    problems = [
-        f"{dotted(key)}: {show(setting.value)} is an interpolation ({setting.origin}); a run's file has "
-        "values alone"
-        for key, setting in leaves(file.tree)
-        if any(map(_REFERS.search, _texts(untyped(setting, check=False))))
-    ]
-    if file.defaults is not None:
-        problems.append(f"defaults: a run's file has values alone, and no such list ({path})")
-    if problems:
-        raise ConfigError(problems)
+    text = repr(untyped(file.tree, check=False)).replace("\\\\", "\\")
+    if file.defaults is not None or _REFERS.search(text):
+        raise ConfigError(
+            f"{path}: a run's file has values only, no interpolation and no defaults list"
+        )
     return file.tree
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts in nested mappings and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for child in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(child)
 
 
 @functools.cache

@@ -119,12 +119,6 @@ def _is_key(name: str) -> bool:
     return top.isupper() or ("." in name and (top.upper(),) in NODES)
 
 
-def is_bare_key(token: str) -> bool:
-    """Whether a token is a key whose value is the next token."""
-    match = _KEY.fullmatch(token)
-    return match is not None and match[1] != "~" and match[3] is None and _is_key(match[2])
-
-
 def _begins_next(token: str) -> bool:
     """Whether a token after a key is not its value: it is an option, or more likely the next override."""
     match = _KEY.fullmatch(token)

@@ -193,8 +193,7 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         listing = without_damaged(
             listing, preprocessing.channels, preprocessing.decoding, on_main, report
         )
-    elif dataset.NAME == "manifest":
-        require_files(listing)
+    require_files(listing, config)
     targets, unknown = encode(listing.lineages, index)
     left_out = {position for positions in unknown.values() for position in positions}
     if unknown:

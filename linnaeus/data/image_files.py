@@ -197,8 +197,7 @@ def build_files(
     for listing in (train, val):
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample")
-        if config.ON_BAD_IMAGE != "skip" and config.DATASET.NAME == "manifest":
-            require_files(listing)
+        require_files(listing, config)
     decoding = with_bit_depth(Decoding.of(config), train.files, config, on_main, report)
     if config.ON_BAD_IMAGE == "skip":
         train, val = (
@@ -391,13 +390,16 @@ def without_damaged(
     return listing.take([i for i in range(num_files) if i not in damaged])
 
 
-def require_files(listing: Listing) -> None:
-    """Refuse a listing that names files that do not exist. The first process of each machine looks.
+def require_files(listing: Listing, config: DataConfig) -> None:
+    """Refuse a manifest with files that do not exist, unless damaged files are left out.
+
+    The first rank of each machine looks.
 
     Raises:
         DataError: counts the files, and names some of them.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    is_listed = config.DATASET.NAME != "manifest" or config.ON_BAD_IMAGE == "skip"
+    if is_listed or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     files = [os.path.join(listing.root, path) for path in listing.paths]  # noqa: PTH118 (hot path)
     with ThreadPool(32) as pool:  # a network file system answers many at once

@@ -140,12 +140,12 @@ class ModelSpec:
         if file.suffix == ".safetensors" and (nested := self.nested_targets()):
             outer = f"{self.node.get(TARGET, self.node.get('NAME'))!r:.200}"
             raise TrustError(
-                f"{file} names code in the arguments of {outer}, which no safetensors file may: "
-                f"{', '.join(nested)}; use the run's folder or checkpoint"
+                f"{file}: arguments of {outer} contain `_target_` ({', '.join(nested)}), which a "
+                ".safetensors file must not have; load the run directory or a checkpoint"
             )
         check_targets(dict(targets(self.node, ("MODEL",))), file, trust_code=trust_code)
         if not is_target(self.node) and ":" in self.node["NAME"]:
             raise TrustError(
-                f"{file} names a place to fetch a model from, MODEL.NAME {self.node['NAME']!r:.200}; a file "
-                "of a run names an architecture of timm"
+                f"{file}: MODEL.NAME {self.node['NAME']!r:.200} would download a model; a run's file may "
+                "only name a timm architecture"
             )

@@ -20,11 +20,11 @@ from linnaeus.config.load import to_yaml
 from linnaeus.errors import ConfigError
 from linnaeus.files import STUDY
 from linnaeus.log import RunFolder
+from linnaeus.metrics import score
 from linnaeus.run_folder import TRIAL, State, read_result, read_state
 from linnaeus.signals import StopRequest
 from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
-from linnaeus.words import score
 
 if TYPE_CHECKING:
     from linnaeus.training.callbacks import CallbackState
@@ -45,7 +45,7 @@ class Study:
         sweep: a search.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is damaged, or was written by an earlier version.
         ImportError: Optuna is not installed.
     """
 
@@ -71,6 +71,10 @@ class Study:
                 raise ConfigError(
                     f"EXPERIMENT.NAME: {path} is damaged; give the search another name"
                 ) from error
+        if self.study.direction.name != "MAXIMIZE":
+            raise ConfigError(
+                f"{path}: written by an earlier version; choose another EXPERIMENT.NAME"
+            )
         self._asking = journal.JournalFileSymlinkLock(str(sweep.folder / "asking"))
 
     def check_configuration(self) -> None:

@@ -115,7 +115,7 @@ def script(
 
 
 def _literal(folder: Path) -> str:
-    """A folder's path in a pattern of file names, where `%` begins what sbatch replaces."""
+    """Escape `%` in a path for sbatch file name patterns."""
     return str(folder.resolve()).replace("%", "%%")
 
 

@@ -203,8 +203,8 @@ def headline(names: Sequence[str], criterion: nn.Module) -> str:
     return ["loss", *(name for name, weight in zip(top1, weights, strict=True) if weight > 0)][-1]
 
 
-MAX_SKIPPED_STEPS = 20
-"""A gradient scaler skips steps whose loss is not finite. So many in a row end the run."""
+MIN_LOSS_SCALE = 2**-4
+"""A gradient scaler halves its scale in a step that overflows. A smaller scale ends the run."""
 
 
 class LossMeter:
@@ -212,22 +212,21 @@ class LossMeter:
 
     Args:
         world: the processes.
-        skips: whether a gradient scaler skips steps whose loss is not finite. The mean leaves them out.
+        scaler: the training step's. If enabled, it skips steps whose loss is not finite, and the mean leaves
+            them out.
     """
 
-    def __init__(self, world: World, *, skips: bool = False) -> None:
+    def __init__(self, world: World, scaler: torch.amp.GradScaler) -> None:
         self._world = world
-        self._skips = skips
+        self._scaler = scaler
         self._total: torch.Tensor | None = None
         self._count: torch.Tensor | int = 0
-        self._num_skipped = torch.zeros((), device=world.device)
 
     def add(self, loss: torch.Tensor) -> None:
         """Add one optimizer step's mean loss."""
         is_counted: torch.Tensor | int = 1
-        if self._skips:
+        if self._scaler.is_enabled():
             is_counted = loss.isfinite()
-            self._num_skipped = (self._num_skipped + 1) * ~is_counted
             loss = loss.where(is_counted, 0.0)
         self._total = loss if self._total is None else self._total + loss
         self._count = self._count + is_counted
@@ -257,18 +256,16 @@ class LossMeter:
         Every rank must call this.
 
         Raises:
-            LinnaeusError: the loss is not finite, or with a scaler was not in `MAX_SKIPPED_STEPS` steps.
+            LinnaeusError: the loss is not finite, or the scale fell below `MIN_LOSS_SCALE`.
         """
         if self._total is None:
             return math.nan
         count = torch.as_tensor(self._count, dtype=self._total.dtype, device=self._total.device)
         total, count = self._world.reduce(torch.stack([self._total, count]))
         mean = float(total / count)
-        problem = "" if self._skips or math.isfinite(mean) else f"is {mean}"
-        if self._skips:
-            num = int(self._world.reduce(self._num_skipped.clone(), "MAX"))
-            if num >= MAX_SKIPPED_STEPS:
-                problem = f"was not finite in the last {num} steps, which the gradient scaler skips"
+        problem = "" if self._scaler.is_enabled() or math.isfinite(mean) else f"is {mean}"
+        if (scale := self._scaler.get_scale()) < MIN_LOSS_SCALE:
+            problem = f"cannot be used: the gradient scaler fell to {scale:.3g} because every step overflows"
         if problem:
             raise LinnaeusError(
                 f"the training loss {problem}. Lower OPTIMIZER.LR, raise SCHEDULE.WARMUP_EPOCHS, set "

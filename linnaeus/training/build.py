@@ -38,7 +38,7 @@ from linnaeus.training.losses import (
     SingleRank,
     build_loss,
     gives_log_probabilities,
-    trained_parameters,
+    trainable_parameters,
 )
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, check_optimizer_name, peak_values
@@ -158,13 +158,13 @@ def assemble(
     if config.COMPILE:
         model.compile()
     criterion = _build_criterion(loss_node, data, device)
-    if shards is not None and trained_parameters(criterion):
+    if shards is not None and trainable_parameters(criterion):
         raise ConfigError(
             f"DIST.SHARDING: {shards.SHARDING!r} does not go with the trainable parameters of "
             f"{loss_node['_target_']} (LOSS); set none, or put the parameters into the model"
         )
     with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
-        optimizer = build_optimizer(optimizer_node, model, trained_parameters(criterion))
+        optimizer = build_optimizer(optimizer_node, model, trainable_parameters(criterion))
     ema = Ema(model, config.EMA.DECAY, average) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)
     if (wanted := config.EARLY_STOPPING.METRIC) not in (None, *metrics.names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.errors import ConfigError, first_line
+
+logger = logging.getLogger("linnaeus.trainer")
 
 MOMENTS = ("on_step_end", "on_validation_end", "on_epoch_end")
 """The methods that a callback may have. An epoch ends after its validation and before its checkpoint."""
@@ -62,14 +65,12 @@ def call_back(callbacks: Mapping[str, Any], method: str, *arguments: Any) -> dic
     return results
 
 
-def callback_kinds(callbacks: Mapping[str, Any]) -> dict[str, str]:
-    """The class of each callback, by key."""
-    kinds = {key: type(callback) for key, callback in callbacks.items()}
-    return {key: f"{kind.__module__}.{kind.__qualname__}" for key, kind in kinds.items()}
+def callback_states(callbacks: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return class name and state of each callback, by key.
 
-
-def callback_states(callbacks: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of the callbacks, by key; `ConfigError` for one that a checkpoint could not give back."""
+    Raises:
+        ConfigError: a checkpoint could not give a state back.
+    """
     states = call_back(callbacks, "state_dict")
     for key, state in states.items():
         copy = io.BytesIO()
@@ -82,4 +83,24 @@ def callback_states(callbacks: Mapping[str, Any]) -> dict[str, Any]:
                 f"{key}: a checkpoint takes tensors, numbers, strings, lists and dicts of its state_dict(): "
                 f"{first_line(error)}"
             ) from error
-    return states
+    return {key: (_class_name(callbacks[key]), state) for key, state in states.items()}
+
+
+def load_callback_states(callbacks: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Give callbacks the states that `callback_states` returned, where their class is the same.
+
+    States of earlier versions have no class name.
+    """
+    for key in callbacks.keys() & states.keys():
+        saved, now = states[key], _class_name(callbacks[key])
+        before, state = saved if isinstance(saved, tuple) else (now, saved)
+        if before == now:
+            call_back({key: callbacks[key]}, "load_state_dict", state)
+        else:
+            logger.info(
+                "%s: class changed from %s to %s; its saved state is not loaded", key, before, now
+            )
+
+
+def _class_name(callback: Any) -> str:
+    return f"{type(callback).__module__}.{type(callback).__qualname__}"

@@ -42,7 +42,7 @@ from linnaeus.models.shards import (
     replaced,
 )
 from linnaeus.training.ema import Ema
-from linnaeus.training.losses import is_configured
+from linnaeus.training.losses import is_rebuilt_from_config
 from linnaeus.training.sharding import fill_part
 from linnaeus.words import counted
 
@@ -152,7 +152,7 @@ class TrainingState:
             {name: group[name] for name in _OWN_VALUES if name in group} for group in groups
         ]
         restored = dict(zip(_ENTRIES, self.state, strict=True))
-        if is_configured(self.criterion):
+        if is_rebuilt_from_config(self.criterion):
             del restored["criterion"]
         if state.get("scaler") == {}:  # of a run without fp16
             del restored["scaler"]
@@ -214,14 +214,14 @@ class Checkpoint:
         changes = [each for each in self.changes if each.startswith(_DECIDE_PARAMETERS)]
         if self.content.get("optimized", target.optimized) != target.optimized:
             raise ConfigError(
-                "EXPERIMENT.NAME: the optimizer of the checkpoint updates other parameters: "
+                "EXPERIMENT.NAME: the checkpoint's optimizer updates different parameters: "
                 f"{', '.join(changes) or 'MODEL and OPTIMIZER decide which'}. {REMEDY}"
             )
         changed = [change for change in self.changes if change.startswith("LOSS")]
-        if changed and state.get("criterion") and not is_configured(target.criterion):
+        if changed and state.get("criterion") and not is_rebuilt_from_config(target.criterion):
             raise ConfigError(
-                "EXPERIMENT.NAME: the checkpoint has a state of your own loss, which belongs to another "
-                f"configuration: {', '.join(changed)}. {REMEDY}"
+                "EXPERIMENT.NAME: the checkpoint holds the state of your LOSS under other settings: "
+                f"{', '.join(changed)}. {REMEDY}"
             )
         if isinstance(target.model, FSDPModule):
             target.load_state_dict(own_parts(target, state, self._reader, world), changes)
@@ -380,7 +380,9 @@ class CheckpointFolder:
             except CheckpointError as error:
                 if path not in self._unreadable:
                     self._unreadable.add(path)
-                    logger.warning("%s; all shards are kept until it can be read or is gone", error)
+                    logger.warning(
+                        "%s; no shards are deleted until this file is readable or removed", error
+                    )
                 return
         for name in unused:
             shutil.rmtree(self.folder / name, ignore_errors=True)

@@ -317,13 +317,13 @@ class SingleRank(nn.Module):
                 ) from error
 
 
-def is_configured(criterion: nn.Module) -> bool:
-    """Whether the state of a loss follows from the configuration and the data.
+def is_rebuilt_from_config(criterion: nn.Module) -> bool:
+    """Whether the loss's state follows from configuration and data.
 
-    So it is for built-in losses and those of libraries, unless they have parameters that train.
+    True of built-in and library losses without trainable parameters.
     """
     is_known = isinstance(criterion, TaxonomicLoss | SingleRank)
-    return is_known and not trained_parameters(criterion)
+    return is_known and not trainable_parameters(criterion)
 
 
 def build_loss(
@@ -404,7 +404,7 @@ def _custom_loss(
     return SingleRank(loss, *counts)
 
 
-def trained_parameters(criterion: Any) -> list[nn.Parameter]:
+def trainable_parameters(criterion: Any) -> list[nn.Parameter]:
     """The loss's own parameters that train, such as a temperature or the centers of classes."""
     parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
     return [parameter for parameter in parameters if parameter.requires_grad]

@@ -245,7 +245,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def wait_unless_first(world: World) -> None:
-    """Return on the first of several ranks that calls this; on the others, wait until its error is told.
+    """Return on the first rank that calls this. On the others, wait for that rank's error and raise it.
 
     Raises:
         LinnaeusError: that error.

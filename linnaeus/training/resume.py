@@ -72,7 +72,10 @@ class Change(NamedTuple):
 
     @property
     def is_rate(self) -> bool:
-        """Whether TRAIN.RESUME_WITH lr takes it; without weight decay, timm groups parameters otherwise."""
+        """Whether TRAIN.RESUME_WITH=lr accepts the change.
+
+        Weight decay to or from 0 regroups parameters, so it is refused.
+        """
         if self.key == "OPTIMIZER.WEIGHT_DECAY" and repr(0.0) in (self.before, self.now):
             return False
         return self.key.startswith("SCHEDULE.") or self.key in _RATE_KEYS
@@ -217,9 +220,9 @@ def check_classes(spec: Mapping[str, Any] | None, taxonomy: Taxonomy | None, run
             changes.append(f"{rank}: {', '.join(parts) or 'in another order'}")
     if changes:
         raise ConfigError(
-            "EXPERIMENT.NAME: the classes of the data are not those of the checkpoint "
-            f"({'; '.join(changes)}), and its heads have one output for each class. Set them back, or "
-            f"fine-tune: MODEL.WEIGHTS {run} with another EXPERIMENT.NAME copies heads by class name"
+            f"DATA.DATASET: the classes differ from the checkpoint ({'; '.join(changes)}). Restore the data, "
+            f"or fine-tune in a new run: MODEL.WEIGHTS={run} with another EXPERIMENT.NAME copies heads by "
+            "class name"
         )
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from linnaeus.batching.plan import steps_in
 from linnaeus.config.schema import ScheduleConfig
-from linnaeus.words import larger_is_better
+from linnaeus.metrics import larger_is_better
 
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "_last_lr")
 """What torch's scheduler counts. The rest of its state is configuration, which a resumed run may change."""

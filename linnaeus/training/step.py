@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch, batch_size
-from linnaeus.training.losses import trained_parameters
+from linnaeus.training.losses import trainable_parameters
 from linnaeus.training.noise_scale import GradientProbe
 from linnaeus.training.precision import Precision
 
@@ -99,7 +99,7 @@ class TrainStep:
         return total
 
     def _update(self) -> None:
-        of_loss = trained_parameters(self.criterion)
+        of_loss = trainable_parameters(self.criterion)
         if isinstance(self.model, DistributedDataParallel):
             _average_gradients(of_loss, self.model.process_group)
         if self.clip_grad_norm is not None:

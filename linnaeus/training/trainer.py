@@ -27,13 +27,15 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_line
+from linnaeus.log import RunFolder
+from linnaeus.metrics import score
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import (
     CallbackState,
     call_back,
-    callback_kinds,
     callback_states,
+    load_callback_states,
 )
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import broadcast_tensors, distribute_batchnorm
@@ -51,7 +53,6 @@ from linnaeus.training.sharding import reshard
 from linnaeus.training.step import TrainStep, ValidationStep
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.tracking import Tracker
-from linnaeus.words import score
 
 logger = logging.getLogger("linnaeus.trainer")
 
@@ -107,6 +108,7 @@ class Trainer:
         wrap: wraps the model for several ranks, at first and again when what is frozen begins to train.
         begin: opens the run's files, and may replace `metrics_file` and `tracker`. Every rank calls it, more
             than once: first after the first optimizer step, or where there is none to take.
+        folder: which `begin` opens; nothing is saved before. None where there is none to open.
         callbacks: the user's own, by key; called on every rank.
     """
 
@@ -127,6 +129,7 @@ class Trainer:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     begin: Callable[[], None] = lambda: None
+    folder: RunFolder | None = None
     callbacks: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,7 +137,6 @@ class Trainer:
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
         self._saved_step = 0
-        self._has_begun = False
         self._micro_batch_limit: int | None = (
             None  # of this process; that of an earlier one is in the plan
         )
@@ -144,7 +146,7 @@ class Trainer:
         self._out_of_memory = OutOfMemoryReport(
             self.config, self.assembly, self.world, self.size_origins
         )
-        self._meter = LossMeter(self.world, skips=self.assembly.scaler.is_enabled())
+        self._meter = LossMeter(self.world, self.assembly.scaler)
         broadcast_tensors(self.assembly.criterion, self.world)
         self._train_with(self.wrap(self.assembly.model))
 
@@ -168,15 +170,8 @@ class Trainer:
             self.schedule.load_state_dict(  # a new rate is not one that has dropped
                 content.get("schedule"), same_metric=watched_before(content, headline) == watched
             )
-        states, kinds = content.get("callbacks", [{}]), callback_kinds(self.callbacks)
-        for key, state in states[self.world.rank % len(states)].items():
-            kind, earlier = kinds.get(key), content.get("callback_kinds", kinds).get(key)
-            if kind == earlier:
-                call_back({key: self.callbacks.get(key)}, "load_state_dict", state)
-            else:
-                logger.info(
-                    "%s: the state of %s in the checkpoint is not for %s", key, earlier, kind
-                )
+        states = content.get("callbacks", [{}])
+        load_callback_states(self.callbacks, states[self.world.rank % len(states)])
         if content.get("headline", headline) != headline:
             logger.warning(
                 "warning: %s now decides which checkpoint is best, %s did before: the comparison starts anew",
@@ -226,7 +221,7 @@ class Trainer:
 
     def _fit(self) -> FitResult:
         if self._splits and self.world.is_distributed:
-            self._begin()  # the first step may end with a checkpoint
+            self.begin()  # the first step may end with a checkpoint
         with self.stop.deferred(), self.progress_bar:
             try:
                 while not self._is_over:
@@ -236,7 +231,7 @@ class Trainer:
                     if self.stop.stop_signal:
                         self._save()
                         break
-                self._begin()
+                self.begin()
                 lacks_validation = not self.progress.metrics or self.progress.samples > 0
                 if lacks_validation and not self.stop.stop_signal and self._validate():
                     self._save(is_best=True)  # resumed with fewer epochs, before a validation
@@ -258,18 +253,19 @@ class Trainer:
             best_metrics=self.progress.best_metrics,
         )
 
-    def _begin(self) -> None:
-        self.begin()
-        self._has_begun = True
-
     def _save_before_ending(self, error: Exception) -> None:
-        """Save the last completed step before an error ends the run, where it is whole and not saved yet.
+        """Save the last completed step when an error ends the run.
 
-        Several ranks do not agree any more: the first that fails saves alone, and others wait for its end.
+        Skip a state that is incomplete or already saved. The first rank to fail saves; the others wait.
         """
         step = self.progress.step
-        is_saved = step == self._saved_step or not self._has_begun
-        if is_saved or isinstance(error, CheckpointError) or not self.world.is_cause(error):
+        has_begun = self.folder is None or self.folder.has_begun
+        if (
+            step == self._saved_step
+            or not has_begun
+            or isinstance(error, CheckpointError)
+            or not self.world.is_cause(error)
+        ):
             return
         problem = ""
         try:
@@ -278,7 +274,7 @@ class Trainer:
             elif not math.isfinite(self._meter.state()[0]):
                 problem = "the training loss is not finite"
             elif isinstance(self.assembly.model, FSDPModule):
-                problem = "that of a sharded model needs all processes"
+                problem = "saving a sharded model needs all ranks"
             elif self.world.is_distributed:
                 wait_unless_first(self.world)
                 self._save_for_next_attempt()
@@ -291,8 +287,8 @@ class Trainer:
             problem = first_line(failure)
         if not problem:
             logger.info(
-                "saved a checkpoint after optimizer step %d, as an error ends the run; with "
-                "TRAIN.AUTO_RESUME True the same command goes on from there",
+                "An error ended the run. Optimizer step %d is saved; set TRAIN.AUTO_RESUME=True to resume "
+                "from it",
                 step,
             )
         elif problem != first_line(error):
@@ -367,7 +363,7 @@ class Trainer:
             if loss is None:
                 return False
             self._count_seconds()
-            self._begin()  # does nothing after the first step
+            self.begin()  # does nothing after the first step
             self._clock = time.monotonic()
             self._meter.add(loss)
             remaining -= 1
@@ -508,7 +504,7 @@ class Trainer:
         If the validation is broken off, or an error ends it, the epoch does not count as finished: a resumed
         run has no step left in it, and validates.
         """
-        self._begin()
+        self.begin()
         before, schedule = replace(self.progress), self.schedule.state_dict()
         self.progress.epoch, self.progress.samples = before.epoch + 1, 0
         self._set_lr()
@@ -662,7 +658,6 @@ class Trainer:
             "rng": list(generators),
             "train_loss": list(losses),
             "callbacks": list(callbacks),
-            "callback_kinds": callback_kinds(self.callbacks),
             "headline": self.assembly.headline,
             "optimized": self.assembly.optimized,
             "noise_scale": None if probe is None else probe.scale.state_dict(),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from linnaeus.autobatch.ranks.control import ControlPlane, Failure, ForeignFailureError
+from linnaeus.autobatch.ranks.control import ControlPlane, Failure, JobFailedError
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
@@ -113,7 +113,7 @@ def test_an_update_raises_the_failure_of_another_rank() -> None:
         status.update("trying 128")
         pytest.fail("what this rank does is in vain")
 
-    with pytest.raises(ForeignFailureError):
+    with pytest.raises(JobFailedError):
         exchange(main, work)
 
 

@@ -176,44 +176,12 @@ def test_what_is_no_run_names_the_runs_there_are(
     assert sorted(set(re.findall(r"runs/[a-z]+\d?", problem)) - {name}) == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "expected"),
-    [
-        (["EXPERIMENT.NAME", "-x"], "EXPERIMENT.NAME", "-x"),
-        (["OPTIMIZER.KWARGS.x", "-inf"], "OPTIMIZER.KWARGS.x", -math.inf),
-        (["EXPERIMENT.NAME", "-m"], None, None),  # an option
-        (["EXPERIMENT.NAME", "--x"], None, None),
-        (["EXPERIMENT.NAME=x", "-x"], None, None),
-        (["EXPERIMENT.NAME", "x", "-x"], None, None),
-    ],
-)
-def test_a_value_may_begin_with_a_dash(words: list[str], key: str | None, expected: object) -> None:
-    if key is None:
-        with pytest.raises(ConfigError):
-            read("train", *words)
-        return
-    config = vars(read("train", *words)[1])
-    first, second, *rest = key.split(".")
-    found = getattr(config[first], second)
-    assert (found[rest[0]] if rest else found) == expected
-
-
-def test_a_preset_behind_slurm_is_no_option_of_sbatch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own/experiment").mkdir(parents=True)
-    (tmp_path / "own/experiment/night.yaml").write_text("TRAIN: {EPOCHS: 77}")
-    for words in (["experiment=night"], ["--config-dir=own", "experiment=night", "model=resnet18"]):
-        argv = ["--launcher=slurm", "--slurm", "time=1:00", *words]
-        is_own = "--config-dir=own" in words
-        options, config = read("train", *argv)
-        assert options.launch.slurm == {"time": "1:00"} | (
-            {} if is_own else {"experiment": "night"}
-        )
-        assert (config.TRAIN.EPOCHS == 77, config.MODEL.NAME == "resnet18") == (is_own, is_own)
-    argv = ["--config-dir=own", "--launcher=slurm", "--slurm", "time=1:00", "experiment=night"]
-    assert read("train", *argv)[1].TRAIN.EPOCHS == 77
+def test_a_negative_number_is_a_value_and_no_option() -> None:
+    config = read("train", "OPTIMIZER.KWARGS.x", "-inf", "OPTIMIZER.KWARGS.y", "-.5")[1]
+    assert {"x": -math.inf, "y": -0.5} == config.OPTIMIZER.KWARGS
+    assert read("train", "EXPERIMENT.NAME=-x")[1].EXPERIMENT.NAME == "-x"
+    with pytest.raises(ConfigError):
+        read("train", "EXPERIMENT.NAME", "-x")
 
 
 @pytest.mark.parametrize("command", ["check-data", "train"])

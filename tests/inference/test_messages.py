@@ -110,9 +110,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "description with an odd spec": lambda: described('{"spec": 1}'),
     "number format": lambda: described('{"spec": {}, "precision": {"AMP": "fp4"}}'),
     "code": lambda: named(PLAIN, trust_code=False),
-    "code of Python": lambda: named(
-        {**PLAIN, "bias": {"_target_": "subprocess.run", "args": "ls"}}
-    ),
+    "code of Python": lambda: named({"_target_": "subprocess.run", "args": "ls"}),
     "code that is no module": lambda: named({"_target_": "psutil.Popen", "args": "ls"}),
     "code in an argument of safetensors": lambda: described(
         json.dumps({"spec": spec_of(node=NESTED).as_dict()})

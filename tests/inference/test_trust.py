@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,16 @@ def as_folder(node: dict[str, Any]) -> Path:
     return Path("evil")
 
 
-FORMS: list[Callable[[dict[str, Any]], Path]] = [as_checkpoint, as_safetensors, as_folder]
-every_form = pytest.mark.parametrize("form", FORMS)
+OTHER_FORMS = [as_safetensors, as_folder]
+
+
+def in_forms(nodes: Iterable[Any]) -> pytest.MarkDecorator:
+    """All nodes in a checkpoint, and the first one in the other forms of a file."""
+    first, *rest = nodes
+    cases = [(as_checkpoint, first), *((form, first) for form in OTHER_FORMS)]
+    return pytest.mark.parametrize(
+        ("form", "node"), cases + [(as_checkpoint, node) for node in rest]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -121,8 +129,7 @@ def test_the_code_of_these_tests_does_harm_when_called(node: dict[str, Any]) -> 
     assert is_marked()
 
 
-@every_form
-@pytest.mark.parametrize("node", [SHELL, WRITE, ALIAS, *TOP.values(), *NESTED.values()])
+@in_forms([SHELL, WRITE, ALIAS, *TOP.values(), *NESTED.values()])
 def test_a_file_calls_nothing_without_consent(
     form: Callable[[dict[str, Any]], Path], node: dict[str, Any]
 ) -> None:
@@ -136,8 +143,7 @@ def test_a_file_calls_nothing_without_consent(
     assert not is_marked()
 
 
-@every_form
-@pytest.mark.parametrize("node", [SHELL, WRITE, ALIAS, TOP["a class"]])
+@in_forms([SHELL, WRITE, ALIAS, TOP["a class"]])
 def test_no_file_calls_python_or_linnaeus_with_consent(
     form: Callable[[dict[str, Any]], Path], node: dict[str, Any]
 ) -> None:
@@ -167,7 +173,13 @@ def test_consent_calls_what_the_file_names() -> None:
 
 @pytest.mark.parametrize(
     "node",
-    [FLAT, {"_target_": f"{__name__}.flat"}, {**FLAT, "extra": {"_target_": "torch.nn.GELU"}}],
+    [
+        FLAT,
+        {"_target_": f"{__name__}.flat"},
+        {**FLAT, "extra": {"_target_": "torch.nn.GELU"}},
+        {**FLAT, "extra": {"_target_": "collections.OrderedDict", "a": 1}},
+        {**FLAT, "extra": {"_target_": "hydra.utils.get_class", "path": "torch.nn.GELU"}},
+    ],
 )
 def test_a_model_of_ones_own_opens_with_consent(run: Run, node: dict[str, Any]) -> None:
     save_run(Path("own"), spec_of(node=node, size=(4, 4)))
@@ -209,15 +221,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return hosts
 
 
-@every_form
-@pytest.mark.parametrize("trust_code", [False, True])
-@pytest.mark.parametrize("name", ["hf-hub:someone/model", "hf_hub:a/b", "local-dir:/tmp", "x:y"])
+@in_forms(["hf-hub:someone/model", "hf_hub:a/b", "local-dir:/tmp", "x:y"])
 def test_a_file_names_no_place_to_fetch_a_model_from(
-    form: Callable[[dict[str, Any]], Path], name: str, trust_code: bool, asked: list[Any]
+    form: Callable[[dict[str, Any]], Path], node: str, asked: list[Any]
 ) -> None:
-    with pytest.raises(TrustError) as caught:
-        load_run(form({**TIMM, "NAME": name}), device="cpu", trust_code=trust_code)
-    assert name in str(caught.value)
+    path = form({**TIMM, "NAME": node})
+    for trust_code in (False, True):
+        with pytest.raises(TrustError) as caught:
+            load_run(path, device="cpu", trust_code=trust_code)
+        assert node in str(caught.value)
     assert asked == []
 
 

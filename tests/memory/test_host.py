@@ -194,8 +194,8 @@ def train_once() -> float:
     return loss.item()
 
 
-def num_open_files() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+def open_files() -> set[tuple[int, str]]:
+    return {(file.fd, file.path) for file in psutil.Process().open_files()}
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
@@ -205,7 +205,7 @@ def allocate(num_bytes: int) -> torch.Tensor:
 def test_a_tensor_above_the_cap_is_refused_and_the_process_works_on(memory: CpuMemory) -> None:
     expected = train_once()
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    files = num_open_files()
+    files = open_files()
     for _ in range(2):
         with memory.cap(memory.in_use() + 20 * MIB):
             assert allocate(10 * MIB).all()
@@ -219,7 +219,7 @@ def test_a_tensor_above_the_cap_is_refused_and_the_process_works_on(memory: CpuM
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
         assert torch.empty(ENORMOUS, dtype=torch.uint8).nbytes == ENORMOUS
         assert train_once() == expected
-    assert num_open_files() <= files
+    assert open_files() <= files
 
 
 def test_python_is_refused_memory_under_the_cap_too(memory: CpuMemory) -> None:

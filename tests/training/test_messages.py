@@ -19,7 +19,7 @@ from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.sizing.planning import PlannedSizes
-from linnaeus.training.accuracy import MAX_SKIPPED_STEPS, LossMeter
+from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import check_loss_takes_outputs
 from linnaeus.training.checkpoint import (
     Checkpoint,
@@ -207,18 +207,18 @@ SWITCHED_ON = [
 ]
 
 
-def not_finite(*, skips: bool) -> str:
-    """The error with which a training ends whose loss is not finite; a gradient scaler may skip steps."""
-    meter = LossMeter(World(torch.device("cpu")), skips=skips)
-    for _ in range(MAX_SKIPPED_STEPS):
-        meter.add(torch.tensor(torch.nan))
+def not_finite(*, scales: bool) -> str:
+    """The error with which a training ends whose loss is not finite, or whose gradient scaler collapses."""
+    scaler = torch.amp.GradScaler("cpu", enabled=scales, init_scale=2.0**-5)
+    meter = LossMeter(World(torch.device("cpu")), scaler)
+    meter.add(torch.tensor(torch.nan))
     return error_of(meter.mean)
 
 
 def test_messages(golden: Golden, tmp_path: Path) -> None:
     messages = {
-        f"loss not finite: {title}": not_finite(skips=skips)
-        for title, skips in (("without a scaler", False), ("with a scaler", True))
+        f"loss not finite: {title}": not_finite(scales=scales)
+        for title, scales in (("without a scaler", False), ("with a scaler", True))
     }
     messages |= {
         f"out of memory: {title}": out_of_memory(tmp_path / title, *case)

@@ -49,7 +49,7 @@ REPORT_S = 30.0
 FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
 CAUSE_S = 1.5
-"""How long a rank whose error may follow from the death of another one waits for a heartbeat to find it."""
+"""Seconds to wait for a heartbeat that shows whether another rank's death caused an error."""
 ABANDON_LOOKS = 10
 """Looks after the first failure until a rank that has not met it is ended: it hangs in a collective."""
 
@@ -72,13 +72,20 @@ class Failure:
     exit_code: int = 1
     is_hang: bool = False
 
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """The failure of a rank that an error ends."""
+        exit_code = getattr(error, "exit_code", None)  # which our own errors have
+        message = f"{type(error).__name__}: {error}" if exit_code is None else str(error)
+        return cls(rank, message, exit_code or 1)
 
-class ForeignFailureError(LinnaeusError):
+
+class JobFailedError(LinnaeusError):
     """The first failure of the job, as ranks other than the failed one raise it, with its exit code."""
 
     def __init__(self, failure: Failure, name: int) -> None:
         self.failure, self.exit_code = failure, failure.exit_code
-        super().__init__(f"rank {name}: {failure.message}")
+        super().__init__(f"rank {name}: {failure.message.removeprefix('AutoBatch: ')}")
 
 
 class OverdueError(AutoBatchError):
@@ -93,7 +100,7 @@ class ControlPlane:
     """Exchanges between ranks, each rank's heartbeat, and the first failure of the job.
 
     Every rank calls `gather`, `collect` and `broadcast` in the same order. These, and `check`, raise a
-    `ForeignFailureError` if another rank has failed or died. Use it as a context.
+    `JobFailedError` if another rank has failed or died. Use it as a context.
 
     Args:
         store: of the process group, with a prefix of this attempt's own. A blocking call needs a clone,
@@ -125,7 +132,7 @@ class ControlPlane:
         self.store, self.keys = store, Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
-        self._num_visits = Counter[str]()
+        self._num_barriers = Counter[str]()
         self._pulse_keys = Keys(store.clone())
         self._end_process = end_process
         self._counts = itertools.count()
@@ -273,14 +280,14 @@ class ControlPlane:
             return value
         return self._wait_for(next(self._numbers), 0)
 
-    def meet(self, place: str, num_ranks: int) -> None:
-        """Wait until so many ranks have come to a place as often as this one has. They exchange nothing.
+    def barrier(self, name: str, num_ranks: int) -> None:
+        """Wait until `num_ranks` ranks have called this with the same name as often as this rank has.
 
         Raises:
-            ForeignFailureError: a rank has failed or died, or one has not come within `limit_s`.
+            JobFailedError: a rank has failed or died, or one has not come within `limit_s`.
         """
-        self._num_visits[place] += 1
-        key, wanted = f"visits/{place}", self._num_visits[place] * num_ranks
+        self._num_barriers[name] += 1
+        key, wanted = f"barrier/{name}", self._num_barriers[name] * num_ranks
         started = self.clock.monotonic()
         self.store.add(key, 1)
         while True:
@@ -291,7 +298,7 @@ class ControlPlane:
                 self._raise_failure()
             waited_s = self.clock.monotonic() - started
             if waited_s > self.limit_s:
-                why = f"not all ranks have come to the same collective within {self.limit_s:.0f} s"
+                why = f"not all ranks reached the same collective within {self.limit_s:.0f} s"
                 self.declare_hang(self.rank, why)
             self.clock.sleep(min(max(POLL_S[0], waited_s / 4), POLL_S[1]))
 
@@ -332,29 +339,32 @@ class ControlPlane:
 
     # --- failures ---
 
-    def tell(self, error: BaseException, *, as_one: bool = False) -> None:
+    def publish(self, error: BaseException, *, always_raise: bool = False) -> None:
         """Publish an error of this rank.
 
         Args:
             error: the error.
-            as_one: raise it as the other ranks do.
+            always_raise: raise `JobFailedError` for this rank's own failure too.
 
         Raises:
-            ForeignFailureError: the failure of another rank came first; `error` is its cause.
+            JobFailedError: the failure of another rank came first; `error` is its cause.
         """
-        failure = Failure(self.rank, f"{type(error).__name__}: {error}")
-        if isinstance(error, LinnaeusError):
-            message = str(error).removeprefix("AutoBatch: ")
-            failure = Failure(self.rank, message, error.exit_code)
-        # Where another rank has died, backends raise a RuntimeError.
-        earlier = self.first_failure(CAUSE_S if isinstance(error, RuntimeError) else 0.0)
-        first = self.fail(earlier or failure)
-        is_other = isinstance(error, Exception) and first.message not in failure.message
-        if as_one or is_other:
-            raise ForeignFailureError(first, self.name_of(first.rank)) from error
+        failure = Failure.of(self.rank, error)
+        first = self.fail(self.cause_of(error) or failure)
+        is_other = first.rank != self.rank and first.message != failure.message
+        if always_raise or (is_other and isinstance(error, Exception)):
+            raise JobFailedError(first, self.name_of(first.rank)) from error
+
+    def cause_of(self, error: BaseException) -> Failure | None:
+        """Return the failure that came before this rank's error; None if none is known."""
+        # Where another rank has died, backends raise a RuntimeError, and torchrun sends SIGTERM.
+        may_follow = (
+            isinstance(error, RuntimeError) or getattr(error, "signal", None) == signal.SIGTERM
+        )
+        return self.first_failure(CAUSE_S if may_follow else 0.0)
 
     def first_failure(self, wait_s: float) -> Failure | None:
-        """The first failure of the job, or a rank's death, if one is known within so many seconds."""
+        """Return the job's first failure or a rank's death; None if neither is known within `wait_s`."""
         deadline = self.clock.monotonic() + wait_s
         failure = self.failure
         while failure is None and self.clock.monotonic() < deadline:
@@ -399,7 +409,7 @@ class ControlPlane:
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
             self.keys.put(f"read/{self.rank}", True)
-            raise ForeignFailureError(failure, self.name_of(failure.rank))
+            raise JobFailedError(failure, self.name_of(failure.rank))
 
     def _beat_of(self, rank: int) -> _Beat:
         return self.keys.get(f"beat/{rank}") or _Beat()

@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.control import (
     ControlPlane,
-    ForeignFailureError,
+    JobFailedError,
     OverdueError,
     first_difference,
 )
@@ -127,13 +127,13 @@ def _telling(control: ControlPlane) -> Iterator[None]:
     try:
         try:
             yield
-        except ForeignFailureError:
+        except JobFailedError:
             raise
         except BaseException as error:
             with contextlib.suppress(torch_dist.DistError):
-                control.tell(error)
+                control.publish(error)
             raise
-    except ForeignFailureError as error:
+    except JobFailedError as error:
         ours = AutoBatchError(f"AutoBatch: {error}")
         ours.exit_code = error.exit_code
         raise ours from error.__cause__

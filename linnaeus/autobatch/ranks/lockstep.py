@@ -14,9 +14,6 @@ from linnaeus.autobatch.memory.storages import (
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.single_rank import group_of_collective, num_ranks
 
-_POINT_TO_POINT = ("send", "recv", "p2p")
-"""Parts of the names of operators that do not wait for all ranks of their group."""
-
 
 class Lockstep(WatchingMode):
     """Inside the mode, ranks meet on the control plane before each collective.
@@ -40,11 +37,8 @@ class Lockstep(WatchingMode):
         if accumulates_in_place(func, args, kwargs):
             return args[0].add_(args[1])
         group = group_of_collective(func, args)
-        if group is not None and num_ranks(group) > 1 and not _is_point_to_point(func):
+        waits_for_all = not any(part in str(func) for part in ("send", "recv", "p2p"))
+        if group is not None and num_ranks(group) > 1 and waits_for_all:
             members = torch_dist.get_process_group_ranks(group)
-            self._control.meet(f"{group.group_name} {members}", len(members))
+            self._control.barrier(f"{group.group_name} {members}", len(members))
         return func(*args, **(kwargs or {}))
-
-
-def _is_point_to_point(func: Any) -> bool:
-    return any(part in str(func) for part in _POINT_TO_POINT)

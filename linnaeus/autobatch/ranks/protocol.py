@@ -16,7 +16,7 @@ from typing import Any
 from linnaeus.autobatch.errors import AutoBatchError, TooSmallError
 from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S, BatchSizeFinder
 from linnaeus.autobatch.observer import gib
-from linnaeus.autobatch.ranks.control import ControlPlane, ForeignFailureError, OverdueError
+from linnaeus.autobatch.ranks.control import ControlPlane, JobFailedError, OverdueError
 from linnaeus.autobatch.ranks.lockstep import Lockstep
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.search import OutOfMemory
@@ -85,21 +85,21 @@ class RankStatus:
             ) from None
 
     @contextlib.contextmanager
-    def stepping_together(self) -> Iterator[AbstractContextManager[object]]:
+    def joint_steps(self) -> Iterator[AbstractContextManager[object]]:
         """Inside the context, an error of any rank is raised on all; yields the context of joint steps.
 
         Raises:
-            ForeignFailureError: the first failure, this rank's own included; its cause is this rank's error.
+            JobFailedError: the first failure, this rank's own included; its cause is this rank's error.
         """
         if self._control is None:
             yield contextlib.nullcontext()
             return
         try:
             yield Lockstep(self._control)
-        except ForeignFailureError:
+        except JobFailedError:
             raise
         except Exception as error:
-            self._control.tell(error, as_one=True)
+            self._control.publish(error, always_raise=True)
 
 
 def search_on_ranks(
@@ -193,17 +193,17 @@ def confirm_jointly(
         logger.info("AutoBatch %s: all ranks step together with batch size %d", mode, size)
         with (
             make_finder(dataclasses.replace(settings, steps_per_trial=num_steps)) as finder,
-            status.stepping_together() as lockstep,
+            status.joint_steps() as lockstep,
         ):
             try:
-                excess = finder.measure_jointly(size, lockstep)
+                own_excess = finder.measure_jointly(size, lockstep)
             except OutOfMemory as error:
                 raise AutoBatchError(
                     f"AutoBatch: memory ran out in a joint step of all ranks with {mode} batch size {size} "
                     f"({error}); set {names.max_batch_size} below it, or lower {names.target_memory_fraction}"
                 ) from error
         excess_bytes = max(
-            status.gather(excess, timeout_minutes=settings.timeout_minutes, names=names)
+            status.gather(own_excess, timeout_minutes=settings.timeout_minutes, names=names)
         )
         if excess_bytes <= 0:
             return found

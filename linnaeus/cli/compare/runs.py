@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from linnaeus.cli.tables import Figures
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.tree import PLAN
 from linnaeus.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
+from linnaeus.metrics import score
 from linnaeus.run_folder import RUN, RunStatus, State, read_result, read_state
 from linnaeus.sweep.folder import ASKED, flattened
-from linnaeus.words import score
 
 Flat = Mapping[str, Any]
 """A configuration as values by dotted key."""
@@ -224,9 +224,9 @@ class Row:
             self._read = None, History(is_damaged=True)
         return self._read[1]
 
-    @property
+    @cached_property
     def damaged(self) -> list[str]:
-        """The names of its files that are there, and are not what a run writes."""
+        """Names of run files that exist but cannot be read."""
         there = [name for name in (RUN, RESULT) if os.path.lexists(self.folder / name)]
         found = [name for name in there if read_json(self.folder / name) is None]
         return found + [METRICS] * self.history.is_damaged
@@ -309,7 +309,7 @@ class Comparison(Figures):
     def damage(self) -> list[str]:
         """A sentence for each run with files that are not what a run writes."""
         return [
-            f"{row.title}: {', '.join(row.damaged)}: skipped, as damaged or not written by a run"
+            f"{row.title}: {', '.join(row.damaged)}: skipped: damaged, or not a run's file"
             for row in self.rows
             if row.damaged
         ]
@@ -330,7 +330,12 @@ class Comparison(Figures):
     @property
     def unknown_metric(self) -> str | None:
         """A sentence for a wanted metric that no run has; None where one has it, or none is wanted."""
-        return unknown_metric(self.wanted_metric, self.metrics)
+        wanted, known = self.wanted_metric, self.metrics
+        if wanted is None or wanted in known:
+            return None
+        close = get_close_matches(wanted, known, 5, cutoff=0)
+        found = f"closest are {', '.join(close)}" if known else "no run has been validated yet"
+        return f"no run has {wanted!r}; {found}"
 
     def with_status(self, *wanted: RunStatus) -> list[Row]:
         """The rows with one of these statuses."""
@@ -352,15 +357,6 @@ class Comparison(Figures):
                 row.as_dict() | {"curve": row.history.points.get(metric, [])} for row in self.rows
             ],
         }
-
-
-def unknown_metric(wanted: str | None, known: Sequence[str]) -> str | None:
-    """A sentence for a wanted metric that is not known; None where it is, or none is wanted."""
-    if wanted is None or wanted in known:
-        return None
-    close = get_close_matches(wanted, known, 5, cutoff=0)
-    found = f"closest are {', '.join(close)}" if known else "no run has been validated yet"
-    return f"no run has {wanted!r}; {found}"
 
 
 def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = None) -> Comparison:

@@ -25,15 +25,15 @@ from linnaeus.cli.plots import (
     VERMILION,
     decorate,
     drawing,
-    legend_label,
     log_axis,
     size_axis,
 )
 from linnaeus.cli.tables import cell
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError
+from linnaeus.metrics import larger_is_better
 from linnaeus.run_folder import OUTPUT, last_line
-from linnaeus.words import counted, larger_is_better, several
+from linnaeus.words import counted, several
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -387,7 +387,8 @@ def _lines(rows: Sequence[Row], hidden: set[str]) -> list[tuple[str, list[Row]]]
         groups.setdefault(label or (row.title if names else ""), []).append(row)
     return [
         (
-            legend_label(label)
+            # matplotlib leaves a label that begins with `_` out of the legend
+            " " * label.startswith("_") + label
             if len(label) <= _LABEL_LETTERS
             else f"…{group[0].title[-_LABEL_LETTERS:]}",
             group,

@@ -97,7 +97,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
         return loaded.text()
     config = loaded.config
     built = [*targets(config.DATA.DATASET, ("DATA", "DATASET")), *targets(config.LOSS, ("LOSS",))]
-    of_file = {key: name for key, name in built if not loaded.is_typed(key)}
+    of_file = {key: name for key, name in built if not loaded.is_on_command_line(key)}
     check_targets(of_file, file, trust_code=options.trust_code)
     check_files({"--plot": options.plot})
     return options, config, own

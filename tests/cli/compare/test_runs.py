@@ -123,5 +123,5 @@ def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_mo
 
 
 def test_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
-    write_validations(tmp_path, [0.5, 0.25, 0.25], metric="aux/loss")
-    assert Row({}, tmp_path, State("interrupted")).history.best("aux/loss") == (0.25, 2)
+    write_validations(tmp_path, [0.5, 0.25, 0.25], metric="loss")
+    assert Row({}, tmp_path, State("interrupted")).history.best("loss") == (0.25, 2)

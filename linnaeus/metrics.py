@@ -1,0 +1,17 @@
+"""Which of two values of a validation metric is better."""
+
+from __future__ import annotations
+
+
+def larger_is_better(metric: str) -> bool:
+    """Whether a larger value of a metric is better: of all metrics of a validation but the loss.
+
+    >>> larger_is_better("top1/loss"), larger_is_better("loss")
+    (True, False)
+    """
+    return metric != "loss"
+
+
+def score(metric: str, value: float) -> float:
+    """Negate a metric where lower is better. Applying it twice restores the value."""
+    return value if larger_is_better(metric) else -value
