@@ -166,7 +166,7 @@ def build_transforms(
 
 def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
     """The steps on uint8 images, without those that are switched off, as each costs time."""
-    low, high = augment.CROP_SCALE
+    low, high = augment.CROP_SCALE or (1.0, 1.0)
     steps: list[Any] = [
         CoverAndCrop(size)
         if low >= 1.0
