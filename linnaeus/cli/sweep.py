@@ -158,7 +158,7 @@ def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Pla
     """The runs of combinations; what is wrong with some only names one of them."""
     from linnaeus.sweep.folder import plan_run
 
-    plans = []
+    plans: list[Plan] = []
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:

@@ -394,7 +394,7 @@ class DataConfig:
     NUM_WORKERS: int | None = key(
         None,
         "loader processes per training process; 0 loads in the latter; null measures at the start how "
-        "many load image files fastest, and is 0 for other data",
+        "many load image files or a `_target_` dataset fastest, and is 0 for other data",
         ge=0,
     )
     PREFETCH_FACTOR: int = key(2, "batches that each loader process prepares ahead", ge=1)
