@@ -329,6 +329,13 @@ class AutoBatchConfig:
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
     )
+    MIN_STEPS_PER_EPOCH: int = key(
+        10,
+        "optimizer steps that an epoch keeps at least, which bounds the training size; MIN_BATCH_SIZE wins "
+        "over it, and TRAIN.EFFECTIVE_BATCH_SIZE and TRAIN.BATCH_SCHEDULE say the steps themselves; 1 is no "
+        "bound",
+        ge=1,
+    )
     START: int | None = _search_key(
         "start",
         "size to try first, such as that of another run; null: in a sweep that of its newest run",
