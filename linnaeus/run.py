@@ -8,7 +8,6 @@ import logging
 import os
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 from linnaeus.autobatch.memory.device import device_memory
 from linnaeus.config.load import save_config, with_batch_sizes
@@ -60,7 +59,7 @@ def run(config: Config) -> FitResult:
         LinnaeusError: something the user can mend; the message says how.
     """
     experiment, train, seed = config.EXPERIMENT, config.TRAIN, config.EXPERIMENT.SEED
-    path = Path(experiment.OUTPUT_DIR) / experiment.NAME
+    path = experiment.folder
     with (
         deterministic(train.DETERMINISTIC),
         StopRequest().listening() as stop,
@@ -74,6 +73,8 @@ def run(config: Config) -> FitResult:
         callbacks = build_callbacks(train.CALLBACKS)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(RunFolder(path, world, keep=train.AUTO_RESUME))
+        if world.is_main:
+            logger.info("run directory: %s", path)
         checkpoints = stack.enter_context(
             CheckpointFolder(
                 path / CHECKPOINTS,

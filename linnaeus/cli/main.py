@@ -111,8 +111,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
             folder = None  # a run of `train` goes on in its folder when the job is queued again
             if command == "train":
-                experiment = request[1].EXPERIMENT
-                folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
+                folder = request[1].EXPERIMENT.folder
             print(
                 submit_command(
                     launch, command, launch.argv, command not in NOT_WITH_TORCHRUN, folder

@@ -166,11 +166,13 @@ def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Pla
     """The runs of combinations; what is wrong with some only names one of them."""
     from linnaeus.sweep.folder import plan_run
 
-    plans = []
+    plans: list[Plan] = []
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
-            plans.append((combination, plan_run(combination)))
+            # One folder for all, also where the name of the sweep follows what is swept.
+            folder = plans[0][1].EXPERIMENT.OUTPUT_DIR if plans else None
+            plans.append((combination, plan_run(combination, folder)))
         except ConfigError as error:
             for problem in error.problems:
                 combinations_with.setdefault(problem, []).append(combination)

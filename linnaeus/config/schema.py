@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from linnaeus.autobatch.settings import SearchSettings
@@ -76,8 +76,10 @@ def _image_size(value: Any) -> str | None:
     return "must be a positive whole number or [height, width]"
 
 
-def _run_name(value: str) -> str | None:
+def _run_name(value: str | None) -> str | None:
     """A run's folder lies inside the output folder, and logs can hold its name."""
+    if value is None:
+        return None
     path = PurePath(value)
     is_inside = path.parts and not path.is_absolute() and ".." not in path.parts
     if is_inside and value.isprintable() and value.strip() not in ("", "null"):
@@ -116,10 +118,10 @@ def _colour(value: list[int]) -> str | None:
     return None if len(value) in (1, 3) else "must be [grey] or [red, green, blue]"
 
 
-def _crop_scale(value: list[float]) -> str | None:
-    return (
-        None if len(value) == 2 and value[0] <= value[1] else "must be [low, high] with low <= high"
-    )
+def _crop_scale(value: list[float] | None) -> str | None:
+    if value is None or (len(value) == 2 and value[0] <= value[1]):
+        return None
+    return "must be [low, high] with low <= high"
 
 
 def _weights_source(value: str | None) -> str | None:
@@ -154,7 +156,12 @@ class WandbConfig:
 class ExperimentConfig:
     """Name, place and identity of the run."""
 
-    NAME: str = key("digits", "name of the run, and of its folder in OUTPUT_DIR", check=_run_name)
+    NAME: str | None = key(
+        None,
+        "name of the run, and of its folder in OUTPUT_DIR; null is the name of the last `--cfg` file without "
+        "its ending, else that of the folder of the images, else that of the dataset",
+        check=_run_name,
+    )
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
     SEED: int = key(0, "seed of initial weights, sample order and augmentation", ge=0, lt=2**63)
     DEVICE: str = key(
@@ -166,6 +173,11 @@ class ExperimentConfig:
         choices=("wandb", "tensorboard", "csv", "mlflow"),
     )
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return Path(self.OUTPUT_DIR) / str(self.NAME)
 
 
 @dataclass
@@ -253,14 +265,20 @@ class DatasetConfig:
 class AugmentConfig:
     """Training augmentation, and how both splits are resized and normalised (torchvision v2)."""
 
-    CROP_SCALE: list[float] = key(
-        lambda: [0.8, 1.0],
-        "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a centre crop",
+    CROP_SCALE: list[float] | None = key(
+        None,
+        "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a centre crop; null is "
+        "[0.35, 1] for `imagefolder` and `manifest`, else [0.8, 1]",
         gt=0,
         le=1,
         check=_crop_scale,
     )
-    HFLIP: float = key(0.0, "probability of a horizontal flip", ge=0, le=1)
+    HFLIP: float | None = key(
+        None,
+        "probability of a horizontal flip; null is 0.5 for `imagefolder` and `manifest`, else 0",
+        ge=0,
+        le=1,
+    )
     ROTATION: float = key(
         0.0, "largest random rotation to either side", unit="degrees", ge=0, le=180
     )
@@ -336,6 +354,13 @@ class AutoBatchConfig:
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
     )
+    MIN_STEPS_PER_EPOCH: int = key(
+        10,
+        "optimizer steps that an epoch keeps at least, which bounds the training size; MIN_BATCH_SIZE wins "
+        "over it, and TRAIN.EFFECTIVE_BATCH_SIZE and TRAIN.BATCH_SCHEDULE say the steps themselves; 1 is no "
+        "bound",
+        ge=1,
+    )
     START: int | None = _search_key(
         "start",
         "size to try first, such as that of another run; null: in a sweep that of its newest run",
@@ -402,7 +427,7 @@ class DataConfig:
     NUM_WORKERS: int | None = key(
         None,
         "loader processes per training process; 0 loads in the latter; null measures at the start how "
-        "many load image files fastest, and is 0 for other data",
+        "many load image files or a `_target_` dataset fastest, and is 0 for other data",
         ge=0,
     )
     PREFETCH_FACTOR: int = key(2, "batches that each loader process prepares ahead", ge=1)

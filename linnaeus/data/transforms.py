@@ -271,7 +271,7 @@ def build_transforms(
 def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[Any]:
     """The steps on uint8 images, without those that are switched off, as each costs time."""
     size, interpolation = preprocessing.size, preprocessing.interpolation
-    low, high = augment.CROP_SCALE
+    low, high = augment.CROP_SCALE or (1.0, 1.0)
     steps: list[Any] = [
         ResizeCenterCrop(size, 1.0, preprocessing.resize, interpolation, preprocessing.mean)
         if low >= 1.0

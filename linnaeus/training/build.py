@@ -231,13 +231,14 @@ def plan_facts(
     max_micro_batch_size: int,
     world_size: int,
     num_samples: int,
+    min_steps_per_epoch: int = 10,
 ) -> Facts:
     """The facts that the batch plan of a run starts from; see `Facts`.
 
     Args:
         assembly: the run's model and optimizer, before the learning rate is scaled.
         model_node, config: the nodes MODEL and TRAIN.
-        max_micro_batch_size, world_size, num_samples: as in `Facts`.
+        max_micro_batch_size, world_size, num_samples, min_steps_per_epoch: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
     with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.EPOCHS)):
@@ -255,6 +256,7 @@ def plan_facts(
         max_micro_batch_size=max_micro_batch_size,
         world_size=world_size,
         num_samples=num_samples,
+        min_steps_per_epoch=min_steps_per_epoch,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         batchnorm=batchnorm,

@@ -293,7 +293,7 @@ def test_arithmetic_refuses_everything_else(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "---\n", "DATA:\n  AUTOBATCH:\nMODEL:\n  KWARGS:\n"])
 def test_files_that_set_nothing(text: str) -> None:
     write({"my": text})
-    assert load("--cfg=my.yaml") == load()
+    assert load("--cfg=my.yaml") == load("EXPERIMENT.NAME=my")
 
 
 def test_values_of_a_file() -> None:

@@ -162,6 +162,7 @@ def test_a_run_starts_its_search_where_another_one_ended(run_in_child: Run, tmp_
     argv = (
         *TINY,
         "DATA.AUTOBATCH.ENABLED=True",
+        "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=48",
         "OPTIMIZER.LR=0.1,0.2",
     )
