@@ -15,7 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from linnaeus.cli.parser import CommandParser, check_files, read_count, read_number, read_table
+from linnaeus.cli.parser import (
+    CommandParser,
+    check_files,
+    read_choice,
+    read_count,
+    read_number,
+    read_table,
+)
+from linnaeus.data.split_file import SPLIT_FILE, read_split
+from linnaeus.data.splits import SPLITS
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
@@ -69,6 +78,7 @@ class Options:
     device: str = "auto"
     batch_size: int | None = None
     workers: int | None = None
+    split: str | None = None
 
 
 def read(argv: Sequence[str]) -> tuple[Options]:
@@ -79,7 +89,12 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     """
     options = Options()
     options.images, problems = PARSER.words(argv, options)
-    if not options.images:
+    if options.split is not None and options.images:
+        problems.append(f"--split {options.split}: predicts images of RUN; leave out IMAGES")
+    elif options.split is not None and not problems:
+        options.images = _split_images(options.run, options.split)
+        return (options,)
+    elif not options.images:
         problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
     for word in options.images:
         if (Path(word) / CHECKPOINTS).is_dir():
@@ -94,6 +109,17 @@ def read(argv: Sequence[str]) -> tuple[Options]:
         raise ConfigError(problems)
     check_files({"--output": options.output})
     return (options,)
+
+
+def _split_images(path: Path, split: str) -> list[str]:
+    """The images of a split of a run, which is named by its folder or a checkpoint in it."""
+    folder = path if path.is_dir() else path.parent.parent
+    if not (folder / SPLIT_FILE).is_file():
+        raise ConfigError(
+            f"--split {split}: there is no {folder / SPLIT_FILE}, which a run with image files writes; name "
+            "the images"
+        )
+    return read_split(folder / SPLIT_FILE, split)[0]
 
 
 def run(options: Options) -> int:
@@ -333,6 +359,12 @@ PARSER.option(
     "P",
     partial(read_number, "probability", most=1),
     "least probability of a label, for runs with several labels per image; default 0.5",
+)
+PARSER.option(
+    "--split",
+    "train|val|test",
+    partial(read_choice, SPLITS),
+    "predict the images of this split of RUN, in place of IMAGES",
 )
 PARSER.switch(
     "--path",

@@ -180,12 +180,22 @@ class DatasetConfig:
     TRAIN: str | None = key(
         None,
         "training folder or manifest file, relative to ROOT; null is `train.csv`, or the folder "
-        "`train` where ROOT has splits, else ROOT itself",
+        "`train` (`Training`, `train2017`, ...) where ROOT has splits, else ROOT itself",
     )
     VAL: str | None = key(
         None,
         "validation folder or manifest file, relative to ROOT; null is `val` or `val.csv` where it "
-        "exists, else samples are held out of the training data",
+        "exists, else a test split, else samples are held out of the training data",
+    )
+    TEST: str | None = key(
+        None,
+        "test folder or manifest file, relative to ROOT, which the best checkpoint is evaluated on at the "
+        "end; null is `test` or `test.csv` where it exists beside a validation split",
+    )
+    SPLIT_COLUMN: str | None = key(
+        None,
+        "manifest column that says which split a row is in; null is a column such as `split`, `subset` or "
+        "`is_valid` whose values mean splits",
     )
     ALLOW_COARSE: bool = key(
         True,

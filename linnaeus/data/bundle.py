@@ -1,4 +1,4 @@
-"""The two splits as training takes them, and what is asked of any dataset: its length, labels and sizes."""
+"""The splits as training takes them, and what is asked of any dataset: its length, labels and sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OnMain = Callable[[Callable[[], Any]], Any]
 
 @dataclass
 class DataBundle:
-    """Both splits, and what the model must know about them.
+    """The splits, and what the model must know about them.
 
     Attributes:
         train, val: map-style datasets; a sample is (input, target).
@@ -35,6 +35,7 @@ class DataBundle:
         preprocessing: how an image becomes an input in validation; None where the dataset gives tensors.
         index: gives the labels of class names; None where there is no more to it than the taxonomy's names.
         mixing: what is done to collated training batches; None leaves them alone. Validation is not mixed.
+        test: a third split, for one evaluation at the end; None where there is none.
     """
 
     train: Dataset[Any]
@@ -47,6 +48,7 @@ class DataBundle:
     preprocessing: Preprocessing | None = None
     index: LabelIndex | None = None
     mixing: Mixing | None = None
+    test: Dataset[Any] | None = None
 
 
 def collate_pairs(samples: list[Any]) -> Batch:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import call
+from os.path import exists
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
 from linnaeus.data.image_files import (
+    EvaluatedFiles,
     ImageFiles,
     Listing,
     encode,
@@ -26,6 +29,7 @@ from linnaeus.data.image_files import (
 from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
 from linnaeus.data.manifest import build_manifest, evaluated_manifest
 from linnaeus.data.mixing import build_mixing
+from linnaeus.data.split_file import read_split
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_dataset, build_user_val
@@ -107,6 +111,7 @@ class EvaluationRequest:
         seed: of the run; seeds the random numbers that a user's dataset draws when it is made.
         is_own: whether `config.DATASET` is the run's own.
         skips_unknown: leave out samples of classes that the run does not know.
+        split_file: of the run, where it has written one; read where `is_own`.
     """
 
     config: DataConfig
@@ -115,6 +120,7 @@ class EvaluationRequest:
     seed: int
     is_own: bool
     skips_unknown: bool = False
+    split_file: Path | None = None
 
 
 def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) -> EvaluationData:
@@ -169,7 +175,10 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
             f"DATA.DATASET.NAME: {dataset.NAME!r} has files and class names, but the dataset of the run "
             "gave tensors or declared no classes: evaluate the run on a `_target_` dataset like its own"
         )
-    if dataset.NAME == "imagefolder":
+    saved = _saved_validation(request) if request.is_own else None
+    if saved is not None:
+        files, index = EvaluatedFiles([saved], None, is_val=True), LabelIndex.of(index.taxonomy)
+    elif dataset.NAME == "imagefolder":
         files = evaluated_folder(dataset, len(index.lookup) if request.is_own else None)
     else:
         files = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
@@ -205,6 +214,15 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     images = ImageFiles(listing.root, listing.paths, targets, channels, preprocessing.transform())
     bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
     return _evaluated(bundle, request, listing.source, part, report, len(left_out))
+
+
+def _saved_validation(request: EvaluationRequest) -> Listing | None:
+    """The validation split that the run has saved; None where it has not, or its images are elsewhere now."""
+    file = request.split_file
+    if file is None or not file.is_file():
+        return None
+    paths, lineages = read_split(file, "val")
+    return Listing(str(file), Path(), paths, lineages) if any(map(exists, paths)) else None
 
 
 def _source_names(index: LabelIndex) -> list[str | None]:

@@ -21,6 +21,7 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import find_damaged
 from linnaeus.data.image import load_image
+from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
@@ -153,15 +154,16 @@ def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
 
 
 def build_files(
-    trains: Sequence[Listing],
-    vals: Sequence[Listing],
+    listings: Mapping[str, Sequence[Listing]],
     index: LabelIndex,
     config: DataConfig,
     on_main: OnMain,
+    notes: Sequence[str] = (),
 ) -> DataBundle:
-    """Datasets from the listings of each root.
+    """Datasets from the listings of each split, one for each root.
 
-    Without a validation listing, a stratified part of each root's training samples is held out.
+    Without a validation split, the test split takes its place. Without either, a stratified part of each
+    root's training samples is held out.
 
     With `DATA.ON_BAD_IMAGE skip`, rank 0 decodes every file once, and all ranks leave out the damaged ones.
 
@@ -169,21 +171,29 @@ def build_files(
         ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
         DataError: a split without a sample or a label, or a validation class without a training sample.
     """
-    channels = config.DATASET.CHANNELS
+    channels, taxonomy = config.DATASET.CHANNELS, index.taxonomy
     if channels not in (1, 3):
         raise ConfigError(
             f"DATA.DATASET.CHANNELS: images are decoded to 1 (grey) or 3 (RGB) channels, not {channels}"
         )
     size = as_size(config.IMG_SIZE, (224, 224))
-    report: list[str] = []
+    report = list(notes)
+    trains, vals, tests = (list(listings.get(split, ())) for split in SPLITS)
+    tests = _known_tests(tests, index, report)
+    if tests and not vals:
+        report.append(
+            f"no validation split: the test split {tests[0].source} is used for validation"
+        )
+        vals, tests = tests, []
     if not vals:
-        taxonomy, fraction = index.taxonomy, config.DATASET.VAL_FRACTION
-        pairs = [hold_out(each, fraction, report, taxonomy) for each in trains]
+        pairs = [hold_out(each, config.DATASET.VAL_FRACTION, report, taxonomy) for each in trains]
         trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
-    train, val = Listing.joined(trains), Listing.joined(vals)
     transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
-    splits = []
-    for listing, each in ((train, transform), (val, preprocessing.transform())):
+    splits: dict[str, ImageFiles | None] = {"test": None}
+    for split, parts in (("train", trains), ("val", vals), ("test", tests)):
+        if not parts:
+            continue
+        listing = Listing.joined(parts)
         if config.ON_BAD_IMAGE == "skip":
             listing = without_damaged(listing, on_main, report)
         if not listing.paths:
@@ -195,20 +205,48 @@ def build_files(
                 f"{listing.source}: {counted(len(unknown), 'validation class')} without a training sample: "
                 f"{several(name_unknown(unknown, listing))}"
             )
-        finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
+        finest = targets if taxonomy.is_multilabel else targets[:, -1]
         if not (finest != UNKNOWN).any():
             raise DataError(
-                f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}"
+                f"{listing.source}: no image has a label of rank {taxonomy.names[-1]!r}"
             )
-        splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
-    data_train, data_val = splits
-    report.insert(
-        0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples"
-    )
-    taxonomy = index.taxonomy
+        each = transform if split == "train" else preprocessing.transform()
+        splits[split] = ImageFiles(listing.root, listing.paths, targets, channels, each)
     return DataBundle(
-        data_train, data_val, taxonomy, channels, size, collate_pairs, report, preprocessing, index
+        splits["train"],  # type: ignore[arg-type]
+        splits["val"],  # type: ignore[arg-type]
+        taxonomy,
+        channels,
+        size,
+        collate_pairs,
+        [f"{Listing.joined(trains).source}: {_sizes(splits)}", *report],
+        preprocessing,
+        index,
+        test=splits["test"],
     )
+
+
+def _sizes(splits: Mapping[str, ImageFiles | None]) -> str:
+    num = {split: len(files) for split, files in splits.items() if files is not None}
+    test = f", {num['test']} test samples" if "test" in num else ""
+    return f"{num['train']} training and {num['val']} validation samples{test}"
+
+
+def _known_tests(tests: Sequence[Listing], index: LabelIndex, report: list[str]) -> list[Listing]:
+    """The test samples of the classes of training; notes others, such as images without a label."""
+    known = []
+    for listing in tests:
+        _, unknown = encode(listing.lineages, index)
+        left_out = {position for positions in unknown.values() for position in positions}
+        kept = [i for i in range(len(listing.paths)) if i not in left_out]
+        if left_out:
+            report.append(
+                f"{listing.source}: {counted(len(left_out), 'test sample')} left out, of "
+                f"{counted(len(unknown), 'class')} without a training sample: {several([*unknown])}"
+            )
+        if kept:
+            known.append(listing.take(kept))
+    return known
 
 
 def stratified_split(

@@ -80,7 +80,7 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
         _listing(table, levels)
         for table in [_read(val, node) for node, _, val in paths if val is not None]
     ]
-    return build_files(trains, vals, index, config, on_main)
+    return build_files({"train": trains, "val": vals}, index, config, on_main)
 
 
 def evaluated_manifest(
