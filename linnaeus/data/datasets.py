@@ -181,7 +181,12 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     elif dataset.NAME == "imagefolder":
         files = evaluated_folder(dataset, len(index.lookup) if request.is_own else None)
     else:
-        files = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
+        files = evaluated_manifest(
+            dataset,
+            _source_names(index),
+            is_own=request.is_own,
+            separator=index.taxonomy.separator,
+        )
     report: list[str] = []
     part = _VALIDATION if files.is_val else "all samples, as there is no validation split"
     listing = Listing.joined(files.listings)

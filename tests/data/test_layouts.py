@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from linnaeus.errors import ConfigError
-from tests.helpers.layouts import CLASSES, build, folders, levels, sizes
+from linnaeus.errors import ConfigError, DataError
+from tests.helpers.layouts import CLASSES, build, folders, levels, paths, sizes, table
 
 FLAT = {"class": CLASSES}
 
@@ -93,3 +94,137 @@ def test_a_third_split_is_for_the_end(tmp_path: Path) -> None:
         folders(tmp_path / name, [unlabelled], [""])
         assert sizes(build(tmp_path / name)) == [12, 3]
         assert any("test" in line for line in build(tmp_path / name).report[1:])
+
+
+def animal(i: int) -> str:
+    return CLASSES[i % 3]
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("split", ("val", "train", "train", "train")),
+        ("Split", ("Validation", "Training", "Training", "Training")),
+        ("set", ("dev", "TRAIN", "TRAIN", "TRAIN")),
+        ("subset", ("test", "train", "train", "train")),
+        ("is_valid", ("True", "False", "False", "False")),
+        ("is_valid", ("1", "0", "0", "0")),
+        ("is_training_image", ("0", "1", "1", "1")),
+    ],
+)
+def test_a_column_of_splits_is_no_level(
+    tmp_path: Path, column: str, values: tuple[str, ...]
+) -> None:
+    table(tmp_path, f"image,label,{column}", lambda i: f"{animal(i)},{values[i % 4]}")
+    bundle = build(tmp_path, "manifest")
+    assert levels(bundle) == {"label": CLASSES}
+    assert paths(bundle.val) == [f"img/{i}.jpg" for i in range(0, 24, 4)]
+
+
+def test_the_column_of_splits_can_be_named(tmp_path: Path) -> None:
+    words = ("val", "train", "test", "train")
+    table(tmp_path, "image,label,source", lambda i: f"{animal(i)},{words[i % 4]}")
+    assert sizes(build(tmp_path, "manifest", SPLIT_COLUMN="Source")) == [12, 6, 6]
+    with pytest.raises(ConfigError, match=r"SPLIT_COLUMN.*label"):
+        build(tmp_path, "manifest", SPLIT_COLUMN="label")
+    table(tmp_path, "image,set,split", lambda i: f"{words[i % 4]},{words[i % 4]}")
+    with pytest.raises(ConfigError, match=r"SPLIT_COLUMN.*set, split"):
+        build(tmp_path, "manifest")
+
+
+def test_splits_in_manifests_of_their_own(tmp_path: Path) -> None:
+    """A test manifest without labels is not evaluated."""
+    for name, num in {"train": 12, "val": 6, "test": 3}.items():
+        row = lambda i, name=name: f"{animal(i)},{name}"  # noqa: E731
+        table(tmp_path, "image,label,split", row, name=f"{name}.csv", num=num)
+    assert sizes(build(tmp_path, "manifest")) == [12, 6, 3]
+    (tmp_path / "test.csv").write_text("image\nimg/0.jpg\n")
+    assert sizes(build(tmp_path, "manifest")) == [12, 6]
+    (tmp_path / "val.csv").unlink()
+    assert sizes(build(tmp_path, "manifest")) == [10, 2]
+
+
+@pytest.mark.parametrize(
+    ("header", "cells", "look"),
+    [
+        ("label,width,height", lambda i: f"{animal(i)},{640 + i},{480 + i}", "width: 24 numbers"),
+        ("label,source", lambda i: f"{animal(i)},{'ab'[i // 3 % 2]}", "source: 2 values"),
+        ("label,uuid", lambda i: f"{animal(i)},u{i}", "uuid: 24 values"),
+        ("label,fold", lambda i: f"{animal(i)},{i % 5}", "fold: 5 numbers"),
+        ("score", lambda i: f"{i / 7}", "score: 24 numbers"),
+    ],
+)
+def test_columns_that_are_no_levels_are_refused(
+    tmp_path: Path, header: str, cells: Callable[[int], str], look: str
+) -> None:
+    table(tmp_path, f"image,{header}", cells)
+    with pytest.raises(ConfigError, match=rf"DATA\.DATASET\.RANKS.*{look}"):
+        build(tmp_path, "manifest")
+    if header.startswith("label"):
+        assert levels(build(tmp_path, "manifest", RANKS=["label"])) == {"label": CLASSES}
+
+
+def test_columns_that_nest_are_levels(tmp_path: Path) -> None:
+    table(tmp_path, "image,family,species", lambda i: f"{'AAB'[i % 3]},{animal(i)}")
+    assert levels(build(tmp_path, "manifest")) == {"family": ("A", "B"), "species": CLASSES}
+    table(tmp_path, "image,label", lambda i: str(i % 3))
+    assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1", "2")}
+
+
+def test_words_for_nothing_are_unknown_labels(tmp_path: Path) -> None:
+    words = ("cat", "dog", "nan", "None", "", "NA")
+    table(tmp_path, "image,label", lambda i: words[i % 6])
+    bundle = build(tmp_path, "manifest")
+    assert levels(bundle) == {"label": ("cat", "dog")}
+    assert any("4 'None'" in line for line in bundle.report)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("names", [("image", "label"), ("Image", "Label")])
+def test_dialects_of_csv(tmp_path: Path, separator: str, names: tuple[str, str]) -> None:
+    table(tmp_path, separator.join(names), animal)
+    assert levels(build(tmp_path, "manifest")) == {names[1]: CLASSES}
+
+
+def test_columns_of_flags_are_classes(tmp_path: Path) -> None:
+    """One in each row is a label, several are a set; a column `label` of 0 and 1 has two classes."""
+    one = ("1.0,0.0,0.0", "0.0,1.0,0.0", "0.0,0.0,1.0")
+    table(tmp_path, "image,car,train,bus", lambda i: one[i % 3])
+    bundle = build(tmp_path, "manifest")
+    assert levels(bundle) == {"class": ("bus", "car", "train")}
+    assert bundle.taxonomy is not None
+    assert not bundle.taxonomy.is_multilabel
+    several = ("1,0,1", "0,1,0", "0,0,0")
+    table(tmp_path, "image,car,train,bus", lambda i: several[i % 3])
+    bundle = build(tmp_path, "manifest")
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.is_multilabel
+    targets = dict(zip(paths(bundle.train), bundle.train.targets.tolist(), strict=True))  # type: ignore[attr-defined]
+    assert {tuple(targets.get(f"img/{i}.jpg", (1, 1, 0))) for i in range(0, 24, 3)} == {(1, 1, 0)}
+    table(tmp_path, "image,label", lambda i: str(i % 2))
+    assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1")}
+
+
+def test_paths_with_backslashes_and_missing_roots_are_named(tmp_path: Path) -> None:
+    table(tmp_path, "image,label", animal)
+    with pytest.raises(ConfigError, match="nowhere"):
+        build(tmp_path / "nowhere", "manifest", TRAIN=str(tmp_path / "train.csv"))
+    text = (tmp_path / "train.csv").read_text()
+    (tmp_path / "train.csv").write_text(text.replace("img/", ".\\img\\"))
+    with pytest.raises(DataError, match="backslash"):
+        build(tmp_path, "manifest")
+
+
+def test_parquet_is_a_manifest(tmp_path: Path) -> None:
+    table(tmp_path, "image,label", animal)
+    expected = paths(build(tmp_path, "manifest").train)
+    (tmp_path / "train.csv").rename(tmp_path / "old.csv")
+    try:
+        from pyarrow import csv, parquet
+    except ImportError:
+        (tmp_path / "train.parquet").touch()
+        with pytest.raises(ConfigError, match="pip install pyarrow"):
+            build(tmp_path, "manifest")
+        return
+    parquet.write_table(csv.read_csv(tmp_path / "old.csv"), tmp_path / "train.parquet")
+    assert paths(build(tmp_path, "manifest").train) == expected
