@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from linnaeus.cli.parser import (
     read_number,
     read_table,
 )
+from linnaeus.data import unread_note
 from linnaeus.data.split_file import SPLIT_FILE, read_split
 from linnaeus.data.splits import SPLITS
 from linnaeus.errors import ConfigError
@@ -163,14 +165,14 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
         batch_size=options.batch_size,
         num_workers=options.workers,
     )
-    unreadable = list[Unreadable]()
+    unreadable, unread = list[Unreadable](), Counter[str]()
     if STDIN in options.images:  # names of files may be no valid UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     with (
         open_writer(options.output, unreadable) as writer,
         # Between printed lines a bar would only get in the way.
         ProgressBar(console if options.output else None) as bar,
-        closing(predictor.run(walk(options.images, sys.stdin))) as results,
+        closing(predictor.run(walk(options.images, sys.stdin, unread))) as results,
     ):
         bar.start("predicting", None)
         for found in results:
@@ -186,6 +188,8 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     total = f"{counted(writer.number, 'image')} predicted"
     if unreadable:
         total += f", {counted(len(unreadable), 'unreadable one')} left out"
+    if unread:
+        logger.info("%s", unread_note(unread))
     is_written = writer.number > 0 or not unreadable
     logger.info(
         "%s%s", total, f": {options.output.resolve()}" if options.output and is_written else ""

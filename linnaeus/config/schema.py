@@ -197,9 +197,10 @@ class DatasetConfig:
         "manifest column that says which split a row is in; null is a column such as `split`, `subset` or "
         "`is_valid` whose values mean splits",
     )
-    ALLOW_COARSE: bool = key(
-        True,
-        "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses",
+    ALLOW_COARSE: bool | None = key(
+        None,
+        "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses "
+        "them, null refuses a rank that most images lack",
     )
     VAL_FRACTION: float = key(
         0.2, "fraction held out where the data has no validation split", gt=0, lt=1

@@ -14,6 +14,7 @@ from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.errors import ConfigError
+from linnaeus.words import counted, several
 
 Collate = Callable[[list[Any]], Batch]
 """Turns a list of samples into a batch."""
@@ -36,6 +37,7 @@ class DataBundle:
         index: gives the labels of class names; None where there is no more to it than the taxonomy's names.
         mixing: what is done to collated training batches; None leaves them alone. Validation is not mixed.
         test: a third split, for one evaluation at the end; None where there is none.
+        source: the folder, the manifest or the name of the dataset, for the report.
     """
 
     train: Dataset[Any]
@@ -49,6 +51,24 @@ class DataBundle:
     index: LabelIndex | None = None
     mixing: Mixing | None = None
     test: Dataset[Any] | None = None
+    source: str = ""
+
+    @property
+    def splits(self) -> dict[str, Dataset[Any]]:
+        """Each split that there is, by name."""
+        named = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: dataset for name, dataset in named.items() if dataset is not None}
+
+    @property
+    def description(self) -> str:
+        """The levels with their first classes, and the length of each split, in one line."""
+        levels = [] if self.taxonomy is None else self.taxonomy.levels
+        shown = [
+            f"{x.name} ({counted(len(x.classes), 'class')}: {several(x.classes)})" for x in levels
+        ]
+        parts = [f"{counted(len(levels), 'level')}: {', '.join(shown)}"] if shown else []
+        sizes = (f"{name} {dataset_length(split)}" for name, split in self.splits.items())
+        return f"{self.source}: {'; '.join([*parts, 'splits: ' + ', '.join(sizes)])}"
 
 
 def collate_pairs(samples: list[Any]) -> Batch:

@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
+from linnaeus.data import unread_note
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
 from linnaeus.data.image_files import (
@@ -70,6 +71,7 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
         data = _BUILT_IN[dataset.NAME](data_config)
     else:
         data = _FILES[dataset.NAME](data_config, on_main)
+    data.report.insert(0, data.description)
     # A user's collate function may give a batch that it keeps.
     is_fresh = not isinstance(data.collate, UserCollate)
     data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
@@ -187,7 +189,7 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
             is_own=request.is_own,
             separator=index.taxonomy.separator,
         )
-    report: list[str] = []
+    report = [*filter(None, [unread_note(Listing.joined(files.listings).unread)])]
     part = _VALIDATION if files.is_val else "all samples, as there is no validation split"
     listing = Listing.joined(files.listings)
     if files.index is not None:

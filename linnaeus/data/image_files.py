@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data import unread_note
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import find_damaged
@@ -37,12 +38,14 @@ class Listing:
         root: folder that relative paths start from.
         paths: path of each image, relative to `root` or absolute.
         lineages: class names of each image, coarse to fine.
+        unread: files of other endings beside them, by ending.
     """
 
     source: str
     root: Path
     paths: list[str]
     lineages: list[Lineage]
+    unread: Counter[str] = field(default_factory=Counter)
 
     def take(self, positions: Sequence[int]) -> Listing:
         """The listing of some of the samples."""
@@ -62,6 +65,7 @@ class Listing:
             Path(),
             [str(each.root / path) for each in listings for path in each.paths],
             [lineage for each in listings for lineage in each.lineages],
+            sum((each.unread for each in listings), Counter()),
         )
 
 
@@ -179,6 +183,8 @@ def build_files(
     size = as_size(config.IMG_SIZE, (224, 224))
     report = list(notes)
     trains, vals, tests = (list(listings.get(split, ())) for split in SPLITS)
+    unread = Listing.joined([*trains, *vals, *tests]).unread
+    report += filter(None, [unread_note(unread)])
     tests = _known_tests(tests, index, report)
     if tests and not vals:
         report.append(
@@ -205,6 +211,9 @@ def build_files(
                 f"{listing.source}: {counted(len(unknown), 'validation class')} without a training sample: "
                 f"{several(name_unknown(unknown, listing))}"
             )
+        if split == "train":
+            report += homonyms(index, targets)
+            report += without_images(taxonomy, targets)
         finest = targets if taxonomy.is_multilabel else targets[:, -1]
         if not (finest != UNKNOWN).any():
             raise DataError(
@@ -219,17 +228,12 @@ def build_files(
         channels,
         size,
         collate_pairs,
-        [f"{Listing.joined(trains).source}: {_sizes(splits)}", *report],
+        report,
         preprocessing,
         index,
         test=splits["test"],
+        source=Listing.joined(trains).source,
     )
-
-
-def _sizes(splits: Mapping[str, ImageFiles | None]) -> str:
-    num = {split: len(files) for split, files in splits.items() if files is not None}
-    test = f", {num['test']} test samples" if "test" in num else ""
-    return f"{num['train']} training and {num['val']} validation samples{test}"
 
 
 def _known_tests(tests: Sequence[Listing], index: LabelIndex, report: list[str]) -> list[Listing]:
@@ -313,6 +317,44 @@ def report_coarse(listing: Listing, report: list[str]) -> None:
     if coarse:
         counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
         report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
+
+
+def homonyms(index: LabelIndex, targets: Tensor) -> list[str]:
+    """A note on the classes that stand under several parents, the smallest first: one may be a typo."""
+    found: list[tuple[int, str]] = []
+    for level, depth in enumerate(index.columns):
+        if depth == 0 or index.taxonomy.is_multilabel:
+            continue
+        above = [name for _, name in index.lookup[depth - 1]]
+        counts = targets[:, level].clamp(min=UNKNOWN).add(1).bincount(minlength=1).tolist()[1:]
+        places: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        for (parent, name), label in index.lookup[depth].items():
+            if parent != UNKNOWN:
+                number = counts[label] if label < len(counts) else 0
+                places[name].append((number, above[parent]))
+        for name, held in sorted(places.items()):
+            if len(held) > 1:
+                shown = ", ".join(f"{parent} {number}" for number, parent in sorted(held))
+                found.append((min(held)[0], f"{name} (images: {shown})"))
+    if not found:
+        return []
+    names = "; ".join(text for _, text in sorted(found)[:5])
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return [
+        f"{counted(len(found), 'name')} under several parents, different classes: {names}{more}"
+    ]
+
+
+def without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
+    """A note on the classes that no training image has, such as where all of theirs are damaged."""
+    lacking: list[str] = []
+    for column, level in enumerate(taxonomy.levels):
+        if taxonomy.is_multilabel:
+            numbers = (targets == 1).sum(dim=0)
+        else:
+            numbers = (targets[:, column] + 1).bincount(minlength=len(level.classes) + 1)[1:]
+        lacking += [n for n, num in zip(level.classes, numbers.tolist(), strict=True) if not num]
+    return [f"no training image is left of: {several(lacking)}"] if lacking else []
 
 
 def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unicodedata import normalize
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data import EXTENSIONS, is_ignored_folder
+from linnaeus.data import LISTED, is_ignored, is_image, unread_note
 from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, roots_of
 from linnaeus.data.splits import SPLITS, find_folders, find_inside, only_folder, read_name
@@ -39,10 +41,16 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     """
     dataset: DatasetConfig = config.DATASET
     roots = [_split_folders(node) for node in roots_of(dataset)]
-    for root in roots:
+    notes = []
+    for node, root in zip(roots_of(dataset), roots, strict=True):
         _require_training(root, dataset)
-    splits, inat, notes = _read_roots(roots, dataset)
+        if beside := _beside(Path(str(node.ROOT)).expanduser(), root):
+            notes.append(f"{node.ROOT}: folders beside the splits are not read: {several(beside)}")
+    splits, inat, more = _read_roots(roots, dataset)
+    notes += more
     train = Listing.joined(splits["train"])
+    if dataset.ALLOW_COARSE is None:
+        _check_coarse(train)
     index = _index(train, dataset.RANKS, inat)
     remedy = "add the folders of other classes"
     if len(index.taxonomy.levels) > 1:
@@ -106,8 +114,19 @@ def _split_folders(dataset: DatasetConfig) -> dict[str, Path]:
     return {split: folders[split] for split in SPLITS if split in folders} or {"train": root}
 
 
+def _beside(root: Path, folders: dict[str, Path]) -> list[str]:
+    """The folders of a root that hold nothing of a split."""
+    paths = [path.resolve() for path in folders.values()]
+    names = sorted(_subfolders(root))
+    return [n for n in names if not any(_overlap((root / n).resolve(), path) for path in paths)]
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    return one.is_relative_to(other) or other.is_relative_to(one)
+
+
 def _subfolders(folder: Path) -> list[str]:
-    return [p.name for p in folder.iterdir() if p.is_dir() and not is_ignored_folder(p.name)]
+    return [p.name for p in folder.iterdir() if p.is_dir() and not is_ignored(p.name)]
 
 
 def _unwrapped(folder: Path, split: str) -> Path:
@@ -162,8 +181,10 @@ def _read_roots(
                 levels = len(listing.lineages[0])
                 depth = depth or levels
                 if levels != depth:
+                    deepest = max(listing.paths, key=lambda path: path.count("/"))
                     raise DataError(
-                        f"{folder}: {counted(levels, 'level')} of class folders, but {depth} elsewhere"
+                        f"{folder}: {counted(levels, 'level')} of class folders, but {depth} elsewhere, such "
+                        f"as for {deepest}"
                     )
             dataset = replace(dataset, FOLDER_NAMES="inat2021" if inat else "nested")
         pad_to = depth or 1
@@ -174,8 +195,8 @@ def _read_one(
     folder: Path, split: str, dataset: DatasetConfig, pad_to: int, *, is_root: bool
 ) -> tuple[dict[str, Listing], bool]:
     """The images of a folder, which hold several splits where class folders are divided."""
-    images = _find_images(folder, need_all=split == "train")
-    parts = [tuple(path.split("/")[:-1]) for path in images]
+    images, unread = _find_images(folder, need_all=split == "train")
+    parts = [_class_names(folder, path.rpartition("/")[0]) for path in images]
     inside = find_inside({*parts}) if is_root else {}
     if inside:
         for image, part in zip(images, parts, strict=True):
@@ -197,7 +218,28 @@ def _read_one(
     found = {name: whole.take(positions) for name, positions in members.items() if positions}
     if inside:
         found = {n: replace(each, source=f"{folder} ({n} folders)") for n, each in found.items()}
-    return found, inat
+    first = next(iter(found))
+    return found | {first: replace(found[first], unread=unread)}, inat
+
+
+@functools.lru_cache(maxsize=1)
+def _class_names(folder: Path, parents: str) -> tuple[str, ...]:
+    """The names of class folders, with one spelling for each accented letter.
+
+    Raises:
+        DataError: a name is not UTF-8.
+    """
+    if not parents:
+        return ()
+    try:
+        parents.encode()
+    except UnicodeEncodeError as error:
+        shown = os.fsencode(str(folder / parents)).decode("utf-8", "backslashreplace")
+        raise DataError(
+            f"{shown}: the name of this class folder is not UTF-8; rename it, such as with "
+            "`convmv -f latin1 -t utf8 --notest`"
+        ) from error
+    return tuple(normalize("NFC", parents).split("/"))
 
 
 def _check_twins(folder: Path, parts: Iterable[tuple[str, ...]]) -> None:
@@ -231,8 +273,9 @@ def _lineages(
     }
     others = [name for name, match in matches.items() if match is None]
     if kind == "nested" or (kind == "auto" and len(others) == len(matches)):
-        _check_depth(folder, images, parts, dataset.ALLOW_COARSE)
-        depth = max(pad_to if dataset.ALLOW_COARSE else 1, *map(len, parts))
+        allow_coarse = dataset.ALLOW_COARSE is not False
+        _check_depth(folder, images, parts, allow_coarse)
+        depth = max(pad_to if allow_coarse else 1, *map(len, parts))
         padded = {part: part + (None,) * (depth - len(part)) for part in set(parts)}
         return [padded[part] for part in parts], False
     _check_depth(folder, images, parts, allow_coarse=False)
@@ -249,35 +292,38 @@ def _lineages(
     return [lineages["/".join(part)] for part in parts], True
 
 
-def _find_images(folder: Path, *, need_all: bool) -> list[str]:
-    """The paths of all images, relative to the folder, files before folders and each sorted."""
+def _find_images(folder: Path, *, need_all: bool) -> tuple[list[str], Counter[str]]:
+    """The paths of all images, relative to the folder, files before folders and each sorted.
+
+    Also returns the number of files with each other ending.
+    """
     found: list[str] = []
+    unread = Counter[str]()
     empty: list[str] = []
 
     def fail(error: OSError) -> None:
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
 
     for path, folders, files in os.walk(folder, onerror=fail, followlinks=True):
-        folders[:] = sorted(name for name in folders if not is_ignored_folder(name))
+        folders[:] = sorted(name for name in folders if not is_ignored(name))
         for link in (Path(path, name) for name in folders):
             if link.is_symlink() and Path(path).resolve().is_relative_to(link.resolve()):
                 raise DataError(f"{link}: a symbolic link leads back to a folder above it")
         inside = path[len(str(folder)) :].lstrip("/")
         num_before = len(found)
         for name in sorted(files):
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS:  # noqa: PTH122
+            if is_image(name, unread):
                 found.append(os.path.join(inside, name))  # noqa: PTH118 (hot path)
         if len(found) == num_before and not folders and read_name(Path(path).name) is None:
             empty.append(path)
+    note = f"; {unread_note(unread)}" if unread else ""
     if not found:
-        raise DataError(
-            f"{folder}: no image in it or below (looked for {', '.join(sorted(EXTENSIONS))})"
-        )
+        raise DataError(f"{folder}: no image in it or below (looked for {LISTED}){note}")
     if empty and need_all:
         raise DataError(
-            f"no image in class folder {several(empty)}; remove the folder or put images into it"
+            f"no image in class folder {several(empty)}; remove the folder or put images into it{note}"
         )
-    return found
+    return found, unread
 
 
 def _check_depth(
@@ -295,6 +341,19 @@ def _check_depth(
                 f"{folder / image}: in {counted(len(names), 'class folder')}, but other images in {usual}; "
                 "every level of folders is a taxonomic rank. Move it, or leave finer ranks unknown with "
                 "DATA.DATASET.ALLOW_COARSE True"
+            )
+
+
+def _check_coarse(train: Listing) -> None:
+    """Refuse a level that most images lack: a stray folder inside of a class folder looks like one."""
+    for depth in range(1, len(train.lineages[0])):
+        deep = [i for i, names in enumerate(train.lineages) if names[depth] is not None]
+        if 2 * len(deep) < len(train.lineages):
+            found = dict.fromkeys(str(Path(train.paths[i]).parent) for i in deep)
+            raise DataError(
+                f"{train.source}: {len(deep)} of {counted(len(train.lineages), 'image')} are in folders "
+                f"deeper than the others: {several([*found])}; move these images up, or set "
+                "DATA.DATASET.ALLOW_COARSE True where the others have unknown finer labels"
             )
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.datasets import build_data
 from linnaeus.errors import ConfigError, DataError
+from tests.helpers.datasets import write_image
 from tests.helpers.layouts import CLASSES, build, folders, levels, paths, sizes, table
+from tests.helpers.runs import Run
 
 FLAT = {"class": CLASSES}
 
@@ -228,3 +235,99 @@ def test_parquet_is_a_manifest(tmp_path: Path) -> None:
         return
     parquet.write_table(csv.read_csv(tmp_path / "old.csv"), tmp_path / "train.parquet")
     assert paths(build(tmp_path, "manifest").train) == expected
+
+
+def test_a_level_that_most_images_lack_is_refused(tmp_path: Path) -> None:
+    folders(tmp_path, ["{}"], num=9)
+    folders(tmp_path, ["cat/new", "dog/old"], [""], num=5)
+    with pytest.raises(DataError, match=r"cat/new, dog/old.*ALLOW_COARSE"):
+        build(tmp_path)
+    assert list(levels(build(tmp_path, ALLOW_COARSE=True))) == ["level1", "level2"]
+    folders(tmp_path, ["cat/new", "dog/old", "fox/red"], [""], num=10)
+    assert list(levels(build(tmp_path))) == ["level1", "level2"]
+
+
+@pytest.mark.parametrize("name", ["@eaDir", "__MACOSX", ".thumbnails", "lost+found"])
+def test_folders_that_systems_make_are_not_read(tmp_path: Path, name: str) -> None:
+    folders(tmp_path, ["train", "val"])
+    folders(tmp_path, [name, f"train/{name}", f"train/cat/{name}", f"val/dog/{name}"], [""])
+    bundle = build(tmp_path)
+    assert (levels(bundle), sizes(bundle)) == (FLAT, [12, 12])
+
+
+def test_spellings_of_an_accented_letter_are_one_class(tmp_path: Path) -> None:
+    folders(tmp_path, ["train"], ["Ho\u0308hle", "cat"])
+    folders(tmp_path, ["val"], ["H\u00f6hle", "cat"])
+    assert levels(build(tmp_path)) == {"class": ("H\u00f6hle", "cat")}
+    assert build(tmp_path).train.targets.tolist() == [[0]] * 4 + [[1]] * 4  # type: ignore[attr-defined]
+    names = ("Ho\u0308hle", "H\u00f6hle", "cat")
+    table(tmp_path, "image,label", lambda i: names[i % 3])
+    assert levels(build(tmp_path, "manifest")) == {"label": ("H\u00f6hle", "cat")}
+
+
+def test_a_class_folder_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    folders(tmp_path, ["{}"])
+    (tmp_path / "cat").rename(os.fsdecode(os.fsencode(tmp_path) + b"/f\xe9lin"))
+    with pytest.raises(DataError, match=r"f\\xe9lin"):
+        build(tmp_path)
+
+
+def test_a_run_says_its_levels_splits_and_homonyms(tmp_path: Path) -> None:
+    folders(tmp_path, ["Canidae"], ["dog", "fox"])
+    folders(tmp_path, ["Felidae"], ["cat", "lynx"])
+    folders(tmp_path, ["canidae"], ["dog"], num=2)
+    report = build(tmp_path).report
+    assert all(part in report[0] for part in ("2 levels", "Felidae", "train", "val"))
+    assert any("canidae 1, Canidae" in line for line in report[1:])
+    assert not any("parents" in line for line in build(tmp_path / "Felidae").report)
+
+
+def test_what_is_not_read_is_counted_once(tmp_path: Path) -> None:
+    folders(tmp_path, ["train", "val", "extra"])
+    for i in range(20):
+        (tmp_path / "train/cat" / f"{i}.HEIC").touch()
+    for name in ("val/dog/notes", "val/dog/Thumbs.db", "val/dog/.x"):
+        (tmp_path / name).touch()
+    lines = [line for line in build(tmp_path).report if "not read" in line]
+    assert len(lines) == 2
+    assert "extra" in lines[0]
+    heic = importlib.util.find_spec("pillow_heif") is not None
+    assert (".heic 20" in lines[1], "no ending 1" in lines[1]) == (not heic, True)
+    shutil.rmtree(tmp_path / "extra")
+    (tmp_path / "val/dog/notes").unlink()
+    if not heic:
+        shutil.rmtree(tmp_path / "train/cat")
+        folders(tmp_path, ["train"], ["cat"], num=0)
+        (tmp_path / "train/cat/1.heic").touch()
+        with pytest.raises(DataError, match=r"cat.*\.heic 1"):
+            build(tmp_path)
+
+
+def test_classes_without_an_intact_training_image_are_named(tmp_path: Path) -> None:
+    for each in CLASSES:
+        for split in ("train", "val"):
+            for i in range(2):
+                write_image(tmp_path / split / each / f"{i}.png", seed=i)
+    for i in range(2):
+        (tmp_path / f"train/dog/{i}.png").write_text("damaged")
+    node = DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path))
+    bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE="skip"), seed=0)
+    assert levels(bundle) == FLAT
+    assert [line for line in bundle.report if line.endswith(": dog")]
+
+
+def test_check_data_counts_copies(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = tmp_path / "data"
+    for number, name in enumerate(("train/cat/0", "train/dog/0", "val/cat/0", "val/dog/0")):
+        write_image(root / f"{name}.png", seed=number)
+    command = ["check-data", "data=imagefolder", f"DATA.DATASET.ROOT={root}"]
+    assert "bytes" not in run(*command).out
+    shutil.copy(root / "train/cat/0.png", root / "val/cat/copy.png")
+    shutil.copy(root / "train/cat/0.png", root / "train/dog/copy.png")
+    outcome = run(*command)
+    assert outcome.code == 0
+    assert "1 held-out image" in outcome.out
+    assert "1 image with several labels" in outcome.out
