@@ -205,6 +205,17 @@ class DatasetConfig:
     VAL_FRACTION: float = key(
         0.2, "fraction held out where the data has no validation split", gt=0, lt=1
     )
+    GROUP_COLUMN: str | None = key(
+        None,
+        "manifest column of groups, such as locations or individuals, each of which is held out as a whole",
+    )
+    FOLD: int | None = key(
+        None,
+        "fold of cross-validation that is held out, 0 to NUM_FOLDS - 1, or the number in a manifest's column "
+        "`fold`; null holds out VAL_FRACTION",
+        ge=0,
+    )
+    NUM_FOLDS: int = key(5, "folds of the cross-validation that FOLD counts", ge=2)
     FOLDER_NAMES: str = key(
         "auto",
         "how folder names give labels: with `nested`, each level of folders is a taxonomic rank; "

@@ -43,6 +43,10 @@ _BUILT_IN = {
     "synthetic": build_synthetic,
 }
 _FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
+_KEYS_OF = {
+    **dict.fromkeys(("LABEL_SEPARATOR", "SPLIT_COLUMN", "GROUP_COLUMN"), ("manifest",)),
+    "FOLD": ("imagefolder", "manifest"),
+}
 _VALIDATION = "validation split"
 
 
@@ -63,8 +67,11 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     """
     dataset = data_config.DATASET
     is_users = isinstance(dataset, Mapping)
-    if not is_users and dataset.LABEL_SEPARATOR and dataset.NAME != "manifest":
-        raise ConfigError(f"DATA.DATASET.LABEL_SEPARATOR: is for NAME manifest, not {dataset.NAME}")
+    for name, kinds in {} if is_users else _KEYS_OF.items():
+        if getattr(dataset, name) is not None and dataset.NAME not in kinds:
+            raise ConfigError(
+                f"DATA.DATASET.{name}: is for NAME {' and '.join(kinds)}, not {dataset.NAME}"
+            )
     if is_users:
         data = build_user_dataset(data_config, seed=seed)
     elif dataset.NAME in _BUILT_IN:
@@ -198,10 +205,7 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
                 f"{listing.source}: its classes are not those of the run any more, so the samples that "
                 "it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
             )
-        held_out = [
-            hold_out(each, dataset.VAL_FRACTION, report, index.taxonomy)[1]
-            for each in files.listings
-        ]
+        held_out = [hold_out(each, dataset, report, index.taxonomy)[1] for each in files.listings]
         listing, part = Listing.joined(held_out), "samples held out of training"
     listing, missing = _aligned(listing, files.level_names, index, report)
     if config.ON_BAD_IMAGE == "skip":

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
@@ -39,6 +41,7 @@ class Listing:
         paths: path of each image, relative to `root` or absolute.
         lineages: class names of each image, coarse to fine.
         unread: files of other endings beside them, by ending.
+        groups: the group of each image, which a hold-out must not divide; None where there is none.
     """
 
     source: str
@@ -46,6 +49,7 @@ class Listing:
     paths: list[str]
     lineages: list[Lineage]
     unread: Counter[str] = field(default_factory=Counter)
+    groups: list[str] | None = None
 
     def take(self, positions: Sequence[int]) -> Listing:
         """The listing of some of the samples."""
@@ -53,6 +57,7 @@ class Listing:
             self,
             paths=[self.paths[i] for i in positions],
             lineages=[self.lineages[i] for i in positions],
+            groups=None if self.groups is None else [self.groups[i] for i in positions],
         )
 
     @classmethod
@@ -186,13 +191,13 @@ def build_files(
     unread = Listing.joined([*trains, *vals, *tests]).unread
     report += filter(None, [unread_note(unread)])
     tests = _known_tests(tests, index, report)
-    if tests and not vals:
+    if tests and not vals and config.DATASET.FOLD is None:
         report.append(
             f"no validation split: the test split {tests[0].source} is used for validation"
         )
         vals, tests = tests, []
     if not vals:
-        pairs = [hold_out(each, config.DATASET.VAL_FRACTION, report, taxonomy) for each in trains]
+        pairs = [hold_out(each, config.DATASET, report, taxonomy) for each in trains]
         trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
     transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
     splits: dict[str, ImageFiles | None] = {"test": None}
@@ -254,7 +259,11 @@ def _known_tests(tests: Sequence[Listing], index: LabelIndex, report: list[str])
 
 
 def stratified_split(
-    keys: Sequence[str], strata: Sequence[Hashable], fraction: float
+    keys: Sequence[str],
+    strata: Sequence[Hashable],
+    fraction: float,
+    fold: int | None = None,
+    num_folds: int = 0,
 ) -> tuple[list[int], list[int]]:
     """Hold out a fraction of each stratum for validation; each keeps at least one training sample.
 
@@ -262,48 +271,115 @@ def stratified_split(
     order of the samples, so accuracies of different runs, machines and versions are comparable. Rounding
     carries over from stratum to stratum, so that the total is right even where strata are small.
 
+    With a `fold`, every `num_folds`-th sample is held out, from that one on; a sample is in one fold, or in
+    none where it is alone in its stratum.
+
     Returns:
         Positions of the training and of the validation samples, each ascending.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
-    digests = [
-        blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys
-    ]
-    for position in sorted(range(len(keys)), key=lambda i: (digests[i], keys[i])):
+    for position in sorted(range(len(keys)), key=lambda i: (_digest(keys[i]), keys[i])):
         members[strata[position]].append(position)
     val: list[int] = []
     seen = 0
     for stratum in sorted(members, key=repr):
-        seen += len(members[stratum])
-        wanted = round(fraction * seen) - len(val)
-        val += members[stratum][: max(0, min(wanted, len(members[stratum]) - 1))]
-    held_out = set(val)
-    return [i for i in range(len(keys)) if i not in held_out], sorted(val)
+        held = members[stratum]
+        if fold is None:
+            wanted = round(fraction * (seen + len(held))) - len(val)
+            val += held[: max(0, min(wanted, len(held) - 1))]
+        elif len(held) > 1:
+            val += held[(fold - seen) % num_folds :: num_folds]
+        seen += len(held)
+    return _without(len(keys), val), sorted(val)
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
+
+def _without(number: int, positions: Iterable[int]) -> list[int]:
+    held_out = set(positions)
+    return [i for i in range(number) if i not in held_out]
+
+
+def grouped_split(
+    keys: Sequence[str],
+    strata: Sequence[Hashable],
+    groups: Sequence[str],
+    fold: int,
+    num_folds: int,
+) -> tuple[list[int], list[int]]:
+    """Hold out one of `num_folds` parts of the groups, with about the same strata in each.
+
+    A group stays in training where a stratum would have no training sample without it. A sample without a
+    group is one of its own. The choice depends on the names alone.
+
+    Returns:
+        As `stratified_split`.
+    """
+    own = [group or f"\0{key}" for group, key in zip(groups, keys, strict=True)]
+    order = sorted(range(len(keys)), key=lambda i: (_digest(own[i]), own[i], keys[i]))
+    names = {stratum: number for number, stratum in enumerate(sorted({*strata}, key=repr))}
+    division = StratifiedGroupKFold(num_folds).split(
+        order, [names[strata[i]] for i in order], [own[i] for i in order]
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # classes with few samples
+            _, found = next(islice(division, fold, None))
+    except ValueError:  # no class has as many samples as there are folds
+        found = []
+    members: dict[str, list[int]] = defaultdict(list)
+    for place in found:
+        members[own[order[place]]].append(order[place])
+    numbers = Counter(strata)
+    val: list[int] = []
+    for positions in members.values():
+        held = Counter(strata[i] for i in positions)
+        if all(held[stratum] < numbers[stratum] for stratum in held):
+            numbers -= held
+            val += positions
+    return _without(len(keys), val), sorted(val)
 
 
 def hold_out(
-    listing: Listing, fraction: float, report: list[str], taxonomy: Taxonomy
+    listing: Listing, dataset: DatasetConfig, report: list[str], taxonomy: Taxonomy
 ) -> tuple[Listing, Listing]:
     """Training and validation samples of a listing, stratified by class; notes it in the report.
 
     A sample with several labels counts for the rarest of them.
 
     Raises:
+        ConfigError: there is no such fold.
         DataError: there are too few samples.
     """
+    fraction, fold, num_folds = dataset.VAL_FRACTION, dataset.FOLD, dataset.NUM_FOLDS
+    if fold is not None and fold >= num_folds:
+        raise ConfigError(
+            f"DATA.DATASET.FOLD: {fold}, but the folds are 0 to {num_folds - 1} (DATA.DATASET.NUM_FOLDS)"
+        )
     strata: Sequence[Hashable] = listing.lineages
     if taxonomy.is_multilabel:
         labels = [taxonomy.split(cell or "") for (cell,) in listing.lineages]
         counts = Counter(chain.from_iterable(labels))
         strata = [min(names, key=lambda name: (counts[name], name), default="") for names in labels]
-    train, val = stratified_split(listing.paths, strata, fraction)
+    if listing.groups is None:
+        train, val = stratified_split(listing.paths, strata, fraction, fold, num_folds)
+    else:
+        parts = num_folds if fold is not None else max(2, round(1 / fraction))
+        train, val = grouped_split(listing.paths, strata, listing.groups, fold or 0, parts)
     if not val:
+        kind = "" if listing.groups is None else f" in {counted(len({*listing.groups}), 'group')}"
         raise DataError(
-            f"{listing.source}: {len(listing.paths)} samples are too few to hold out {fraction:g} of them "
-            "for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in DATA.DATASET.VAL"
+            f"{listing.source}: {len(listing.paths)} samples{kind} are too few to hold out {fraction:g} of "
+            "them for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in "
+            "DATA.DATASET.VAL"
         )
     held_out = counted(len(val), "sample")
-    report.append(f"no validation data of its own: {held_out} held out, stratified by class")
+    of_fold = "" if fold is None else f", fold {fold} of {num_folds}"
+    by_group = "" if listing.groups is None else ", groups undivided"
+    report.append(
+        f"no validation data of its own: {held_out} held out, stratified by class{of_fold}{by_group}"
+    )
     return listing.take(train), listing.take(val)
 
 

@@ -49,6 +49,11 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     splits, inat, more = _read_roots(roots, dataset)
     notes += more
     train = Listing.joined(splits["train"])
+    if splits["val"] and dataset.FOLD is not None:
+        raise ConfigError(
+            f"DATA.DATASET.FOLD: {splits['val'][0].source} is the validation split; leave FOLD out, or name "
+            f"the folder of the folds in DATA.DATASET.ROOT, such as {train.source}"
+        )
     if dataset.ALLOW_COARSE is None:
         _check_coarse(train)
     index = _index(train, dataset.RANKS, inat)

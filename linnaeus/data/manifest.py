@@ -69,6 +69,12 @@ class _Table:
         return self.require([name], "DATA.DATASET.IMAGE_COLUMN")[0]
 
     @property
+    def group_column(self) -> str | None:
+        """The column of groups; None where the configuration names none, or this file has none."""
+        name = self.dataset.GROUP_COLUMN
+        return None if name is None else self.find(name)
+
+    @property
     def named(self) -> list[str]:
         """The columns but those of row numbers."""
         return [name for name in self.header if not _UNNAMED.fullmatch(name)]
@@ -127,7 +133,8 @@ class _Labels:
         twice = sorted({name for name in table.named if table.named.count(name) > 1})
         if twice:
             raise DataError(f"{path}, line 1: column {several(twice)} occurs more than once")
-        levels = dataset.RANKS or [name for name in table.named if name != image]
+        others = {image, table.group_column}
+        levels = dataset.RANKS or [name for name in table.named if name not in others]
         columns = table.require(levels, "DATA.DATASET.RANKS")
         if not levels:
             raise DataError(f"{path}, line 1: no column with labels beside {image!r}")
@@ -147,6 +154,9 @@ class _Labels:
 
     def train(self, tables: Sequence[_Table], notes: list[str]) -> tuple[list[Listing], LabelIndex]:
         """The training samples of each root, and the classes that they define."""
+        for table in tables:
+            groups = table.dataset.GROUP_COLUMN
+            table.require([] if groups is None else [groups], "DATA.DATASET.GROUP_COLUMN")
         trains = [self.listing(table, notes) for table in tables]
         train = Listing.joined(trains)
         separator = self.separator
@@ -186,7 +196,8 @@ class _Labels:
                 shown = ", ".join(f"{num} {cell!r}" for cell, num in unknown.most_common())
                 notes.append(f"{table.path}: cells read as unknown labels: {shown}")
         root, paths = _files(table)
-        return Listing(str(table.path), root, paths, lineages)
+        groups = None if table.group_column is None else table.cells(table.group_column)
+        return Listing(str(table.path), root, paths, lineages, groups=groups)
 
     def _of_flags(self, table: _Table, line: int, row: Sequence[bool]) -> str | None:
         held = [column for column, flag in zip(self.columns, row, strict=True) if flag]
@@ -270,7 +281,9 @@ def evaluated_manifest(
     flags = []
     if len(names) == 1 and table.find(names[0]) is None:
         image = table.image_column
-        flags = _flag_columns(tables, dataset.RANKS or [n for n in table.named if n != image])
+        others = {image, table.group_column}
+        named = [name for name in table.named if name not in others]
+        flags = _flag_columns(tables, dataset.RANKS or named)
     if flags:
         labels = _Labels(names, flags, are_flags=True, separator=separator)
     else:
@@ -289,6 +302,10 @@ def _splits(
     """
     splits: dict[str, list[_Table]] = {split: [] for split in SPLITS}
     for node, paths in roots:
+        if node.FOLD is not None and {"train", "val"} <= paths.keys():
+            raise ConfigError(
+                f"DATA.DATASET.FOLD: {paths['val']} is the validation split; leave FOLD out"
+            )
         for split, path in paths.items():
             table = _read(path, node)
             parts = _divided(table) or {split: table}
@@ -320,7 +337,14 @@ def _divided(table: _Table) -> dict[str, _Table]:
     image = table.image_column
     ranks = {name.casefold() for name in table.dataset.RANKS or ()}
     others = [n for n in table.named if n != image and n.casefold() not in ranks]
-    found = find_column({name: table.cells(name) for name in dict.fromkeys(others)}, given)
+    found = _column_of_folds(table, given or table.find("fold"))
+    if found is None:
+        found = find_column({name: table.cells(name) for name in dict.fromkeys(others)}, given)
+        if found is not None and table.dataset.FOLD is not None:
+            raise ConfigError(
+                f"DATA.DATASET.FOLD: the column {found[0]!r} of {table.path} divides the samples; leave "
+                "FOLD out, or name the column of folds in DATA.DATASET.SPLIT_COLUMN"
+            )
     if found is None:
         return {}
     column, meanings = found
@@ -331,6 +355,20 @@ def _divided(table: _Table) -> dict[str, _Table]:
             rows[split].append((line, cells[:place] + cells[place + 1 :]))
     header = table.header[:place] + table.header[place + 1 :]
     return {split: replace(table, header=header, rows=held) for split, held in rows.items() if held}
+
+
+def _column_of_folds(table: _Table, column: str | None) -> tuple[str, dict[str, str]] | None:
+    """The column with the number of each sample's fold, and the split of each; None without one or a FOLD."""
+    fold = table.dataset.FOLD
+    if fold is None or column is None or not all(map(str.isdecimal, table.cells(column))):
+        return None
+    numbers = {*table.cells(column)}
+    if fold not in map(int, numbers):
+        raise ConfigError(
+            f"DATA.DATASET.FOLD: {fold} is not among the values of {column!r} in {table.path}: "
+            f"{', '.join(sorted(numbers, key=int))}"
+        )
+    return column, {cell: "val" if int(cell) == fold else "train" for cell in numbers}
 
 
 def _flag_columns(tables: Sequence[_Table], columns: Sequence[str]) -> list[str]:
@@ -377,6 +415,8 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
         is_unique = len(known) >= 5 and num > 0.8 * len(known)
         if num and all(_is_number(cell) for cell in known) and (len(columns) > 1 or is_unique):
             looks[name] = counted(num, "number")
+            if name.casefold() == "fold":
+                looks[name] += " (DATA.DATASET.FOLD holds out one of them)"
         elif is_unique and len(columns) > 1:
             looks[name] = f"{num} values in {counted(len(known), 'row')}"
     for above, below in pairwise(name for name in columns if name not in looks):

@@ -331,3 +331,60 @@ def test_check_data_counts_copies(
     assert outcome.code == 0
     assert "1 held-out image" in outcome.out
     assert "1 image with several labels" in outcome.out
+
+
+def test_folds_hold_out_each_image_once(tmp_path: Path) -> None:
+    """A class with one image is never held out; a test split stays what it is."""
+    folders(tmp_path, ["train", "test"], num=7)
+    folders(tmp_path, ["train"], ["rare"], num=1)
+    held: list[str] = []
+    for fold in range(5):
+        bundle = build(tmp_path, FOLD=fold)
+        assert not {*paths(bundle.val)} & {*paths(bundle.train)}
+        assert sum(sizes(bundle)) == 22 + 21
+        held += paths(bundle.val)
+    assert sorted(held) == [f"{each}/{i}.jpg" for each in CLASSES for i in range(7)]
+    with pytest.raises(ConfigError, match=r"DATA\.DATASET\.FOLD"):
+        build(tmp_path, FOLD=5)
+    folders(tmp_path, ["val"])
+    with pytest.raises(ConfigError, match=r"DATA\.DATASET\.FOLD.*val"):
+        build(tmp_path, FOLD=0)
+
+
+def test_a_column_of_folds_is_used(tmp_path: Path) -> None:
+    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i // 3 % 4}")
+    bundle = build(tmp_path, "manifest", FOLD=2)
+    assert paths(bundle.val) == [f"img/{i}.jpg" for i in (6, 7, 8, 18, 19, 20)]
+    assert levels(bundle) == {"label": CLASSES}
+    with pytest.raises(ConfigError, match=r"FOLD.*0, 1, 2, 3"):
+        build(tmp_path, "manifest", FOLD=4)
+
+
+def test_groups_stay_on_one_side(tmp_path: Path) -> None:
+    """Whatever the order of the rows; a class in one group alone is trained on."""
+
+    def row(i: int) -> str:
+        return f"{animal(i // 4)},camera{i // 4}" if i < 44 else "owl,camera11"
+
+    table(tmp_path, "image,label,camera", row, num=48)
+    group = {f"img/{i}.jpg": row(i).split(",")[1] for i in range(48)}
+    held: list[str] = []
+    for fold in range(3):
+        bundle = build(tmp_path, "manifest", GROUP_COLUMN="camera", FOLD=fold, NUM_FOLDS=3)
+        train, val = (
+            {group[path] for path in paths(split)} for split in (bundle.train, bundle.val)
+        )
+        assert val
+        assert not train & val
+        held += paths(bundle.val)
+    assert sorted(held) == sorted(path for path in group if group[path] != "camera11")
+    expected = paths(build(tmp_path, "manifest", GROUP_COLUMN="Camera").val)
+    assert 8 <= len(expected) <= 12
+    header, *rows = (tmp_path / "train.csv").read_text().splitlines()
+    (tmp_path / "train.csv").write_text("\n".join([header, *rows[::-1]]))
+    backwards = build(tmp_path, "manifest", GROUP_COLUMN="camera")
+    assert sorted(paths(backwards.val)) == sorted(expected)
+    with pytest.raises(DataError, match="GROUP_COLUMN"):
+        build(tmp_path, "manifest", GROUP_COLUMN="place")
+    with pytest.raises(ConfigError, match="GROUP_COLUMN"):
+        build(tmp_path, GROUP_COLUMN="camera")
