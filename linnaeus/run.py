@@ -16,6 +16,7 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders, with_measured_workers
 from linnaeus.data.mixing import mixed_epochs
+from linnaeus.data.split_file import SPLIT_FILE, save_split
 from linnaeus.dist import errors_told_first, join
 from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
 from linnaeus.log import RunFolder
@@ -197,6 +198,7 @@ def run(config: Config) -> FitResult:
                     trainer.callbacks[TRIAL] = Pruning(folder, stop, trainer)
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
+                save_split(data, path / SPLIT_FILE)
                 save_config(config, path / CONFIG, {"RUN": run_id, **chosen})
                 write_text_atomically(
                     path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from linnaeus.config.schema import LossConfig
+from linnaeus.config.schema import DatasetConfig, LossConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.image_files import Listing, encode, hold_out
 from linnaeus.data.mixing import Mixing
@@ -211,7 +211,7 @@ def test_manifest_cells_and_mixing() -> None:
     cells = ["a", "a;b", "a;c", "b;a", "a;c", ";"] * 5
     _, val = hold_out(
         Listing("", Path(), [*map(str, range(30))], [(cell,) for cell in cells]),
-        0.2,
+        DatasetConfig(VAL_FRACTION=0.2),
         [],
         INDEX.taxonomy,
     )

@@ -199,20 +199,42 @@ class DatasetConfig:
     TRAIN: str | None = key(
         None,
         "training folder or manifest file, relative to ROOT; null is `train.csv`, or the folder "
-        "`train` where ROOT has splits, else ROOT itself",
+        "`train` (`Training`, `train2017`, ...) where ROOT has splits, else ROOT itself",
     )
     VAL: str | None = key(
         None,
         "validation folder or manifest file, relative to ROOT; null is `val` or `val.csv` where it "
-        "exists, else samples are held out of the training data",
+        "exists, else a test split, else samples are held out of the training data",
     )
-    ALLOW_COARSE: bool = key(
-        True,
-        "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses",
+    TEST: str | None = key(
+        None,
+        "test folder or manifest file, relative to ROOT, which the best checkpoint is evaluated on at the "
+        "end; null is `test` or `test.csv` where it exists beside a validation split",
+    )
+    SPLIT_COLUMN: str | None = key(
+        None,
+        "manifest column that says which split a row is in; null is a column such as `split`, `subset` or "
+        "`is_valid` whose values mean splits",
+    )
+    ALLOW_COARSE: bool | None = key(
+        None,
+        "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses "
+        "them, null refuses a rank that most images lack",
     )
     VAL_FRACTION: float = key(
         0.2, "fraction held out where the data has no validation split", gt=0, lt=1
     )
+    GROUP_COLUMN: str | None = key(
+        None,
+        "manifest column of groups, such as locations or individuals, each of which is held out as a whole",
+    )
+    FOLD: int | None = key(
+        None,
+        "fold of cross-validation that is held out, 0 to NUM_FOLDS - 1, or the number in a manifest's column "
+        "`fold`; null holds out VAL_FRACTION",
+        ge=0,
+    )
+    NUM_FOLDS: int = key(5, "folds of the cross-validation that FOLD counts", ge=2)
     FOLDER_NAMES: str = key(
         "auto",
         "how folder names give labels: with `nested`, each level of folders is a taxonomic rank; "

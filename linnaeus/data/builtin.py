@@ -98,8 +98,9 @@ def build_digits(config: DataConfig) -> DataBundle:
     transform, preprocessing = build_transforms(config.AUGMENT, size, 1, Decoding.of(config))
     train = ImageTensors(images[rows], known[rows], transform)
     val = ImageTensors(images[held_out], targets[held_out], preprocessing.transform())
-    report = [f"digits: {len(train)} training and {len(val)} validation samples"]
-    return DataBundle(train, val, TAXONOMY, 1, size, collate_pairs, report, preprocessing)
+    return DataBundle(
+        train, val, TAXONOMY, 1, size, collate_pairs, [], preprocessing, source="digits"
+    )
 
 
 def build_fashion_mnist(config: DataConfig) -> DataBundle:
@@ -123,8 +124,9 @@ def build_fashion_mnist(config: DataConfig) -> DataBundle:
     transform, preprocessing = build_transforms(config.AUGMENT, size, 1, Decoding.of(config))
     train = ImageTensors(images, _hide_labels(targets, dataset.UNKNOWN_FRACTION), transform)
     val = ImageTensors(*held_out, preprocessing.transform())
-    report = [f"fashion_mnist: {len(train)} training and {len(val)} validation samples"]
-    return DataBundle(train, val, FASHION, 1, size, collate_pairs, report, preprocessing)
+    return DataBundle(
+        train, val, FASHION, 1, size, collate_pairs, [], preprocessing, source="fashion_mnist"
+    )
 
 
 def _read_split(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
@@ -216,9 +218,16 @@ def build_synthetic(config: DataConfig) -> DataBundle:
     )
     train = SyntheticImages(dataset, taxonomy, size, transform, is_val=False)
     val = SyntheticImages(dataset, taxonomy, size, preprocessing.transform(), is_val=True)
-    report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
     return DataBundle(
-        train, val, taxonomy, dataset.CHANNELS, size, collate_pairs, report, preprocessing
+        train,
+        val,
+        taxonomy,
+        dataset.CHANNELS,
+        size,
+        collate_pairs,
+        [],
+        preprocessing,
+        source="synthetic",
     )
 
 

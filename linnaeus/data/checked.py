@@ -3,9 +3,11 @@
 # ruff: noqa: PTH100, PTH116 (hot paths)
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sqlite3
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -58,6 +60,21 @@ def find_damaged(
                 found = [keys[i] for i in unread if i not in damaged]
                 cache.executemany("REPLACE INTO readable VALUES (?, ?, ?, ?)", found)
     return damaged, num_known
+
+
+def find_copies(paths: Sequence[str]) -> list[list[int]]:
+    """The positions of files with the same bytes, for each content that occurs more than once."""
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for position, path in enumerate(paths):
+        with suppress(OSError):
+            by_size[os.stat(path).st_size].append(position)
+    by_content: dict[tuple[int, bytes], list[int]] = defaultdict(list)
+    for size, positions in by_size.items():
+        for position in positions if size and len(positions) > 1 else ():
+            with suppress(OSError), open(paths[position], "rb") as file:  # noqa: PTH123
+                digest = hashlib.file_digest(file, "blake2b").digest()
+                by_content[size, digest].append(position)
+    return [positions for positions in by_content.values() if len(positions) > 1]
 
 
 def _open_cache() -> sqlite3.Connection:

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.data import unread_note
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import find_damaged
 from linnaeus.data.image import AS_CONFIGURED, MAY_BE_DEEP, Decoding, load_image
 from linnaeus.data.measured import MOST_IMAGES, measure_bits, measure_channels
+from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
-from linnaeus.errors import DataError
+from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted, several
 
 
@@ -38,12 +42,16 @@ class Listing:
         root: folder that relative paths start from.
         paths: path of each image, relative to `root` or absolute.
         lineages: class names of each image, coarse to fine.
+        unread: files of other endings beside them, by ending.
+        groups: the group of each image, which a hold-out must not divide; None where there is none.
     """
 
     source: str
     root: Path
     paths: list[str]
     lineages: list[Lineage]
+    unread: Counter[str] = field(default_factory=Counter)
+    groups: list[str] | None = None
 
     @property
     def files(self) -> list[str]:
@@ -56,6 +64,7 @@ class Listing:
             self,
             paths=[self.paths[i] for i in positions],
             lineages=[self.lineages[i] for i in positions],
+            groups=None if self.groups is None else [self.groups[i] for i in positions],
         )
 
     @classmethod
@@ -68,6 +77,7 @@ class Listing:
             Path(),
             [str(each.root / path) for each in listings for path in each.paths],
             [lineage for each in listings for lineage in each.lineages],
+            sum((each.unread for each in listings), Counter()),
         )
 
 
@@ -169,15 +179,16 @@ def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
 
 
 def build_files(
-    trains: Sequence[Listing],
-    vals: Sequence[Listing],
+    listings: Mapping[str, Sequence[Listing]],
     index: LabelIndex,
     config: DataConfig,
     on_main: OnMain,
+    notes: Sequence[str] = (),
 ) -> DataBundle:
-    """Datasets from the listings of each root.
+    """Datasets from the listings of each split, one for each root.
 
-    Without a validation listing, a stratified part of each root's training samples is held out.
+    Without a validation split, the test split takes its place. Without either, a stratified part of each
+    root's training samples is held out.
 
     With `DATA.ON_BAD_IMAGE skip`, rank 0 decodes every file once, and all ranks leave out the damaged ones.
 
@@ -186,27 +197,41 @@ def build_files(
         DataError: a split without a sample or a label, a validation class without a training sample, or a
             manifest that names files that do not exist.
     """
-    channels = config.DATASET.CHANNELS
+    channels, taxonomy = config.DATASET.CHANNELS, index.taxonomy
     size = as_size(config.IMG_SIZE, (224, 224))
-    report: list[str] = []
+    report = list(notes)
+    trains, vals, tests = (list(listings.get(split, ())) for split in SPLITS)
+    unread = Listing.joined([*trains, *vals, *tests]).unread
+    report += filter(None, [unread_note(unread)])
+    tests = _known_tests(tests, index, report)
+    if tests and not vals and config.DATASET.FOLD is None:
+        report.append(
+            f"no validation split: the test split {tests[0].source} is used for validation"
+        )
+        vals, tests = tests, []
     if not vals:
-        taxonomy, fraction = index.taxonomy, config.DATASET.VAL_FRACTION
-        pairs = [hold_out(each, fraction, report, taxonomy) for each in trains]
+        pairs = [hold_out(each, config.DATASET, report, taxonomy) for each in trains]
         trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
-    train, val = Listing.joined(trains), Listing.joined(vals)
-    for listing in (train, val):
+    found = {
+        split: Listing.joined(parts)
+        for split, parts in (("train", trains), ("val", vals), ("test", tests))
+        if parts
+    }
+    for listing in found.values():
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample")
         require_files(listing, config)
-    decoding = with_bit_depth(Decoding.of(config), train.files, config, on_main, report)
+    files = found["train"].files
+    decoding = with_bit_depth(Decoding.of(config), files, config, on_main, report)
     if config.ON_BAD_IMAGE == "skip":
-        train, val = (
-            without_damaged(each, channels, decoding, on_main, report) for each in (train, val)
-        )
-    augment = _with_statistics(config.AUGMENT, train, channels, decoding, on_main, report)
+        found = {
+            split: without_damaged(listing, channels, decoding, on_main, report)
+            for split, listing in found.items()
+        }
+    augment = _with_statistics(config.AUGMENT, found["train"], channels, decoding, on_main, report)
     transform, preprocessing = build_transforms(augment, size, channels, decoding)
-    splits = []
-    for listing, each in ((train, transform), (val, preprocessing.transform())):
+    splits: dict[str, ImageFiles] = {}
+    for split, listing in found.items():
         report_coarse(listing, report)
         targets, unknown = encode(listing.lineages, index)
         if unknown:
@@ -214,24 +239,54 @@ def build_files(
                 f"{listing.source}: {counted(len(unknown), 'validation class')} without a training sample: "
                 f"{several(name_unknown(unknown, listing))}"
             )
-        finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
+        if split == "train":
+            report += homonyms(index, targets)
+            report += without_images(taxonomy, targets)
+        finest = targets if taxonomy.is_multilabel else targets[:, -1]
         if not (finest != UNKNOWN).any():
             raise DataError(
-                f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}"
+                f"{listing.source}: no image has a label of rank {taxonomy.names[-1]!r}"
             )
-        splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each, decoding))
-    data_train, data_val = splits
-    report.insert(
-        0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples"
-    )
-    taxonomy = index.taxonomy
+        each = transform if split == "train" else preprocessing.transform()
+        splits[split] = ImageFiles(listing.root, listing.paths, targets, channels, each, decoding)
     return DataBundle(
-        data_train, data_val, taxonomy, channels, size, collate_pairs, report, preprocessing, index
+        splits["train"],
+        splits["val"],
+        taxonomy,
+        channels,
+        size,
+        collate_pairs,
+        report,
+        preprocessing,
+        index,
+        test=splits.get("test"),
+        source=Listing.joined(trains).source,
     )
+
+
+def _known_tests(tests: Sequence[Listing], index: LabelIndex, report: list[str]) -> list[Listing]:
+    """The test samples of the classes of training; notes others, such as images without a label."""
+    known = []
+    for listing in tests:
+        _, unknown = encode(listing.lineages, index)
+        left_out = {position for positions in unknown.values() for position in positions}
+        kept = [i for i in range(len(listing.paths)) if i not in left_out]
+        if left_out:
+            report.append(
+                f"{listing.source}: {counted(len(left_out), 'test sample')} left out, of "
+                f"{counted(len(unknown), 'class')} without a training sample: {several([*unknown])}"
+            )
+        if kept:
+            known.append(listing.take(kept))
+    return known
 
 
 def stratified_split(
-    keys: Sequence[str], strata: Sequence[Hashable], fraction: float
+    keys: Sequence[str],
+    strata: Sequence[Hashable],
+    fraction: float,
+    fold: int | None = None,
+    num_folds: int = 0,
 ) -> tuple[list[int], list[int]]:
     """Hold out a fraction of each stratum for validation; each keeps at least one training sample.
 
@@ -239,48 +294,115 @@ def stratified_split(
     order of the samples, so accuracies of different runs, machines and versions are comparable. Rounding
     carries over from stratum to stratum, so that the total is right even where strata are small.
 
+    With a `fold`, every `num_folds`-th sample is held out, from that one on; a sample is in one fold, or in
+    none where it is alone in its stratum.
+
     Returns:
         Positions of the training and of the validation samples, each ascending.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
-    digests = [
-        blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys
-    ]
-    for position in sorted(range(len(keys)), key=lambda i: (digests[i], keys[i])):
+    for position in sorted(range(len(keys)), key=lambda i: (_digest(keys[i]), keys[i])):
         members[strata[position]].append(position)
     val: list[int] = []
     seen = 0
     for stratum in sorted(members, key=repr):
-        seen += len(members[stratum])
-        wanted = round(fraction * seen) - len(val)
-        val += members[stratum][: max(0, min(wanted, len(members[stratum]) - 1))]
-    held_out = set(val)
-    return [i for i in range(len(keys)) if i not in held_out], sorted(val)
+        held = members[stratum]
+        if fold is None:
+            wanted = round(fraction * (seen + len(held))) - len(val)
+            val += held[: max(0, min(wanted, len(held) - 1))]
+        elif len(held) > 1:
+            val += held[(fold - seen) % num_folds :: num_folds]
+        seen += len(held)
+    return _without(len(keys), val), sorted(val)
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
+
+def _without(number: int, positions: Iterable[int]) -> list[int]:
+    held_out = set(positions)
+    return [i for i in range(number) if i not in held_out]
+
+
+def grouped_split(
+    keys: Sequence[str],
+    strata: Sequence[Hashable],
+    groups: Sequence[str],
+    fold: int,
+    num_folds: int,
+) -> tuple[list[int], list[int]]:
+    """Hold out one of `num_folds` parts of the groups, with about the same strata in each.
+
+    A group stays in training where a stratum would have no training sample without it. A sample without a
+    group is one of its own. The choice depends on the names alone.
+
+    Returns:
+        As `stratified_split`.
+    """
+    own = [group or f"\0{key}" for group, key in zip(groups, keys, strict=True)]
+    order = sorted(range(len(keys)), key=lambda i: (_digest(own[i]), own[i], keys[i]))
+    names = {stratum: number for number, stratum in enumerate(sorted({*strata}, key=repr))}
+    division = StratifiedGroupKFold(num_folds).split(
+        order, [names[strata[i]] for i in order], [own[i] for i in order]
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # classes with few samples
+            _, found = next(islice(division, fold, None))
+    except ValueError:  # no class has as many samples as there are folds
+        found = []
+    members: dict[str, list[int]] = defaultdict(list)
+    for place in found:
+        members[own[order[place]]].append(order[place])
+    numbers = Counter(strata)
+    val: list[int] = []
+    for positions in members.values():
+        held = Counter(strata[i] for i in positions)
+        if all(held[stratum] < numbers[stratum] for stratum in held):
+            numbers -= held
+            val += positions
+    return _without(len(keys), val), sorted(val)
 
 
 def hold_out(
-    listing: Listing, fraction: float, report: list[str], taxonomy: Taxonomy
+    listing: Listing, dataset: DatasetConfig, report: list[str], taxonomy: Taxonomy
 ) -> tuple[Listing, Listing]:
     """Training and validation samples of a listing, stratified by class; notes it in the report.
 
     A sample with several labels counts for the rarest of them.
 
     Raises:
+        ConfigError: there is no such fold.
         DataError: there are too few samples.
     """
+    fraction, fold, num_folds = dataset.VAL_FRACTION, dataset.FOLD, dataset.NUM_FOLDS
+    if fold is not None and fold >= num_folds:
+        raise ConfigError(
+            f"DATA.DATASET.FOLD: {fold}, but the folds are 0 to {num_folds - 1} (DATA.DATASET.NUM_FOLDS)"
+        )
     strata: Sequence[Hashable] = listing.lineages
     if taxonomy.is_multilabel:
         labels = [taxonomy.split(cell or "") for (cell,) in listing.lineages]
         counts = Counter(chain.from_iterable(labels))
         strata = [min(names, key=lambda name: (counts[name], name), default="") for names in labels]
-    train, val = stratified_split(listing.paths, strata, fraction)
+    if listing.groups is None:
+        train, val = stratified_split(listing.paths, strata, fraction, fold, num_folds)
+    else:
+        parts = num_folds if fold is not None else max(2, round(1 / fraction))
+        train, val = grouped_split(listing.paths, strata, listing.groups, fold or 0, parts)
     if not val:
+        kind = "" if listing.groups is None else f" in {counted(len({*listing.groups}), 'group')}"
         raise DataError(
-            f"{listing.source}: {len(listing.paths)} samples are too few to hold out {fraction:g} of them "
-            "for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in DATA.DATASET.VAL"
+            f"{listing.source}: {len(listing.paths)} samples{kind} are too few to hold out {fraction:g} of "
+            "them for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in "
+            "DATA.DATASET.VAL"
         )
     held_out = counted(len(val), "sample")
-    report.append(f"no validation data of its own: {held_out} held out, stratified by class")
+    of_fold = "" if fold is None else f", fold {fold} of {num_folds}"
+    by_group = "" if listing.groups is None else ", groups undivided"
+    report.append(
+        f"no validation data of its own: {held_out} held out, stratified by class{of_fold}{by_group}"
+    )
     return listing.take(train), listing.take(val)
 
 
@@ -294,6 +416,44 @@ def report_coarse(listing: Listing, report: list[str]) -> None:
     if coarse:
         counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
         report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
+
+
+def homonyms(index: LabelIndex, targets: Tensor) -> list[str]:
+    """A note on the classes that stand under several parents, the smallest first: one may be a typo."""
+    found: list[tuple[int, str]] = []
+    for level, depth in enumerate(index.columns):
+        if depth == 0 or index.taxonomy.is_multilabel:
+            continue
+        above = [name for _, name in index.lookup[depth - 1]]
+        counts = targets[:, level].clamp(min=UNKNOWN).add(1).bincount(minlength=1).tolist()[1:]
+        places: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        for (parent, name), label in index.lookup[depth].items():
+            if parent != UNKNOWN:
+                number = counts[label] if label < len(counts) else 0
+                places[name].append((number, above[parent]))
+        for name, held in sorted(places.items()):
+            if len(held) > 1:
+                shown = ", ".join(f"{parent} {number}" for number, parent in sorted(held))
+                found.append((min(held)[0], f"{name} (images: {shown})"))
+    if not found:
+        return []
+    names = "; ".join(text for _, text in sorted(found)[:5])
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return [
+        f"{counted(len(found), 'name')} under several parents, different classes: {names}{more}"
+    ]
+
+
+def without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
+    """A note on the classes that no training image has, such as where all of theirs are damaged."""
+    lacking: list[str] = []
+    for column, level in enumerate(taxonomy.levels):
+        if taxonomy.is_multilabel:
+            numbers = (targets == 1).sum(dim=0)
+        else:
+            numbers = (targets[:, column] + 1).bincount(minlength=len(level.classes) + 1)[1:]
+        lacking += [n for n, num in zip(level.classes, numbers.tolist(), strict=True) if not num]
+    return [f"no training image is left of: {several(lacking)}"] if lacking else []
 
 
 def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:

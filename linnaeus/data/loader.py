@@ -311,14 +311,17 @@ class _Batches(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Loaders(AbstractContextManager["Loaders"]):
-    """Training and validation batches of one process. As a context manager it closes both."""
+    """The batches of each split for one process. As a context manager it closes all."""
 
     train: BatchLoader
     val: BatchLoader
+    test: BatchLoader | None = None
 
     def __exit__(self, *_: object) -> None:
         self.train.close()
         self.val.close()
+        if self.test is not None:
+            self.test.close()
 
 
 def build_loaders(
@@ -331,7 +334,7 @@ def build_loaders(
     seed: int,
     mixed_epochs: int = sys.maxsize,
 ) -> Loaders:
-    """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
+    """Loaders of all splits. Validation keeps every sample, training those that `sizes` asks for.
 
     Args:
         config: the DATA node.
@@ -350,9 +353,16 @@ def build_loaders(
         sampler = EpochSampler(dataset_length(bundle.train), **order)
     dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
-    return Loaders(
-        train, build_val_loader(bundle, config, world, batch_size=batch_size_val, seed=seed)
+    val, test = (
+        None
+        if dataset is None
+        else build_val_loader(
+            replace(bundle, val=dataset), config, world, batch_size=batch_size_val, seed=seed
+        )
+        for dataset in (bundle.val, bundle.test)
     )
+    assert val is not None
+    return Loaders(train, val, test)
 
 
 def build_val_loader(

@@ -143,7 +143,7 @@ def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
         raise DataError(f"{name}: training and validation have different classes")
     val.taxonomy, val.raw = taxonomy, train.raw
     channels, size, preprocessing = _prepare_images(train, val, collate, config)
-    report = [f"{name}: {len(train)} training and {len(val)} validation samples"]
+    report: list[str] = []
     if preprocessing is None and config.IMG_SIZE is not None:
         report.append(
             f"{name}: gives tensors, which pass as they are: no DATA.IMG_SIZE and no DATA.AUGMENT"
@@ -154,7 +154,9 @@ def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
         report.append(
             f"{name}: no `taxonomy`, `classes` or `num_classes`; targets are passed on as they are"
         )
-    return DataBundle(train, val, taxonomy, channels, size, collate, report, preprocessing)
+    return DataBundle(
+        train, val, taxonomy, channels, size, collate, report, preprocessing, source=name
+    )
 
 
 def build_user_val(

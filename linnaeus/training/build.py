@@ -145,11 +145,12 @@ def assemble(
         timm.layers.convert_sync_batchnorm(model)
     average = before_step = None
     if shards is not None and values is not None:
-        if (length := dataset_length(data.val)) < world.world_size:
-            raise ConfigError(
-                f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
-                f"{world.world_size} processes, but there are {length}; start fewer"
-            )
+        for split in (data.val, data.test):
+            if split is not None and (length := dataset_length(split)) < world.world_size:
+                raise ConfigError(
+                    f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
+                    f"{world.world_size} processes, but there are {length}; start fewer"
+                )
         average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
         before_step = partial(broadcast_batchnorm, model)
     else:
@@ -213,7 +214,7 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
         num_classes = len(taxonomy.levels[0].classes)
         criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
     elif isinstance(criterion, SingleRank):
-        for split in (data.train, data.val):
+        for split in (data.train, data.val, data.test):
             labels = getattr(split, "targets", None)
             if isinstance(labels, torch.Tensor) and bool((labels == UNKNOWN).any()):
                 name = type(criterion.loss).__name__

@@ -29,6 +29,7 @@ from linnaeus.console import ProgressBar, make_console
 from linnaeus.data.bundle import as_size, dataset_length
 from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_evaluation_data
 from linnaeus.data.loader import build_val_loader, with_measured_workers
+from linnaeus.data.split_file import SPLIT_FILE
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import RankEnded, World, errors_told_first, join
 from linnaeus.files import read_json
@@ -186,6 +187,7 @@ def _data(session: Session) -> EvaluationData:
         session.config.EXPERIMENT.SEED,
         is_own=session.is_own_dataset,
         skips_unknown=session.options.unknown == "skip",
+        split_file=None if trained.folder is None else trained.folder / SPLIT_FILE,
     )
     data = build_evaluation_data(request, world.on_main)
     world.check_equal({"samples to evaluate": dataset_length(data.bundle.val)})

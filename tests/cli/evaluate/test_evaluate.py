@@ -102,7 +102,7 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
         "other_settings": [],
     }
     assert found["metrics"]["top1/level2"] == pytest.approx(found["levels"]["level2"]["top1"])
-    assert (found["data"]["part"], found["data"]["samples"]) == ("samples held out of training", 7)
+    assert (found["data"]["part"], found["data"]["samples"]) == ("validation split", 7)
 
     content = torch.load(birds / "checkpoints/last.pt", weights_only=True)
     content["state"]["ema"]["module"]["heads.1.bias"][3] += 5
