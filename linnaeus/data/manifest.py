@@ -308,7 +308,7 @@ def _splits(
             )
         for split, path in paths.items():
             table = _read(path, node)
-            parts = _divided(table) or {split: table}
+            parts = _divided(table, is_train=split == "train") or {split: table}
             if len(parts) == 1 and "train" not in parts:
                 parts = {split: next(iter(parts.values()))}
             kept = {
@@ -329,11 +329,13 @@ def _splits(
     return splits
 
 
-def _divided(table: _Table) -> dict[str, _Table]:
+def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
     """The rows of each split, without the column that says it; empty where no column does."""
     given = table.dataset.SPLIT_COLUMN
-    if given is not None:
+    if given is not None and (is_train or table.find(given) is not None):
         (given,) = table.require([given], "DATA.DATASET.SPLIT_COLUMN")
+    elif given is not None:
+        return {}
     image = table.image_column
     ranks = {name.casefold() for name in table.dataset.RANKS or ()}
     others = [n for n in table.named if n != image and n.casefold() not in ranks]

@@ -288,8 +288,7 @@ def built_facts(data: DataBundle, assembly: Assembly) -> dict[str, str]:
         else {level.name: level.classes for level in data.taxonomy.levels}
     )
     return {
-        "training samples": str(dataset_length(data.train)),
-        "validation samples": str(dataset_length(data.val)),
+        "samples": str({name: dataset_length(split) for name, split in data.splits.items()}),
         "classes": f"{[len(names) for names in classes.values()]} {_digest(classes)}",
         "parameters": f"{len(parameters)} {_digest(parameters)}",
     }
