@@ -104,6 +104,10 @@ def _split_folders(dataset: DatasetConfig) -> dict[str, Path]:
             f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{hint}"
         ) from error
     keys = {split: getattr(dataset, split.upper()) for split in SPLITS}
+    if len(subfolders) == 1 and not any(keys.values()):  # as an archive is unpacked
+        wrapped = root / subfolders[0]
+        if len(find_folders(_subfolders(wrapped))) > 1:
+            return _split_folders(replace(dataset, ROOT=str(wrapped)))
     given = {split: root / name for split, name in keys.items() if name is not None}
     for split in given.keys() - {"train"}:
         _check_folder(given[split], split.upper())

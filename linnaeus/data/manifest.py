@@ -419,6 +419,8 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
             looks[name] = counted(num, "number")
             if name.casefold() == "fold":
                 looks[name] += " (DATA.DATASET.FOLD holds out one of them)"
+        elif num == 1 and len(columns) > 1:
+            looks[name] = "1 value"
         elif is_unique and len(columns) > 1:
             looks[name] = f"{num} values in {counted(len(known), 'row')}"
     for above, below in pairwise(name for name in columns if name not in looks):

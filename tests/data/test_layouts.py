@@ -35,6 +35,7 @@ FLAT = {"class": CLASSES}
         ("cub_train", "cub_test"),
         ("Train-Birds", "Test-Birds"),
         ("seg_train/seg_train", "seg_test/seg_test"),
+        ("birds/train", "birds/val"),
         ("{}/train", "{}/val"),
         ("{}/Training", "{}/Testing"),
         ("{}/{}_train", "{}/{}_val"),
@@ -156,6 +157,7 @@ def test_splits_in_manifests_of_their_own(tmp_path: Path) -> None:
     [
         ("label,width,height", lambda i: f"{animal(i)},{640 + i},{480 + i}", "width: 24 numbers"),
         ("label,source", lambda i: f"{animal(i)},{'ab'[i // 3 % 2]}", "source: 2 values"),
+        ("label,part", lambda i: f"{animal(i)},one", "part: 1 value"),
         ("label,uuid", lambda i: f"{animal(i)},u{i}", "uuid: 24 values"),
         ("label,fold", lambda i: f"{animal(i)},{i % 5}", "fold: 5 numbers"),
         ("score", lambda i: f"{i / 7}", "score: 24 numbers"),
