@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from linnaeus.cli.compare.runs import Comparison
+    from linnaeus.config.schema import Config
     from linnaeus.sweep.folder import Plan, Sweep, SweepRun
     from linnaeus.sweep.grid import Combination
     from linnaeus.sweep.search import Study
@@ -170,7 +171,10 @@ def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Pla
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
-            plans.append((combination, plan_run(combination)))
+            config = plan_run(combination)
+            plans.append((combination, config))
+            for problem in _ineffective(combination, config):
+                combinations_with.setdefault(problem, []).append(combination)
         except ConfigError as error:
             for problem in error.problems:
                 combinations_with.setdefault(problem, []).append(combination)
@@ -178,6 +182,20 @@ def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Pla
         is_everywhere = len(wrong) == len(combinations)
         problems.append(problem if is_everywhere else f"{problem} with {wrong[0].title}")
     return plans
+
+
+def _ineffective(combination: Combination, config: Config) -> list[str]:
+    """Name swept batch sizes that AutoBatch would replace."""
+    searches = config.DATA.AUTOBATCH
+    replaced = {
+        "DATA.BATCH_SIZE": ("DATA.AUTOBATCH.ENABLED", searches.ENABLED),
+        "DATA.BATCH_SIZE_VAL": ("DATA.AUTOBATCH.ENABLED_VAL", searches.ENABLED_VAL),
+    }
+    return [
+        f"{key}: is swept, but {switch} True replaces it in every run; add {switch}=False"
+        for key, (switch, is_on) in replaced.items()
+        if is_on and key in combination.values
+    ]
 
 
 def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
