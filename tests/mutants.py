@@ -220,8 +220,8 @@ MUTANTS = (
     Mutant(
         "the logged loss is a sum over steps",
         "training/accuracy.py",
-        "self._total / self._count",
-        "self._total",
+        "float(total / count)",
+        "float(total)",
         "tests/training",
     ),
     Mutant(

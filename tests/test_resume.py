@@ -316,11 +316,9 @@ def test_a_schedule_and_early_stopping_go_on_as_if_nothing_had_been_interrupted(
     assert_same_bits(weights(plain), weights(whole))
     assert curve(plain) == curve(whole)
     ours, theirs = (json.loads((each / "result.json").read_text()) for each in (plain, whole))
-    assert {key for key in ours if ours[key] != theirs[key]} == {
-        "run",
-        "training_s",
-        "images_per_s",
-    }
+    different = {key for key in ours if ours[key] != theirs[key]}
+    assert "run" in different
+    assert different <= {"run", "training_s", "images_per_s"}  # times may be equal by chance
     assert ours["stopped_early"]
     assert validations_of(plain) == [12, 24, 36]
     assert run(*options, f"{NAME}other", "DATA.BATCH_SIZE=20").code == 0

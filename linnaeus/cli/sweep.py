@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from linnaeus.cli.compare.runs import Comparison
+    from linnaeus.config.schema import Config
     from linnaeus.sweep.folder import Plan, Sweep, SweepRun
     from linnaeus.sweep.grid import Combination
     from linnaeus.sweep.search import Study
@@ -172,7 +173,10 @@ def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Pla
         try:
             # One folder for all, also where the name of the sweep follows what is swept.
             folder = plans[0][1].EXPERIMENT.OUTPUT_DIR if plans else None
-            plans.append((combination, plan_run(combination, folder)))
+            config = plan_run(combination, folder)
+            plans.append((combination, config))
+            for problem in _ineffective(combination, config):
+                combinations_with.setdefault(problem, []).append(combination)
         except ConfigError as error:
             for problem in error.problems:
                 combinations_with.setdefault(problem, []).append(combination)
@@ -180,6 +184,20 @@ def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Pla
         is_everywhere = len(wrong) == len(combinations)
         problems.append(problem if is_everywhere else f"{problem} with {wrong[0].title}")
     return plans
+
+
+def _ineffective(combination: Combination, config: Config) -> list[str]:
+    """Name swept batch sizes that AutoBatch would replace."""
+    searches = config.DATA.AUTOBATCH
+    replaced = {
+        "DATA.BATCH_SIZE": ("DATA.AUTOBATCH.ENABLED", searches.ENABLED),
+        "DATA.BATCH_SIZE_VAL": ("DATA.AUTOBATCH.ENABLED_VAL", searches.ENABLED_VAL),
+    }
+    return [
+        f"{key}: is swept, but {switch} True replaces it in every run; add {switch}=False"
+        for key, (switch, is_on) in replaced.items()
+        if is_on and key in combination.values
+    ]
 
 
 def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:

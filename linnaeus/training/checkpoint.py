@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import pickle
 import re
 import shutil
@@ -54,7 +53,7 @@ _NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
 
 _ENTRIES = ("model", "criterion", "optimizer", "scaler", "ema")
 
-_DECIDE_PARAMETERS = ("MODEL", "TRAIN.UNFREEZE_EPOCH")
+_DECIDE_PARAMETERS = ("MODEL", "LOSS", "TRAIN.UNFREEZE_EPOCH")
 """Keys that decide which parameters there are, and which of them train."""
 
 _OWN_VALUES = ("lr", "weight_decay")
@@ -252,7 +251,7 @@ class CheckpointFolder:
 
     Args:
         folder: the run's `checkpoints/`.
-        keep: number of checkpoints that are kept as `step_<number>.pt`: hard links, of the last steps.
+        keep: number of checkpoints that are kept as `step_<number>.pt`: those of the last steps.
         background: copy the content to the host and return while a thread writes it. The next call and the
             end of the context wait for the thread, and raise its error.
         is_sharded: leave tensors in the files that are read until each rank takes its part of them.
@@ -401,11 +400,11 @@ class CheckpointFolder:
         self._check()
         with self._explained(self.last, content):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # `best.pt` is linked before `pending.pt` gets its name: found after a kill, it has its link.
+            # `best.pt` is copied before `pending.pt` gets its name: found after a kill, it has its copy.
             write_atomically(
                 self.pending,
                 lambda file: torch.save(content, file),
-                before_replacing=partial(_link, self.best) if is_best else None,
+                before_replacing=partial(_copy, self.best) if is_best else None,
             )
             if self.last.exists() and not self._keeps_previous:
                 self.last.replace(self.previous)
@@ -413,7 +412,7 @@ class CheckpointFolder:
             self.pending.replace(self.last)
             if self._keep:
                 newest = self.folder / f"step_{content['progress']['step']:08d}.pt"
-                _link(newest, self.last)
+                _copy(newest, self.last)
                 numbered = (
                     self._numbered()
                 )  # those before the newest: the user went back to an earlier one
@@ -441,7 +440,7 @@ class CheckpointFolder:
         return sorted(paths, key=lambda path: -int(path.stem.removeprefix("step_")))
 
     def _newest_first(self) -> Iterator[Path]:
-        """The checkpoints that there are, the last step first."""
+        """The existing checkpoints, the last step first; `best.pt` comes last, for where others are gone."""
         step = -1
         with suppress(CheckpointError):
             step = load_checkpoint(self.previous, mmap=True)["progress"]["step"]
@@ -450,7 +449,7 @@ class CheckpointFolder:
             [self.previous, *steps], key=lambda path: steps.get(path, step), reverse=True
         )
         # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once.
-        return (path for path in (self.pending, self.last, *older) if path.exists())
+        return (path for path in (self.pending, self.last, *older, self.best) if path.exists())
 
     def read_latest(self) -> dict[str, Any] | None:
         """The newest checkpoint that can be read, as `load_checkpoint` gives it; None when there is none.
@@ -524,14 +523,10 @@ class CheckpointFolder:
         )
 
 
-def _link(path: Path, source: Path) -> None:
-    """Give a checkpoint, which is replaced and never changed in place, another name."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        os.link(source, temporary)
-    except OSError:  # a file system without links
-        shutil.copy2(source, temporary)
-    temporary.replace(path)
+def _copy(path: Path, source: Path) -> None:
+    """Copy a checkpoint, atomically. A link would change with its source where users copy over that."""
+    with source.open("rb") as file:
+        write_atomically(path, partial(shutil.copyfileobj, file))
 
 
 def load_checkpoint(path: Path, *, mmap: bool = False, check: bool | None = None) -> dict[str, Any]:

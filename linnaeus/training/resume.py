@@ -221,8 +221,8 @@ def check_classes(spec: Mapping[str, Any] | None, taxonomy: Taxonomy | None, run
     if changes:
         raise ConfigError(
             f"DATA.DATASET: the classes differ from the checkpoint ({'; '.join(changes)}). Restore the data, "
-            f"or fine-tune in a new run: MODEL.WEIGHTS={run} with another EXPERIMENT.NAME copies heads by "
-            "class name"
+            f"or fine-tune in a new run: MODEL.WEIGHTS={run} with another EXPERIMENT.NAME copies the "
+            "heads whose classes are the same"
         )
 
 

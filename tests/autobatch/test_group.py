@@ -59,7 +59,9 @@ def test_a_killed_rank_ends_the_other_with_the_cause(
             for rank in range(2)
         ]
     try:
-        assert ranks[dead].wait(forks.limit_s) == -9, (tmp_path / "log.txt").read_text()
+        files = (tmp_path / "log.txt", tmp_path / "error.json")
+        code = ranks[dead].wait(forks.limit_s)
+        assert code == -9, [file.read_text() for file in files if file.exists()]
         ranks[1 - dead].wait(forks.limit_s)
     finally:
         for rank in ranks:

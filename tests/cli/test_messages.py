@@ -104,6 +104,10 @@ LINES: dict[str, tuple[Any, list[str]]] = {
             "--no-prune",
         ],
     ),
+    "sizes that AutoBatch replaces": (
+        sweep,
+        ["DATA.BATCH_SIZE=8,16", "DATA.AUTOBATCH.ENABLED=True"],
+    ),
     "a wrong combination of two": (sweep, ["DATA.BATCH_SIZE=0,8", "TRAIN.AMP=off,bf16"]),
     "mistakes in all combinations and in one": (
         sweep,

@@ -31,8 +31,8 @@ def write_validations(folder: Path, values: list[float | None], metric: str = "t
             "epoch": epoch,
             "split": "val",
             "time": 1.0,
-            metric: value,
             "loss": 1.0,
+            metric: value,
         }
         for epoch, value in enumerate(values, start=1)
     ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from linnaeus.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
 from linnaeus.sweep.folder import Sweep
@@ -91,7 +92,8 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Pa
         for name, entry in (("run.json", "id"), ("result.json", "run"))
     }
     assert len(ids) == 1
-    assert f"RUN: {ids.pop()}" in (folder / f"{key}={model}/config.yaml").read_text()
+    saved = yaml.safe_load((folder / f"{key}={model}/config.yaml").read_text())
+    assert {saved["PLAN"]["RUN"]} == ids
 
     (tmp_path / "elsewhere").mkdir()  # a worker leaves what has failed, the command tries it again
     worker = start(tmp_path / "elsewhere", "work", "../runs/tiny")

@@ -324,13 +324,41 @@ def save_steps(checkpoints: CheckpointFolder, *steps: int) -> None:
         os.utime(checkpoints.last, ns=(-number, -number))
 
 
-def test_the_newest_numbered_checkpoints_are_kept_as_links(tmp_path: Path) -> None:
+def test_the_newest_numbered_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=2)
     save_steps(checkpoints, 10, 20, 30)
     assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000020.pt", "step_00000030.pt"}
     save_steps(checkpoints, 25)  # the user has gone back to step 20
     assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000020.pt", "step_00000025.pt"}
-    assert (tmp_path / "step_00000025.pt").samefile(checkpoints.last)
+
+
+def test_a_file_copied_over_the_last_one_changes_no_other(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
+    checkpoints.save(whole(0, 10))
+    checkpoints.save(whole(0, 20), is_best=True)
+    checkpoints.last.write_bytes((tmp_path / "step_00000010.pt").read_bytes())  # as `cp` does
+    steps = {
+        name: load_checkpoint(tmp_path / name)["progress"]["step"]
+        for name in ("last.pt", "best.pt", "step_00000020.pt")
+    }
+    assert steps == {"last.pt": 10, "best.pt": 20, "step_00000020.pt": 20}
+
+
+def test_a_run_with_its_best_checkpoint_alone_is_resumed(tmp_path: Path) -> None:
+    def step() -> int:
+        found = CheckpointFolder(tmp_path).read_latest()
+        assert found is not None
+        return int(found["progress"]["step"])
+
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.save(whole(0, 10), is_best=True)
+    checkpoints.save(whole(0, 20))
+    assert step() == 20
+    checkpoints.previous.unlink()
+    truncate(checkpoints.last)
+    assert step() == 10
+    checkpoints.last.unlink()
+    assert step() == 10
 
 
 def test_without_the_last_checkpoint_that_of_the_latest_step_is_read(tmp_path: Path) -> None:
@@ -480,12 +508,9 @@ def test_a_checkpoint_is_synced_before_it_gets_its_name(
     checkpoints.save(content(1), is_best=True)
     file = checkpoints.last.stat().st_ino
     assert events[0] == ("sync", file)
-    assert {name for name, number in events if number == file} == {
-        "sync",
-        "pending.pt",
-        "last.pt",
-        "best.pt",
-    }
+    assert {name for name, number in events if number == file} == {"sync", "pending.pt", "last.pt"}
+    best = checkpoints.best.stat().st_ino
+    assert [name for name, number in events if number == best] == ["sync", "best.pt"]
 
 
 KILLED_SAVES = """

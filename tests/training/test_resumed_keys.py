@@ -248,4 +248,4 @@ def test_other_classes_are_named_and_refused(levels: dict[str, str], named: list
     with pytest.raises(ConfigError) as caught:
         check_classes(spec, Taxonomy(parts) if parts else None, Path("runs/a"))
     assert caught.value.exit_code == 2
-    assert all(name in str(caught.value) for name in [*named, "MODEL.WEIGHTS runs/a"])
+    assert all(name in str(caught.value) for name in [*named, "MODEL.WEIGHTS=runs/a"])
