@@ -32,6 +32,7 @@ IMAGES = (
     "DATA.IMG_SIZE=16",
     "MODEL._target_=tests.helpers.label_sets.Pixels",
     "DATA.AUGMENT.CROP_SCALE=[1,1]",
+    "DATA.AUGMENT.HFLIP=0",
     "DATA.BATCH_SIZE=32",
     "EXPERIMENT.DEVICE=cpu",
     "EXPERIMENT.NAME=sets",

@@ -28,7 +28,7 @@ def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_best_checkpoint_is_evaluated_on_the_test_split(three: Path) -> None:
     test = content_of(three / "result.json")["test"]
-    assert cli(["evaluate", "runs/tiny", "DATA.DATASET.ROOT=birds/Testing"]) == 0
+    assert cli(["evaluate", "runs/tiny", "--trust-code", "DATA.DATASET.ROOT=birds/Testing"]) == 0
     (file,) = (three / "evaluations").glob("best_*.json")
     found = content_of(file)["metrics"]
     assert {name: found[name] for name in test} == test
@@ -41,13 +41,13 @@ def test_evaluate_and_predict_read_the_split_that_was_trained(three: Path) -> No
     assert [row[1] for row in rows] == ["train"] * 12 + ["val"] * 12 + ["test"] * 8
     assert all(Path(row[0]).parts[-3:-1] == tuple(row[2:]) for row in rows)
     write_images(Path("birds/Validation"), FOLDERS[:1], 9, 7)
-    assert cli(["evaluate", "runs/tiny"]) == 0
+    assert cli(["evaluate", "runs/tiny", "--trust-code"]) == 0
     assert content_of(three / "evaluations/best.json")["data"]["samples"] == 12
     for split in ("val", "test"):
         output = ["--output", f"{split}.csv", "--device", "cpu"]
-        assert cli(["predict", "runs/tiny", "--split", split, *output]) == 0
+        assert cli(["predict", "runs/tiny", "--trust-code", "--split", split, *output]) == 0
         named = [row[0] for row in rows_of(Path(f"{split}.csv"))[1:]]
         assert named == [row[0] for row in rows if row[1] == split]
-    assert cli(["predict", "runs/tiny", "--split", "val", "birds"]) == 2
+    assert cli(["predict", "runs/tiny", "--trust-code", "--split", "val", "birds"]) == 2
     (three / "split.csv").unlink()
-    assert cli(["predict", "runs/tiny", "--split", "val"]) == 2
+    assert cli(["predict", "runs/tiny", "--trust-code", "--split", "val"]) == 2
