@@ -32,6 +32,7 @@ TINY = (
     "MODEL._target_=tests.cli.tiny.Perceptron",
     "MODEL.width=4",
     "DATA.BATCH_SIZE=16",
+    "DATA.NUM_WORKERS=0",
     "TRAIN.EPOCHS=1",
     "EXPERIMENT.DEVICE=cpu",
     "EXPERIMENT.NAME=tiny",
