@@ -231,9 +231,9 @@ class MeasuredTrainer(Trainer):
         with self._measured("train"):
             super().train_epoch()
 
-    def _validation_metrics(self) -> dict[str, float] | None:
+    def _validation_metrics(self, batches: Any) -> dict[str, float] | None:
         with self._measured("val"):
-            return super()._validation_metrics()
+            return super()._validation_metrics(batches)
 
     @contextmanager
     def _measured(self, mode: Mode) -> Iterator[None]:
