@@ -8,7 +8,6 @@ import logging
 import os
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 from linnaeus.autobatch.memory.device import device_memory
 from linnaeus.config.load import save_config, with_batch_sizes
@@ -17,11 +16,12 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders, with_measured_workers
 from linnaeus.data.mixing import mixed_epochs
+from linnaeus.data.split_file import SPLIT_FILE, save_split
 from linnaeus.dist import errors_told_first, join
 from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
 from linnaeus.log import RunFolder
 from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
-from linnaeus.models.normalisation import with_normalisation
+from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.rng import derive_seed, deterministic, seed_all
 from linnaeus.run_folder import TRIAL, stopped_reason
 from linnaeus.signals import StopRequest
@@ -60,7 +60,7 @@ def run(config: Config) -> FitResult:
         LinnaeusError: something the user can mend; the message says how.
     """
     experiment, train, seed = config.EXPERIMENT, config.TRAIN, config.EXPERIMENT.SEED
-    path = Path(experiment.OUTPUT_DIR) / experiment.NAME
+    path = experiment.folder
     with (
         deterministic(train.DETERMINISTIC),
         StopRequest().listening() as stop,
@@ -74,6 +74,8 @@ def run(config: Config) -> FitResult:
         callbacks = build_callbacks(train.CALLBACKS)
         mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(RunFolder(path, world, keep=train.AUTO_RESUME))
+        if world.is_main:
+            logger.info("run directory: %s", path)
         checkpoints = stack.enter_context(
             CheckpointFolder(
                 path / CHECKPOINTS,
@@ -94,7 +96,7 @@ def run(config: Config) -> FitResult:
         progress = TrainingProgress()
         content = None if checkpoint is None else checkpoint.content
         saved = None if content is None else content.get("config", {})
-        data_node, note = with_normalisation(config.DATA, config.MODEL, saved)
+        data_node, note = with_preprocessing(config.DATA, config.MODEL, saved)
         config = dataclasses.replace(config, DATA=data_node)
         ladder = Ladder(config, world, content)
         while not ladder.is_done:
@@ -128,7 +130,14 @@ def run(config: Config) -> FitResult:
                 weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
                 sharding = sharding_sentence(assembly.model, config.DIST, world)
                 report_start(
-                    config, (*data.report, weights, assembly.freezing.sentence, sharding, note)
+                    config,
+                    (
+                        *data.report,
+                        weights,
+                        None if data.preprocessing is None else note,
+                        assembly.freezing.sentence,
+                        sharding,
+                    ),
                 )
             loading = with_measured_workers(config.DATA, data, world, seed)
             search, plan_for = size_search(
@@ -189,6 +198,7 @@ def run(config: Config) -> FitResult:
                     trainer.callbacks[TRIAL] = Pruning(folder, stop, trainer)
                 (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
                 save_searches(sized.found, world.device, path / AUTOBATCH, tracker)
+                save_split(data, path / SPLIT_FILE)
                 save_config(config, path / CONFIG, {"RUN": run_id, **chosen})
                 write_text_atomically(
                     path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n"

@@ -51,7 +51,7 @@ from linnaeus.signals import SIGNALS
 
 RUN = "run.json"
 CLAIMS = ".claims"
-RUN_FILES = (CONFIG, "model.json", METRICS, RESULT, AUTOBATCH, RUN)
+RUN_FILES = (CONFIG, "model.json", "split.csv", METRICS, RESULT, AUTOBATCH, RUN)
 """Files that a run writes into its folder."""
 SHARED_CLAIM = "LINNAEUS_CLAIM"
 """Environment variable of a run that a worker starts: the token of the worker's claim."""

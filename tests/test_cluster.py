@@ -116,7 +116,9 @@ def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> 
 def test_ranks_with_different_data_or_options_are_refused(tmp_path: Path, odd: str) -> None:
     ended = run_job(tmp_path, **dict([odd.split("=", 1)]))
     assert ended.code != 0
-    assert ("96 and 56" if "SHORTER" in odd else "TRAIN.AUTO_RESUME: True and False") in ended.text
+    assert (
+        "'train': 96" if "SHORTER" in odd else "TRAIN.AUTO_RESUME: True and False"
+    ) in ended.text
     assert "linnaeus/run.py" not in ended.text, "a traceback of ours"
 
 

@@ -19,6 +19,7 @@ import torch
 import yaml
 from PIL import Image
 
+from linnaeus.config.load import load_config
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
 from tests.helpers.datasets import write_image
@@ -117,7 +118,8 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    for name in ("my_exp", "birds"):
+        (tmp_path / f"{name}.yaml").write_text(EXPERIMENT)
     monkeypatch.chdir(tmp_path)
 
 
@@ -154,13 +156,15 @@ def desk(
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_shown_file_trains_the_run_that_follows(page: str) -> None:
+def test_the_shown_file_trains_the_run_that_follows(page: str, tmp_path: Path) -> None:
     """A sweep with this file has another name, because it needs a folder of its own."""
     text = (ROOT / page).read_text()
     [shown] = [
         block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "ROOT" in block
     ]
-    name = yaml.safe_load(shown)["EXPERIMENT"]["NAME"]
+    file = tmp_path / re.findall(r"\w+\.yaml", shown)[0]
+    file.write_text(shown)
+    name = load_config(["--cfg", str(file)]).config.EXPERIMENT.NAME
     block = next(block for block in blocks(ROOT / page) if "linnaeus evaluate" in block)
     assert set(re.findall(r"runs/(\w+)", block)) == {name}
     for line in block.splitlines():

@@ -112,12 +112,21 @@ def test_autobatch_finds_the_size_of_the_unfrozen_model_and_changes_no_bit(
 
 
 @pytest.mark.e2e
-def test_a_run_starts_from_another_with_its_normalisation(run: Run, tmp_path: Path) -> None:
-    mean, std = "DATA.AUGMENT.MEAN=[0.1,0.2,0.3]", "DATA.AUGMENT.STD=[0.4,0.5,0.6]"
-    assert run(*SMALL, mean, std, "TRAIN.EPOCHS=1", "EXPERIMENT.NAME=first").code == 0
+def test_a_run_starts_from_another_with_its_preprocessing(run: Run, tmp_path: Path) -> None:
+    augment = {
+        "INTERPOLATION": "bicubic",
+        "CROP_FRACTION": 0.9,
+        "RESIZE": "letterbox",
+        "MEAN": [0.1, 0.2, 0.3],
+        "STD": [0.4, 0.5, 0.6],
+    }
+    keys = [f"DATA.AUGMENT.{key}={value}" for key, value in augment.items()]
+    first = (*SMALL, *keys, "DATA.IMG_SIZE=48", "TRAIN.EPOCHS=1", "EXPERIMENT.NAME=first")
+    assert run(*first).code == 0
     second = (
         *SMALL,
         "MODEL.WEIGHTS=runs/first",
+        "DATA.IMG_SIZE=null",
         "DATA.DATASET.NUM_CLASSES=[2,7]",
         "TRAIN.EPOCHS=1",
         "EXPERIMENT.NAME=second",
@@ -127,11 +136,16 @@ def test_a_run_starts_from_another_with_its_normalisation(run: Run, tmp_path: Pa
     assert outcome.code == 0, outcome.err
     assert "runs/first/checkpoints/best.pt" in "".join(outcome.out.split())
     config = yaml.safe_load((tmp_path / "runs/second/config.yaml").read_text())
-    assert config["DATA"]["AUGMENT"]["MEAN"] == [0.1, 0.2, 0.3]
-    assert config["DATA"]["AUGMENT"]["STD"] == [0.4, 0.5, 0.6]
+    assert config["DATA"]["IMG_SIZE"] == 48
+    assert config["DATA"]["AUGMENT"] | augment == config["DATA"]["AUGMENT"]
+    model = json.loads((tmp_path / "runs/second/model.json").read_text())
+    carried = {name: model["preprocessing"][name.lower()] for name in augment}
+    assert (carried, model["preprocessing"]["size"]) == (augment, [48, 48])
     shutil.rmtree(tmp_path / "runs/first")  # the checkpoint holds everything
     outcome = run(*second, "TRAIN.EPOCHS=2")
     assert outcome.code == 0, outcome.err
+    assert "resumed with another" not in outcome.out
+    assert json.loads((tmp_path / "runs/second/model.json").read_text()) == model
 
 
 @pytest.mark.e2e

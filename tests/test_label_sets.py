@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from linnaeus.config.schema import LossConfig
+from linnaeus.config.schema import DatasetConfig, LossConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.image_files import Listing, encode, hold_out
 from linnaeus.data.mixing import Mixing
@@ -32,6 +32,7 @@ IMAGES = (
     "DATA.IMG_SIZE=16",
     "MODEL._target_=tests.helpers.label_sets.Pixels",
     "DATA.AUGMENT.CROP_SCALE=[1,1]",
+    "DATA.AUGMENT.HFLIP=0",
     "DATA.BATCH_SIZE=32",
     "EXPERIMENT.DEVICE=cpu",
     "EXPERIMENT.NAME=sets",
@@ -211,7 +212,7 @@ def test_manifest_cells_and_mixing() -> None:
     cells = ["a", "a;b", "a;c", "b;a", "a;c", ";"] * 5
     _, val = hold_out(
         Listing("", Path(), [*map(str, range(30))], [(cell,) for cell in cells]),
-        0.2,
+        DatasetConfig(VAL_FRACTION=0.2),
         [],
         INDEX.taxonomy,
     )

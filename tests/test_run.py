@@ -46,6 +46,7 @@ def test_files_of_a_run(searched: Path) -> None:
         "previous.pt",
         "best.pt",
     }
+    assert str(searched) in (searched / "logs/rank0.log").read_text().splitlines()[0]
     found = json.loads((searched / "autobatch.json").read_text())
     assert found.keys() == {"train", "val", "environment"}
     train = found["train"]

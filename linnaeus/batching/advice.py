@@ -1,4 +1,4 @@
-"""Warnings about batch sizes that often cause trouble: one sentence each, with the remedy and its key."""
+"""Advice about batch sizes that often cause trouble: one sentence, with the remedy and its key."""
 
 from __future__ import annotations
 
@@ -23,39 +23,60 @@ MAX_LR_ADAPTIVE = 5e-4
 """A rule of thumb for Adam and similar optimizers: the learning rate of training from scratch at a batch size
 of 512 (DeiT, Touvron et al. 2021, table 9). Fine-tuning stays well below it."""
 
-LARGE_DATASET_FRACTION = 0.1
-"""With a larger effective batch an epoch has fewer than ten optimizer steps."""
 
-
-def plan_warnings(
+def plan_advice(
     train: TrainConfig,
     facts: Facts,
     splits: Sequence[Split],
     *,
     optimizer: str,
     learning_rate: float,
-) -> list[str]:
-    """Every warning that applies to the splits of a run, each once.
+    min_steps: int,
+) -> str | None:
+    """The most urgent advice on the splits of a run; None where there is none.
 
-    `optimizer` is the name of the optimizer or of its class, `learning_rate` the peak, after scaling.
+    It is the only advice on batch sizes that a run gives: two would ask for opposite things.
+
+    Args:
+        train, facts, splits: what the plan is made of.
+        optimizer: the name of the optimizer or of its class.
+        learning_rate: the peak, after scaling.
+        min_steps: optimizer steps of the epoch that has the fewest.
     """
     key = _effective_batch_key(train, facts)
+    return (
+        _few_steps(facts, splits, key, min_steps)
+        or _fine_tuning(facts, splits, key, optimizer, learning_rate)
+        or _batchnorm(train, facts, splits)
+        or _accumulation(facts, splits, key)
+    )
+
+
+def _few_steps(facts: Facts, splits: Sequence[Split], key: str, min_steps: int) -> str | None:
+    if min_steps >= facts.min_steps_per_epoch:
+        return None
     size = max(split.samples_per_rank for split in splits) * facts.world_size
-    found = [_accumulation(facts, splits, key), _batchnorm(train, facts, splits)]
+    lower = f"lower {key} or " if size > 2 * facts.world_size else ""
+    return (
+        f"an effective batch of {size} leaves {counted(min_steps, 'optimizer step')} in an epoch of "
+        f"{facts.num_samples} training samples, fewer than {facts.min_steps_per_epoch} "
+        f"(DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH); {lower}train for more epochs (TRAIN.EPOCHS)"
+    )
+
+
+def _fine_tuning(
+    facts: Facts, splits: Sequence[Split], key: str, optimizer: str, learning_rate: float
+) -> str | None:
+    size = max(split.samples_per_rank for split in splits) * facts.world_size
     is_sgd = any(name in optimizer.lower() for name in ("sgd", "momentum", "nesterov"))
     limit = MAX_LR_SGD if is_sgd else MAX_LR_ADAPTIVE
-    if facts.pretrained and size >= LARGE_FOR_FINE_TUNING and learning_rate > limit:
-        found.append(
-            f"pretrained weights ({facts.pretrained_key}) may be forgotten with an effective batch of {size} "
-            f"and a learning rate of {learning_rate:.3g}; bring the rate to {limit:g} or less with "
-            f"OPTIMIZER.LR, or lower {key}, and set SCHEDULE.WARMUP_EPOCHS"
-        )
-    if size > LARGE_DATASET_FRACTION * facts.num_samples:
-        found.append(
-            f"an effective batch of {size} is {size / facts.num_samples:.0%} of the {facts.num_samples} "
-            f"training samples, so an epoch has few optimizer steps; lower {key} or raise TRAIN.EPOCHS"
-        )
-    return [text for text in found if text is not None]
+    if not facts.pretrained or size < LARGE_FOR_FINE_TUNING or learning_rate <= limit:
+        return None
+    return (
+        f"pretrained weights ({facts.pretrained_key}) may be forgotten with an effective batch of {size} "
+        f"and a learning rate of {learning_rate:.3g}; bring the rate to {limit:g} or less with "
+        f"OPTIMIZER.LR, or lower {key}, and set SCHEDULE.WARMUP_EPOCHS"
+    )
 
 
 def _accumulation(facts: Facts, splits: Sequence[Split], key: str) -> str | None:
@@ -86,16 +107,19 @@ def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str
     if samples >= FEW_FOR_BATCHNORM:
         return None
     key = facts.batch_size_key  # that of the smallest micro-batch
+    can_grow = facts.can_grow
     if train.BATCH_SCHEDULE.NAME != "constant":
-        key = f"{SCHEDULE}.FIRST"
+        key, can_grow = f"{SCHEDULE}.FIRST", True
     elif train.EFFECTIVE_BATCH_SIZE is not None:
-        key = f"{key}, {EFFECTIVE}"
+        key, can_grow = (f"{key}, {EFFECTIVE}" if can_grow else EFFECTIVE), True
     can_synchronise = facts.world_size > 1 and facts.batchnorm == "local"
     sync = "TRAIN.SYNC_BATCHNORM True, " if can_synchronise else ""
+    needed = FEW_FOR_BATCHNORM * facts.min_steps_per_epoch  # else an epoch would have few steps
+    has_room = can_grow and facts.epoch_samples_per_rank >= needed
+    larger = f", or a larger micro-batch ({key})" if has_room else ""
     return (
         f"BatchNorm sees only {counted(samples, 'sample')} {where}, fewer than {FEW_FOR_BATCHNORM}: its "
-        f"statistics are noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME), or a larger "
-        f"micro-batch ({key})"
+        f"statistics are noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME){larger}"
     )
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
-from linnaeus.batching.advice import plan_warnings
+from linnaeus.batching.advice import plan_advice
 from linnaeus.batching.sizes import Facts, keeps_rest, plan_epochs, unused_keys
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
@@ -51,7 +51,7 @@ class BatchPlan:
         epochs: the stages of each epoch.
         lr_scales: `lr_scale` for each effective batch size of the run.
         keep_rest: whether an epoch ends with a smaller step of the micro-batches that are left.
-        notes, warnings: sentences for the user.
+        notes, warnings: sentences for the user; see `plan_advice`.
     """
 
     micro_batch_size: int
@@ -268,6 +268,14 @@ def plan_batches(
     decay_scale = scale_factor(decay_rule, effective_batch_size, base)
     learning_rate = facts.learning_rate * lr_scales[effective_batch_size]
     steps_per_epoch = [sum(stage.num_steps for stage in stages) for stages in epochs]
+    advice = plan_advice(
+        train,
+        facts,
+        splits,
+        optimizer=name,
+        learning_rate=learning_rate,
+        min_steps=min(steps_per_epoch),
+    )
     warmup_steps, notes = _warmup(schedule, steps_per_epoch, lr_scales[sizes[0]])
     return BatchPlan(
         micro_batch_size=largest.micro_batch_size,
@@ -284,9 +292,7 @@ def plan_batches(
         lr_scales=lr_scales,
         keep_rest=keeps_rest(train),
         notes=(*unused_keys(train), *notes),
-        warnings=tuple(
-            plan_warnings(train, facts, splits, optimizer=name, learning_rate=learning_rate)
-        ),
+        warnings=() if advice is None else (advice,),
     )
 
 

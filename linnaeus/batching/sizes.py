@@ -28,6 +28,8 @@ class Facts:
         pretrained: whether training starts from pretrained weights.
         pretrained_key: the key that names those weights.
         batch_size_key: the key that bounds the batch size; another one where AutoBatch chose it.
+        can_grow: whether a larger value of that key gives a larger batch size.
+        min_steps_per_epoch: with fewer optimizer steps, an epoch has few.
     """
 
     max_micro_batch_size: int
@@ -39,6 +41,8 @@ class Facts:
     pretrained: bool = False
     pretrained_key: str = "MODEL.WEIGHTS"
     batch_size_key: str = "DATA.BATCH_SIZE"
+    can_grow: bool = True
+    min_steps_per_epoch: int = 10
 
     @property
     def epoch_samples_per_rank(self) -> int:

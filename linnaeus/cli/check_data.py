@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import call
 
 from linnaeus.cli.parser import CommandParser, read_request
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError, DataError
-from linnaeus.words import counted
+from linnaeus.words import counted, several
 
 
 def read(argv: Sequence[str]) -> str | tuple[Namespace, Config]:
@@ -35,21 +36,26 @@ def run(_: Namespace, config: Config) -> int:
             f"DATA.DATASET.NAME: {dataset.NAME!r} has no image files; "
             "add data=imagefolder or data=manifest"
         )
+    from linnaeus.data.bundle import reads_nothing
     from linnaeus.data.checked import find_damaged
     from linnaeus.data.datasets import build_data
-    from linnaeus.data.image_files import ImageFiles
+    from linnaeus.data.image_files import ImageFiles, with_bit_depth
 
     started = time.monotonic()
     skipping = replace(config.DATA, ON_BAD_IMAGE="skip")  # all is read below
-    data = build_data(skipping, seed=config.EXPERIMENT.SEED, on_main=lambda _: {})
+    data = build_data(skipping, seed=config.EXPERIMENT.SEED, on_main=reads_nothing)
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
         raise ConfigError(
             "DATA.DATASET: its samples are no image files, so there is nothing to check"
         )
-    files = data.train.files + data.val.files
-    damaged, num_known = find_damaged(files)
+    splits = {name: split for name, split in data.splits.items() if isinstance(split, ImageFiles)}
+    files = [file for split in splits.values() for file in split.files]
+    decoding = with_bit_depth(data.train.decoding, data.train.files, config.DATA, call, data.report)
+    damaged, num_known = find_damaged(files, data.train.channels, decoding)
     seconds = time.monotonic() - started
-    print(*data.report, sep="\n")
+    names = [name for name, split in splits.items() for _ in split.files]
+    labels = [tuple(row) for split in splits.values() for row in split.targets.tolist()]
+    print(*data.report, *_copies(files, names, labels), sep="\n")
     print(
         f"{counted(len(files), 'image')} checked in {seconds:.1f} s, {num_known} of them known from before"
     )
@@ -62,11 +68,33 @@ def run(_: Namespace, config: Config) -> int:
     return 0
 
 
+def _copies(
+    files: Sequence[str], splits: Sequence[str], labels: Sequence[tuple[int, ...]]
+) -> Iterator[str]:
+    """Lines on files with the same bytes in training and another split, or with different labels."""
+    from linnaeus.data.checked import find_copies
+
+    found = find_copies(files)
+    leaks = []
+    for positions in found:
+        trained = [i for i in positions if splits[i] == "train"]
+        leaks += [
+            f"{files[i]} = {files[trained[0]]}" for i in positions if trained and i not in trained
+        ]
+    if leaks:
+        yield f"{counted(len(leaks), 'held-out image')} with the bytes of a training image: {several(leaks)}"
+    differ = [each for each in found if len({labels[i] for i in each}) > 1]
+    if differ:
+        named = several([" = ".join(files[i] for i in each[:3]) for each in differ])
+        yield f"{counted(len(differ), 'image')} with several labels: {named}"
+
+
 PARSER = CommandParser(
     "check-data",
     print_config="print the configuration, resolved, and exit",
     description="""\
-Reads all images of training and validation, and names the damaged ones. Intact files are remembered by path,
+Reads all images of all splits, and names the damaged ones, held-out images that are training images too, and
+images with several labels. Intact files are remembered by path,
 size and time of modification, and not read again: neither here nor by a run with DATA.ON_BAD_IMAGE skip.
 """,
     details="""\

@@ -15,8 +15,8 @@ from linnaeus.inference.paths import STDIN, problem_of
 from linnaeus.signals import StopRequest
 
 DESCRIPTION = """\
-Writes a trained run's model as a file that other programs read, with its classes, taxonomy, normalisation and
-image size in it. The file is read back at once and must give the run's outputs on real images.
+Writes a trained run's model as a file that other programs read, with its classes, taxonomy and preprocessing
+in it. The file is read back at once and must give the run's outputs on real images.
 """
 DETAILS = """\
 formats:

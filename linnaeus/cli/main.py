@@ -16,6 +16,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -69,6 +70,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
         memory, 130 interrupted (128 and the number of another signal), 1 anything else.
     """
     end_with_torchrun()
+    # Pillow warns of odd files with a line of its source; errors name the file.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     tokens = list(sys.argv[1:] if argv is None else argv)
     rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None  # torchrun sets both
     is_main = rank in (None, "0")
@@ -108,8 +111,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
             folder = None  # a run of `train` goes on in its folder when the job is queued again
             if command == "train":
-                experiment = request[1].EXPERIMENT
-                folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
+                folder = request[1].EXPERIMENT.folder
             print(
                 submit_command(
                     launch, command, launch.argv, command not in NOT_WITH_TORCHRUN, folder

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from linnaeus.cli.parser import CommandParser, check_files, read_count, read_number, read_table
+from linnaeus.cli.parser import (
+    CommandParser,
+    check_files,
+    read_choice,
+    read_count,
+    read_number,
+    read_table,
+)
+from linnaeus.data import unread_note
+from linnaeus.data.split_file import SPLIT_FILE, read_split
+from linnaeus.data.splits import SPLITS
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
@@ -72,6 +82,7 @@ class Options:
     workers: int | None = None
     trust_code: bool = False
     launch: LaunchOptions = field(default_factory=LaunchOptions)
+    split: str | None = None
 
 
 def read(argv: Sequence[str]) -> tuple[Options]:
@@ -82,7 +93,12 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     """
     options = Options()
     options.images, problems = PARSER.words(argv, options)
-    if not options.images:
+    if options.split is not None and options.images:
+        problems.append(f"--split {options.split}: predicts images of RUN; leave out IMAGES")
+    elif options.split is not None and not problems:
+        options.images = _split_images(options.run, options.split)
+        return (options,)
+    elif not options.images:
         problems.append("IMAGES: name files, folders or patterns after RUN, or - for a list")
     for word in options.images:
         if (Path(word) / CHECKPOINTS).is_dir():
@@ -104,22 +120,29 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     return (options,)
 
 
+def _split_images(path: Path, split: str) -> list[str]:
+    """The images of a split of a run, which is named by its folder or a checkpoint in it."""
+    folder = path if path.is_dir() else path.parent.parent
+    if not (folder / SPLIT_FILE).is_file():
+        raise ConfigError(
+            f"--split {split}: there is no {folder / SPLIT_FILE}, which a run with image files writes; name "
+            "the images"
+        )
+    return read_split(folder / SPLIT_FILE, split)[0]
+
+
 def run(options: Options) -> int:
     """Predict the images; returns the exit code: 0 done, 1 not one image was predicted.
 
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    from PIL import Image
-
     from linnaeus.console import make_console
     from linnaeus.inference.trained import load_run
     from linnaeus.log import close_logging, set_up_logging
 
     console = make_console(sys.stderr)
     set_up_logging(None, rank=0, console=console)
-    # Pillow reports the size of such an image with a line of source code; too large a one is unreadable.
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with StopRequest().listening():
             trained = load_run(
@@ -148,14 +171,14 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
         batch_size=options.batch_size,
         num_workers=options.workers,
     )
-    unreadable = list[Unreadable]()
+    unreadable, unread = list[Unreadable](), Counter[str]()
     if STDIN in options.images:  # names of files may be no valid UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     with (
         open_writer(options.output, unreadable) as writer,
         # Between printed lines a bar would only get in the way.
         ProgressBar(console if options.output else None) as bar,
-        closing(predictor.run(walk(options.images, sys.stdin))) as results,
+        closing(predictor.run(walk(options.images, sys.stdin, unread))) as results,
     ):
         bar.start("predicting", None)
         for found in results:
@@ -171,6 +194,8 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     total = f"{counted(writer.number, 'image')} predicted"
     if unreadable:
         total += f", {counted(len(unreadable), 'unreadable one')} left out"
+    if unread:
+        logger.info("%s", unread_note(unread))
     is_written = writer.number > 0
     logger.info(
         "%s%s", total, f": {options.output.resolve()}" if options.output and is_written else ""
@@ -344,6 +369,12 @@ PARSER.option(
     "P",
     partial(read_number, "probability", most=1),
     "least probability of a label, for runs with several labels per image; default 0.5",
+)
+PARSER.option(
+    "--split",
+    "train|val|test",
+    partial(read_choice, SPLITS),
+    "predict the images of this split of RUN, in place of IMAGES",
 )
 PARSER.switch(
     "--path",

@@ -167,11 +167,13 @@ def _plans(combinations: Sequence[Combination], problems: list[str]) -> list[Pla
     """The runs of combinations; what is wrong with some only names one of them."""
     from linnaeus.sweep.folder import plan_run
 
-    plans = []
+    plans: list[Plan] = []
     combinations_with: dict[str, list[Combination]] = {}
     for combination in combinations:
         try:
-            config = plan_run(combination)
+            # One folder for all, also where the name of the sweep follows what is swept.
+            folder = plans[0][1].EXPERIMENT.OUTPUT_DIR if plans else None
+            config = plan_run(combination, folder)
             plans.append((combination, config))
             for problem in _ineffective(combination, config):
                 combinations_with.setdefault(problem, []).append(combination)

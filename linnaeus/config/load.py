@@ -75,7 +75,8 @@ def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> 
         given = read_tree(line, below or {})
         for warning in given.warnings:
             _warn(warning)
-        resolved = Resolver(given.tree, given.chosen)
+        files = [name for option, name in line.sources if option != "--config-dir"]
+        resolved = Resolver(given.tree, given.chosen, files[-1] if files else None)
     except RecursionError:
         raise ConfigError("values are nested too deeply to be read") from None
     problems = [*line.problems, *given.problems]

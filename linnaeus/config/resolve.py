@@ -13,6 +13,7 @@ from omegaconf import Container, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
 
 from linnaeus.config.aliases import alias, not_a_value, unknown_key
+from linnaeus.config.defaults import values_of_nulls
 from linnaeus.config.keys import (
     KEYS,
     NODES,
@@ -45,13 +46,20 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 class Resolver:
     """Resolves one tree.
 
+    Args:
+        tree: the settings.
+        chosen: the name chosen in each group.
+        cfg: the last file of `--cfg` or `--config-name`, which names a run without a name.
+
     Attributes:
         settings: the setting of each key that is not at its default.
         wrong: what is wrong with a key, the predicate of a sentence.
         config: the configuration; None where something is wrong.
     """
 
-    def __init__(self, tree: Mapping[Any, Any], chosen: Mapping[str, str]) -> None:
+    def __init__(
+        self, tree: Mapping[Any, Any], chosen: Mapping[str, str], cfg: str | None = None
+    ) -> None:
         register(chosen)
         self.settings: dict[Path, Setting] = {}
         self.wrong: dict[Path, str] = {}
@@ -59,6 +67,8 @@ class Resolver:
         self._free: set[Path] = set()
         for name, child in tree.items():
             self._take((name,), child)
+        for path, value in values_of_nulls(self._typed, cfg):
+            _assign(self._typed, path, value)
         for path in [*KEYS, *(path for path in self.settings if path not in KEYS)]:
             is_there = path in self.settings or not self._is_free(path)
             if is_there and path not in self.wrong and (problem := self._problem(path)):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from linnaeus.autobatch.settings import SearchSettings
@@ -22,6 +22,9 @@ PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 
 WEIGHT_FILES = (".csv", ".json", ".yaml", ".yml")
 """Endings of the files that LOSS.CLASS_WEIGHTS takes."""
+
+MAX_PIXELS = 178_956_970
+"""Pixels above which Pillow takes an image for a decompression bomb."""
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -73,8 +76,10 @@ def _image_size(value: Any) -> str | None:
     return "must be a positive whole number or [height, width]"
 
 
-def _run_name(value: str) -> str | None:
+def _run_name(value: str | None) -> str | None:
     """A run's folder lies inside the output folder, and logs can hold its name."""
+    if value is None:
+        return None
     path = PurePath(value)
     is_inside = path.parts and not path.is_absolute() and ".." not in path.parts
     if is_inside and value.isprintable() and value.strip() not in ("", "null"):
@@ -109,10 +114,14 @@ def _separator(value: str | None) -> str | None:
     return "must have at least one character" if value == "" else None
 
 
-def _crop_scale(value: list[float]) -> str | None:
-    return (
-        None if len(value) == 2 and value[0] <= value[1] else "must be [low, high] with low <= high"
-    )
+def _colour(value: list[int]) -> str | None:
+    return None if len(value) in (1, 3) else "must be [grey] or [red, green, blue]"
+
+
+def _crop_scale(value: list[float] | None) -> str | None:
+    if value is None or (len(value) == 2 and value[0] <= value[1]):
+        return None
+    return "must be [low, high] with low <= high"
 
 
 def _weights_source(value: str | None) -> str | None:
@@ -147,7 +156,12 @@ class WandbConfig:
 class ExperimentConfig:
     """Name, place and identity of the run."""
 
-    NAME: str = key("digits", "name of the run, and of its folder in OUTPUT_DIR", check=_run_name)
+    NAME: str | None = key(
+        None,
+        "name of the run, and of its folder in OUTPUT_DIR; null is the name of the last `--cfg` file without "
+        "its ending, else that of the folder of the images, else that of the dataset",
+        check=_run_name,
+    )
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
     SEED: int = key(0, "seed of initial weights, sample order and augmentation", ge=0, lt=2**63)
     DEVICE: str = key(
@@ -159,6 +173,11 @@ class ExperimentConfig:
         choices=("wandb", "tensorboard", "csv", "mlflow"),
     )
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return Path(self.OUTPUT_DIR) / str(self.NAME)
 
 
 @dataclass
@@ -180,20 +199,42 @@ class DatasetConfig:
     TRAIN: str | None = key(
         None,
         "training folder or manifest file, relative to ROOT; null is `train.csv`, or the folder "
-        "`train` where ROOT has splits, else ROOT itself",
+        "`train` (`Training`, `train2017`, ...) where ROOT has splits, else ROOT itself",
     )
     VAL: str | None = key(
         None,
         "validation folder or manifest file, relative to ROOT; null is `val` or `val.csv` where it "
-        "exists, else samples are held out of the training data",
+        "exists, else a test split, else samples are held out of the training data",
     )
-    ALLOW_COARSE: bool = key(
-        True,
-        "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses",
+    TEST: str | None = key(
+        None,
+        "test folder or manifest file, relative to ROOT, which the best checkpoint is evaluated on at the "
+        "end; null is `test` or `test.csv` where it exists beside a validation split",
+    )
+    SPLIT_COLUMN: str | None = key(
+        None,
+        "manifest column that says which split a row is in; null is a column such as `split`, `subset` or "
+        "`is_valid` whose values mean splits",
+    )
+    ALLOW_COARSE: bool | None = key(
+        None,
+        "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses "
+        "them, null refuses a rank that most images lack",
     )
     VAL_FRACTION: float = key(
         0.2, "fraction held out where the data has no validation split", gt=0, lt=1
     )
+    GROUP_COLUMN: str | None = key(
+        None,
+        "manifest column of groups, such as locations or individuals, each of which is held out as a whole",
+    )
+    FOLD: int | None = key(
+        None,
+        "fold of cross-validation that is held out, 0 to NUM_FOLDS - 1, or the number in a manifest's column "
+        "`fold`; null holds out VAL_FRACTION",
+        ge=0,
+    )
+    NUM_FOLDS: int = key(5, "folds of the cross-validation that FOLD counts", ge=2)
     FOLDER_NAMES: str = key(
         "auto",
         "how folder names give labels: with `nested`, each level of folders is a taxonomic rank; "
@@ -217,7 +258,10 @@ class DatasetConfig:
         check=_separator,
     )
     CHANNELS: int = key(
-        3, "channels of an image: any number for `synthetic`, 1 or 3 for files", gt=0
+        3,
+        "channels of an image; files are converted to 1 (grey) or 3 (RGB), and need any other number "
+        "themselves",
+        gt=0,
     )
     NUM_CLASSES: list[int] = key(
         lambda: [4, 16],
@@ -241,16 +285,22 @@ class DatasetConfig:
 
 @dataclass
 class AugmentConfig:
-    """Training augmentation, and the normalisation of both splits (torchvision v2)."""
+    """Training augmentation, and how both splits are resized and normalised (torchvision v2)."""
 
-    CROP_SCALE: list[float] = key(
-        lambda: [0.8, 1.0],
-        "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a centre crop",
+    CROP_SCALE: list[float] | None = key(
+        None,
+        "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a centre crop; null is "
+        "[0.35, 1] for `imagefolder` and `manifest`, else [0.8, 1]",
         gt=0,
         le=1,
         check=_crop_scale,
     )
-    HFLIP: float = key(0.0, "probability of a horizontal flip", ge=0, le=1)
+    HFLIP: float | None = key(
+        None,
+        "probability of a horizontal flip; null is 0.5 for `imagefolder` and `manifest`, else 0",
+        ge=0,
+        le=1,
+    )
     ROTATION: float = key(
         0.0, "largest random rotation to either side", unit="degrees", ge=0, le=180
     )
@@ -271,13 +321,28 @@ class AugmentConfig:
         0.0, "alpha of CutMix, which pastes a rectangle of another image; 0 is off", ge=0
     )
     MIX_OFF_EPOCHS: int = key(0, "last epochs, without MIXUP and CUTMIX", unit="epochs", ge=0)
-    CROP_FRACTION: float = key(
-        1.0, "fraction of the side that validation's centre crop keeps", gt=0, le=1
+    INTERPOLATION: str | None = key(
+        None,
+        "how images are resized; null is that of the weights, else bilinear",
+        choices=("bilinear", "bicubic"),
+    )
+    CROP_FRACTION: float | None = key(
+        None,
+        "fraction of the side that validation's centre crop keeps; null is that of the weights, else 1",
+        gt=0,
+        le=1,
+    )
+    RESIZE: str | None = key(
+        None,
+        "validation's images: `crop` keeps their aspect ratio and cuts the longer side, `squash` gives "
+        "it up, `letterbox` keeps it and pads with MEAN; null is as the weights were trained, else crop",
+        choices=("crop", "squash", "letterbox"),
     )
     MEAN: list[float] | None = key(
         None,
         "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
-        "each; for grey images, three values here and in STD become one",
+        "each, or measured where files have other than 1 or 3 channels; for grey images, three values here "
+        "and in STD become one",
     )
     STD: list[float] | None = key(
         None, "standard deviation of each channel; null as for MEAN", gt=0
@@ -310,6 +375,13 @@ class AutoBatchConfig:
     )
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
+    )
+    MIN_STEPS_PER_EPOCH: int = key(
+        10,
+        "optimizer steps that an epoch keeps at least, which bounds the training size; MIN_BATCH_SIZE wins "
+        "over it, and TRAIN.EFFECTIVE_BATCH_SIZE and TRAIN.BATCH_SCHEDULE say the steps themselves; 1 is no "
+        "bound",
+        ge=1,
     )
     START: int | None = _search_key(
         "start",
@@ -369,14 +441,15 @@ class DataConfig:
     )
     IMG_SIZE: Any = key(
         None,
-        "side of a square image, or [height, width]; null is the dataset's own size (224 for files)",
+        "side of a square image, or [height, width]; null is that of the weights, else the dataset's own "
+        "(224 for files)",
         unit="pixels",
         check=_image_size,
     )
     NUM_WORKERS: int | None = key(
         None,
         "loader processes per training process; 0 loads in the latter; null measures at the start how "
-        "many load image files fastest, and is 0 for other data",
+        "many load image files or a `_target_` dataset fastest, and is 0 for other data",
         ge=0,
     )
     PREFETCH_FACTOR: int = key(2, "batches that each loader process prepares ahead", ge=1)
@@ -389,13 +462,36 @@ class DataConfig:
         "files (`skip`)",
         choices=("raise", "skip"),
     )
+    DECODE: str = key(
+        "fast",
+        "`fast` decodes a JPEG file at the smallest scale, down to 1/8, that keeps twice the size of the "
+        "model's input; `exact` decodes all pixels",
+        choices=("fast", "exact"),
+    )
+    BACKGROUND: list[int] = key(
+        lambda: [255, 255, 255],
+        "color behind transparent pixels, [red, green, blue] or [grey]",
+        ge=0,
+        le=255,
+        check=_colour,
+    )
+    BIT_DEPTH: int | None = key(
+        None,
+        "significant bits of the values in 16-bit files; null measures the training files, and is 16 "
+        "for a dataset of your own",
+        ge=8,
+        le=16,
+    )
+    MAX_PIXELS: int = key(
+        MAX_PIXELS, "pixels of the largest image that is read; a larger one is damaged", gt=0
+    )
     SAMPLER: str = key(
         "shuffle",
         "training samples of an epoch: `shuffle` takes each once; `balanced` draws as many, with "
         "replacement, each class of the finest taxonomic rank equally often",
         choices=("shuffle", "balanced"),
     )
-    AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and normalisation")
+    AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
 
 

@@ -1,6 +1,58 @@
 """Images, labels and batches: datasets, augmentation, sampling, loading."""
 
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from importlib.util import find_spec
+
 EXTENSIONS = frozenset(
-    ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2".split()  # noqa: SIM905
+    ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2 .npy".split()  # noqa: SIM905
 )
 """Endings, in lower case, of the files in a folder that are taken for images."""
+LISTED = ", ".join(sorted(EXTENSIONS))
+"""The endings for messages."""
+_HEIC = frozenset((".heic", ".heif"))
+
+if find_spec("pillow_heif") is not None:
+    EXTENSIONS |= _HEIC
+
+_OF_SYSTEMS = frozenset(
+    (
+        *("@eadir", "__macosx", "lost+found", "$recycle.bin", "system volume information"),
+        *("#recycle", "thumbs.db", "desktop.ini"),
+    )
+)
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a folder or file is hidden, or one that a system makes: thumbnails, archives, lost files."""
+    return name.startswith(".") or name.casefold() in _OF_SYSTEMS
+
+
+def is_image(name: str, unread: Counter[str]) -> bool:
+    """Whether a file has the ending of an image; counts the endings of others, but for ignored files."""
+    ending = os.path.splitext(name)[1].lower()  # noqa: PTH122 (hot path)
+    if ending in EXTENSIONS:
+        return not name.startswith(".")
+    if not is_ignored(name):
+        unread[ending] += 1
+    return False
+
+
+def unread_note(unread: Mapping[str, int]) -> str:
+    """How many files are not read because of their endings, and what reads them; empty for none.
+
+    >>> unread_note({".txt": 1, "": 2})
+    '3 files with other endings are not read: no ending 2, .txt 1'
+    """
+    number = sum(unread.values())
+    if not number:
+        return ""
+    counts = Counter(unread).most_common(8)
+    shown = ", ".join(f"{ending or 'no ending'} {count}" for ending, count in counts)
+    rest = f" and {len(unread) - 8} more endings" if len(unread) > 8 else ""
+    remedy = "; pip install pillow-heif" if _HEIC & unread.keys() else ""
+    files = "file with another ending is" if number == 1 else "files with other endings are"
+    return f"{number} {files} not read: {shown}{rest}{remedy}"

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
+from linnaeus.data.image import Decoding
 from linnaeus.data.image_files import stratified_split
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.data.transforms import Transform, build_transforms
@@ -94,11 +95,12 @@ def build_digits(config: DataConfig) -> DataBundle:
     )
     known = _hide_labels(targets, dataset.UNKNOWN_FRACTION)
     size = as_size(config.IMG_SIZE, (32, 32))
-    transform, preprocessing = build_transforms(config.AUGMENT, size, 1)
+    transform, preprocessing = build_transforms(config.AUGMENT, size, 1, Decoding.of(config))
     train = ImageTensors(images[rows], known[rows], transform)
     val = ImageTensors(images[held_out], targets[held_out], preprocessing.transform())
-    report = [f"digits: {len(train)} training and {len(val)} validation samples"]
-    return DataBundle(train, val, TAXONOMY, 1, size, collate_pairs, report, preprocessing)
+    return DataBundle(
+        train, val, TAXONOMY, 1, size, collate_pairs, [], preprocessing, source="digits"
+    )
 
 
 def build_fashion_mnist(config: DataConfig) -> DataBundle:
@@ -119,11 +121,12 @@ def build_fashion_mnist(config: DataConfig) -> DataBundle:
         )
     (images, targets), held_out = _read_split(*paths[:2]), _read_split(*paths[2:])
     size = as_size(config.IMG_SIZE, (28, 28))
-    transform, preprocessing = build_transforms(config.AUGMENT, size, 1)
+    transform, preprocessing = build_transforms(config.AUGMENT, size, 1, Decoding.of(config))
     train = ImageTensors(images, _hide_labels(targets, dataset.UNKNOWN_FRACTION), transform)
     val = ImageTensors(*held_out, preprocessing.transform())
-    report = [f"fashion_mnist: {len(train)} training and {len(val)} validation samples"]
-    return DataBundle(train, val, FASHION, 1, size, collate_pairs, report, preprocessing)
+    return DataBundle(
+        train, val, FASHION, 1, size, collate_pairs, [], preprocessing, source="fashion_mnist"
+    )
 
 
 def _read_split(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
@@ -210,12 +213,21 @@ def build_synthetic(config: DataConfig) -> DataBundle:
     dataset: DatasetConfig = config.DATASET
     taxonomy = _synthetic_taxonomy(dataset)
     size = as_size(config.IMG_SIZE, (64, 64))
-    transform, preprocessing = build_transforms(config.AUGMENT, size, dataset.CHANNELS)
+    transform, preprocessing = build_transforms(
+        config.AUGMENT, size, dataset.CHANNELS, Decoding.of(config)
+    )
     train = SyntheticImages(dataset, taxonomy, size, transform, is_val=False)
     val = SyntheticImages(dataset, taxonomy, size, preprocessing.transform(), is_val=True)
-    report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
     return DataBundle(
-        train, val, taxonomy, dataset.CHANNELS, size, collate_pairs, report, preprocessing
+        train,
+        val,
+        taxonomy,
+        dataset.CHANNELS,
+        size,
+        collate_pairs,
+        [],
+        preprocessing,
+        source="synthetic",
     )
 
 

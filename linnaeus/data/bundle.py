@@ -1,4 +1,4 @@
-"""The two splits as training takes them, and what is asked of any dataset: its length, labels and sizes."""
+"""The splits as training takes them, and what is asked of any dataset: its length, labels and sizes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.errors import ConfigError
+from linnaeus.words import counted, several
 
 Collate = Callable[[list[Any]], Batch]
 """Turns a list of samples into a batch."""
@@ -23,7 +24,7 @@ OnMain = Callable[[Callable[[], Any]], Any]
 
 @dataclass
 class DataBundle:
-    """Both splits, and what the model must know about them.
+    """The splits, and what the model must know about them.
 
     Attributes:
         train, val: map-style datasets; a sample is (input, target).
@@ -35,6 +36,8 @@ class DataBundle:
         preprocessing: how an image becomes an input in validation; None where the dataset gives tensors.
         index: gives the labels of class names; None where there is no more to it than the taxonomy's names.
         mixing: what is done to collated training batches; None leaves them alone. Validation is not mixed.
+        test: a third split, for one evaluation at the end; None where there is none.
+        source: the folder, the manifest or the name of the dataset, for the report.
     """
 
     train: Dataset[Any]
@@ -47,6 +50,29 @@ class DataBundle:
     preprocessing: Preprocessing | None = None
     index: LabelIndex | None = None
     mixing: Mixing | None = None
+    test: Dataset[Any] | None = None
+    source: str = ""
+
+    @property
+    def splits(self) -> dict[str, Dataset[Any]]:
+        """Each split that there is, by name."""
+        named = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: dataset for name, dataset in named.items() if dataset is not None}
+
+    @property
+    def description(self) -> str:
+        """The levels with their first classes, and the length of each split, in one line."""
+        levels = [] if self.taxonomy is None else self.taxonomy.levels
+        shown = [
+            f"{x.name} ({counted(len(x.classes), 'class')}: {several(x.classes)})" for x in levels
+        ]
+        parts = [f"{counted(len(levels), 'level')}: {', '.join(shown)}"] if shown else []
+        sizes = (f"{name} {dataset_length(split)}" for name, split in self.splits.items())
+        return f"{self.source}: {'; '.join([*parts, 'splits: ' + ', '.join(sizes)])}"
+
+
+def reads_nothing(_: Callable[[], Any]) -> None:
+    """An `OnMain` that calls nothing: no file is read, so no damage is found and nothing is measured."""
 
 
 def collate_pairs(samples: list[Any]) -> Batch:

@@ -1,55 +1,80 @@
-"""Finds damaged image files, and remembers intact ones by path, size and time of modification."""
+"""Finds damaged image files, and remembers readable ones by path, size, time of modification and use."""
 
 # ruff: noqa: PTH100, PTH116 (hot paths)
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sqlite3
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import PIL
 
-from linnaeus.data.image import find_damage
+from linnaeus.data.image import Decoding, find_damage
+from linnaeus.data.measured import num_threads
 
 logger = logging.getLogger("linnaeus.data")
 
 _SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS intact (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER)"
+    "CREATE TABLE IF NOT EXISTS readable "
+    "(path BLOB, decoding TEXT, size INTEGER, mtime_ns INTEGER, PRIMARY KEY (path, decoding))"
 )
-_INTACT = "SELECT path FROM intact WHERE path = ? AND size = ? AND mtime_ns = ?"
+_READABLE = (
+    "SELECT path FROM readable WHERE path = ? AND decoding = ? AND size = ? AND mtime_ns = ?"
+)
 _CHUNK = 4096
 """Files after which results are stored, so that an interrupted check goes on there."""
 
 
-def find_damaged(paths: Sequence[str]) -> tuple[dict[int, str], int]:
-    """Read the image files that are not known to be intact.
+def find_damaged(
+    paths: Sequence[str], channels: int, decoding: Decoding
+) -> tuple[dict[int, str], int]:
+    """Read the image files that are not known to be readable, as `load_image` reads them.
 
     Returns:
-        The position of each damaged file with the reason, and the number of files known to be intact.
+        The position of each damaged file with the reason, and the number of files known to be readable.
     """
     damaged: dict[int, str] = {}
     num_known = 0
+    use = repr((channels, decoding))
+    find = partial(find_damage, channels=channels, decoding=decoding)
     logger.info("checking %d images", len(paths))
-    with closing(_open_cache()) as cache, ThreadPool(min(32, len(os.sched_getaffinity(0)))) as pool:
+    with closing(_open_cache()) as cache, ThreadPool(num_threads()) as pool:
         for start in range(0, len(paths), _CHUNK):
-            keys = {i: _key(paths[i]) for i in range(start, min(start + _CHUNK, len(paths)))}
+            keys = {i: _key(paths[i], use) for i in range(start, min(start + _CHUNK, len(paths)))}
             unread = [
-                i for i, key in keys.items() if cache.execute(_INTACT, key).fetchone() is None
+                i for i, key in keys.items() if cache.execute(_READABLE, key).fetchone() is None
             ]
             num_known += len(keys) - len(unread)
-            # Pillow releases Python's global lock while it decodes.
-            reasons = pool.map(find_damage, [paths[i] for i in unread], chunksize=64)
+            reasons = pool.map(find, [paths[i] for i in unread], chunksize=64)
             damaged |= {
                 i: reason for i, reason in zip(unread, reasons, strict=True) if reason is not None
             }
             with suppress(sqlite3.Error), cache:  # read-only, full, or locked for long
                 found = [keys[i] for i in unread if i not in damaged]
-                cache.executemany("REPLACE INTO intact VALUES (?, ?, ?)", found)
+                cache.executemany("REPLACE INTO readable VALUES (?, ?, ?, ?)", found)
     return damaged, num_known
+
+
+def find_copies(paths: Sequence[str]) -> list[list[int]]:
+    """The positions of files with the same bytes, for each content that occurs more than once."""
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for position, path in enumerate(paths):
+        with suppress(OSError):
+            by_size[os.stat(path).st_size].append(position)
+    by_content: dict[tuple[int, bytes], list[int]] = defaultdict(list)
+    for size, positions in by_size.items():
+        for position in positions if size and len(positions) > 1 else ():
+            with suppress(OSError), open(paths[position], "rb") as file:  # noqa: PTH123
+                digest = hashlib.file_digest(file, "blake2b").digest()
+                by_content[size, digest].append(position)
+    return [positions for positions in by_content.values() if len(positions) > 1]
 
 
 def _open_cache() -> sqlite3.Connection:
@@ -71,9 +96,9 @@ def _connect(place: Path | str) -> sqlite3.Connection:
     return cache
 
 
-def _key(path: str) -> tuple[bytes, int, int]:
-    """Path, size in bytes and time of modification; -1 where there is no such file."""
+def _key(path: str, use: str) -> tuple[bytes, str, int, int]:
+    """Path, use, size in bytes and time of modification; -1 where there is no such file."""
     with suppress(OSError):
         status = os.stat(path)
-        return os.fsencode(os.path.abspath(path)), status.st_size, status.st_mtime_ns
-    return os.fsencode(os.path.abspath(path)), -1, -1
+        return os.fsencode(os.path.abspath(path)), use, status.st_size, status.st_mtime_ns
+    return os.fsencode(os.path.abspath(path)), use, -1, -1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import call
+from os.path import exists
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,20 +14,24 @@ from torch.utils.data import Subset
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
+from linnaeus.data import unread_note
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
 from linnaeus.data.image_files import (
+    EvaluatedFiles,
     ImageFiles,
     Listing,
     encode,
     hold_out,
     name_unknown,
-    readable,
     report_coarse,
+    require_files,
+    without_damaged,
 )
 from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
 from linnaeus.data.manifest import build_manifest, evaluated_manifest
 from linnaeus.data.mixing import build_mixing
+from linnaeus.data.split_file import read_split
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_dataset, build_user_val
@@ -38,6 +44,10 @@ _BUILT_IN = {
     "synthetic": build_synthetic,
 }
 _FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
+_KEYS_OF = {
+    **dict.fromkeys(("LABEL_SEPARATOR", "SPLIT_COLUMN", "GROUP_COLUMN"), ("manifest",)),
+    "FOLD": ("imagefolder", "manifest"),
+}
 _VALIDATION = "validation split"
 
 
@@ -58,14 +68,18 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     """
     dataset = data_config.DATASET
     is_users = isinstance(dataset, Mapping)
-    if not is_users and dataset.LABEL_SEPARATOR and dataset.NAME != "manifest":
-        raise ConfigError(f"DATA.DATASET.LABEL_SEPARATOR: is for NAME manifest, not {dataset.NAME}")
+    for name, kinds in {} if is_users else _KEYS_OF.items():
+        if getattr(dataset, name) is not None and dataset.NAME not in kinds:
+            raise ConfigError(
+                f"DATA.DATASET.{name}: is for NAME {' and '.join(kinds)}, not {dataset.NAME}"
+            )
     if is_users:
         data = build_user_dataset(data_config, seed=seed)
     elif dataset.NAME in _BUILT_IN:
         data = _BUILT_IN[dataset.NAME](data_config)
     else:
         data = _FILES[dataset.NAME](data_config, on_main)
+    data.report.insert(0, data.description)
     # A user's collate function may give a batch that it keeps.
     is_fresh = not isinstance(data.collate, UserCollate)
     data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
@@ -107,6 +121,7 @@ class EvaluationRequest:
         seed: of the run; seeds the random numbers that a user's dataset draws when it is made.
         is_own: whether `config.DATASET` is the run's own.
         skips_unknown: leave out samples of classes that the run does not know.
+        split_file: of the run, where it has written one; read where `is_own`.
     """
 
     config: DataConfig
@@ -115,6 +130,7 @@ class EvaluationRequest:
     seed: int
     is_own: bool
     skips_unknown: bool = False
+    split_file: Path | None = None
 
 
 def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) -> EvaluationData:
@@ -169,11 +185,19 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
             f"DATA.DATASET.NAME: {dataset.NAME!r} has files and class names, but the dataset of the run "
             "gave tensors or declared no classes: evaluate the run on a `_target_` dataset like its own"
         )
-    if dataset.NAME == "imagefolder":
+    saved = _saved_validation(request) if request.is_own else None
+    if saved is not None:
+        files, index = EvaluatedFiles([saved], None, is_val=True), LabelIndex.of(index.taxonomy)
+    elif dataset.NAME == "imagefolder":
         files = evaluated_folder(dataset, len(index.lookup) if request.is_own else None)
     else:
-        files = evaluated_manifest(dataset, _source_names(index), is_own=request.is_own)
-    report: list[str] = []
+        files = evaluated_manifest(
+            dataset,
+            _source_names(index),
+            is_own=request.is_own,
+            separator=index.taxonomy.separator,
+        )
+    report = [*filter(None, [unread_note(Listing.joined(files.listings).unread)])]
     part = _VALIDATION if files.is_val else "all samples, as there is no validation split"
     listing = Listing.joined(files.listings)
     if files.index is not None:
@@ -182,13 +206,14 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
                 f"{listing.source}: its classes are not those of the run any more, so the samples that "
                 "it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
             )
-        held_out = [
-            hold_out(each, dataset.VAL_FRACTION, report, index.taxonomy)[1]
-            for each in files.listings
-        ]
+        held_out = [hold_out(each, dataset, report, index.taxonomy)[1] for each in files.listings]
         listing, part = Listing.joined(held_out), "samples held out of training"
     listing, missing = _aligned(listing, files.level_names, index, report)
-    listing = readable(listing, config, on_main, report)
+    if config.ON_BAD_IMAGE == "skip":
+        listing = without_damaged(
+            listing, preprocessing.channels, preprocessing.decoding, on_main, report
+        )
+    require_files(listing, config)
     targets, unknown = encode(listing.lineages, index)
     left_out = {position for positions in unknown.values() for position in positions}
     if unknown:
@@ -201,9 +226,25 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     report_coarse(listing, report)
     _fill_missing(targets, missing, index.taxonomy)
     channels = preprocessing.channels
-    images = ImageFiles(listing.root, listing.paths, targets, channels, preprocessing.transform())
+    images = ImageFiles(
+        listing.root,
+        listing.paths,
+        targets,
+        channels,
+        preprocessing.transform(),
+        preprocessing.decoding,
+    )
     bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
     return _evaluated(bundle, request, listing.source, part, report, len(left_out))
+
+
+def _saved_validation(request: EvaluationRequest) -> Listing | None:
+    """The validation split that the run has saved; None where it has not, or its images are elsewhere now."""
+    file = request.split_file
+    if file is None or not file.is_file():
+        return None
+    paths, lineages = read_split(file, "val")
+    return Listing(str(file), Path(), paths, lineages) if any(map(exists, paths)) else None
 
 
 def _source_names(index: LabelIndex) -> list[str | None]:

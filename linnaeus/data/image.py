@@ -1,38 +1,99 @@
-"""Reads one image file.
+"""Reads one image file, or one array file.
 
 Pillow decodes: it reads all common formats and works with every supported version of torch, while the
-decoders of torchvision are deprecated since 0.29.
+decoders of torchvision are deprecated since 0.29. `tifffile` reads TIFF files that Pillow cannot.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
+from linnaeus.config.schema import MAX_PIXELS, DataConfig
 from linnaeus.errors import DataError, first_line
 
 _ORIENTATION = 0x0112
+_TURNED = (5, 6, 7, 8)
+"""EXIF orientations that swap height and width."""
 _MODES = {1: "L", 3: "RGB"}
+_HEIC_BRANDS = frozenset((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"))
+_TIFF_MAGIC = frozenset((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"))
+_RUN_PROGRAMS = frozenset(("EPS",))
+"""Pillow's formats for which it starts a program: PostScript, which Ghostscript executes."""
+MAY_BE_DEEP = frozenset((".npy", ".pgm", ".png", ".pnm", ".tif", ".tiff"))
+"""Endings of the files whose 16-bit values may have fewer significant bits."""
+
+Array = np.ndarray[Any, Any]
+Smallest = Callable[[int, int], tuple[float, float]]
+"""Takes height and width of an upright image; gives those that its decoded form needs at least."""
 
 
-def load_image(path: str | Path, channels: int) -> Tensor:
-    """Decode an image file to uint8 [channels, height, width], for 1 (grey) or 3 (RGB) channels.
+@dataclass(frozen=True)
+class Decoding:
+    """How a file becomes pixels, beside the number of channels.
 
-    Palette, CMYK and grey images are converted, 16-bit ones are scaled to 8 bits, transparency is dropped (a
-    transparent pixel keeps its colour), the EXIF orientation is applied, and an animation or a file of
-    several pages gives its first image. Grey images of float32 or 32-bit integers are scaled as `_to_grey`
+    Attributes:
+        background: red, green and blue behind transparent pixels; None drops transparency, as versions did
+            that recorded no `Decoding`.
+        bit_depth: significant bits of the values in 16-bit files, 8 to 16.
+        fast: decode a JPEG file at the smallest scale that its use allows.
+        max_pixels: height times width of the largest image that is read.
+    """
+
+    background: tuple[int, int, int] | None = (255, 255, 255)
+    bit_depth: int = 16
+    fast: bool = False
+    max_pixels: int = MAX_PIXELS
+
+    @classmethod
+    def of(cls, config: DataConfig) -> Decoding:
+        """The decoding that the DATA node asks for; 16 bits where it asks for a measurement."""
+        red, green, blue = (
+            config.BACKGROUND * 3 if len(config.BACKGROUND) == 1 else config.BACKGROUND
+        )
+        is_fast = config.DECODE == "fast"
+        return cls((red, green, blue), config.BIT_DEPTH or 16, is_fast, config.MAX_PIXELS)
+
+
+AS_CONFIGURED = Decoding()
+"""The decoding of a configuration that says nothing about it."""
+
+
+def load_image(
+    path: str | Path,
+    channels: int,
+    decoding: Decoding = AS_CONFIGURED,
+    smallest: Smallest | None = None,
+) -> Tensor:
+    """Decode an image or array file to uint8 [channels, height, width].
+
+    For 1 (grey) or 3 (RGB) channels, palette, CMYK and grey images are converted. Other numbers need a file
+    with as many. Transparent pixels show the background, the EXIF orientation is applied, and an animation
+    or a file of several pages gives its first image. Values of more than 8 bits are scaled as `_to_bytes`
     says.
 
+    Args:
+        path: the file.
+        channels: of the result.
+        decoding: how the file becomes pixels.
+        smallest: size that suffices; with `decoding.fast`, the result may be smaller than the image.
+
     Raises:
-        DataError: the file is missing, damaged or not an image; the message names it.
+        DataError: the file is missing, damaged or of another kind; the message names it.
     """
     try:
-        return decode(path, channels)
+        return decode(path, channels, decoding, smallest)
     except MemoryError:
         raise
     except Exception as error:  # on damaged data, Pillow raises many types
@@ -42,34 +103,26 @@ def load_image(path: str | Path, channels: int) -> Tensor:
         ) from error
 
 
-def decode(path: str | Path, channels: int) -> Tensor:
-    """What `load_image` returns; it raises whatever Pillow does, which `why_unreadable` puts into words."""
-    with Image.open(path) as image:
-        return to_tensor(image, channels)
+def decode(
+    path: str | Path, channels: int, decoding: Decoding, smallest: Smallest | None = None
+) -> Tensor:
+    """Return what `load_image` returns; any exception is for `why_unreadable`."""
+    opened = _open(path, channels, decoding)
+    if not isinstance(opened, Image.Image):
+        return of_array(opened, channels, decoding)
+    with opened:
+        _check_size(opened.height * opened.width, decoding)
+        return to_tensor(opened, channels, decoding, smallest)
 
 
-def to_tensor(image: Image.Image, channels: int) -> Tensor:
-    """A Pillow image, upright and converted, as uint8 tensor [channels, height, width]."""
-    image.load()
-    with suppress(Exception):  # the picture may be usable though its metadata is damaged
-        if image.getexif().get(_ORIENTATION, 1) != 1:
-            image = ImageOps.exif_transpose(image)
-    tensor: Tensor = functional.pil_to_tensor(_converted(image, _MODES[channels]))
-    return tensor
-
-
-def find_damage(path: str | Path) -> str | None:
+def find_damage(path: str | Path, channels: int, decoding: Decoding) -> str | None:
     """Why `load_image` would fail on this file, or None. For JPEG this takes about half the time of loading.
 
-    The whole file is decoded, as a truncated image is damaged only at its end.
+    The whole file is decoded, as a truncated image is damaged only at its end. JPEG files are decoded at an
+    eighth of the size: this reads all compressed data, with little arithmetic.
     """
     try:
-        with Image.open(path) as image:
-            if image.format == "JPEG":
-                # At an eighth of the size, in grey: this reads all compressed data, with little arithmetic.
-                image.draft("L", (1, 1))
-            image.load()
-            _converted(image, "RGB")
+        decode(path, channels, replace(decoding, fast=True), lambda height, width: (1, 1))
     except MemoryError:
         raise
     except Exception as error:  # as in load_image
@@ -77,33 +130,51 @@ def find_damage(path: str | Path) -> str | None:
     return None
 
 
-def _converted(image: Image.Image, mode: str) -> Image.Image:
-    if image.mode == mode:
-        return image
-    if image.mode.startswith("I") or image.mode == "F":
-        image = _to_grey(image)
-    elif image.mode == "P" and "transparency" in image.info:
-        # Without this step Pillow warns for every such file.
-        image = image.convert("RGBA")
-    return image.convert(mode)
+def to_tensor(
+    image: Image.Image, channels: int, decoding: Decoding, smallest: Smallest | None = None
+) -> Tensor:
+    """A Pillow image, upright and converted, as uint8 tensor [channels, height, width].
 
-
-def _to_grey(image: Image.Image) -> Image.Image:
-    """8-bit grey of an image with 16 or 32 bits per pixel, which Pillow would clip instead of scaling it.
-
-    The scale is chosen for each image. Integer values are read as 16-bit, or as 31-bit if any exceeds 65535.
-    Floating-point values are read as fractions if none exceeds 1, else as 8-bit if none exceeds 255, else as
-    16-bit. NaN, infinity and negative values become black.
+    With `decoding.fast` and `smallest`, a JPEG file that is not loaded yet is decoded at a smaller scale.
     """
-    if image.mode == "F":
-        values = np.nan_to_num(np.asarray(image), nan=0.0, posinf=0.0, neginf=0.0)
-        peak = values.max(initial=0.0)
-        factor = 255.0 if peak <= 1 else 1.0 if peak <= 255 else 1 / 257
-        values = np.rint(values * factor)
-    else:
-        values = np.asarray(image.convert("I"))
-        values = values // (2**23 if values.max(initial=0) > 0xFFFF else 2**8)
-    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    if decoding.bit_depth < 16 and _is_deep_colour(image):
+        raise DataError(
+            f"Pillow reads only the upper 8 bits of 16-bit colors, but the values have {decoding.bit_depth} "
+            "bits: convert it to TIFF or to 8 bits, or set DATA.BIT_DEPTH 16"
+        )
+    if smallest is not None and decoding.fast and image.format in ("JPEG", "MPO"):
+        is_turned = _orientation(image) in _TURNED
+        height, width = image.size if is_turned else image.size[::-1]
+        height, width = (math.ceil(side) for side in smallest(height, width))
+        image.draft(None, (height, width) if is_turned else (width, height))
+    image.load()
+    if _orientation(image) != 1:
+        with suppress(Exception):  # the picture may be usable though its metadata is damaged
+            image = ImageOps.exif_transpose(image)
+    if channels in _MODES:
+        image = _converted(image, _MODES[channels], decoding)
+    elif len(image.getbands()) != channels:
+        raise DataError(
+            f"it has {len(image.getbands())} channels, but DATA.DATASET.CHANNELS is {channels}"
+        )
+    tensor: Tensor = functional.pil_to_tensor(image)
+    return tensor
+
+
+def significant_bits(path: str | Path, channels: int) -> int:
+    """Bits of the largest value in a file of 16-bit integers, at least 8; 0 for any other file."""
+    opened = _open(path, channels, AS_CONFIGURED)
+    if isinstance(opened, Image.Image):
+        with opened:
+            if not _is_deep(opened):
+                return 0
+            opened.load()
+            if len(opened.getbands()) > 1:  # Pillow gives the upper byte
+                return 8 + int(np.asarray(opened).max(initial=0)).bit_length()
+            opened = np.asarray(opened.convert("I"))
+    elif opened.dtype.kind not in "iu" or opened.dtype.itemsize != 2:
+        return 0
+    return max(8, int(opened.max(initial=0)).bit_length())
 
 
 def why_unreadable(error: Exception) -> str:
@@ -113,3 +184,151 @@ def why_unreadable(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror  # without its number
     return first_line(error)
+
+
+def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | Array:
+    """A Pillow image, not loaded yet, or an array of any shape where Pillow does not give all values."""
+    if Path(path).suffix.lower() == ".npy":
+        values: Array = np.load(path, mmap_mode="r")
+        _check_size(values.size // channels, decoding)
+        return values
+    try:
+        image = _open_pillow(path, decoding)
+    except UnidentifiedImageError:
+        with Path(path).open("rb") as file:
+            if file.read(4) not in _TIFF_MAGIC:
+                raise
+        return _read_tiff(path, channels, decoding)
+    if image.format == "TIFF" and (
+        channels not in _MODES or (decoding.bit_depth < 16 and _is_deep_colour(image))
+    ):
+        image.close()
+        return _read_tiff(path, channels, decoding)
+    return image
+
+
+def _open_pillow(path: str | Path, decoding: Decoding) -> Image.Image:
+    """Open an image, HEIC included where pillow-heif is installed."""
+    # Pillow has one limit for the process. It is raised where the configuration asks for it, never lowered.
+    if Image.MAX_IMAGE_PIXELS is not None and decoding.max_pixels > 2 * Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = decoding.max_pixels
+    try:
+        return _open_safely(path)
+    except Image.DecompressionBombError:
+        raise DataError(f"it has more pixels than DATA.MAX_PIXELS {decoding.max_pixels}") from None
+    except UnidentifiedImageError:
+        with Path(path).open("rb") as file:
+            head = file.read(12)
+        if head[4:8] != b"ftyp" or head[8:] not in _HEIC_BRANDS:
+            raise
+    try:
+        import pillow_heif
+    except ImportError:
+        raise DataError("HEIC images need pillow-heif: pip install pillow-heif") from None
+    pillow_heif.register_heif_opener()
+    return _open_safely(path)
+
+
+def _open_safely(path: str | Path) -> Image.Image:
+    """Open an image that Pillow reads by itself, whatever the file's name says."""
+    Image.init()  # registers all formats
+    names = [*Image.OPEN]  # a copy, as another thread may register HEIC
+    return Image.open(path, formats=[name for name in names if name not in _RUN_PROGRAMS])
+
+
+def _read_tiff(path: str | Path, channels: int, decoding: Decoding) -> Array:
+    """The first image of a TIFF file; for many channels, also one whose channels are its pages."""
+    try:
+        import tifffile
+    except ImportError:
+        raise DataError("this kind of TIFF file needs tifffile: pip install tifffile") from None
+    # What it logs is an exception, or does not concern the pixels.
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)
+    with tifffile.TiffFile(path) as file:
+        page = file.pages[0]
+        has_samples = "S" in page.axes
+        of_all = page if has_samples or channels in _MODES else file.series[0]
+        _check_size(of_all.size // channels, decoding)
+        values: Array = of_all.asarray()
+        return np.moveaxis(values, page.axes.find("S"), 0) if has_samples else values
+
+
+def _check_size(num_pixels: int, decoding: Decoding) -> None:
+    if num_pixels > decoding.max_pixels:
+        raise DataError(
+            f"it has {num_pixels} pixels, more than DATA.MAX_PIXELS {decoding.max_pixels}"
+        )
+
+
+def _orientation(image: Image.Image) -> Any:
+    with suppress(Exception):  # damaged metadata
+        return image.getexif().get(_ORIENTATION, 1)
+    return 1
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Whether an image that is not loaded yet has 16-bit integers."""
+    # Pillow has no public name for the depth of a file whose pixels it converts.
+    return image.mode.startswith("I;16") or any(";16" in repr(tile[3]) for tile in image.tile)  # type: ignore[attr-defined]
+
+
+def _is_deep_colour(image: Image.Image) -> bool:
+    return len(image.getbands()) > 1 and _is_deep(image)
+
+
+def of_array(values: Array, channels: int, decoding: Decoding) -> Tensor:
+    """uint8 [channels, H, W] of an array [H, W], [C, H, W] or [H, W, C]; 1 and 3 channels are converted."""
+    found = f"it is an array {list(values.shape)} of {values.dtype}"
+    if values.ndim == 2:
+        values = values[None]
+    usable = set(_MODES) if channels in _MODES else {channels}
+    places = {axis for axis in (0, -1) if values.ndim == 3 and values.shape[axis] in usable}
+    if not places or not values.size or values.dtype.kind not in "biuf":
+        raise DataError(
+            f"{found}, but DATA.DATASET.CHANNELS {channels} needs [{channels}, H, W] or [H, W, {channels}]"
+        )
+    if len(places) > 1:
+        raise DataError(f"{found}, whose first and last axis may both be the channels")
+    planes = _to_bytes(np.moveaxis(values, places.pop(), 0), decoding.bit_depth)
+    if len(planes) == channels:
+        return torch.from_numpy(np.array(planes, order="C"))
+    picture = Image.merge(_MODES[len(planes)], [Image.fromarray(plane) for plane in planes])
+    tensor: Tensor = functional.pil_to_tensor(picture.convert(_MODES[channels]))
+    return tensor
+
+
+def _converted(image: Image.Image, mode: str, decoding: Decoding) -> Image.Image:
+    """The image in a mode of 8 bits, without transparency."""
+    if image.mode.startswith("I") or image.mode == "F":
+        values = np.asarray(image if image.mode == "F" else image.convert("I"))
+        image = Image.fromarray(_to_bytes(values, decoding.bit_depth))
+    elif image.has_transparency_data and (decoding.background is not None or image.mode == "P"):
+        # Without this step, Pillow warns of palettes with transparency.
+        image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+        if decoding.background is not None:
+            behind = Image.new("RGBA", image.size, (*decoding.background, 255))
+            image = Image.alpha_composite(behind, image)
+    elif image.mode == "LAB":  # Pillow converts it to RGB alone
+        image = image.convert("RGB")
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _to_bytes(values: Array, bit_depth: int) -> Array:
+    """uint8 of numbers of any type.
+
+    Integers of more than 8 bits are read as 31-bit if any exceeds 65535, else as `bit_depth` bits; values
+    above are white. Floating-point values are read as fractions if none exceeds 1, else as 8-bit if none
+    exceeds 255, else as 16-bit. NaN, infinity and negative values become black.
+    """
+    if values.dtype == np.uint8:
+        return values
+    if values.dtype.kind == "b":
+        return values.astype(np.uint8) * np.uint8(255)
+    if values.dtype.kind == "f":
+        values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        peak = values.max(initial=0.0)
+        factor = 255.0 if peak <= 1 else 1.0 if peak <= 255 else 1 / 257
+        values = np.rint(values * factor)
+    elif values.dtype.itemsize > 1:
+        values = values >> (23 if values.max(initial=0) > 0xFFFF else bit_depth - 8)
+    return values.clip(0, 255).astype(np.uint8)

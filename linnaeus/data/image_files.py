@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.data import unread_note
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import find_damaged
-from linnaeus.data.image import load_image
+from linnaeus.data.image import AS_CONFIGURED, MAY_BE_DEEP, Decoding, load_image
+from linnaeus.data.measured import MOST_IMAGES, measure_bits, measure_channels
+from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
@@ -37,12 +42,21 @@ class Listing:
         root: folder that relative paths start from.
         paths: path of each image, relative to `root` or absolute.
         lineages: class names of each image, coarse to fine.
+        unread: files of other endings beside them, by ending.
+        groups: the group of each image, which a hold-out must not divide; None where there is none.
     """
 
     source: str
     root: Path
     paths: list[str]
     lineages: list[Lineage]
+    unread: Counter[str] = field(default_factory=Counter)
+    groups: list[str] | None = None
+
+    @property
+    def files(self) -> list[str]:
+        """The path of each image."""
+        return [str(self.root / path) for path in self.paths]
 
     def take(self, positions: Sequence[int]) -> Listing:
         """The listing of some of the samples."""
@@ -50,6 +64,7 @@ class Listing:
             self,
             paths=[self.paths[i] for i in positions],
             lineages=[self.lineages[i] for i in positions],
+            groups=None if self.groups is None else [self.groups[i] for i in positions],
         )
 
     @classmethod
@@ -62,6 +77,7 @@ class Listing:
             Path(),
             [str(each.root / path) for each in listings for path in each.paths],
             [lineage for each in listings for lineage in each.lineages],
+            sum((each.unread for each in listings), Counter()),
         )
 
 
@@ -92,11 +108,18 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         root, paths: the folder that relative paths start from, and the path of each image.
         targets: [N, R], int64, one column per level; -1 is unknown. Of several labels per sample [N, C],
             int8, which items have as float32.
-        channels: 1 (grey) or 3 (RGB); every image is converted.
+        channels: of an image; every image is converted to 1 (grey) or 3 (RGB), or has another number.
+        decoding: how a file becomes pixels.
     """
 
     def __init__(
-        self, root: Path, paths: Sequence[str], targets: Tensor, channels: int, transform: Transform
+        self,
+        root: Path,
+        paths: Sequence[str],
+        targets: Tensor,
+        channels: int,
+        transform: Transform,
+        decoding: Decoding = AS_CONFIGURED,
     ) -> None:
         self.root = str(root)
         # One array, which worker processes share. Each would end with a copy of a list of strings, as reading
@@ -105,6 +128,8 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         self.targets = targets
         self.channels = channels
         self.transform = transform
+        self.decoding = decoding
+        self.smallest = transform.smallest if isinstance(transform, Pipeline) else None
         self.normalises_batches = isinstance(transform, Pipeline) and transform.erasing is None
 
     def __len__(self) -> int:
@@ -144,7 +169,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     def _load(self, index: int) -> Tensor:
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
-        return load_image(path, self.channels)
+        return load_image(path, self.channels, self.decoding, self.smallest)
 
 
 def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
@@ -154,41 +179,59 @@ def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
 
 
 def build_files(
-    trains: Sequence[Listing],
-    vals: Sequence[Listing],
+    listings: Mapping[str, Sequence[Listing]],
     index: LabelIndex,
     config: DataConfig,
     on_main: OnMain,
+    notes: Sequence[str] = (),
 ) -> DataBundle:
-    """Datasets from the listings of each root.
+    """Datasets from the listings of each split, one for each root.
 
-    Without a validation listing, a stratified part of each root's training samples is held out.
+    Without a validation split, the test split takes its place. Without either, a stratified part of each
+    root's training samples is held out.
 
     With `DATA.ON_BAD_IMAGE skip`, rank 0 decodes every file once, and all ranks leave out the damaged ones.
 
     Raises:
-        ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
+        ConfigError: the augmentation does not fit.
         DataError: a split without a sample or a label, a validation class without a training sample, or a
             manifest that names files that do not exist.
     """
-    channels = config.DATASET.CHANNELS
-    if channels not in (1, 3):
-        raise ConfigError(
-            f"DATA.DATASET.CHANNELS: images are decoded to 1 (grey) or 3 (RGB) channels, not {channels}"
-        )
+    channels, taxonomy = config.DATASET.CHANNELS, index.taxonomy
     size = as_size(config.IMG_SIZE, (224, 224))
-    report: list[str] = []
+    report = list(notes)
+    trains, vals, tests = (list(listings.get(split, ())) for split in SPLITS)
+    unread = Listing.joined([*trains, *vals, *tests]).unread
+    report += filter(None, [unread_note(unread)])
+    tests = _known_tests(tests, index, report)
+    if tests and not vals and config.DATASET.FOLD is None:
+        report.append(
+            f"no validation split: the test split {tests[0].source} is used for validation"
+        )
+        vals, tests = tests, []
     if not vals:
-        taxonomy, fraction = index.taxonomy, config.DATASET.VAL_FRACTION
-        pairs = [hold_out(each, fraction, report, taxonomy) for each in trains]
+        pairs = [hold_out(each, config.DATASET, report, taxonomy) for each in trains]
         trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
-    train, val = Listing.joined(trains), Listing.joined(vals)
-    transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
-    splits = []
-    for listing, each in ((train, transform), (val, preprocessing.transform())):
-        listing = readable(listing, config, on_main, report)
+    found = {
+        split: Listing.joined(parts)
+        for split, parts in (("train", trains), ("val", vals), ("test", tests))
+        if parts
+    }
+    for listing in found.values():
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample")
+        require_files(listing, config)
+    files = found["train"].files
+    decoding = with_bit_depth(Decoding.of(config), files, config, on_main, report)
+    if config.ON_BAD_IMAGE == "skip":
+        found = {
+            split: without_damaged(listing, channels, decoding, on_main, report)
+            for split, listing in found.items()
+        }
+    augment = _with_statistics(config.AUGMENT, found["train"], channels, decoding, on_main, report)
+    transform, preprocessing = build_transforms(augment, size, channels, decoding)
+    splits: dict[str, ImageFiles] = {}
+    for split, listing in found.items():
         report_coarse(listing, report)
         targets, unknown = encode(listing.lineages, index)
         if unknown:
@@ -196,24 +239,54 @@ def build_files(
                 f"{listing.source}: {counted(len(unknown), 'validation class')} without a training sample: "
                 f"{several(name_unknown(unknown, listing))}"
             )
-        finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
+        if split == "train":
+            report += homonyms(index, targets)
+            report += without_images(taxonomy, targets)
+        finest = targets if taxonomy.is_multilabel else targets[:, -1]
         if not (finest != UNKNOWN).any():
             raise DataError(
-                f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}"
+                f"{listing.source}: no image has a label of rank {taxonomy.names[-1]!r}"
             )
-        splits.append(ImageFiles(listing.root, listing.paths, targets, channels, each))
-    data_train, data_val = splits
-    report.insert(
-        0, f"{train.source}: {len(data_train)} training and {len(data_val)} validation samples"
-    )
-    taxonomy = index.taxonomy
+        each = transform if split == "train" else preprocessing.transform()
+        splits[split] = ImageFiles(listing.root, listing.paths, targets, channels, each, decoding)
     return DataBundle(
-        data_train, data_val, taxonomy, channels, size, collate_pairs, report, preprocessing, index
+        splits["train"],
+        splits["val"],
+        taxonomy,
+        channels,
+        size,
+        collate_pairs,
+        report,
+        preprocessing,
+        index,
+        test=splits.get("test"),
+        source=Listing.joined(trains).source,
     )
+
+
+def _known_tests(tests: Sequence[Listing], index: LabelIndex, report: list[str]) -> list[Listing]:
+    """The test samples of the classes of training; notes others, such as images without a label."""
+    known = []
+    for listing in tests:
+        _, unknown = encode(listing.lineages, index)
+        left_out = {position for positions in unknown.values() for position in positions}
+        kept = [i for i in range(len(listing.paths)) if i not in left_out]
+        if left_out:
+            report.append(
+                f"{listing.source}: {counted(len(left_out), 'test sample')} left out, of "
+                f"{counted(len(unknown), 'class')} without a training sample: {several([*unknown])}"
+            )
+        if kept:
+            known.append(listing.take(kept))
+    return known
 
 
 def stratified_split(
-    keys: Sequence[str], strata: Sequence[Hashable], fraction: float
+    keys: Sequence[str],
+    strata: Sequence[Hashable],
+    fraction: float,
+    fold: int | None = None,
+    num_folds: int = 0,
 ) -> tuple[list[int], list[int]]:
     """Hold out a fraction of each stratum for validation; each keeps at least one training sample.
 
@@ -221,48 +294,115 @@ def stratified_split(
     order of the samples, so accuracies of different runs, machines and versions are comparable. Rounding
     carries over from stratum to stratum, so that the total is right even where strata are small.
 
+    With a `fold`, every `num_folds`-th sample is held out, from that one on; a sample is in one fold, or in
+    none where it is alone in its stratum.
+
     Returns:
         Positions of the training and of the validation samples, each ascending.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
-    digests = [
-        blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys
-    ]
-    for position in sorted(range(len(keys)), key=lambda i: (digests[i], keys[i])):
+    for position in sorted(range(len(keys)), key=lambda i: (_digest(keys[i]), keys[i])):
         members[strata[position]].append(position)
     val: list[int] = []
     seen = 0
     for stratum in sorted(members, key=repr):
-        seen += len(members[stratum])
-        wanted = round(fraction * seen) - len(val)
-        val += members[stratum][: max(0, min(wanted, len(members[stratum]) - 1))]
-    held_out = set(val)
-    return [i for i in range(len(keys)) if i not in held_out], sorted(val)
+        held = members[stratum]
+        if fold is None:
+            wanted = round(fraction * (seen + len(held))) - len(val)
+            val += held[: max(0, min(wanted, len(held) - 1))]
+        elif len(held) > 1:
+            val += held[(fold - seen) % num_folds :: num_folds]
+        seen += len(held)
+    return _without(len(keys), val), sorted(val)
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
+
+def _without(number: int, positions: Iterable[int]) -> list[int]:
+    held_out = set(positions)
+    return [i for i in range(number) if i not in held_out]
+
+
+def grouped_split(
+    keys: Sequence[str],
+    strata: Sequence[Hashable],
+    groups: Sequence[str],
+    fold: int,
+    num_folds: int,
+) -> tuple[list[int], list[int]]:
+    """Hold out one of `num_folds` parts of the groups, with about the same strata in each.
+
+    A group stays in training where a stratum would have no training sample without it. A sample without a
+    group is one of its own. The choice depends on the names alone.
+
+    Returns:
+        As `stratified_split`.
+    """
+    own = [group or f"\0{key}" for group, key in zip(groups, keys, strict=True)]
+    order = sorted(range(len(keys)), key=lambda i: (_digest(own[i]), own[i], keys[i]))
+    names = {stratum: number for number, stratum in enumerate(sorted({*strata}, key=repr))}
+    division = StratifiedGroupKFold(num_folds).split(
+        order, [names[strata[i]] for i in order], [own[i] for i in order]
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # classes with few samples
+            _, found = next(islice(division, fold, None))
+    except ValueError:  # no class has as many samples as there are folds
+        found = []
+    members: dict[str, list[int]] = defaultdict(list)
+    for place in found:
+        members[own[order[place]]].append(order[place])
+    numbers = Counter(strata)
+    val: list[int] = []
+    for positions in members.values():
+        held = Counter(strata[i] for i in positions)
+        if all(held[stratum] < numbers[stratum] for stratum in held):
+            numbers -= held
+            val += positions
+    return _without(len(keys), val), sorted(val)
 
 
 def hold_out(
-    listing: Listing, fraction: float, report: list[str], taxonomy: Taxonomy
+    listing: Listing, dataset: DatasetConfig, report: list[str], taxonomy: Taxonomy
 ) -> tuple[Listing, Listing]:
     """Training and validation samples of a listing, stratified by class; notes it in the report.
 
     A sample with several labels counts for the rarest of them.
 
     Raises:
+        ConfigError: there is no such fold.
         DataError: there are too few samples.
     """
+    fraction, fold, num_folds = dataset.VAL_FRACTION, dataset.FOLD, dataset.NUM_FOLDS
+    if fold is not None and fold >= num_folds:
+        raise ConfigError(
+            f"DATA.DATASET.FOLD: {fold}, but the folds are 0 to {num_folds - 1} (DATA.DATASET.NUM_FOLDS)"
+        )
     strata: Sequence[Hashable] = listing.lineages
     if taxonomy.is_multilabel:
         labels = [taxonomy.split(cell or "") for (cell,) in listing.lineages]
         counts = Counter(chain.from_iterable(labels))
         strata = [min(names, key=lambda name: (counts[name], name), default="") for names in labels]
-    train, val = stratified_split(listing.paths, strata, fraction)
+    if listing.groups is None:
+        train, val = stratified_split(listing.paths, strata, fraction, fold, num_folds)
+    else:
+        parts = num_folds if fold is not None else max(2, round(1 / fraction))
+        train, val = grouped_split(listing.paths, strata, listing.groups, fold or 0, parts)
     if not val:
+        kind = "" if listing.groups is None else f" in {counted(len({*listing.groups}), 'group')}"
         raise DataError(
-            f"{listing.source}: {len(listing.paths)} samples are too few to hold out {fraction:g} of them "
-            "for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in DATA.DATASET.VAL"
+            f"{listing.source}: {len(listing.paths)} samples{kind} are too few to hold out {fraction:g} of "
+            "them for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in "
+            "DATA.DATASET.VAL"
         )
     held_out = counted(len(val), "sample")
-    report.append(f"no validation data of its own: {held_out} held out, stratified by class")
+    of_fold = "" if fold is None else f", fold {fold} of {num_folds}"
+    by_group = "" if listing.groups is None else ", groups undivided"
+    report.append(
+        f"no validation data of its own: {held_out} held out, stratified by class{of_fold}{by_group}"
+    )
     return listing.take(train), listing.take(val)
 
 
@@ -276,6 +416,44 @@ def report_coarse(listing: Listing, report: list[str]) -> None:
     if coarse:
         counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
         report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
+
+
+def homonyms(index: LabelIndex, targets: Tensor) -> list[str]:
+    """A note on the classes that stand under several parents, the smallest first: one may be a typo."""
+    found: list[tuple[int, str]] = []
+    for level, depth in enumerate(index.columns):
+        if depth == 0 or index.taxonomy.is_multilabel:
+            continue
+        above = [name for _, name in index.lookup[depth - 1]]
+        counts = targets[:, level].clamp(min=UNKNOWN).add(1).bincount(minlength=1).tolist()[1:]
+        places: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        for (parent, name), label in index.lookup[depth].items():
+            if parent != UNKNOWN:
+                number = counts[label] if label < len(counts) else 0
+                places[name].append((number, above[parent]))
+        for name, held in sorted(places.items()):
+            if len(held) > 1:
+                shown = ", ".join(f"{parent} {number}" for number, parent in sorted(held))
+                found.append((min(held)[0], f"{name} (images: {shown})"))
+    if not found:
+        return []
+    names = "; ".join(text for _, text in sorted(found)[:5])
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return [
+        f"{counted(len(found), 'name')} under several parents, different classes: {names}{more}"
+    ]
+
+
+def without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
+    """A note on the classes that no training image has, such as where all of theirs are damaged."""
+    lacking: list[str] = []
+    for column, level in enumerate(taxonomy.levels):
+        if taxonomy.is_multilabel:
+            numbers = (targets == 1).sum(dim=0)
+        else:
+            numbers = (targets[:, column] + 1).bincount(minlength=len(level.classes) + 1)[1:]
+        lacking += [n for n, num in zip(level.classes, numbers.tolist(), strict=True) if not num]
+    return [f"no training image is left of: {several(lacking)}"] if lacking else []
 
 
 def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:
@@ -311,23 +489,57 @@ def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list
     ]
 
 
-def readable(listing: Listing, config: DataConfig, on_main: OnMain, report: list[str]) -> Listing:
-    """Leave out damaged files if ON_BAD_IMAGE asks for it; else require the files of a manifest."""
-    if config.ON_BAD_IMAGE == "skip":
-        return without_damaged(listing, on_main, report)
-    if config.DATASET.NAME == "manifest":
-        require_files(listing)
-    return listing
+def with_bit_depth(
+    decoding: Decoding,
+    files: Sequence[str],
+    config: DataConfig,
+    on_main: OnMain,
+    report: list[str],
+) -> Decoding:
+    """The decoding with the bits that rank 0 measures in 16-bit training files, where there are any."""
+    files = [file for file in files if Path(file).suffix.lower() in MAY_BE_DEEP]
+    if config.BIT_DEPTH is not None or not files:
+        return decoding
+    bits: int | None = on_main(lambda: measure_bits(files, config.DATASET.CHANNELS))
+    if bits in (None, 0, 16):
+        return decoding
+    report.append(f"16-bit files hold {bits}-bit values: scaled by {2**bits - 1}")
+    return replace(decoding, bit_depth=bits)
 
 
-def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:
+def _with_statistics(
+    augment: AugmentConfig,
+    train: Listing,
+    channels: int,
+    decoding: Decoding,
+    on_main: OnMain,
+    report: list[str],
+) -> AugmentConfig:
+    """The node with MEAN and STD that rank 0 measures, where they are null and channels are no colors."""
+    if channels in (1, 3) or None not in (augment.MEAN, augment.STD):
+        return augment
+    found = on_main(lambda: measure_channels(train.files, channels, decoding))
+    if found is None:
+        return augment
+    num_images = counted(min(MOST_IMAGES, len(train.paths)), "training image")
+    measured = dict(zip(("MEAN", "STD"), found, strict=True))
+    measured = {key: value for key, value in measured.items() if getattr(augment, key) is None}
+    values = " and ".join(f"{key} {value}" for key, value in measured.items())
+    report.append(f"{values}: measured on {num_images}; DATA.AUGMENT sets others")
+    return replace(augment, **measured)
+
+
+def without_damaged(
+    listing: Listing, channels: int, decoding: Decoding, on_main: OnMain, report: list[str]
+) -> Listing:
     """Leave out the files that cannot be decoded, which rank 0 looks for, and report them.
 
     Raises:
         DataError: none can be.
     """
-    files = [str(listing.root / path) for path in listing.paths]
-    damaged: dict[int, str] = on_main(lambda: find_damaged(files)[0])
+    damaged: dict[int, str] | None = on_main(
+        lambda: find_damaged(listing.files, channels, decoding)[0]
+    )
     if not damaged:
         return listing
     num_files = len(listing.paths)
@@ -338,13 +550,16 @@ def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Lis
     return listing.take([i for i in range(num_files) if i not in damaged])
 
 
-def require_files(listing: Listing) -> None:
-    """Refuse a listing that names files that do not exist. The first process of each machine looks.
+def require_files(listing: Listing, config: DataConfig) -> None:
+    """Refuse a manifest with files that do not exist, unless damaged files are left out.
+
+    The first rank of each machine looks.
 
     Raises:
         DataError: counts the files, and names some of them.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    is_listed = config.DATASET.NAME != "manifest" or config.ON_BAD_IMAGE == "skip"
+    if is_listed or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     files = [os.path.join(listing.root, path) for path in listing.paths]  # noqa: PTH118 (hot path)
     with ThreadPool(32) as pool:  # a network file system answers many at once

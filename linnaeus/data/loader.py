@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
@@ -44,16 +45,22 @@ from linnaeus.data.sampler import (
     Sizes,
     ValSampler,
 )
+from linnaeus.data.sharing import reason_against_sharing
+from linnaeus.data.user_dataset import UserDataset
 from linnaeus.dist import World
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, seed_generators
 from linnaeus.signals import SIGNALS, blocked
+from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.data")
 MOST_WORKERS = 16
 """Bound on the loader processes that `DATA.NUM_WORKERS null` starts for each training process."""
 _MEASURED_S = 0.5
 """How long the speed of each number of loader processes is measured."""
+_TIMEOUT_S = 60.0
+"""Loader processes that give no batch for so long while they are measured hang."""
+_TIMED_OUT = re.compile(r"DataLoader timed out")
 _WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)", re.DOTALL)
 
 
@@ -119,20 +126,28 @@ def with_measured_workers(
     """The DATA node with a number for `NUM_WORKERS` null: the fewest processes that load at full speed.
 
     Rank 0 measures with the training samples, and all ranks take its number; batches do not depend on it.
-    Only image files are measured. Data in memory and users' datasets, which may not stand a fork, get 0.
+    Image files and users' datasets are measured. Data in memory gets 0, and so does a user's dataset that
+    several processes cannot share, or whose processes fail.
 
     Raises:
-        DataError: an image cannot be read.
+        DataError: a sample cannot be read.
     """
     if config.NUM_WORKERS is not None:
         return config
+    own = data.train if isinstance(data.train, UserDataset) else None
     num_samples, cores = dataset_length(data.train), num_cores()
     dataset = SeededBatches(data.train, data.collate, seed, data.mixing, sys.maxsize)
+
+    def alone_because(reason: str) -> int:
+        logger.info("loader: in the training process; %s (DATA.NUM_WORKERS)", reason)
+        return 0
 
     def measure() -> int:
         most = max(1, min(MOST_WORKERS, cores // world.local_world_size))
         with suppress(OSError):  # the batches of workers lie in shared memory
-            batch_bytes = 4 * config.BATCH_SIZE * data.in_chans * math.prod(data.img_size)  # type: ignore
+            sample = dataset.__getitems__([(0, 0)])
+            sample_bytes = sum(nest.num_bytes(leaf) for leaf in nest.leaves(sample))
+            batch_bytes = config.BATCH_SIZE * max(1, sample_bytes)
             room = shutil.disk_usage("/dev/shm").free / 2 / world.local_world_size
             most = min(most, int(room / (batch_bytes * (config.PREFETCH_FACTOR + 2))))
         alone = samples_per_s(dataset, config, 0, batch_size=1) if cores > 1 else math.inf
@@ -140,10 +155,17 @@ def with_measured_workers(
             why = "loads an epoch within a second" if cores > 1 else "has one CPU core"
             logger.info("loader: in the training process, which %s", why)
             return 0
+        if own is not None and (reason := reason_against_sharing(own.dataset)):
+            return alone_because(f"processes cannot share {own.name}: {reason}")
         chosen, rates = 0, dict[int, float]()
         for workers in sorted({n for n in (1, 2, 4, 8, most) if 0 < n <= most}):
             batch_size = max(1, min(32, int(alone / 50)))  # loads in some 20 ms
-            rates[workers] = samples_per_s(dataset, config, workers, batch_size)
+            try:
+                rates[workers] = samples_per_s(dataset, config, workers, batch_size)
+            except DataError as error:
+                if own is None:
+                    raise
+                return alone_because(f"with {counted(workers, 'loader process')}: {error}")
             # Even one that loads no faster does so while the model computes.
             if chosen and rates[workers] < 1.2 * rates[chosen]:
                 break
@@ -153,7 +175,8 @@ def with_measured_workers(
         logger.info("loader: DATA.NUM_WORKERS %d (%s)", chosen, speeds)
         return chosen
 
-    workers = world.on_main(measure) if isinstance(data.train, ImageFiles) else 0
+    is_measured = isinstance(data.train, ImageFiles | UserDataset)
+    workers = world.on_main(measure) if is_measured else 0
     return replace(config, NUM_WORKERS=workers)
 
 
@@ -167,7 +190,14 @@ def samples_per_s(
     config = replace(config, NUM_WORKERS=workers)
     started, num_read = time.monotonic(), 0
     with closing(
-        BatchLoader(dataset, batches, config, World(torch.device("cpu")), dataset.seed)
+        BatchLoader(
+            dataset,
+            batches,
+            config,
+            World(torch.device("cpu")),
+            dataset.seed,
+            timeout_s=_TIMEOUT_S if workers else 0.0,
+        )
     ) as loader:
         for position, _ in enumerate(loader):
             if position < workers:
@@ -182,7 +212,8 @@ def samples_per_s(
 class BatchLoader:
     """Batches of one split for one process. Each iteration runs through one epoch.
 
-    Host memory is page-locked for CUDA only.
+    Host memory is page-locked for CUDA only. `timeout_s` is the longest wait for a batch of a worker; 0
+    is no limit.
     """
 
     def __init__(
@@ -192,6 +223,8 @@ class BatchLoader:
         config: DataConfig,
         world: World,
         seed: int,
+        *,
+        timeout_s: float = 0.0,
     ) -> None:
         workers = config.NUM_WORKERS or 0
         self._batches = batches
@@ -204,6 +237,7 @@ class BatchLoader:
             num_workers=workers,
             prefetch_factor=config.PREFETCH_FACTOR if workers else None,
             persistent_workers=workers > 0,
+            timeout=timeout_s,
             pin_memory=config.PIN_MEMORY and world.device.type == "cuda",
             worker_init_fn=partial(_start_worker, self._closing),
             # Without one of its own, torch's loader draws from the global generator at every epoch.
@@ -262,6 +296,8 @@ class _Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except RuntimeError as error:
+            if _TIMED_OUT.match(str(error)):
+                raise DataError("a loader process gives no batch and seems to hang") from error
             if not _WORKER_DIED.match(str(error)):
                 raise
             raise DataError(
@@ -275,14 +311,17 @@ class _Batches(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Loaders(AbstractContextManager["Loaders"]):
-    """Training and validation batches of one process. As a context manager it closes both."""
+    """The batches of each split for one process. As a context manager it closes all."""
 
     train: BatchLoader
     val: BatchLoader
+    test: BatchLoader | None = None
 
     def __exit__(self, *_: object) -> None:
         self.train.close()
         self.val.close()
+        if self.test is not None:
+            self.test.close()
 
 
 def build_loaders(
@@ -295,7 +334,7 @@ def build_loaders(
     seed: int,
     mixed_epochs: int = sys.maxsize,
 ) -> Loaders:
-    """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
+    """Loaders of all splits. Validation keeps every sample, training those that `sizes` asks for.
 
     Args:
         config: the DATA node.
@@ -314,9 +353,16 @@ def build_loaders(
         sampler = EpochSampler(dataset_length(bundle.train), **order)
     dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
-    return Loaders(
-        train, build_val_loader(bundle, config, world, batch_size=batch_size_val, seed=seed)
+    val, test = (
+        None
+        if dataset is None
+        else build_val_loader(
+            replace(bundle, val=dataset), config, world, batch_size=batch_size_val, seed=seed
+        )
+        for dataset in (bundle.val, bundle.test)
     )
+    assert val is not None
+    return Loaders(train, val, test)
 
 
 def build_val_loader(

@@ -1,10 +1,11 @@
-"""Augmentation and normalisation, as torchvision v2 pipelines over uint8 tensors [C, H, W]."""
+"""Augmentation, resizing and normalisation, as torchvision v2 pipelines over uint8 tensors [C, H, W]."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
+from linnaeus.data.image import AS_CONFIGURED, Decoding
 from linnaeus.errors import ConfigError
 
 Transform = Callable[[Tensor], Tensor]
@@ -28,25 +30,79 @@ _LUMINANCE = (0.299, 0.587, 0.114)
 """Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads colour images as grey ones."""
 
 
-class CoverAndCrop(nn.Module):
-    """Resize the image to just cover `size / fraction`, keeping its aspect ratio, then crop the centre."""
+class ResizeCenterCrop(nn.Module):
+    """Resize an image, then crop or pad it around its centre, with the arithmetic of timm.
 
-    def __init__(self, size: tuple[int, int], fraction: float = 1.0) -> None:
+    Args:
+        size: height and width of the result, in pixels.
+        fraction: the image is resized to `size / fraction`, rounded down.
+        mode: `crop` covers that size and keeps the aspect ratio, `squash` takes exactly that size,
+            `letterbox` fits the image into it and pads. `cover` is `crop` with the rounding of old runs.
+        interpolation: `bilinear` or `bicubic`.
+        fill: padding of each channel, on the 0-1 scale.
+    """
+
+    def __init__(
+        self,
+        size: tuple[int, int],
+        fraction: float = 1.0,
+        mode: str = "crop",
+        interpolation: str = "bilinear",
+        fill: Sequence[float] = (),
+    ) -> None:
         super().__init__()
         self.size = size
         self.fraction = fraction
+        self.mode = mode
+        self.interpolation = v2.InterpolationMode(interpolation)
+        self.fill = fill
 
     def forward(self, image: Tensor) -> Tensor:
         """[C, any, any] to [C, height, width]."""
-        height, width = image.shape[-2:]
-        scale = max(self.size[0] / height, self.size[1] / width) / self.fraction
-        resized = [
-            max(self.size[0], round(height * scale)),
-            max(self.size[1], round(width * scale)),
-        ]
-        image = functional.resize_image(image, resized, antialias=True)
-        cropped: Tensor = functional.center_crop_image(image, list(self.size))
-        return cropped
+        source, resized = image.shape[-2:], self._resized(*image.shape[-2:])
+        rows, columns = (min(sides) for sides in zip(resized, self.size, strict=True))
+        top, left = round((resized[0] - rows) / 2), round((resized[1] - columns) / 2)
+        if math.prod(resized) > 2 * rows * columns:
+            # Most would be cut off, as of thin images. Pillow resizes the crop alone; torch cannot.
+            box = (
+                left * source[1] / resized[1],
+                top * source[0] / resized[0],
+                (left + columns) * source[1] / resized[1],
+                (top + rows) * source[0] / resized[0],
+            )
+            resample = Image.Resampling[self.interpolation.name]
+            planes = [Image.fromarray(plane.numpy()) for plane in image]
+            planes = [plane.resize((columns, rows), resample, box) for plane in planes]
+            image = torch.cat([functional.pil_to_tensor(plane) for plane in planes])
+        else:
+            image = functional.resize_image(image, resized, self.interpolation, antialias=True)
+            image = functional.crop_image(image, top, left, rows, columns)
+        if image.is_floating_point():
+            image = image.clamp(0, 1)  # bicubic overshoots
+        if (rows, columns) == self.size:
+            return image
+        fill = [value if image.is_floating_point() else round(255 * value) for value in self.fill]
+        above, before = (self.size[0] - rows) // 2, (self.size[1] - columns) // 2
+        padding = [before, above, self.size[1] - columns - before, self.size[0] - rows - above]
+        padded: Tensor = functional.pad_image(image, padding, fill=fill)
+        return padded
+
+    def _resized(self, height: int, width: int) -> list[int]:
+        """Height and width before the crop."""
+        if self.mode == "cover":
+            scale = max(self.size[0] / height, self.size[1] / width) / self.fraction
+            return [
+                max(self.size[0], round(height * scale)),
+                max(self.size[1], round(width * scale)),
+            ]
+        target = [math.floor(side / self.fraction) for side in self.size]
+        if self.mode == "squash":
+            return target
+        if self.mode == "crop" and target[0] == target[1]:
+            return [int(target[0] * side / min(height, width)) for side in (height, width)]
+        choose = max if self.mode == "letterbox" else min
+        ratio = choose(height / target[0], width / target[1])
+        return [max(1, round(side / ratio)) for side in (height, width)]
 
 
 class Normalise(nn.Module):
@@ -85,6 +141,22 @@ class Pipeline(nn.Module):
         image = self.normalise(self.pixels(image))
         return image if self.erasing is None else self.erasing(image)
 
+    def smallest(self, height: int, width: int) -> tuple[float, float]:
+        """Height and width at which an image is twice as large as the result of its resizing, or larger.
+
+        For a random crop these follow from the crop that the next call takes.
+        """
+        step: Any = self.pixels[0]
+        rows, columns = (2.0 * side for side in step.size)
+        if not isinstance(step, v2.RandomResizedCrop):
+            return rows / step.fraction, columns / step.fraction
+        if min(height / rows, width / columns) < 2:  # no scale is small enough, whatever the crop
+            return height, width
+        state = torch.get_rng_state()
+        crop = step.make_params([torch.empty(1, height, width, device="meta")])
+        torch.set_rng_state(state)
+        return rows * height / crop["height"], columns * width / crop["width"]
+
 
 class ThroughPillow(nn.Module):
     """Applies a transform to a tensor as to a Pillow image.
@@ -114,6 +186,8 @@ class Preprocessing:
         size: height and width of the input, in pixels.
         crop_fraction: fraction of the resized image's side that the centre crop keeps, in (0, 1].
         mean, std: of each channel, on the 0-1 scale.
+        interpolation, resize: those of `ResizeCenterCrop`; the defaults are those of files without them.
+        decoding: of files; the default is that of runs which recorded none.
     """
 
     channels: int
@@ -121,22 +195,38 @@ class Preprocessing:
     crop_fraction: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    interpolation: str = "bilinear"
+    resize: str = "cover"
+    decoding: Decoding = field(default=Decoding(background=None))
 
-    def transform(self) -> Transform:
+    def transform(self) -> Pipeline:
         """The pipeline of validation and prediction."""
-        return Pipeline(
-            [CoverAndCrop(self.size, self.crop_fraction)], Normalise(self.mean, self.std)
+        crop = ResizeCenterCrop(
+            self.size, self.crop_fraction, self.resize, self.interpolation, self.mean
         )
+        return Pipeline([crop], Normalise(self.mean, self.std))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
         """From plain values by attribute, as they stand in a file."""
-        values: Any = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
-        return cls(**values)
+        values = _with_tuples(content)
+        if "decoding" in values:
+            values["decoding"] = Decoding(**_with_tuples(values["decoding"]))
+        found = cls(**values)
+        if min(found.size) < 1 or not 0 < found.crop_fraction <= 1:
+            raise ValueError(f"size {found.size}, crop_fraction {found.crop_fraction}")
+        found.transform()  # raises ValueError where it cannot be used
+        return found
+
+
+def _with_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
+    }
 
 
 def build_transforms(
-    augment: AugmentConfig, size: tuple[int, int], channels: int
+    augment: AugmentConfig, size: tuple[int, int], channels: int, decoding: Decoding = AS_CONFIGURED
 ) -> tuple[Transform, Preprocessing]:
     """The pipeline of training, and what validation does with an image.
 
@@ -144,7 +234,7 @@ def build_transforms(
     width in pixels. For grey images the MEAN and STD of red, green and blue become those of grey.
 
     Raises:
-        ConfigError: a MEAN or STD that does not fit the number of channels.
+        ConfigError: a MEAN, STD, POLICY or COLOR_JITTER that does not fit the number of channels.
     """
     values = {"MEAN": augment.MEAN, "STD": augment.STD}
     if channels == 1 and all(value is not None and len(value) == 3 for value in values.values()):
@@ -156,21 +246,38 @@ def build_transforms(
         for key, value in values.items()
         if value is not None and len(value) != channels
     ]
+    if channels not in (1, 3):
+        problems += [
+            f"DATA.AUGMENT.{key}: needs images of 1 or 3 channels, not {channels}; leave it out"
+            for key, is_on in (
+                ("POLICY", augment.POLICY != "none"),
+                ("COLOR_JITTER", augment.COLOR_JITTER > 0),
+            )
+            if is_on
+        ]
     if problems:
         raise ConfigError(problems)
     mean, std = (tuple(value or [0.5] * channels) for value in values.values())
+    fraction = 1.0 if augment.CROP_FRACTION is None else augment.CROP_FRACTION
+    mode, interpolation = augment.RESIZE or "crop", augment.INTERPOLATION or "bilinear"
+    preprocessing = Preprocessing(
+        channels, size, fraction, mean, std, interpolation, mode, decoding
+    )
     erasing = v2.RandomErasing(augment.ERASING, inplace=True) if augment.ERASING else None
-    train = Pipeline(_augmentation(augment, size), Normalise(mean, std), erasing)
-    return train, Preprocessing(channels, size, augment.CROP_FRACTION, mean, std)
+    train = Pipeline(_augmentation(augment, preprocessing), Normalise(mean, std), erasing)
+    return train, preprocessing
 
 
-def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
+def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[Any]:
     """The steps on uint8 images, without those that are switched off, as each costs time."""
-    low, high = augment.CROP_SCALE
+    size, interpolation = preprocessing.size, preprocessing.interpolation
+    low, high = augment.CROP_SCALE or (1.0, 1.0)
     steps: list[Any] = [
-        CoverAndCrop(size)
+        ResizeCenterCrop(size, 1.0, preprocessing.resize, interpolation, preprocessing.mean)
         if low >= 1.0
-        else v2.RandomResizedCrop(size, (low, high), antialias=True)
+        else v2.RandomResizedCrop(
+            size, (low, high), interpolation=v2.InterpolationMode(interpolation), antialias=True
+        )
     ]
     if augment.HFLIP:
         steps.append(v2.RandomHorizontalFlip(augment.HFLIP))

@@ -20,7 +20,7 @@ from linnaeus.config.instantiate import place_of, prepare
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch, describe
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs
-from linnaeus.data.image import to_tensor
+from linnaeus.data.image import AS_CONFIGURED, Decoding, to_tensor
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
 from linnaeus.data.transforms import Preprocessing, Transform, build_transforms
 from linnaeus.errors import DataError, LinnaeusError
@@ -51,6 +51,7 @@ class UserDataset(Dataset[Any]):
     raw: bool = field(kw_only=True)
     transform: Transform | None = None
     channels: int = 3
+    decoding: Decoding = AS_CONFIGURED
     relabel: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:
@@ -80,7 +81,7 @@ class UserDataset(Dataset[Any]):
         inputs, target = item
         if isinstance(inputs, Image) and self.transform is not None:
             with _naming_errors(f"{self.name}: image of sample {index}"):
-                inputs = self.transform(to_tensor(inputs, self.channels))
+                inputs = self.transform(to_tensor(inputs, self.channels, self.decoding))
         if self.taxonomy is not None:
             where = f"{self.name}: target of sample {index}"
             if self.taxonomy.is_multilabel:
@@ -142,7 +143,7 @@ def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
         raise DataError(f"{name}: training and validation have different classes")
     val.taxonomy, val.raw = taxonomy, train.raw
     channels, size, preprocessing = _prepare_images(train, val, collate, config)
-    report = [f"{name}: {len(train)} training and {len(val)} validation samples"]
+    report: list[str] = []
     if preprocessing is None and config.IMG_SIZE is not None:
         report.append(
             f"{name}: gives tensors, which pass as they are: no DATA.IMG_SIZE and no DATA.AUGMENT"
@@ -153,7 +154,9 @@ def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
         report.append(
             f"{name}: no `taxonomy`, `classes` or `num_classes`; targets are passed on as they are"
         )
-    return DataBundle(train, val, taxonomy, channels, size, collate, report, preprocessing)
+    return DataBundle(
+        train, val, taxonomy, channels, size, collate, report, preprocessing, source=name
+    )
 
 
 def build_user_val(
@@ -173,6 +176,7 @@ def build_user_val(
                 f"{dataset.name}: gives Pillow images, but the dataset of the run gave tensors"
             )
         dataset.channels, dataset.transform = preprocessing.channels, preprocessing.transform()
+        dataset.decoding = preprocessing.decoding
     channels = None if preprocessing is None else preprocessing.channels
     size = None if preprocessing is None else preprocessing.size
     return dataset, DataBundle(dataset, dataset, dataset.taxonomy, channels, size, collate)
@@ -241,7 +245,11 @@ def _prepare_images(
     )
     channels = 1 if all(image.mode in _GREY_MODES for image in images) else 3
     train.channels = val.channels = channels
-    train.transform, preprocessing = build_transforms(config.AUGMENT, size, channels)
+    # Its files are decoded by the dataset itself, so that predict decodes all pixels too.
+    train.decoding = val.decoding = replace(Decoding.of(config), fast=False)
+    train.transform, preprocessing = build_transforms(
+        config.AUGMENT, size, channels, train.decoding
+    )
     val.transform = preprocessing.transform()
     return channels, size, preprocessing
 

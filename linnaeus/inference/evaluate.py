@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,21 +164,17 @@ def evaluate(
 
 
 def evaluated_preprocessing(
-    trained: TrainedRun, size: tuple[int, int] | None, crop_fraction: float | None
+    trained: TrainedRun, changes: Mapping[str, Any]
 ) -> Preprocessing | None:
-    """The run's preprocessing, with another size or crop where these are given.
+    """The run's preprocessing, with other attributes.
 
     Raises:
         ConfigError: the run's dataset gave tensors, so that there is none to change.
     """
     before = trained.spec.preprocessing
-    if size is None and crop_fraction is None:
-        return before
-    if before is None:
+    if before is None and changes:
         raise ConfigError(
-            "DATA.IMG_SIZE and DATA.AUGMENT.CROP_FRACTION: the dataset of the run gave tensors, which "
-            "pass as they are; leave both out"
+            "DATA.IMG_SIZE and DATA.AUGMENT: the dataset of the run gave tensors, which pass as they are; "
+            "leave both out"
         )
-    return dataclasses.replace(
-        before, size=size or before.size, crop_fraction=crop_fraction or before.crop_fraction
-    )
+    return before if before is None else dataclasses.replace(before, **changes)

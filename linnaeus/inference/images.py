@@ -13,7 +13,8 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
-from linnaeus.data.image import decode, to_tensor, why_unreadable
+from linnaeus.data.image import decode, of_array, to_tensor, why_unreadable
+from linnaeus.data.transforms import Preprocessing
 from linnaeus.errors import DataError, first_line
 from linnaeus.models.model_spec import ModelSpec
 
@@ -52,9 +53,10 @@ class Reader:
         """
         if self._spec.preprocessing is None:
             return self._own_input(image)
-        pixels = self._pixels(image, self._spec.preprocessing.channels)
+        pixels = self._pixels(image, self._spec.preprocessing)
         try:
-            return self._transform(pixels)
+            result: Tensor = self._transform(pixels)
+            return result
         except (
             ValueError,
             RuntimeError,
@@ -67,9 +69,12 @@ class Reader:
                 f"{size} pixels cannot be resized and cropped: {first_line(error)}"
             ) from error
 
-    def _pixels(self, image: ImageLike, channels: int) -> Tensor:
+    def _pixels(self, image: ImageLike, preprocessing: Preprocessing) -> Tensor:
         """[channels, any, any], uint8 or fractions."""
+        channels, decoding = preprocessing.channels, preprocessing.decoding
         if isinstance(image, np.ndarray):
+            if channels not in (1, 3):
+                return of_array(image, channels, decoding)
             image = _of_array(image)
         if isinstance(image, Tensor):
             return _of_tensor(image, channels)
@@ -80,9 +85,9 @@ class Reader:
             )
         try:  # Pillow may decode an image that is open already only now
             return (
-                to_tensor(image, channels)
+                to_tensor(image, channels, decoding)
                 if isinstance(image, Image.Image)
-                else decode(image, channels)
+                else decode(image, channels, decoding, self._transform.smallest)
             )
         except MemoryError:
             raise
@@ -119,9 +124,11 @@ def _of_array(array: np.ndarray[Any, Any]) -> Image.Image:
 
 
 def _of_tensor(tensor: Tensor, channels: int) -> Tensor:
-    if tensor.ndim != 3 or not tensor.numel() or tensor.shape[0] not in (1, 3, channels):
+    usable = (1, 3) if channels in (1, 3) else (channels,)
+    if tensor.ndim != 3 or not tensor.numel() or tensor.shape[0] not in usable:
         raise DataError(
-            f"a tensor {list(tensor.shape)} is no image: give [C, H, W] with 1 or 3 channels"
+            f"a tensor {list(tensor.shape)} is no image: give [C, H, W] with "
+            f"{' or '.join(map(str, usable))} channels"
         )
     if tensor.is_floating_point():
         if not bool(((tensor >= 0) & (tensor <= 1)).all()):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from linnaeus.data import EXTENSIONS
+from linnaeus.data import LISTED, is_ignored, is_image, unread_note
 
 STDIN = "-"
 """The word for a list of paths on standard input, one per line."""
-_LISTED_EXTENSIONS = ", ".join(sorted(EXTENSIONS))
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class Unreadable:
     reason: str
 
 
-def walk(words: Iterable[str], lines: Iterable[str] = ()) -> Iterator[str | Unreadable]:
+def walk(
+    words: Iterable[str], lines: Iterable[str] = (), unread: Counter[str] | None = None
+) -> Iterator[str | Unreadable]:
     """The paths that words name, in the order of the words.
 
     Folders are walked by ascending name, files before folders, hidden ones left out; of a folder, only files
@@ -37,16 +39,18 @@ def walk(words: Iterable[str], lines: Iterable[str] = ()) -> Iterator[str | Unre
     Args:
         words: files, folders, patterns with `*`, `?`, `[...]` or `**`, and `-`.
         lines: what `-` stands for: paths of files or folders, one per line. Empty lines do not count.
+        unread: is given the number of files in folders that have each other ending.
     """
+    unread = Counter() if unread is None else unread
     for word in words:
         if word == STDIN:
             for line in lines:
                 if path := line.rstrip("\r\n"):
-                    yield from _below(path)
+                    yield from _below(path, unread)
         elif os.path.lexists(word) or not glob.has_magic(word):
-            yield from _below(word)
+            yield from _below(word, unread)
         else:
-            yield from _matching(word)
+            yield from _matching(word, unread)
 
 
 def problem_of(word: str) -> str | None:
@@ -56,16 +60,16 @@ def problem_of(word: str) -> str | None:
         if "://" in word:
             return "is a URL; download it first, and name the file"
         return "there is no such file or folder"
-    if word == STDIN or next(walk([word]), None) is not None:
+    unread = Counter[str]()
+    if word == STDIN or next(walk([word], unread=unread), None) is not None:
         return None
-    return (
-        "no file matches"
-        if is_pattern
-        else f"no image in it or below (looked for {_LISTED_EXTENSIONS})"
-    )
+    if is_pattern:
+        return "no file matches"
+    note = f"; {unread_note(unread)}" if unread else ""
+    return f"no image in it or below (looked for {LISTED}){note}"
 
 
-def _matching(pattern: str) -> Iterator[str | Unreadable]:
+def _matching(pattern: str, unread: Counter[str]) -> Iterator[str | Unreadable]:
     """What a pattern matches. What lies in a folder that matches comes with the folder, and not once more."""
     walked: str | None = None
     matches = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (that one sorts nothing either)
@@ -74,10 +78,12 @@ def _matching(pattern: str) -> Iterator[str | Unreadable]:
             continue
         if os.path.isdir(path):  # noqa: PTH112 (hot path)
             walked = os.path.join(path, "")  # noqa: PTH118
-        yield from _below(path)
+        yield from _below(path, unread)
 
 
-def _below(path: str, above: frozenset[str] = frozenset()) -> Iterator[str | Unreadable]:
+def _below(
+    path: str, unread: Counter[str], above: frozenset[str] = frozenset()
+) -> Iterator[str | Unreadable]:
     """The file, or the images in the folder and below; `above` are real paths of the folders above it."""
     if not os.path.isdir(path):  # noqa: PTH112 (hot path)
         yield path
@@ -91,9 +97,9 @@ def _below(path: str, above: frozenset[str] = frozenset()) -> Iterator[str | Unr
     for error in problems:
         yield Unreadable(path, f"the folder cannot be read: {error.strerror}")
     for name in sorted(files):
-        if not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS:  # noqa: PTH122
+        if is_image(name, unread):
             yield os.path.join(path, name)  # noqa: PTH118
     del files
     for name in sorted(folders):
-        if not name.startswith("."):
-            yield from _below(os.path.join(path, name), above | {real})  # noqa: PTH118
+        if not is_ignored(name):
+            yield from _below(os.path.join(path, name), unread, above | {real})  # noqa: PTH118

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import timm
@@ -86,6 +89,9 @@ def build_model(
     model = HierarchicalClassifier(backbone, num_features, num_classes, node.DROP_RATE, parents)
     new = list(taxonomy.num_classes) if saved is None else load_heads(model, saved, taxonomy)
     num_new = min(len(new), 1) if node.HEAD == "marginal" else len(new)
+    heads = _head_sentences(
+        taxonomy, new, are_named=saved is not None and saved.classes is not None
+    )
     if saved is not None:
         num_tensors = (
             sum(".lora_" not in name for name in model.state_dict()) - 2 * num_new
@@ -102,8 +108,26 @@ def build_model(
         )
     else:
         return model, "weights: random"
-    heads = f"; new: head{'s' if num_new > 1 else ''} of {', '.join(new)}" if new else ""
-    return model, f"weights: {loaded}{heads}"
+    return model, "; ".join([f"weights: {loaded}", *heads])
+
+
+def _head_sentences(taxonomy: Taxonomy, new: Collection[str], *, are_named: bool) -> Iterator[str]:
+    """Say which heads are copied, and by what, and which are new."""
+    counts = taxonomy.num_classes
+    copied = {level: count for level, count in counts.items() if level not in new}
+
+    def heads(levels: Collection[str]) -> str:
+        ranks = f" of {', '.join(levels)}" if len(counts) > 1 else ""
+        return f"head{'s' if len(levels) > 1 else ''}{ranks}"
+
+    if copied and are_named:
+        yield f"{heads(copied)} copied by class names"
+    elif copied:
+        numbers = ", ".join(map(str, copied.values()))
+        whose = "their numbers" if len(copied) > 1 else "its number"
+        yield f"{heads(copied)} copied by {whose} of classes, {numbers}: the file does not name them"
+    if new:
+        yield f"new {heads(new)}"
 
 
 def set_gradient_checkpointing(model: nn.Module, enable: bool = True) -> None:
@@ -163,7 +187,10 @@ def _backbone(
 
     def create(**more: Any) -> nn.Module:
         torch.set_rng_state(before)
-        return timm.create_model(source.name, num_classes=0, in_chans=in_chans, **arguments, **more)  # type: ignore[no-any-return]
+        with _quiet_timm():
+            return timm.create_model(  # type: ignore[no-any-return]
+                source.name, num_classes=0, in_chans=in_chans, **arguments, **more
+            )
 
     try:
         backbone = create()
@@ -172,7 +199,7 @@ def _backbone(
             f"MODEL: timm cannot build {node.NAME!r} with {arguments}: {error}"
         ) from error
     if load_weights and node.WEIGHTS is not None:
-        saved = read_weights(node.WEIGHTS)
+        saved = read_weights(node.WEIGHTS, backbone.state_dict().keys())
         return load_backbone(saved, node.NAME, backbone, create), source, saved
     if not (load_weights and node.PRETRAINED):
         return backbone, source, None
@@ -186,6 +213,18 @@ def _backbone(
             source, ValueError(f"parameters such as {missed[0]!r} are missing")
         )
     return pretrained, source, None
+
+
+@contextmanager
+def _quiet_timm() -> Iterator[None]:
+    """Keep back timm's warnings: of a file that does not fit, one lists all names."""
+    logger = logging.getLogger("timm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, int]) -> int:

@@ -19,6 +19,9 @@ REMEDY = (
     "file with MODEL.WEIGHTS FILE (and MODEL.PRETRAINED False)"
 )
 
+CROP_MODES = {"squash": "squash", "letterbox": "border"}
+"""timm's `crop_mode` for DATA.AUGMENT.RESIZE; `center` for others."""
+
 _HUB, _FOLDER = "hf-hub", "local-dir"
 _from_hub = functools.cache(timm.models.load_model_config_from_hf)
 """Reads a description once in a process: without a network, the client asks for half a minute each time."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import pickle
+import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
-import timm.models
 import torch
 from torch import Tensor, nn
 
@@ -21,9 +26,16 @@ from linnaeus.files import checkpoint_file
 from linnaeus.models.hierarchical import HierarchicalClassifier, MarginalHead
 from linnaeus.models.lora import merged_weights
 from linnaeus.models.shards import ShardsReader
+from linnaeus.words import several
 
-_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""Where training scripts put a state dict inside of what they save; averages first, as timm does."""
+_AVERAGE = re.compile(r"(^|[._])(ema|swa|averaged?)([._]|$)")
+"""Keys of an average of the weights, which is taken before the weights themselves."""
+
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts that torch's wrappers add to names, also to those of inner modules."""
+
+_MAX_NESTING = 4
+"""Levels of mappings in a file in which tensors are looked for."""
 
 BATCHNORM_STATISTICS = ("running_mean", "running_var")
 """Names of BatchNorm's buffers in evaluation, without the module's."""
@@ -37,8 +49,9 @@ class SavedWeights:
         path: the file.
         backbone: tensors of the backbone, by their names in it.
         heads: tensors of the heads, by their names in the model; empty where the file has none.
-        note: epoch and average of a checkpoint, for people; empty for other files.
+        note: for people: epoch and average of a checkpoint; of other files, where in it the tensors stand.
         classes: names of the classes of each level, by the level's name; None where the file does not say.
+        architecture: name of the model that the weights are of; None where the file does not say.
     """
 
     path: Path
@@ -46,64 +59,167 @@ class SavedWeights:
     heads: dict[str, Tensor]
     note: str = ""
     classes: dict[str, list[str]] | None = None
+    architecture: str | None = None
 
 
-def read_weights(value: str) -> SavedWeights:
+def read_weights(value: str, own: Collection[str]) -> SavedWeights:
     """Read what `MODEL.WEIGHTS` names.
+
+    The tensors may stand in nested mappings, and their names may begin with any prefix. `own` are the names
+    of the backbone's tensors, which tell both.
 
     Raises:
         ConfigError: there is no such file, or it holds no tensors by name.
     """
     path = find_file(value)
-    content, note, classes = _read(path), "", None
-    if is_checkpoint(content):
+    content = _read(path)
+    is_own, spec, architecture = is_checkpoint(content), _spec(content), _architecture(content)
+    notes: list[str] = []
+    if is_own:
         try:
-            content, note, classes = _of_checkpoint(content)
+            content, notes = _of_checkpoint(content, spec)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ConfigError(
                 f"MODEL.WEIGHTS: {str(path)!r} does not describe its model as Linnaeus does "
                 f"({type(error).__name__}: {first_line(error):.150}); save its state dict alone"
             ) from error
-    elif isinstance(content, dict):
-        content = next(
-            (content[name] for name in _NESTED if isinstance(content.get(name), dict)), content
-        )
-    items = content.items() if isinstance(content, dict) else ()
-    found = {
-        name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)
-    }
+    found = [_candidate(key, tensors, own) for key, tensors in _state_dicts(content)]
     if not found:
         raise ConfigError(
             f"MODEL.WEIGHTS: {str(path)!r} holds a {type(content).__name__} without tensors by name; save a "
             "state dict"
         )
-    tensors = dict(timm.models.clean_state_dict(found))
-    while tensors.keys() != found.keys():  # older timm takes away one wrapper's prefix at a time
-        found, tensors = tensors, dict(timm.models.clean_state_dict(tensors))
-    prefix = "backbone."
-    backbone = {
-        name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
-    }
-    if not backbone:  # all of another file belongs to the backbone
-        return SavedWeights(path, tensors, {}, note)
-    heads = {name: tensor for name, tensor in tensors.items() if name.startswith("heads.")}
-    return SavedWeights(path, backbone, heads, note, classes)
+    best = max(found, key=lambda each: each.rank)
+    stem, backbone, inner = best.prefix.rpartition("backbone.")
+    tensors: dict[str, Tensor] = {}
+    heads: dict[str, Tensor] = {}
+    for name, tensor in best.tensors.items():
+        if name.startswith(best.prefix):
+            tensors[name.removeprefix(best.prefix)] = tensor
+        elif backbone and name.startswith(f"{stem}heads."):
+            heads[name.removeprefix(stem)] = tensor
+    used = {f"{best.prefix}{name}" for name in own} | {f"{stem}{name}" for name in heads}
+    unused = [name for name in best.tensors if name not in used]
+    if not is_own:
+        prefix = "".join([*best.wrappers, stem if backbone and not inner else best.prefix])
+        notes += [best.key] if best.key else []
+        notes += [f"without the prefix {prefix!r}"] if prefix else []
+        if unused and best.num_own == len(own):  # else timm may have use for them
+            notes.append(f"not used: {several(unused)}")
+    return SavedWeights(path, tensors, heads, ", ".join(notes), _classes(spec), architecture)
 
 
-def _of_checkpoint(
-    content: dict[str, Any],
-) -> tuple[Mapping[str, Tensor], str, dict[str, list[str]] | None]:
-    """The weights of a checkpoint with its LoRA adapters merged, a note for people, and the classes."""
-    state, progress, spec = content["state"], content["progress"], content.get("model_spec", {})
-    samples = ", within an epoch" if progress.get("samples") else ""
-    note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
-    levels = (spec.get("taxonomy") or {}).get("levels")
-    classes = levels and {level["name"]: list(level["classes"]) for level in levels}
+@dataclass(frozen=True)
+class _Candidate:
+    """A mapping of a file that holds tensors by name.
+
+    Attributes:
+        key: where it stands in the file, with dots.
+        tensors: by their names without `wrappers`.
+        wrappers: the parts of torch's wrappers that names had.
+        prefix: what comes before the names of the backbone.
+        num_own: number of the backbone's names that it has; 0 where it is less than half of them.
+    """
+
+    key: str
+    tensors: dict[str, Tensor]
+    wrappers: list[str]
+    prefix: str
+    num_own: int
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """What is larger fits better."""
+        is_average, num_tensors = (
+            bool(_AVERAGE.search(f"{self.key}.{self.prefix}")),
+            len(self.tensors),
+        )
+        if self.num_own:
+            return self.num_own, is_average, num_tensors
+        return 0, num_tensors, is_average
+
+
+def _state_dicts(
+    content: Any, key: str = "", depth: int = 0
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The mappings in a file that hold tensors by name, outermost first, each with its key."""
+    if not isinstance(content, Mapping) or depth > _MAX_NESTING:
+        return
+    named = {name: value for name, value in content.items() if isinstance(name, str)}
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    if tensors:
+        yield key, tensors
+    for name, value in named.items():
+        if "optim" not in name:
+            yield from _state_dicts(value, f"{key}.{name}" if key else name, depth + 1)
+
+
+def _candidate(key: str, tensors: Mapping[str, Tensor], own: Collection[str]) -> _Candidate:
+    """Find the prefix under which most names of the backbone stand."""
+    wrappers = dict.fromkeys(match for name in tensors for match in _WRAPPERS.findall(name))
+    tensors = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    found: Counter[str] = Counter()
+    for name in tensors:
+        parts = name.split(".")
+        found.update(
+            "".join(f"{part}." for part in parts[:start])
+            for start in range(len(parts))
+            if ".".join(parts[start:]) in own
+        )
+    prefix = max(found, key=lambda each: (found[each], bool(_AVERAGE.search(each))), default="")
+    num_own = found[prefix] if 2 * found[prefix] > len(own) else 0
+    if not num_own:  # timm may know the names, if no prefix hides them
+        prefix = "backbone." if any(name.startswith("backbone.") for name in tensors) else ""
+        prefix = prefix or _shared_prefix(tensors, {name.partition(".")[0] for name in own})
+    return _Candidate(key, dict(tensors), [f"{each}." for each in wrappers], prefix, num_own)
+
+
+def _shared_prefix(names: Collection[str], firsts: Collection[str]) -> str:
+    """The prefix of all names, up to one of the parts that the backbone's own names begin with."""
+    prefix = ""
+    while True:
+        part = next(iter(names)).removeprefix(prefix).partition(".")[0]
+        longer = f"{prefix}{part}."
+        if part in firsts or not all(name.startswith(longer) for name in names):
+            return prefix
+        prefix = longer
+
+
+def _spec(content: Any) -> dict[str, Any]:
+    """The `ModelSpec` in a checkpoint of Linnaeus, as plain values; empty for other files."""
+    spec = content.get("model_spec") if is_checkpoint(content) else None
+    return spec if isinstance(spec, dict) and isinstance(spec.get("model", {}), dict) else {}
+
+
+def _architecture(content: Any) -> str | None:
+    """The name of the model in a checkpoint: of Linnaeus, of timm, or of a script that saves `arch`."""
+    found = _spec(content).get("model", {}).get("NAME")
+    if isinstance(content, Mapping):
+        found = found or content.get("arch") or getattr(content.get("args"), "model", None)
+    return found if isinstance(found, str) else None
+
+
+def _classes(spec: Mapping[str, Any]) -> dict[str, list[str]] | None:
+    """The names of the classes in a `ModelSpec` of plain values; None where it has none."""
+    try:
+        levels = spec["taxonomy"]["levels"]
+        return {str(level["name"]): [str(each) for each in level["classes"]] for level in levels}
+    except (LookupError, TypeError):
+        return None
+
+
+def _of_checkpoint(content: Any, spec: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The weights of a checkpoint of Linnaeus with its LoRA adapters merged, and notes for people."""
+    state, progress, notes = content["state"], content["progress"], []
+    if progress:
+        samples = ", within an epoch" if progress.get("samples") else ""
+        notes = [f"epoch {progress.get('epoch')}{samples}"]
+    notes += ["EMA"] if state.get("ema") else []
     weights, lora = saved_weights(state), spec.get("model", {}).get("LORA") or {}
     if lora.get("RANK"):
         weights = merged_weights(weights, LoraConfig(**lora))
-        note += ", with its LoRA adapters"
-    return weights, note, classes
+        notes.append("with its LoRA adapters")
+    return weights, notes
 
 
 def find_file(value: str) -> Path:
@@ -129,21 +245,17 @@ def find_file(value: str) -> Path:
     )
 
 
-def saved_config(value: str) -> Mapping[str, Any]:
-    """The nodes of the configuration that a run's checkpoint keeps; empty for other files.
+def saved_spec(value: str) -> Mapping[str, Any]:
+    """The `ModelSpec` of a checkpoint or an export of Linnaeus, as plain values; empty for other files.
 
     Raises:
         ConfigError: there is no such file.
     """
     path = find_file(value)
-    if path.suffix == ".safetensors":
-        return {}
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # not torch's present format, or damaged: reading the weights says so
+        return _exported_spec(path) if path.suffix == ".safetensors" else _spec(_load(path))
+    except Exception:  # reading the weights says so
         return {}
-    nodes = content.get("config", {}) if is_checkpoint(content) else {}
-    return nodes if isinstance(nodes, dict) else {}
 
 
 def saved_weights(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -161,27 +273,53 @@ def is_checkpoint(content: Any) -> bool:
 
 
 def _read(path: Path) -> Any:
+    """The content of a file; that of an export of Linnaeus is like a checkpoint's."""
     try:
         if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        # Mapped, where the format allows it: a rank that keeps a shard of each tensor reads one at a time.
-        content = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+            tensors, spec = safetensors.torch.load_file(path), _exported_spec(path)
+            if not spec:
+                return tensors
+            return {"model_spec": spec, "progress": {}, "state": {"model": tensors}}
+        content = _load(path)
         if is_checkpoint(content) and "shards" in content:
             content["state"] = ShardsReader(path, content["shards"]).read_whole(content["state"])
         return content
     except Exception as error:  # damage shows in many kinds of exceptions
         reason = str(error).strip().partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's own text is about its options
-            reason = "not written by torch.save, or it holds more than tensors and plain values"
+            reason = _refused(path)
         remedy = "save a state dict with torch.save or safetensors"
         if isinstance(error, FileNotFoundError):
             remedy = "the folder of its shards belongs beside it: copy both, or export the run"
         raise ConfigError(
-            f"MODEL.WEIGHTS: {str(path)!r} cannot be read as tensors ({type(error).__name__}: {reason:.150})"
+            f"MODEL.WEIGHTS: {str(path)!r} cannot be read as tensors ({type(error).__name__}: {reason:.300})"
             f"; {remedy}"
         ) from error
+
+
+def _load(path: Path) -> Any:
+    """What torch.save wrote. Its code does not run; timm's checkpoints hold a Namespace of plain values."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        # Mapped, where the format allows it: a rank that keeps a shard of each tensor reads one at a time.
+        return torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+
+
+def _refused(path: Path) -> str:
+    """Why torch refuses a file: the code that it names, if it says so."""
+    with suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
+        if names := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+            return f"it holds more than tensors and plain values: {several(sorted(names))}"
+    return "not written by torch.save, or it holds more than tensors and plain values"
+
+
+def _exported_spec(path: Path) -> dict[str, Any]:
+    """The `ModelSpec` in the header of an export of Linnaeus; empty for other files."""
+    with safetensors.safe_open(path, "pt") as file:
+        header = (file.metadata() or {}).get("linnaeus")
+    spec = {} if header is None else json.loads(header)["spec"]
+    return spec if isinstance(spec, dict) else {}
 
 
 def load_backbone(
@@ -197,12 +335,16 @@ def load_backbone(
         ConfigError: they do not fit.
     """
     own = untrained.state_dict()
-    if all(key in saved.backbone and saved.backbone[key].shape == own[key].shape for key in own):
-        untrained.load_state_dict({key: saved.backbone[key] for key in own})
-        return untrained
     problem = f"MODEL.WEIGHTS: {str(saved.path)!r} does not load into {name!r}: "
+    architecture = saved.architecture or name
+    if architecture.partition(".")[0] != name.partition(".")[0]:  # the rest is timm's tag
+        problem += f"its weights are of {saved.architecture!r}; "
     overlay = {"state_dict": dict(saved.backbone), "source": None, "custom_load": False}
+    tensors = saved.backbone
     try:
+        if all(key in tensors and tensors[key].shape == own[key].shape for key in own):
+            untrained.load_state_dict({key: tensors[key] for key in own})
+            return untrained
         backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # timm's filters raise what they meet in files that are not theirs
         raise ConfigError(
@@ -271,12 +413,13 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
     heads: Any = model.heads
     for head, (level, classes) in zip(heads, own.items(), strict=True):
         rows = {name: row for row, name in enumerate(before.get(level, []))}
-        number = [*before].index(level) if rows.keys() == set(classes) else -1
-        weight, bias = (saved.heads.get(f"heads.{number}.{part}") for part in ("weight", "bias"))
-        if weight is None or bias is None or weight.shape != head.weight.shape:
+        is_same = sorted(before.get(level, [])) == sorted(classes)
+        number = [*before].index(level) if is_same else -1
+        own_parts = head.state_dict()
+        parts = {part: saved.heads.get(f"heads.{number}.{part}") for part in own_parts}
+        if any(t is None or t.shape != own_parts[part].shape for part, t in parts.items()):
             new.append(level)
         else:
             order = [rows[name] for name in classes]
-            head.weight.copy_(weight[order])
-            head.bias.copy_(bias[order])
+            head.load_state_dict({part: t[order] for part, t in parts.items() if t is not None})
     return new

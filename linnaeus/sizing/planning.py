@@ -113,6 +113,7 @@ def size_search(
         "max_micro_batch_size": largest,
         "world_size": world.world_size,
         "num_samples": num_samples,
+        "min_steps_per_epoch": autobatch.MIN_STEPS_PER_EPOCH,
     }
     facts = plan_facts(assembly, config.MODEL, train, **sizes)
     search = SizeSearch(
@@ -128,9 +129,12 @@ def size_search(
     )
 
     def plan_for(size: int) -> BatchPlan:
-        name = "AUTOBATCH.MAX_BATCH_SIZE" if autobatch.ENABLED else "BATCH_SIZE"
+        key, can_grow = "BATCH_SIZE", True
+        if autobatch.ENABLED:
+            bound = "MIN" if size <= autobatch.MIN_BATCH_SIZE else "MAX"
+            key, can_grow = f"AUTOBATCH.{bound}_BATCH_SIZE", size == autobatch.MAX_BATCH_SIZE
         fitting = dataclasses.replace(
-            facts, max_micro_batch_size=size, batch_size_key=f"DATA.{name}"
+            facts, max_micro_batch_size=size, batch_size_key=f"DATA.{key}", can_grow=can_grow
         )
         return plan_batches(train, config.OPTIMIZER, config.SCHEDULE, fitting)
 

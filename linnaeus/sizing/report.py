@@ -96,6 +96,7 @@ class SearchProgress(SearchLog):
 _LIMITS = {
     "memory": "the memory budget",
     "max_batch_size": "MAX_BATCH_SIZE",
+    "steps_per_epoch": "MIN_STEPS_PER_EPOCH",
     "dataset": "the samples of one process",
     "effective_batch": "the effective batch asked for",
     "host_memory": "host memory for the loader",
@@ -156,27 +157,33 @@ def summary(result: AutoBatchResult) -> str:
     return (
         f"AutoBatch {result.mode}: batch size {result.batch_size}, limited by {limit}, {_proof(result)}; "
         f"{counted(len(result.trials), 'trial')} in {result.seconds:.1f} s, budget {budget}"
-        f"{_room_above(result, limit) if result.limited_by == 'max_batch_size' else ''}"
+        f"{_room_above(result)}"
     )
 
 
-def _room_above(result: AutoBatchResult, key: str) -> str:
-    """What the bound leaves of the budget, and the size that a line through the largest peaks points to."""
+def _room_above(result: AutoBatchResult) -> str:
+    """How large a batch memory would allow, where another bound is the reason for the size.
+
+    A line through the smallest and the largest trial says it, or else the part of the budget that is left.
+    """
     peaks = {
         trial.size: trial.peak_bytes for trial in result.trials if trial.peak_bytes is not None
     }
     used_bytes = peaks.get(result.batch_size)
-    if used_bytes is None or used_bytes >= result.budget_bytes:
+    is_bound = result.limited_by in ("max_batch_size", "steps_per_epoch")
+    if not is_bound or used_bytes is None or used_bytes >= result.budget_bytes:
         return ""
-    left = f"; {1 - used_bytes / result.budget_bytes:.0%} of it is left"
     smaller = [size for size in peaks if size < result.batch_size and peaks[size] < used_bytes]
     if not smaller:
-        return f"{left}: raise {key}"
+        return f"; {1 - used_bytes / result.budget_bytes:.0%} of it is left"
     other = min(smaller)
     slope = (used_bytes - peaks[other]) / (result.batch_size - other)
     aim = result.batch_size + int((result.budget_bytes - used_bytes) / slope)
+    most = result.max_batch_size
+    if result.limited_by == "steps_per_epoch" and most is not None and aim > most:
+        return f"; memory would allow more than {most}"
     aim = round(aim, 2 - len(str(aim)))  # a line says no more than two digits
-    return f"{left}, which would do for about {aim} samples: raise {key}"
+    return f"; memory would allow about {max(aim, result.batch_size)}"
 
 
 def _proof(result: AutoBatchResult) -> str:

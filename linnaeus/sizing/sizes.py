@@ -231,7 +231,7 @@ class SizeSearch:
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
         """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""
         bounds = max_batch_sizes(
-            self.config, self.data, mode, self.world, tensor_bytes=spec.tensor_bytes
+            self.config, self.train, self.data, mode, self.world, tensor_bytes=spec.tensor_bytes
         )
         wanted = self.max_samples_per_rank
         # A bound below the smallest size would end the search; the plan splits the size found instead.

@@ -145,11 +145,12 @@ def assemble(
         timm.layers.convert_sync_batchnorm(model)
     average = before_step = None
     if shards is not None and values is not None:
-        if (length := dataset_length(data.val)) < world.world_size:
-            raise ConfigError(
-                f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
-                f"{world.world_size} processes, but there are {length}; start fewer"
-            )
+        for split in (data.val, data.test):
+            if split is not None and (length := dataset_length(split)) < world.world_size:
+                raise ConfigError(
+                    f"DIST.SHARDING: {shards.SHARDING!r} needs a validation sample for each of "
+                    f"{world.world_size} processes, but there are {length}; start fewer"
+                )
         average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
         before_step = partial(broadcast_batchnorm, model)
     else:
@@ -213,7 +214,7 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
         num_classes = len(taxonomy.levels[0].classes)
         criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
     elif isinstance(criterion, SingleRank):
-        for split in (data.train, data.val):
+        for split in (data.train, data.val, data.test):
             labels = getattr(split, "targets", None)
             if isinstance(labels, torch.Tensor) and bool((labels == UNKNOWN).any()):
                 name = type(criterion.loss).__name__
@@ -231,13 +232,14 @@ def plan_facts(
     max_micro_batch_size: int,
     world_size: int,
     num_samples: int,
+    min_steps_per_epoch: int = 10,
 ) -> Facts:
     """The facts that the batch plan of a run starts from; see `Facts`.
 
     Args:
         assembly: the run's model and optimizer, before the learning rate is scaled.
         model_node, config: the nodes MODEL and TRAIN.
-        max_micro_batch_size, world_size, num_samples: as in `Facts`.
+        max_micro_batch_size, world_size, num_samples, min_steps_per_epoch: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
     with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.EPOCHS)):
@@ -255,6 +257,7 @@ def plan_facts(
         max_micro_batch_size=max_micro_batch_size,
         world_size=world_size,
         num_samples=num_samples,
+        min_steps_per_epoch=min_steps_per_epoch,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         batchnorm=batchnorm,
@@ -285,8 +288,7 @@ def built_facts(data: DataBundle, assembly: Assembly) -> dict[str, str]:
         else {level.name: level.classes for level in data.taxonomy.levels}
     )
     return {
-        "training samples": str(dataset_length(data.train)),
-        "validation samples": str(dataset_length(data.val)),
+        "samples": str({name: dataset_length(split) for name, split in data.splits.items()}),
         "classes": f"{[len(names) for names in classes.values()]} {_digest(classes)}",
         "parameters": f"{len(parameters)} {_digest(parameters)}",
     }

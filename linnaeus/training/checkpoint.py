@@ -481,7 +481,6 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the same on every rank.
         """
-        state: dict[str, Any] = {}
 
         def read() -> dict[str, Any] | None:
             for leftover in self.folder.glob(
@@ -491,12 +490,31 @@ class CheckpointFolder:
             if self.failed_rank.exists():
                 self.failed_rank.replace(self.pending)
             self._delete_unused_shards()
-            content = self.read_latest()
+            return self.read_latest()
+
+        return self._load(read, world)
+
+    def load_best(self, world: World) -> Checkpoint | None:
+        """The best checkpoint; None where there is none. Otherwise as `load_latest`."""
+        self.wait()
+
+        def read() -> dict[str, Any] | None:
+            if not self.best.exists():
+                return None
+            return load_checkpoint(self.best, mmap=self._is_sharded, check=True)
+
+        return self._load(read, world)
+
+    def _load(self, read: Callable[[], dict[str, Any] | None], world: World) -> Checkpoint | None:
+        state: dict[str, Any] = {}
+
+        def read_on_main() -> dict[str, Any] | None:
+            content = read()
             if content is not None:
                 state.update(content.pop("state", {}))
             return content
 
-        content = world.on_main(read)
+        content = world.on_main(read_on_main)
         if content is None:
             return None
         shards = content.pop("shards", None)

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from linnaeus.batching.plan import BatchPlan, OptimizerNode
@@ -120,7 +120,8 @@ def report_result(
 ) -> None:
     """Log the result of a run and send it to the tracker; `train` is the TRAIN node."""
     noise = {} if result.noise_scale is None else {"noise_scale": result.noise_scale}
-    tracker.summarise({**result.metrics, "images_per_s": result.images_per_s, **noise})
+    test = {f"test/{name}": value for name, value in (result.test or {}).items()}
+    tracker.summarise({**result.metrics, **test, "images_per_s": result.images_per_s, **noise})
     if result.stop_signal:
         name = signal.Signals(result.stop_signal).name
         logger.info(
@@ -136,6 +137,9 @@ def report_result(
         logger.info(
             "best epoch: %d, by %s (checkpoints/best.pt)", result.best_epoch, result.headline
         )
+    if result.test is not None:
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in result.test.items())
+        logger.info("test split, with checkpoints/best.pt:  %s", shown)
     if result.images_per_s:
         logger.info("training speed: %.0f images/s", result.images_per_s)
     if result.noise_scale is not None:
@@ -153,13 +157,11 @@ def report_result(
 
 def save_result(result: FitResult, plan: BatchPlan, path: Path, run_id: str) -> None:
     """Write the result of a run as JSON; metrics that are not finite become null."""
-    metrics = {
-        name: value if math.isfinite(value) else None for name, value in result.metrics.items()
-    }
     content = {
         "run": run_id,
-        "metrics": metrics,
+        "metrics": _finite(result.metrics),
         "best": result.best_metrics,
+        **({} if result.test is None else {"test": _finite(result.test)}),
         "headline": result.headline,
         "best_epoch": result.best_epoch,
         "stopped_early": bool(result.stopped_early),
@@ -174,3 +176,7 @@ def save_result(result: FitResult, plan: BatchPlan, path: Path, run_id: str) -> 
         "total_steps": result.num_steps,
     }
     write_text_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

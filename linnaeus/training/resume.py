@@ -42,8 +42,15 @@ _RATE_KEYS = {
 }
 """Keys of OPTIMIZER that may change with TRAIN.RESUME_WITH lr; those of SCHEDULE all may."""
 
-_TAKEN_WHERE_NULL = ("DATA.AUGMENT.MEAN", "DATA.AUGMENT.STD")
-"""Keys whose null takes the checkpoint's value; see `linnaeus.models.normalisation`."""
+_TAKEN_WHERE_NULL = (
+    "DATA.IMG_SIZE",
+    "DATA.AUGMENT.INTERPOLATION",
+    "DATA.AUGMENT.CROP_FRACTION",
+    "DATA.AUGMENT.RESIZE",
+    "DATA.AUGMENT.MEAN",
+    "DATA.AUGMENT.STD",
+)
+"""Keys whose null takes the checkpoint's value; see `linnaeus.models.preprocessing`."""
 
 _NOT_SET = "not set"
 
@@ -94,7 +101,15 @@ def resumed_nodes(config: Config) -> dict[str, Any]:
             "UNFREEZE_EPOCH",
             "EARLY_STOPPING",
         ),
-        "DATA": ("DATASET", "AUGMENT", "SAMPLER", "IMG_SIZE"),
+        "DATA": (
+            "DATASET",
+            "AUGMENT",
+            "SAMPLER",
+            "IMG_SIZE",
+            "DECODE",
+            "BACKGROUND",
+            "BIT_DEPTH",
+        ),
     }
     nodes = dataclasses.asdict(config)
     whole = {name: nodes[name] for name in ("MODEL", "LOSS", "OPTIMIZER", "SCHEDULE")}

@@ -24,7 +24,7 @@ from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
-from linnaeus.data.loader import Loaders
+from linnaeus.data.loader import BatchLoader, Loaders
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_line
 from linnaeus.log import RunFolder
@@ -75,6 +75,7 @@ class FitResult:
         num_steps: optimizer steps of the run so far.
         best_epoch: the epoch of the best checkpoint; None where it is not known.
         stopped_early: a sentence that says why the run ended before its last epoch; empty where it did not.
+        test: metrics of the best checkpoint on the test split; None where there is none.
     """
 
     metrics: dict[str, float]
@@ -87,6 +88,7 @@ class FitResult:
     best_epoch: int | None = None
     stopped_early: str = ""
     best_metrics: dict[str, float] = field(default_factory=dict)
+    test: dict[str, float] | None = None
 
 
 @dataclass
@@ -239,6 +241,7 @@ class Trainer:
                 self._save_before_ending(error)
                 raise
         self.checkpoints.wait()
+        test = None if self.stop.stop_signal else self._test()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(
             self.progress.metrics,
@@ -251,6 +254,7 @@ class Trainer:
             best_epoch=self.progress.best_epoch,
             stopped_early=self._stalled if self.progress.epoch < self.plan.num_epochs else "",
             best_metrics=self.progress.best_metrics,
+            test=test,
         )
 
     def _save_before_ending(self, error: Exception) -> None:
@@ -293,6 +297,23 @@ class Trainer:
             )
         elif problem != first_line(error):
             logger.warning("warning: optimizer step %d is not saved: %s", step, problem)
+
+    def _test(self) -> dict[str, float] | None:
+        """Load the best checkpoint and return its metrics on the test split; None where there is none.
+
+        The last checkpoint is on the disk, so nothing is lost.
+        """
+        if self.loaders.test is None:
+            return None
+        self.world.update("evaluating the test split")
+        best = self.checkpoints.load_best(self.world)
+        if best is not None:
+            best.restore(self.assembly, self.world)
+        empty_cache(self.world.device)
+        values = self._validation_metrics(self.loaders.test)
+        if values is None:
+            self.stop.exchange()
+        return values
 
     @property
     def _stalled(self) -> str:
@@ -535,7 +556,7 @@ class Trainer:
         empty_cache(self.world.device)
         started = time.perf_counter()
         try:
-            values = self._validation_metrics()
+            values = self._validation_metrics(self.loaders.val)
         except Exception as error:
             if not self._memory.refused(error):
                 raise
@@ -584,17 +605,17 @@ class Trainer:
         progress.best, progress.best_epoch = value, progress.epoch
         return True
 
-    def _validation_metrics(self) -> dict[str, float] | None:
-        """Validate on all batches; None on every rank if one was asked to stop."""
+    def _validation_metrics(self, batches: BatchLoader) -> dict[str, float] | None:
+        """Validate on all batches of a split; None on every rank if one was asked to stop."""
         step, metrics = self.assembly.validation_step, self.assembly.metrics
         step.model.eval()
         self.assembly.criterion.eval()
         metrics.reset()
         if isinstance(step.model, FSDPModule):
-            self._validate_together(step)
+            self._validate_together(step, batches)
             reshard(step.model)
         else:
-            for batch in self.loaders.val:
+            for batch in batches:
                 if self.stop.is_requested:
                     break
                 step(batch)
@@ -603,13 +624,13 @@ class Trainer:
         metrics.reset()  # frees the scores of several labels per sample
         return values
 
-    def _validate_together(self, step: ValidationStep) -> None:
+    def _validate_together(self, step: ValidationStep, loader: BatchLoader) -> None:
         """Validate a sharded model: its forward passes are collectives, so all ranks take equally many.
 
         A rank with fewer batches runs its last one again, uncounted. All break off at the same batch.
         """
-        uncounted, own = replace(step, update_metrics=lambda *_: None), len(self.loaders.val)
-        batches = iter(self.loaders.val)
+        uncounted, own = replace(step, update_metrics=lambda *_: None), len(loader)
+        batches = iter(loader)
         for number in range(int(self.world.reduce(torch.tensor(own), "MAX"))):
             if int(self.world.reduce(torch.tensor(int(self.stop.is_requested)), "MAX")):
                 return

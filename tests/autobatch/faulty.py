@@ -15,6 +15,7 @@ TINY = (
     f"MODEL._target_={__name__}.Model",
     "DATA.IMG_SIZE=8",
     "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
     "TRAIN.EPOCHS=1",
 )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
@@ -117,6 +117,7 @@ class Case(NamedTuple):
             "DATA.DATASET.NUM_SAMPLES=100000",
             "DATA.DATASET.NUM_SAMPLES_VAL=100000",
             "DATA.AUTOBATCH.ENABLED=True",
+            "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
             "DATA.AUTOBATCH.MAX_BATCH_SIZE=null",
             "DATA.AUTOBATCH.TOLERANCE=0",
             "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2",
@@ -230,9 +231,9 @@ class MeasuredTrainer(Trainer):
         with self._measured("train"):
             super().train_epoch()
 
-    def _validation_metrics(self) -> dict[str, float] | None:
+    def _validation_metrics(self, batches: Any) -> dict[str, float] | None:
         with self._measured("val"):
-            return super()._validation_metrics()
+            return super()._validation_metrics(batches)
 
     @contextmanager
     def _measured(self, mode: Mode) -> Iterator[None]:

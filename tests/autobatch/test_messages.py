@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -188,6 +189,9 @@ def summaries() -> Iterator[tuple[str, str]]:
     yield "far", summary(result(trial(16), trial(129, "oom"), within=7.0, limited_by="timeout"))
     for mode, limit in itertools.product(("train", "val"), ("memory", "max_batch_size")):
         yield f"{limit}, {mode}", summary(result(trial(16), mode=mode, limited_by=limit, **proof))
+    steps = result(trial(8), trial(16), limited_by="steps_per_epoch", max_batch_size=512, **proof)
+    yield "steps_per_epoch, train", summary(steps)
+    yield "and the largest", summary(dataclasses.replace(steps, max_batch_size=None))
     yield "throughput", summary(result(limited_by="throughput", total_is_limit=True, **proof))
 
 

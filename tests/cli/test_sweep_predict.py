@@ -17,6 +17,7 @@ POINTS = (
     "DATA.DATASET._target_=tests.cli.tiny.Points",
     "DATA.DATASET.length=96",
     "DATA.BATCH_SIZE_VAL=7",
+    "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
 )
 
 

@@ -91,10 +91,9 @@ def test_tilde_goes_back_to_the_default() -> None:
             "my": "DATA: {BATCH_SIZE: 8, FOO: 1}\nMODEL: {NAME: x, DROP_RATE: 0.1}\nTRAIN: {AMP: bf16}"
         }
     )
-    assert (
-        load("--cfg=my.yaml", "~DATA.BATCH_SIZE", "~MODEL", "~DATA.FOO", "~TRAIN.AMP=bf16")
-        == load()
-    )
+    assert load(
+        "--cfg=my.yaml", "~DATA.BATCH_SIZE", "~MODEL", "~DATA.FOO", "~TRAIN.AMP=bf16"
+    ) == load("EXPERIMENT.NAME=my")
     assert load("DATA.BATCH_SIZE=8", "~DATA", "DATA.BATCH_SIZE_VAL=9") == load(
         "DATA.BATCH_SIZE_VAL=9"
     )
@@ -245,11 +244,11 @@ def test_a_key_that_a_class_of_ones_own_does_not_take_can_be_left_out() -> None:
 @pytest.mark.parametrize("group", available())
 def test_every_preset_loads(group: str) -> None:
     is_model: Any = importlib.import_module("timm").is_model if group == "model" else lambda _: True
-    default = load()
+    default = load("EXPERIMENT.NAME=x")
     for name in available()[group]:
         text = (FOLDER / group / f"{name}.yaml").read_text(encoding="utf-8")
         assert text.startswith("# @package _global_\n# ")
-        config = load(f"+{group}='{name}'")
+        config = load(f"+{group}='{name}'", "EXPERIMENT.NAME=x")
         top = yaml.safe_load(text).keys() - {"defaults"}
         assert top <= {"MODEL", "DATA", "OPTIMIZER", "SCHEDULE"}
         fields = [field.name for field in dataclasses.fields(config)]

@@ -96,7 +96,6 @@ COMMAND_LINES = (
     "MODEL.KWARGS={1:2}",
     "EXPERIMENT.NAME=",
     "EXPERIMENT.NAME=../x",
-    "EXPERIMENT.NAME=null",
     "EXPERIMENT.NAME=a\0b",
     "EXPERIMENT.NAME=a\udc80",
     # interpolations

@@ -71,7 +71,7 @@ def test_overrides_are_choices_that_can_be_left_out() -> None:
     )
     assert load("--cfg=my.yaml").MODEL.NAME == "resnet50"
     for token in ("~model", "~model=resnet50", "model=null"):
-        assert load("--cfg=my.yaml", token) == load()
+        assert load("--cfg=my.yaml", token) == load("EXPERIMENT.NAME=my")
     assert load("--cfg=early.yaml").MODEL.NAME == VIT
 
 

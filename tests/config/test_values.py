@@ -147,7 +147,7 @@ ROWS: list[dict[str, tuple[str, Any]]] = [
         "OPTIMIZER.KWARGS": ("{a:${TRAIN.EPOCHS}}", {"a": 20}),
     },
     {
-        "DATA.AUGMENT.CROP_SCALE": ("[1/4, ${DATA.AUGMENT.CROP_FRACTION}]", [0.25, 1.0]),
+        "DATA.AUGMENT.CROP_SCALE": ("[1/4, ${OPTIMIZER.HEAD_LR_SCALE}]", [0.25, 1.0]),
         "DATA.AUGMENT.MEAN": ("null", None),
         "DATA.DATASET.NUM_CLASSES": ("7", [7]),
         "DATA.IMG_SIZE": ("224", 224),
@@ -293,7 +293,7 @@ def test_arithmetic_refuses_everything_else(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "---\n", "DATA:\n  AUTOBATCH:\nMODEL:\n  KWARGS:\n"])
 def test_files_that_set_nothing(text: str) -> None:
     write({"my": text})
-    assert load("--cfg=my.yaml") == load()
+    assert load("--cfg=my.yaml") == load("EXPERIMENT.NAME=my")
 
 
 def test_values_of_a_file() -> None:

@@ -5,11 +5,16 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.checked import find_damaged
 from linnaeus.data.datasets import build_data
+from linnaeus.data.image import AS_CONFIGURED
+from linnaeus.data.image_files import ImageFiles
+from linnaeus.errors import DataError
 from tests.helpers.datasets import write_image
 from tests.helpers.runs import Run
 
@@ -50,13 +55,13 @@ def test_a_cache_that_fails_does_not_fail_the_check(tmp_path: Path, cache: Path)
     files = [str(tmp_path / "a.png"), str(tmp_path / "gone.png")]
     cache.write_text("not a folder")
     for _ in range(2):
-        damaged, num_known = find_damaged(files)
+        damaged, num_known = find_damaged(files, 3, AS_CONFIGURED)
         assert (list(damaged), num_known) == ([1], 0)
     cache.unlink()
-    assert [find_damaged(files)[1] for _ in range(2)] == [0, 1]
+    assert [find_damaged(files, 3, AS_CONFIGURED)[1] for _ in range(2)] == [0, 1]
     [database] = (cache / "linnaeus").iterdir()
     database.write_bytes(b"damaged " * 1000)
-    assert find_damaged(files)[1] == 0
+    assert find_damaged(files, 3, AS_CONFIGURED)[1] == 0
     gc.collect()  # from Python 3.13 on, a connection that was left open warns
 
 
@@ -64,9 +69,52 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "a.png"
     write_image(file)
     whole = file.read_bytes()
-    assert find_damaged([str(file)]) == ({}, 0)
+    assert find_damaged([str(file)], 3, AS_CONFIGURED) == ({}, 0)
     file.write_bytes(whole[:-30] + bytes(30))  # of the same size
     os.utime(file, ns=(1, 1))
-    assert list(find_damaged([str(file)])[0]) == [0]
+    assert list(find_damaged([str(file)], 3, AS_CONFIGURED)[0]) == [0]
     file.write_bytes(whole)
-    assert find_damaged([str(file)]) == ({}, 0)
+    assert find_damaged([str(file)], 3, AS_CONFIGURED) == ({}, 0)
+
+
+@pytest.mark.usefixtures("cache")
+def test_no_command_prints_warnings_of_pillow(run: Run, tmp_path: Path) -> None:
+    for i in range(4):
+        folder = tmp_path / "images" / "ab"[i % 2]
+        write_image(folder / f"{i}.jpg", exif=b"Exif\0\0MM\0*garbage")
+    Image.new("1", (9500, 9500)).save(tmp_path / "images" / "a" / "huge.png")
+    words = ("data=imagefolder", "DATA.DATASET.ROOT=images", "DATA.DATASET.CHANNELS=1")
+    outcome = run("check-data", *words)
+    assert (outcome.code, outcome.err) == (0, "")
+    outcome = run("check-data", *words, "DATA.MAX_PIXELS=90000000")
+    assert outcome.code == 1
+    assert "huge.png" in outcome.err
+    assert "DATA.MAX_PIXELS 90000000" in outcome.err
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_check_and_skip_judge_as_training_does(run: Run, tmp_path: Path, channels: int) -> None:
+    for i in range(8):
+        write_image(tmp_path / "images" / "ab"[i % 2] / f"{i}.png", mode="RGBA" if i else "LA")
+        np.save(tmp_path / "images" / "ab"[i % 2] / f"{i}.npy", np.zeros((5, 9, 9), np.uint8))
+    words = [f"DATA.DATASET.{key}" for key in ("NAME=imagefolder", "ROOT=images")]
+    words.append(f"DATA.DATASET.CHANNELS={channels}")
+    outcome = run("check-data", *words)
+    assert outcome.code == 1
+    node = DatasetConfig(NAME="imagefolder", ROOT="images", CHANNELS=channels)
+    whole, kept = (
+        build_data(DataConfig(DATASET=node, IMG_SIZE=8, ON_BAD_IMAGE=choice), seed=0)
+        for choice in ("raise", "skip")
+    )
+    for split in (whole.train, whole.val):
+        assert isinstance(split, ImageFiles)
+        for position, file in enumerate(split.files):
+            is_bad = (Path(file).suffix == ".npy") != (channels == 5)
+            assert (file.removeprefix(str(tmp_path)) in outcome.err) == is_bad
+            if is_bad:
+                with pytest.raises(DataError):
+                    split[position]
+            else:
+                assert split[position][0].shape == (channels, 8, 8)
+    assert len(kept.train) + len(kept.val) == 8  # type: ignore[arg-type]

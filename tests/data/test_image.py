@@ -1,16 +1,28 @@
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image, ImageCms
+from torchvision.transforms.v2 import functional
 
 from linnaeus.data import EXTENSIONS
-from linnaeus.data.image import find_damage, load_image
+from linnaeus.data.image import (
+    AS_CONFIGURED,
+    Decoding,
+    find_damage,
+    load_image,
+    significant_bits,
+    to_tensor,
+)
 from linnaeus.errors import DataError
 from tests.helpers.datasets import picture, write_image
 
@@ -36,14 +48,14 @@ def test_every_format_gives_the_picture(tmp_path: Path, channels: int) -> None:
         assert image.dtype == torch.uint8
         assert mean_difference(image, as_tensor(picture(), "L" if channels == 1 else "RGB")) < 16
         assert path.suffix.lower() in EXTENSIONS
-        assert find_damage(path) is None
+        assert find_damage(path, 3, AS_CONFIGURED) is None
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_damaged_metadata_do_not_spoil_a_picture(tmp_path: Path) -> None:
     path = write_image(tmp_path / "a.jpg", exif=b"Exif\0\0MM\0*garbage")
     assert mean_difference(load_image(path, 3), as_tensor(picture())) < 16
-    assert find_damage(path) is None
+    assert find_damage(path, 3, AS_CONFIGURED) is None
 
 
 def damaged_files(folder: Path) -> dict[str, Path]:
@@ -81,7 +93,10 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"DATA\.ON_BAD_IMAGE") as caught:
             load_image(path, 3)
         assert str(path) in str(caught.value)
-        assert find_damage(path), path
+        assert find_damage(path, 3, AS_CONFIGURED), path
+
+
+ALPHA = (np.arange(16 * 24) % 256).astype(np.uint8).reshape(16, 24)
 
 
 def reference(seed: int = 3) -> np.ndarray:
@@ -90,12 +105,18 @@ def reference(seed: int = 3) -> np.ndarray:
     return fields.repeat(4, axis=0).repeat(4, axis=1)
 
 
+def on(background: int, rgb: np.ndarray, alpha: np.ndarray = ALPHA) -> np.ndarray:
+    """The pixels composited on a grey background."""
+    part = alpha[:, :, None] / 255
+    return np.rint(rgb * part + background * (1 - part)).astype(np.uint8)
+
+
 def grey(rgb: np.ndarray) -> np.ndarray:
     return np.repeat(rgb[:, :, :1], 3, axis=2)
 
 
 def with_alpha(image: Image.Image) -> Image.Image:
-    image.putalpha(Image.fromarray((np.arange(16 * 24) % 256).astype(np.uint8).reshape(16, 24)))
+    image.putalpha(Image.fromarray(ALPHA))
     return image
 
 
@@ -145,9 +166,18 @@ ODD: dict[str, tuple[Callable[[Path], Any], np.ndarray, float]] = {
     ),
     "cmyk.jpg": (lambda p: COLOUR.convert("CMYK").save(p, quality=100), RGB, 3),
     "animated.gif": (lambda p: palette_image().save(p, **MORE), CHOSEN, 0),
-    "palette.png": (lambda p: palette_image().save(p, transparency=bytes(range(16))), CHOSEN, 0),
-    "la.png": (lambda p: with_alpha(SHADES.copy()).save(p), grey(RGB), 0),
-    "rgba.png": (lambda p: with_alpha(COLOUR.copy()).save(p), RGB, 0),
+    "palette.png": (
+        lambda p: palette_image().save(p, transparency=bytes(range(0, 256, 17))),
+        on(255, CHOSEN, LABELS * 17),
+        0.5,
+    ),
+    "la.png": (lambda p: with_alpha(SHADES.copy()).save(p), on(255, grey(RGB)), 0.5),
+    "rgba.png": (lambda p: with_alpha(COLOUR.copy()).save(p), on(255, RGB), 0.5),
+    "one color.png": (
+        lambda p: COLOUR.save(p, transparency=tuple(RGB[0, 0].tolist())),
+        np.where((RGB[0, 0] == RGB).all(axis=2, keepdims=True), 255, RGB).astype(np.uint8),
+        0,
+    ),
     "rotated.png": (rotated, RGB, 0),
     "1-bit.png": (
         lambda p: Image.fromarray(BITS).convert("1").save(p),
@@ -168,4 +198,230 @@ def test_odd_images_give_their_plain_form(tmp_path: Path, name: str) -> None:
     write(tmp_path / name)
     found = load_image(tmp_path / name, 3)
     assert mean_difference(found, torch.from_numpy(expected.copy()).permute(2, 0, 1)) <= allowed
-    assert find_damage(tmp_path / name) is None
+    assert find_damage(tmp_path / name, 3, AS_CONFIGURED) is None
+
+
+def test_opaque_pixels_and_older_runs_keep_their_colors(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    with_alpha(COLOUR.copy()).save(file)
+    opaque, colors = torch.from_numpy(ALPHA == 255), torch.from_numpy(RGB).permute(2, 0, 1)
+    for background in (0, 90, 255):
+        found = load_image(file, 3, Decoding((background,) * 3))
+        assert torch.equal(found[:, opaque], colors[:, opaque])
+        assert set(found[:, ALPHA == 0].unique().tolist()) == {background}
+        grey = load_image(file, 1, Decoding((background,) * 3))
+        assert set(grey[:, ALPHA == 0].unique().tolist()) == {background}
+    assert torch.equal(load_image(file, 3, Decoding(background=None)), colors)
+
+
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "I;16", "F")
+
+
+def of_mode(mode: str, folder: Path) -> Path:
+    """A file of this mode."""
+    path = folder / f"{mode.replace(';', '_')}.tif"
+    if mode == "YCbCr":
+        COLOUR.convert(mode).save(path, compression="raw")
+    elif mode == "I;16":
+        Image.fromarray(GREY.astype(np.uint16)).save(path)
+    elif mode == "I;16B":
+        path = path.with_suffix(".tif")
+        Image.frombytes(mode, (24, 16), GREY.astype(">u2").tobytes()).save(path)
+    elif mode == "P+tRNS":
+        path = path.with_suffix(".png")
+        palette_image().save(path, transparency=bytes(16))
+    elif mode == "LAB":
+        profiles = [ImageCms.createProfile(name) for name in ("sRGB", "LAB")]
+        change = ImageCms.buildTransform(*profiles, "RGB", "LAB")
+        ImageCms.applyTransform(COLOUR, change).save(path)  # type: ignore[union-attr]
+    else:
+        COLOUR.convert(mode).save(path)
+    return path
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
+def test_what_the_check_passes_loads(tmp_path: Path, channels: int) -> None:
+    if channels not in (1, 3):
+        pytest.importorskip("tifffile")
+    readable = set()
+    for mode in (*MODES, "I;16B", "P+tRNS", "LAB"):
+        path = of_mode(mode, tmp_path)
+        reason = find_damage(path, channels, AS_CONFIGURED)
+        if reason is None:
+            assert load_image(path, channels).shape == (channels, 16, 24)
+            readable.add(mode)
+            continue
+        with pytest.raises(DataError) as caught:
+            load_image(path, channels)
+        assert reason in str(caught.value)
+        assert "DATA.DATASET.CHANNELS" in reason
+    if channels in (1, 3):
+        assert readable == {*MODES, "I;16B", "P+tRNS", "LAB"}
+    else:
+        assert readable == {2: {"LA"}, 4: {"RGBA", "CMYK"}}.get(channels, set())
+
+
+@pytest.mark.parametrize("mode", ["La", "PA", "RGBa", "RGBX", "HSV", "I;16B"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_modes_without_a_file_format_convert(mode: str, channels: int) -> None:
+    through = {"La": "LA", "RGBa": "RGBA", "PA": "P"}.get(mode, mode)
+    if mode == "I;16B":
+        image = Image.frombytes(mode, (24, 16), GREY.astype(">u2").tobytes())
+    else:
+        image = COLOUR.convert(through).convert(mode)
+    assert to_tensor(image, channels, AS_CONFIGURED).shape == (channels, 16, 24)
+
+
+BANDS = np.random.default_rng(5).integers(0, 2**12, (5, 16, 24), dtype=np.uint16)
+
+
+def write_bands(path: Path, bands: np.ndarray, layout: str = "CHW") -> Path:
+    """An array file or a TIFF file of channels [C, H, W]."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = np.ascontiguousarray(bands if layout == "CHW" else np.moveaxis(bands, 0, -1))
+    if path.suffix == ".npy":
+        np.save(path, values)
+    else:
+        tifffile = pytest.importorskip("tifffile")
+        config = None if layout == "pages" else "separate" if layout == "CHW" else "contig"
+        values = bands if layout == "pages" else values
+        tifffile.imwrite(path, values, planarconfig=config, photometric="minisblack")
+    return path
+
+
+@pytest.mark.parametrize("name", ["CHW.npy", "HWC.npy", "CHW.tif", "HWC.tif", "pages.tif"])
+def test_any_number_of_channels_is_read(tmp_path: Path, name: str) -> None:
+    path = write_bands(tmp_path / name, BANDS, Path(name).stem)
+    found = load_image(path, 5, Decoding(bit_depth=12))
+    assert torch.equal(found, torch.from_numpy((BANDS >> 4).astype(np.uint8)))
+    assert find_damage(path, 5, AS_CONFIGURED) is None
+    for channels in (1, 3, 4):
+        reason = find_damage(path, channels, AS_CONFIGURED) or ""
+        if name != "pages.tif" or channels == 4:  # else its first page
+            assert "DATA.DATASET.CHANNELS" in reason
+            assert "[5, 16, 24]" in reason or "[16, 24, 5]" in reason
+    path.write_bytes(path.read_bytes()[:2000])
+    assert find_damage(path, 5, AS_CONFIGURED)
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = of_mode("RGBA", tmp_path)
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    assert "pip install tifffile" in (find_damage(path, 4, AS_CONFIGURED) or "")
+    assert find_damage(path, 3, AS_CONFIGURED) is None
+
+
+def test_arrays_without_a_clear_channel_axis_are_refused(tmp_path: Path) -> None:
+    for shape in ((5, 9, 5), (9, 5, 9), (2, 5, 9, 9), (9,), (0, 5, 5)):
+        np.save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
+        with pytest.raises(DataError, match=re.escape(str(list(shape)))):
+            load_image(tmp_path / "a.npy", 5)
+    np.save(tmp_path / "a.npy", np.array([{}]))
+    assert find_damage(tmp_path / "a.npy", 5, AS_CONFIGURED)
+
+
+def test_arrays_of_one_and_three_channels_are_converted(tmp_path: Path) -> None:
+    np.save(tmp_path / "rgb.npy", RGB)
+    assert torch.equal(load_image(tmp_path / "rgb.npy", 3), as_tensor(COLOUR))
+    assert torch.equal(load_image(tmp_path / "rgb.npy", 1), as_tensor(COLOUR, "L"))
+    np.save(tmp_path / "grey.npy", GREY.astype(np.float32) / 255)
+    assert torch.equal(load_image(tmp_path / "grey.npy", 3), as_tensor(SHADES))
+
+
+def test_colors_of_16_bits_are_not_read_dark(tmp_path: Path) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    values = RGB.astype(np.uint16) * 16
+    tifffile.imwrite(tmp_path / "a.tif", values)
+    assert significant_bits(tmp_path / "a.tif", 3) == 12
+    assert torch.equal(load_image(tmp_path / "a.tif", 3, Decoding(bit_depth=12)), as_tensor(COLOUR))
+    tifffile.imwrite(tmp_path / "b.tif", values * 16)
+    assert significant_bits(tmp_path / "b.tif", 3) == 16
+    assert torch.equal(load_image(tmp_path / "b.tif", 3), as_tensor(COLOUR))
+
+
+def test_the_largest_image_is_a_key(tmp_path: Path) -> None:
+    path = write_image(tmp_path / "a.png")
+    np.save(tmp_path / "a.npy", np.asarray(picture()))
+    for file in (path, tmp_path / "a.npy"):
+        assert find_damage(file, 3, Decoding(max_pixels=24 * 32)) is None
+        assert "DATA.MAX_PIXELS" in (find_damage(file, 3, Decoding(max_pixels=24 * 32 - 1)) or "")
+
+
+def test_an_image_above_pillows_limit_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
+    path = write_image(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"DATA\.MAX_PIXELS"):
+        load_image(path, 3, Decoding(max_pixels=600))
+    assert load_image(path, 3, Decoding(max_pixels=768)).shape == (3, 24, 32)
+
+
+def test_heic_images_are_read_where_the_library_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pillow_heif = pytest.importorskip("pillow_heif")
+    pillow_heif.from_pillow(picture()).save(tmp_path / "a.heic", quality=95)
+    assert mean_difference(load_image(tmp_path / "a.heic", 3), as_tensor(picture())) < 16
+    damaged = tmp_path / "b.heic"
+    damaged.write_bytes((tmp_path / "a.heic").read_bytes()[:40])
+    assert find_damage(damaged, 3, AS_CONFIGURED)
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    assert "pip install pillow-heif" in (find_damage(damaged, 3, AS_CONFIGURED) or "")
+
+
+def test_no_image_file_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, ran = tmp_path / "photo.jpg", tmp_path / "ran"
+    picture().save(path, format="EPS")
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\necho > '{ran}'\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # Pillow looks once for it
+    assert find_damage(path, 3, AS_CONFIGURED)
+    with pytest.raises(DataError, match=r"photo\.jpg"):
+        load_image(path, 3)
+    assert not ran.exists()
+    with Image.open(path) as image, suppress(OSError):
+        image.load()
+    assert ran.exists(), "a negative control"
+
+
+def large_photo(path: Path, size: tuple[int, int] = (1200, 900), **options: Any) -> Path:
+    """A JPEG file with fine and coarse structure."""
+    noise = np.random.default_rng(6).integers(0, 256, (size[1] // 50, size[0] // 50, 3), np.uint8)
+    Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(path, quality=95, **options)
+    return path
+
+
+def test_large_photos_are_decoded_at_twice_the_size_needed(tmp_path: Path) -> None:
+    path = large_photo(tmp_path / "a.jpg")
+    whole = load_image(path, 3)
+    assert torch.equal(whole, as_tensor(Image.open(path)))
+    fast = Decoding(fast=True)
+    for side, scale in ((900, 1), (451, 1), (450, 2), (226, 2), (225, 4), (113, 4), (20, 8)):
+        found = load_image(path, 3, fast, lambda *_, side=side: (side, side))
+        assert found.shape == (3, -(-900 // scale), 1200 // scale)
+        size = [side // 2, side * 2 // 3]  # of the model's input
+        resized = [functional.resize(each, size, antialias=True) for each in (found, whole)]
+        assert mean_difference(*resized) < 1.5
+        exact = load_image(path, 3, AS_CONFIGURED, lambda *_, side=side: (side, side))
+        assert torch.equal(exact, whole)
+
+
+def test_the_orientation_turns_the_size_needed(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path, seen = large_photo(tmp_path / "a.jpg", exif=exif), []
+
+    def smallest(height: int, width: int) -> tuple[float, float]:
+        seen.append((height, width))
+        return 600, 225
+
+    assert load_image(path, 3, Decoding(fast=True), smallest).shape == (3, 600, 450)
+    assert seen == [(1200, 900)]
+
+
+def test_other_formats_are_decoded_whole(tmp_path: Path) -> None:
+    path = write_image(tmp_path / "a.png")
+    assert load_image(path, 3, Decoding(fast=True), lambda *_: (1, 1)).shape == (3, 24, 32)

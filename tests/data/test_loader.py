@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice, repeat
@@ -29,6 +30,7 @@ from linnaeus.data.loader import (
     with_measured_workers,
 )
 from linnaeus.data.sampler import EpochSampler, Sizes
+from linnaeus.data.user_dataset import UserDataset
 from linnaeus.dist import World
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, seed_generators
@@ -135,8 +137,56 @@ def test_without_a_number_there_are_as_many_workers_as_make_loading_faster(
     measured = with_measured_workers(config, data, World(CPU, 0, 1, processes), seed=0)
     assert measured == replace(config, NUM_WORKERS=expected)
     assert ("has one CPU core" in caplog.text) == (cores == 1)
-    other = replace(data, train=Draws(1 << 20))  # a dataset of the user's own
-    assert (asked or 0) == with_measured_workers(config, other, World(CPU), seed=0).NUM_WORKERS
+    own = UserDataset(Draws(16), "my.Draws", None, raw=False)
+    users = replace(data, train=own, in_chans=None, img_size=None)
+    found = with_measured_workers(config, users, World(CPU, 0, 1, processes), seed=0)
+    assert found == measured
+    in_memory = replace(data, train=Draws(1 << 20))  # of no file and of no user
+    assert (asked or 0) == with_measured_workers(config, in_memory, World(CPU), seed=0).NUM_WORKERS
+
+
+class Locked(Draws):
+    """Holds what a fork would copy in a state of its own."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.lock = threading.Lock()
+
+
+class Alone(Draws):
+    """Can be read by the process that made it."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.pid = os.getpid()
+
+    def __getitem__(self, index: int) -> Any:
+        if os.getpid() != self.pid:
+            raise OSError("not my process")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Draws, 2), (Locked, 0), (Alone, 0)])
+def test_users_datasets_that_processes_cannot_share_load_alone(
+    kind: type[Draws],
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="linnaeus.data")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    real = samples_per_s
+
+    def measured(dataset: Any, config: Any, workers: int, batch_size: int) -> float:
+        """Read, and let each worker be as fast as the next."""
+        return min(1 + workers, real(dataset, config, workers, batch_size))
+
+    monkeypatch.setattr("linnaeus.data.loader.samples_per_s", measured)
+    own = UserDataset(kind(16), "my.Data", None, raw=False)
+    data = DataBundle(own, own, None, None, None, collate_pairs)
+    found = with_measured_workers(DataConfig(NUM_WORKERS=None), data, World(CPU), seed=0)
+    assert expected == found.NUM_WORKERS
+    assert ("my.Data" in caplog.text) == (expected == 0)
 
 
 @pytest.mark.parametrize("workers", WORKERS)

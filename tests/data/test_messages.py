@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,13 +18,14 @@ from linnaeus.data.datasets import (
     build_data,
     build_evaluation_data,
 )
-from linnaeus.data.image import load_image
+from linnaeus.data.image import Decoding, load_image
 from linnaeus.data.mixing import Mixing, mixed_epochs
 from linnaeus.data.sampler import BalancedSampler
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
-from linnaeus.data.transforms import Preprocessing
+from linnaeus.data.transforms import Preprocessing, build_transforms
 from linnaeus.data.user_dataset import UserDataset
 from tests.helpers import datasets
+from tests.helpers.datasets import write_image
 from tests.helpers.forks import ROOT
 from tests.helpers.messages import Golden, error_and_code_of
 
@@ -77,7 +79,11 @@ FOLDERS: dict[str, Callable[[], object]] = {
     "one class at the top": lambda: folders(classes=CLASSES[:2]),
     "one class": lambda: folders(classes=("cat",)),
     "number of ranks": lambda: folders(RANKS=["species"]),
-    "channels": lambda: folders(CHANNELS=4),
+    "channels": lambda: load_image(write_image(Path("photo.png")), 4),
+    "channels of an array": lambda: load_image(array(5, 8, 9), 4),
+    "two axes of channels": lambda: load_image(array(4, 8, 4), 4),
+    "too large": lambda: load_image(write_image(Path("photo.png")), 3, Decoding(max_pixels=9)),
+    "policy of colors": lambda: build_transforms(AugmentConfig(POLICY="randaugment"), (8, 8), 4),
     "unknown classes of val": lambda: folders(
         "images/val/A/oak/0.jpg images/val/F/x/0.jpg", tuple(f"train/{n}" for n in CLASSES)
     ),
@@ -90,6 +96,11 @@ FOLDERS: dict[str, Callable[[], object]] = {
     "damaged image": lambda: folders().train[0],
     "no such image": lambda: load_image(Path("gone.jpg"), 3),
 }
+
+
+def array(*shape: int) -> Path:
+    np.save("array.npy", np.zeros(shape, np.uint8))
+    return Path("array.npy")
 
 
 def manifest(text: str | bytes, **dataset: Any) -> DataBundle:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import Subset, random_split
 
 from linnaeus.config.schema import AugmentConfig, DataConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
+from linnaeus.data.image import Decoding
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.data.user_dataset import UserDataset
 from linnaeus.errors import DataError
@@ -80,6 +82,21 @@ def test_torchvision_style_with_pillow_images() -> None:
     assert image.shape == (3, 10, 20)
     assert image[0, 0, 0] == pytest.approx(40 / 255 * 2 - 1)
     assert target.tolist() == [2]
+
+
+def clear(split: str) -> list[Any]:
+    return [(Image.new("RGBA", (8, 8), (200, 0, 0, alpha)), 0) for alpha in (0, 255) * 4]
+
+
+def test_transparent_pillow_images_show_the_background() -> None:
+    node = {"_target_": f"{__name__}.clear"}
+    config = DataConfig(DATASET=node, BACKGROUND=[255, 0, 51], DECODE="fast")
+    bundle = build_data(config, seed=0)
+    found = [bundle.val[i][0].amax(dim=(1, 2)).tolist() for i in (0, 1)]
+    assert found[0] == pytest.approx([1, -1, -0.6])
+    assert found[1] == pytest.approx([200 / 127.5 - 1, -1, -1])
+    assert bundle.preprocessing is not None
+    assert bundle.preprocessing.decoding == Decoding((255, 0, 51), fast=False)
 
 
 def test_pillow_images_get_the_size_asked_for_or_one_for_all() -> None:

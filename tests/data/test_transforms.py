@@ -1,16 +1,31 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.transforms import Normalise, ThroughPillow, Transform, build_transforms
+from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig, ModelConfig
+from linnaeus.data.bundle import as_size
+from linnaeus.data.transforms import (
+    Normalise,
+    Pipeline,
+    Preprocessing,
+    ResizeCenterCrop,
+    ThroughPillow,
+    Transform,
+    build_transforms,
+)
+from linnaeus.models.preprocessing import with_preprocessing
 
 IMAGE = torch.randint(
     0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -106,3 +121,162 @@ def test_the_image_that_comes_in_is_not_changed() -> None:
     before = IMAGE.clone()
     results(transform((40, 60), ERASING=1.0))
     assert torch.equal(IMAGE, before)
+
+
+# Resizing.
+
+WEIGHTS = (
+    "resnet50.a1_in1k",
+    "vit_base_patch16_224.augreg2_in21k_ft_in1k",
+    "efficientnet_b0.ra_in1k",
+    "resnet18.tv_in1k",
+    "inception_v3.tf_in1k",
+    "eva02_base_patch14_448.mim_in22k_ft_in22k_in1k",
+    "vit_small_patch14_dinov2.lvd142m",
+)
+
+
+def photograph(width: int, height: int) -> Image.Image:
+    """Smooth patches of colour."""
+    patches = np.random.default_rng(width).integers(0, 256, (7, 9, 3), dtype=np.uint8)
+    return Image.fromarray(patches).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def pixels(shape: tuple[int, int], width: int = 90) -> torch.Tensor:
+    return functional.pil_to_tensor(photograph(width, 60)).contiguous()[:, : shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_validation_sees_what_timm_shows_the_weights(name: str) -> None:
+    """The source of the expected pictures is timm's own evaluation transform."""
+    cfg = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    timms = create_transform(**cfg, is_training=False)
+    data, _ = with_preprocessing(
+        DataConfig(DATASET=DatasetConfig(NAME="imagefolder")), ModelConfig(name, PRETRAINED=True)
+    )
+    own = build_transforms(data.AUGMENT, as_size(data.IMG_SIZE, (0, 0)), 3)[1]
+    plain = build_transforms(AugmentConfig(), own.size, 3)[1]
+    std = 255 * torch.tensor(cfg["std"]).view(3, 1, 1)
+    for size in ((500, 375), (375, 500), (1024, 683), (300, 300), (900, 200)):
+        image = photograph(*size)
+        expected = timms(image) * std
+        found, otherwise = (
+            each.transform()(functional.pil_to_tensor(image)) * std for each in (own, plain)
+        )
+        assert float((found - expected).abs().max()) <= 2.01
+        assert float((found - expected).abs().mean()) <= 0.05
+        assert float((otherwise - expected).abs().mean()) > 0.5 or own.crop_fraction == 1.0
+
+
+@pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
+@pytest.mark.parametrize("size", [(224, 224), (160, 224)])
+@pytest.mark.parametrize("fraction", [1.0, 0.95])
+def test_each_mode_of_resizing_is_that_of_timm(
+    mode: str, size: tuple[int, int], fraction: float
+) -> None:
+    timms = create_transform(
+        (3, *size),
+        crop_pct=fraction,
+        crop_mode={"crop": "center", "letterbox": "border"}.get(mode, mode),
+        interpolation="bicubic",
+        mean=(0.2, 0.4, 0.6),
+        normalize=False,
+    )
+    own = ResizeCenterCrop(size, fraction, mode, "bicubic", (0.2, 0.4, 0.6))
+    for shape in ((500, 375), (375, 500), (60, 900), (31, 47)):
+        image = photograph(*shape)
+        difference = own(functional.pil_to_tensor(image)).int() - timms(image).int()
+        assert int(difference.abs().max()) <= 2
+
+
+def whole(image: torch.Tensor, size: tuple[int, int], fraction: float) -> torch.Tensor:
+    """Resize all of the image, then crop, as earlier versions did."""
+    height, width = image.shape[-2:]
+    scale = max(size[0] / height, size[1] / width) / fraction
+    resized = [max(size[0], round(height * scale)), max(size[1], round(width * scale))]
+    image = functional.resize_image(image, resized, antialias=True)
+    return functional.center_crop_image(image, list(size))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.875])
+@pytest.mark.parametrize(
+    ("shape", "is_cropped_first"),
+    [((60, 80), False), ((48, 60), False), ((60, 9), True), ((7, 90), True)],
+)
+def test_files_of_earlier_versions_keep_their_pixels(
+    shape: tuple[int, int], is_cropped_first: bool, fraction: float
+) -> None:
+    content = {"channels": 3, "size": [32, 32], "crop_fraction": fraction}
+    content |= {"mean": [0.5] * 3, "std": [0.5] * 3}
+    image = pixels(shape)
+    found = Preprocessing.from_dict(content).transform().pixels(image)  # type: ignore[attr-defined]
+    expected = whole(image, (32, 32), fraction)
+    assert int((found.int() - expected.int()).abs().max()) <= is_cropped_first
+    fractions = Preprocessing.from_dict(content).transform().pixels(image / 255)  # type: ignore[attr-defined]
+    torch.testing.assert_close(255 * fractions, expected.float(), rtol=0, atol=1.5)
+
+
+class Largest(TorchDispatchMode):
+    """Number of values of the largest tensor that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+def test_of_a_thin_image_only_what_is_seen_is_resized() -> None:
+    """The image of 1 x 8000 pixels has less than 1 MB, and was 1.2 GB when it was resized as a whole."""
+    thin = torch.zeros(3, 1, 8000, dtype=torch.uint8)
+    thin[:, :, 4000:] = 200
+    for image in (thin, thin.transpose(1, 2)):
+        with Largest() as largest:
+            found = ResizeCenterCrop((224, 224))(image)
+        assert largest.numel <= 2 * found.numel()
+        assert found.shape == (3, 224, 224)
+        assert {int(found.min()), int(found.max())} == {0, 200}
+        assert math.isclose(float(found.float().mean()), 100, abs_tol=1)
+    with Largest() as largest:
+        whole(thin[:, :, 3950:4050], (224, 224), 1.0)
+    assert largest.numel > 2 * found.numel()
+
+
+def test_training_crops_with_the_interpolation_of_validation() -> None:
+    image = pixels((60, 90))
+    for scale in ([0.3, 0.9], [1.0, 1.0]):
+        first, second, same = (
+            results(transform(CROP_SCALE=scale, INTERPOLATION=interpolation), image, 1)[0]
+            for interpolation in ("bilinear", "bicubic", None)
+        )
+        assert not torch.equal(first, second)
+        assert torch.equal(first, same)
+
+
+@pytest.mark.parametrize("scale", [[0.08, 1.0], [0.3, 0.3]])
+def test_the_size_to_decode_follows_from_the_crop(scale: list[float]) -> None:
+    pipeline = transform((48, 32), CROP_SCALE=scale)
+    assert isinstance(pipeline, Pipeline)
+    crop: Any = pipeline.pixels[0]
+    sizes = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        height, width = pipeline.smallest(3000, 4000)
+        taken = crop.make_params([torch.empty(3, 3000, 4000, device="meta")])
+        assert taken["height"] * height / 3000 == pytest.approx(2 * 48)
+        assert taken["width"] * width / 4000 == pytest.approx(2 * 32)
+        sizes.add((height, width))
+    assert len(sizes) == 20
+    assert pipeline.smallest(191, 4000) == (191, 4000), "no scale is small enough"
+
+
+@pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
+def test_a_centre_crop_needs_twice_its_size(mode: str) -> None:
+    for fraction, size in ((1.0, (96, 64)), (0.5, (192, 128))):
+        pipeline = transform((48, 32), train=False, CROP_FRACTION=fraction, RESIZE=mode)
+        assert isinstance(pipeline, Pipeline)
+        assert pipeline.smallest(3000, 4000) == size

@@ -28,7 +28,11 @@ from tests.helpers.runs import Outcome
 
 MIB = 1024**2
 BASE = 600 * MIB
-POINTS = ("DATA.DATASET._target_=tests.cli.tiny.Points", "DATA.DATASET.length=500")
+POINTS = (
+    "DATA.DATASET._target_=tests.cli.tiny.Points",
+    "DATA.DATASET.length=500",
+    "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
+)
 WIDE = ("MODEL._target_=tests.cli.tiny.Wide", *POINTS)
 GROWING = (
     "MODEL._target_=tests.cli.tiny.Growing",

@@ -73,7 +73,9 @@ class Model(nn.Module):
 
 def prepared(*argv: str, world: World = World(CPU), **options: Any) -> tuple[SizeSearch, Assembly]:  # noqa: B008
     """A search as a run prepares it; `options` are those of `SizeSearch`."""
-    config = load_config([ON, "EXPERIMENT.DEVICE=cpu", *argv]).config
+    config = load_config(
+        [ON, "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1", "EXPERIMENT.DEVICE=cpu", *argv]
+    ).config
     seed_all(0)
     data = build_data(config.DATA, seed=0)
     assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)

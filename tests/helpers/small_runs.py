@@ -59,6 +59,8 @@ PLAIN = (
     "TRAIN.EPOCHS=3",
     "TRAIN.LOG_EVERY=1",
     "DATA.BATCH_SIZE=32",
+    "DATA.NUM_WORKERS=0",
+    "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
     "OPTIMIZER.LR=0.01",
 )
 """A run without BatchNorm. Later tokens override these."""

@@ -44,10 +44,16 @@ def spec_of(
     size: tuple[int, int] = (32, 32),
     node: Mapping[str, Any] | None = None,
     is_of_files: bool = True,
+    resizing: Mapping[str, str] | None = None,
     **model: Any,
 ) -> ModelSpec:
     preprocessing = Preprocessing(
-        channels, size, 0.9, (0.5, 0.4, 0.3)[:channels], (0.2, 0.3, 0.25)[:channels]
+        channels,
+        size,
+        0.9,
+        (0.5, 0.4, 0.3)[:channels],
+        (0.2, 0.3, 0.25)[:channels],
+        **(resizing or {"resize": "crop"}),
     )
     return ModelSpec(
         node=dict(node)

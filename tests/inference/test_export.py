@@ -65,6 +65,8 @@ def check_description(content: dict[str, Any], outputs: str | None, size: int = 
         "mean": [0.5, 0.4, 0.3],
         "std": [0.2, 0.3, 0.25],
         "crop_fraction": 0.9,
+        "interpolation": "bilinear",
+        "resize": "crop",
     }
     assert content["input"] == expected
 
@@ -139,6 +141,12 @@ BIAS = ("heads.1.bias", "layers.species.bias")
 CASES = {
     "vit with a tag, another size": ("test_vit.r160_in1k", {"size": (48, 32)}),
     "convnext, grey": ("test_convnext", {"channels": 1}),
+    "letterbox": (
+        "test_resnet",
+        {"resizing": {"interpolation": "bicubic", "resize": "letterbox"}},
+    ),
+    "squash": ("test_resnet", {"resizing": {"interpolation": "bilinear", "resize": "squash"}}),
+    "an older run": ("test_resnet", {"resizing": {"resize": "cover"}}),
     "own arguments": ("test_vit", {"KWARGS": {"global_pool": "avg", "patch_size": 8}}),
 }
 
@@ -157,7 +165,9 @@ def test_plain_timm_loads_its_folder(case: str, tmp_path: Path) -> None:
     assert preprocessing is not None
     assert tuple(data["input_size"]) == size
     assert (tuple(data["mean"]), tuple(data["std"])) == (preprocessing.mean, preprocessing.std)
-    assert (data["crop_pct"], data["interpolation"]) == (0.9, "bilinear")
+    assert (data["crop_pct"], data["interpolation"]) == (0.9, preprocessing.interpolation)
+    modes = {"letterbox": "border", "squash": "squash"}
+    assert data["crop_mode"] == modes.get(preprocessing.resize, "center")
 
 
 def test_timm_takes_the_head_of_another_rank(birds: TrainedRun, tmp_path: Path) -> None:

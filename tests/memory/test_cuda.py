@@ -227,6 +227,7 @@ def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run: Run, tmp_
         *SMALL,
         "EXPERIMENT.DEVICE=cuda",
         "DATA.AUTOBATCH.ENABLED=True",
+        "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
         "TRAIN.AMP=fp16",
         f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION={fraction(GIB // 2)}",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=32",

@@ -12,9 +12,10 @@ from linnaeus.config.schema import DataConfig, ModelConfig
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import build_freezing
-from linnaeus.models.normalisation import with_normalisation
+from linnaeus.models.preprocessing import with_preprocessing
 from tests.helpers.messages import Golden, error_of
-from tests.helpers.small_models import TWO_RANKS, build, built
+from tests.helpers.small_models import ONE_RANK, TWO_RANKS, build, built
+from tests.helpers.trained import save_run, spec_of
 
 OWN = f"{__name__}.not_a_module"
 
@@ -118,10 +119,28 @@ def test_messages(
     messages["weights: of a folder"] = built(f"local-dir:{folder}", PRETRAINED=True)[1]
     torch.save(build().backbone.state_dict(), tmp_path / "a.pth")
     messages["weights: of a file"] = built(WEIGHTS=str(tmp_path / "a.pth"))[1]
+    messages["weights: with heads"] = built(WEIGHTS=str(saved_heads(tmp_path, TWO_RANKS)))[1]
+    of_run = built(
+        taxonomy=ONE_RANK, WEIGHTS=str(save_run(tmp_path / "run", spec_of(taxonomy=TWO_RANKS)))
+    )
+    messages["weights: of a run"] = of_run[1]
+    averages = {f"net.{name}": each for name, each in build().backbone.state_dict().items()}
+    torch.save({"model": {}, "ema": averages | {"step": torch.ones(1)}}, tmp_path / "a.pth")
+    messages["weights: of another program"] = built(WEIGHTS=str(tmp_path / "a.pth"))[1]
+    torch.save({"arch": "test_vit", **averages}, tmp_path / "a.pth")
+    messages["error: file of another architecture"] = error_of(
+        build, "test_convnext", WEIGHTS=str(tmp_path / "a.pth")
+    )
     messages["freezing"] = str(build_freezing(ModelConfig(FREEZE="backbone"), build(), 3).sentence)
     data = DataConfig()
     data.DATASET.NAME, data.AUGMENT.MEAN = "synthetic", [0.5] * 3
-    messages["normalisation"] = str(
-        with_normalisation(data, ModelConfig(NAME="resnet18", PRETRAINED=True))[1]
+    messages["preprocessing"] = str(
+        with_preprocessing(data, ModelConfig(NAME="resnet18", PRETRAINED=True))[1]
     )
     golden("models", messages, folder=folder, tmp=tmp_path, here=__name__)
+
+
+def saved_heads(folder: Path, taxonomy: Taxonomy) -> Path:
+    """A state dict of a whole model, which does not name its classes."""
+    torch.save(build(taxonomy=taxonomy).state_dict(), folder / "whole.pth")
+    return folder / "whole.pth"

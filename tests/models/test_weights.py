@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
+import re
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from timm.utils import CheckpointSaver
 from torch import Tensor, nn
 
 from linnaeus.config.schema import DataConfig, ModelConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
+from linnaeus.inference.trained import load_run
 from linnaeus.models.build import build_model
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.models.normalisation import with_normalisation
+from linnaeus.models.preprocessing import with_preprocessing
 from tests.helpers.small_models import ONE_RANK as ONE_LEVEL
 from tests.helpers.small_models import TWO_RANKS as BEFORE
 from tests.helpers.small_models import built
+from tests.helpers.trained import PLAIN, save_run, spec_of
 
 FAMILIES = BEFORE.levels[0]
 SAME_NAMES = Taxonomy((FAMILIES, Level("species", ("wolf", "lion", "lynx"))), ((1, 0, 0),))
@@ -89,7 +98,9 @@ def test_heads_are_copied_where_the_classes_are_the_same(
     untrained, _ = built(taxonomy=taxonomy)
     num_tensors = 90 + 2 * (len(taxonomy.levels) - len(new))
     assert f"{num_tensors} tensors" in line
-    assert ("head of" in line) == bool(new)
+    assert (" new head" in line) == bool(new)
+    assert ("by class names" in line) == (spec is not None and len(new) < len(taxonomy.levels))
+    assert ("does not name them" in line) == (spec is None and len(new) < len(taxonomy.levels))
     for index, level in enumerate(taxonomy.levels):
         weight: Tensor = model.heads[index].weight
         if level.name in new:
@@ -115,11 +126,179 @@ def test_state_dicts_of_a_whole_model_in_their_wrappings(
         f"{prefix}{name}": value for name, value in source.state_dict().items()
     }
     torch.save(state if nested is None else {nested: state, "epoch": 3}, tmp_path / "a.pth")
-    model, _ = built(WEIGHTS=str(tmp_path / "a.pth"))
+    model, line = built(WEIGHTS=str(tmp_path / "a.pth"))
+    assert (prefix in line, "backbone" in line) == (True, False)
     assert all(
         torch.equal(tensor, source.state_dict()[name])
         for name, tensor in model.state_dict().items()
     )
+
+
+def random_state(seed: int, name: str = "test_resnet") -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return timm.create_model(name, num_classes=5).state_dict()
+
+
+def is_loaded(model: HierarchicalClassifier, state: dict[str, Tensor]) -> bool:
+    own = model.backbone.state_dict()
+    return all(torch.equal(tensor, state[name]) for name, tensor in own.items())
+
+
+@pytest.mark.parametrize(
+    "key", ["", "model_state_dict", "net", "checkpoint.model.weights", "ema", "what.ever"]
+)
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "model.", "net.", "encoder.", "timm_model.", "model.backbone.", "module._orig_mod.a.b."],
+)
+def test_backbones_load_from_any_nesting_and_prefix(tmp_path: Path, key: str, prefix: str) -> None:
+    state = random_state(7)
+    content: Any = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+    content["criterion.weight"] = torch.ones(3)
+    for part in reversed(key.split(".") if key else []):
+        content = {
+            "epoch": 3,
+            "optimizer": {"state": {"conv1.0.weight": torch.ones(1)}},
+            part: content,
+        }
+    torch.save(content, tmp_path / "a.pt")
+    model, line = built(WEIGHTS=str(tmp_path / "a.pt"))
+    assert is_loaded(model, state)
+    assert all(part in line for part in (key, "90 tensors", "criterion.weight", "new head"))
+    assert ("without the prefix" in line) == bool(prefix)
+    assert all(f"{part}." in line for part in prefix.split(".") if part)
+
+
+def test_wrappers_of_inner_modules_are_left_out(tmp_path: Path) -> None:
+    state = random_state(7)
+    wrapped = {name.replace("layer1.", "layer1._orig_mod."): each for name, each in state.items()}
+    torch.save(wrapped, tmp_path / "a.pt")
+    assert is_loaded(built(WEIGHTS=str(tmp_path / "a.pt"))[0], state)
+
+
+@pytest.mark.parametrize("average", ["state_dict_ema", "model_ema", "ema", "swa_model"])
+def test_a_whole_average_is_taken_before_the_weights(tmp_path: Path, average: str) -> None:
+    weights, averaged = random_state(7), random_state(8)
+    path = tmp_path / "a.pt"
+    torch.save({"state_dict": weights, average: averaged}, path)
+    assert is_loaded(built(WEIGHTS=str(path))[0], averaged)
+    both = {f"net.{name}": tensor for name, tensor in weights.items()}
+    torch.save(both | {f"ema.{name}": tensor for name, tensor in averaged.items()}, path)
+    assert is_loaded(built(WEIGHTS=str(path))[0], averaged)
+    part = {name: tensor for name, tensor in averaged.items() if "layer1" in name}
+    torch.save({"state_dict": weights, average: part, "schema": averaged}, path)
+    assert is_loaded(built(WEIGHTS=str(path))[0], weights)
+
+
+def test_a_prefix_hides_no_names_that_timm_translates(tmp_path: Path) -> None:
+    """Facebook's names of ConvNeXt, in a module that is called `model`."""
+    own = random_state(7, "test_convnext")
+    names = {"stem": "downsample_layers.0", "head.norm": "norm", "head.fc": "head"}
+    foreign = {}
+    for name, tensor in own.items():
+        for ours, theirs in names.items():
+            if name.startswith(f"{ours}."):
+                name = name.replace(ours, theirs, 1)
+                break
+        else:
+            name = re.sub(r"stages\.(\d)\.blocks\.", r"stages.\1.", name)
+            name = re.sub(r"stages\.(\d)\.downsample\.", r"downsample_layers.\1.", name)
+            name = name.replace("conv_dw", "dwconv").replace("mlp.fc", "pwconv")
+        foreign[f"model.{name}"] = tensor
+    torch.save(foreign, tmp_path / "a.pt")
+    model, line = built("test_convnext", WEIGHTS=str(tmp_path / "a.pt"))
+    assert is_loaded(model, own)
+    assert "'model.'" in line
+
+
+def test_checkpoints_of_timms_training_script_load(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    source = timm.create_model("test_resnet", num_classes=5)
+    saver = CheckpointSaver(
+        source,
+        torch.optim.SGD(source.parameters(), lr=0.1),
+        args=argparse.Namespace(model="test_resnet", lr=0.1),
+        checkpoint_dir=str(tmp_path),
+    )
+    saver.save_checkpoint(0, metric=1.0)
+    for name in ("last.pth.tar", "model_best.pth.tar", "checkpoint-0.pth.tar"):
+        model, _ = built(WEIGHTS=str(tmp_path / name))
+        assert is_loaded(model, source.state_dict())
+    with pytest.raises(ConfigError, match=r"'test_vit'.*'test_resnet'") as caught:
+        built("test_vit", img_size=(160, 160), WEIGHTS=str(tmp_path / "last.pth.tar"))
+    assert len(str(caught.value)) < 500
+
+
+class Hostile:
+    """Writes a file where its pickle is loaded with its code."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("touched"),)
+
+
+def test_code_in_a_file_is_named_and_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": random_state(7), "args": Hostile()}, "a.pt")
+    with pytest.raises(ConfigError, match=r"pathlib\S*Path\.touch|builtins\.getattr"):
+        built(WEIGHTS="a.pt")
+    assert not Path("touched").exists()
+    torch.load("a.pt", weights_only=False)
+    assert Path("touched").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_loaded"),
+    [
+        ("state.model", 5, False),
+        ("state.ema", 5, False),
+        ("state.ema", {"module": [3]}, False),
+        ("model_spec.model", {"LORA": 5}, False),
+        ("model_spec.model", {"NAME": 5}, True),
+        ("model_spec.taxonomy", 5, True),
+        ("model_spec.taxonomy", {"levels": [{"name": [], "classes": [{}, []]}]}, True),
+        ("model_spec.taxonomy", {"levels": [{"name": "species", "classes": ["lion"] * 9}]}, True),
+        ("model_spec.preprocessing", {"size": 5, "decoding": 5}, True),
+    ],
+)
+def test_an_odd_checkpoint_is_loaded_or_refused(
+    tmp_path: Path, key: str, value: Any, is_loaded: bool
+) -> None:
+    content = checkpoint(source_model(), spec=BEFORE)
+    part, name = key.split(".")
+    content[part][name] = value
+    torch.save(content, tmp_path / "last.pt")
+    node = ModelConfig("test_resnet", WEIGHTS=str(tmp_path / "last.pt"))
+    assert with_preprocessing(DataConfig(), node)[1] is None
+    with nullcontext() if is_loaded else pytest.raises(ConfigError, match=r"last\.pt"):
+        built(WEIGHTS=node.WEIGHTS)
+
+
+def test_timm_lists_no_names_in_the_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(random_state(7, "test_vit"), tmp_path / "a.pt")
+    with pytest.raises(ConfigError):
+        built(WEIGHTS=str(tmp_path / "a.pt"))
+    assert not caplog.records
+    logging.getLogger("timm.models._builder").warning("timm is heard again")
+    assert caplog.records
+
+
+@pytest.mark.parametrize("has_same_names", [True, False])
+def test_heads_of_an_export_are_copied_by_class_names(tmp_path: Path, has_same_names: bool) -> None:
+    source = load_run(save_run(tmp_path / "run", spec_of(taxonomy=PLAIN)), device="cpu")
+    file = source.export("safetensors").path
+    names = ("corax", "major", "viridis") if has_same_names else ("ant", "bee", "cow")
+    taxonomy = Taxonomy((Level("species", names),))
+    model, line = built(taxonomy=taxonomy, WEIGHTS=str(file))
+    assert ("copied by class names" in line, "new head" in line) == (
+        has_same_names,
+        not has_same_names,
+    )
+    head = dict(source.model.named_parameters())["heads.1.weight"]
+    assert torch.equal(model.heads[0].weight, head) == has_same_names
 
 
 def test_nothing_is_read_where_a_checkpoint_replaces_the_weights() -> None:
@@ -131,44 +310,98 @@ def test_nothing_is_read_where_a_checkpoint_replaces_the_weights() -> None:
 
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+NONE = {"IMG_SIZE": None, "INTERPOLATION": None, "CROP_FRACTION": None, "RESIZE": None}
+NONE |= {"MEAN": None, "STD": None}
+RESNET = {"IMG_SIZE": 224, "INTERPOLATION": "bicubic", "CROP_FRACTION": 0.95, "RESIZE": "crop"}
+RESNET |= dict(zip(("MEAN", "STD"), IMAGENET, strict=True))
+LARGE = {**RESNET, "IMG_SIZE": 384, "CROP_FRACTION": 1.0, "MEAN": [0.5] * 3, "STD": [0.5] * 3}
 
 
-def data_of(mean: Any = None, std: Any = None, channels: int = 3) -> DataConfig:
-    config = DataConfig()
-    config.DATASET.NAME, config.DATASET.CHANNELS = "synthetic", channels
-    config.AUGMENT.MEAN, config.AUGMENT.STD = mean, std
-    return config
+def data_of(name: str = "imagefolder", channels: int = 3, **keys: Any) -> DataConfig:
+    config = DataConfig(IMG_SIZE=keys.pop("IMG_SIZE", None))
+    config.DATASET.NAME, config.DATASET.CHANNELS = name, channels
+    return replace(config, AUGMENT=replace(config.AUGMENT, **keys))
+
+
+def values_of(data: DataConfig) -> dict[str, Any]:
+    return {key: getattr(data.AUGMENT, key, data.IMG_SIZE) for key in NONE}
+
+
+def pretrained(name: str = "resnet18") -> ModelConfig:
+    return ModelConfig(NAME=name, PRETRAINED=True)
 
 
 @pytest.mark.parametrize(
-    ("node", "data", "expected", "has_note"),
+    ("node", "data", "expected"),
     [
-        (ModelConfig(NAME="resnet18"), data_of(), (None, None), False),
-        (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(), IMAGENET, False),
-        (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(*IMAGENET), IMAGENET, False),
+        (ModelConfig(NAME="resnet18"), data_of(), NONE),
+        ({"_target_": "torch.nn.Linear"}, data_of(), NONE),
+        (pretrained(), data_of(), RESNET),
+        (pretrained("vit_tiny_patch16_384"), data_of(), LARGE),
+        (pretrained("eva02_base_patch14_448"), data_of(), {"IMG_SIZE": 448, "RESIZE": "squash"}),
+        (pretrained("volo_d1_384"), data_of(), {"CROP_FRACTION": 1.0}),
+        (pretrained(), data_of(IMG_SIZE=64), {**RESNET, "IMG_SIZE": 64}),
         (
-            ModelConfig(NAME="resnet18", PRETRAINED=True),
-            data_of([0.5] * 3),
-            ([0.5] * 3, IMAGENET[1]),
-            True,
+            pretrained(),
+            data_of(MEAN=[0.4] * 3, CROP_FRACTION=1.0, INTERPOLATION="bilinear", RESIZE="squash"),
+            {
+                **RESNET,
+                "MEAN": [0.4] * 3,
+                "CROP_FRACTION": 1.0,
+                "INTERPOLATION": "bilinear",
+                "RESIZE": "squash",
+            },
         ),
-        (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(channels=5), (None, None), False),
-        ({"_target_": "torch.nn.Linear"}, data_of(), (None, None), False),
+        (pretrained(), data_of(channels=5), {**RESNET, "MEAN": None, "STD": None}),
+        (pretrained(), data_of(channels=1), RESNET),
+        (
+            pretrained(),
+            data_of("digits"),
+            {**RESNET, "IMG_SIZE": None, "CROP_FRACTION": None, "RESIZE": None},
+        ),
+        (ModelConfig(NAME="resnet18", WEIGHTS="nowhere.pt"), data_of(), NONE),
     ],
-    ids=["random", "null", "the same", "another mean", "five channels", "own model"],
+    ids=lambda value: None,
 )
-def test_null_takes_the_normalisation_of_the_pretrained_weights(
-    node: Any, data: DataConfig, expected: Any, has_note: bool
+def test_null_takes_the_preprocessing_of_the_weights(
+    node: Any, data: DataConfig, expected: dict[str, Any]
 ) -> None:
-    found, note = with_normalisation(data, node)
-    values = (found.AUGMENT.MEAN, found.AUGMENT.STD)
-    assert values == expected
-    assert (note is not None) == has_note
+    found, line = with_preprocessing(data, node)
+    values = values_of(found)
+    assert {key: values[key] for key in expected} == expected
+    assert (line is not None) == (expected != NONE)
+    given = values_of(data)
+    assert all(values[key] == given[key] for key in NONE if given[key] is not None)
 
 
-def test_a_resumed_run_keeps_its_normalisation_whatever_the_weights() -> None:
-    saved = {"DATA": {"AUGMENT": {"MEAN": [0.1, 0.2, 0.3], "STD": [0.4, 0.5, 0.6]}}}
-    node = ModelConfig(NAME="test_resnet", WEIGHTS="nowhere.pt")
-    found, note = with_normalisation(data_of(), node, saved)
-    assert (found.AUGMENT.MEAN, found.AUGMENT.STD) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
-    assert note is None
+def test_a_file_of_another_program_is_preprocessed_as_timm_says(tmp_path: Path) -> None:
+    torch.save(random_state(7), tmp_path / "a.pt")
+    node = ModelConfig(NAME="resnet18", WEIGHTS=str(tmp_path / "a.pt"))
+    assert values_of(with_preprocessing(data_of(), node)[0]) == RESNET
+
+
+@pytest.mark.parametrize("is_export", [False, True])
+def test_a_run_and_its_export_bring_their_preprocessing(tmp_path: Path, is_export: bool) -> None:
+    resizing = {"interpolation": "bicubic", "resize": "letterbox"}
+    file = save_run(tmp_path / "run", spec_of(size=(32, 48), resizing=resizing))
+    if is_export:
+        file = load_run(file, device="cpu").export("safetensors").path
+    found, _ = with_preprocessing(data_of(), ModelConfig(NAME="resnet18", WEIGHTS=str(file)))
+    assert values_of(found) == {
+        "IMG_SIZE": [32, 48],
+        "INTERPOLATION": "bicubic",
+        "CROP_FRACTION": 0.9,
+        "RESIZE": "letterbox",
+        "MEAN": [0.5, 0.4, 0.3],
+        "STD": [0.2, 0.3, 0.25],
+    }
+
+
+def test_a_resumed_run_keeps_its_preprocessing_whatever_the_weights() -> None:
+    augment = {"MEAN": [0.1, 0.2, 0.3], "STD": [0.4, 0.5, 0.6], "RESIZE": "squash"}
+    node = ModelConfig(NAME="resnet18", WEIGHTS="nowhere.pt")
+    for size in (None, 48):
+        saved = {"DATA": {"IMG_SIZE": size, "AUGMENT": augment}}
+        found, line = with_preprocessing(data_of(), node, saved)
+        assert values_of(found) == {**NONE, "IMG_SIZE": size, **augment}
+        assert line is None

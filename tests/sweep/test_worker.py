@@ -32,6 +32,7 @@ TINY = (
     "MODEL._target_=tests.cli.tiny.Perceptron",
     "MODEL.width=4",
     "DATA.BATCH_SIZE=16",
+    "DATA.NUM_WORKERS=0",
     "TRAIN.EPOCHS=1",
     "EXPERIMENT.DEVICE=cpu",
     "EXPERIMENT.NAME=tiny",
@@ -164,6 +165,7 @@ def test_a_run_starts_its_search_where_another_one_ended(run_in_child: Run, tmp_
     argv = (
         *TINY,
         "DATA.AUTOBATCH.ENABLED=True",
+        "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=48",
         "OPTIMIZER.LR=0.1,0.2",
     )

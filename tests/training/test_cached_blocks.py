@@ -36,9 +36,9 @@ def left_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         left["end"].append(released_by_emptying())
         return result
 
-    def look_and_measure(trainer: Trainer) -> Any:
+    def look_and_measure(trainer: Trainer, batches: Any) -> Any:
         left["begin"].append(released_by_emptying())
-        return measure(trainer)
+        return measure(trainer, batches)
 
     monkeypatch.setattr(Trainer, "_validate", validate_and_look)
     monkeypatch.setattr(Trainer, "_validation_metrics", look_and_measure)

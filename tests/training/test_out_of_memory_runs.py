@@ -95,6 +95,7 @@ def test_a_resumed_run_keeps_to_the_smaller_micro_batches(
 def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path) -> None:
     searched = (
         "DATA.AUTOBATCH.ENABLED=True",
+        "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
         "DATA.AUTOBATCH.MAX_BATCH_SIZE=16",
         "TRAIN.EFFECTIVE_BATCH_SIZE=null",
     )

@@ -455,9 +455,9 @@ def test_a_run_validates_on_ranks_with_unequal_numbers_of_batches(
         "DIST.TIMEOUT_MINUTES=0.5",
     )
     for how in ("none", "full"):
-        outcome = torchrun(2, *options, f"DIST.SHARDING={how}", f"EXPERIMENT.NAME={how}")
+        outcome = torchrun(2, *options, f"DIST.SHARDING={how}", f"EXPERIMENT.NAME=run_{how}")
         assert outcome.code == 0, outcome.err
-    none, full = (lines_of(tmp_path / "runs" / how, "val")[-1] for how in ("none", "full"))
+    none, full = (lines_of(tmp_path / f"runs/run_{how}", "val")[-1] for how in ("none", "full"))
     figures = [name for name in none if name not in ("time", "split")]
     assert {name: full[name] for name in figures} == pytest.approx(
         {name: none[name] for name in figures}, rel=1e-3

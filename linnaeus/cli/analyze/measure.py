@@ -94,6 +94,7 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
             max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE or goal.dataset_length,
             world_size=goal.world_size,
             num_samples=goal.dataset_length,
+            min_steps_per_epoch=config.DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH,
         )
         search = replace(search, max_samples_per_rank=max_samples_per_rank(config.TRAIN, facts))
         plan = partial(planned, config, facts, goal)

@@ -194,10 +194,11 @@ def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
     high = LARGEST if high is None else high
     low = smallest_size(state, mode, low, high)
     tensor_bytes = search.spec(mode).tensor_bytes
-    of_data = max_batch_sizes(
-        search.config, search.data, mode, search.world, tensor_bytes=tensor_bytes
+    bounds = max_batch_sizes(
+        search.config, search.train, search.data, mode, search.world, tensor_bytes=tensor_bytes
     )
-    bound, high = upper_bound(mode, low, high, {"dataset": of_data["dataset"]}, keys(mode))
+    del bounds["host_memory"]
+    bound, high = upper_bound(mode, low, high, bounds, keys(mode))
     candidates = Candidates(low, high, config.MULTIPLE_OF)
     if not len(candidates):
         raise AutoBatchError(

@@ -23,7 +23,7 @@ from linnaeus.data.loader import with_measured_workers
 from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED, AutoBatchError
 from linnaeus.log import close_logging, set_up_logging
-from linnaeus.models.normalisation import with_normalisation
+from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.rng import deterministic, seed_all
 from linnaeus.sizing.sizes import log_level
 
@@ -66,7 +66,7 @@ def run(options: Options, config: Config) -> int:
             if options.hf is not None:
                 predict_language_sizes(gpus_of(options, config), options, analysis, line.update)
             else:
-                data_node, _ = with_normalisation(config.DATA, config.MODEL)
+                data_node, _ = with_preprocessing(config.DATA, config.MODEL)
                 config = replace(config, DATA=data_node)
                 data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
                 if not options.predict:

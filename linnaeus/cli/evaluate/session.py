@@ -29,6 +29,7 @@ from linnaeus.console import ProgressBar, make_console
 from linnaeus.data.bundle import as_size, dataset_length
 from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_evaluation_data
 from linnaeus.data.loader import build_val_loader, with_measured_workers
+from linnaeus.data.split_file import SPLIT_FILE
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import RankEnded, World, errors_told_first, join
 from linnaeus.files import read_json
@@ -50,6 +51,8 @@ from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training.build import configuration_facts
 from linnaeus.words import counted
 
+_RESIZING = ("crop_fraction", "interpolation", "resize")
+"""Attributes of a `Preprocessing` that a key of DATA.AUGMENT with the same name sets."""
 _PARTS = ("val", "valid", "validation", "test", "train")
 """Names of folders that say too little without the one above."""
 
@@ -116,7 +119,7 @@ def _evaluate(session: Session) -> None:
         "part": data.part,
         "dataset": dict(dataset) if isinstance(dataset, Mapping) else dataclasses.asdict(dataset),
         "image_size": preprocessing and list(preprocessing.size),
-        "crop_fraction": preprocessing and preprocessing.crop_fraction,
+        **{name: preprocessing and getattr(preprocessing, name) for name in _RESIZING},
     }
     output = world.on_main(lambda: _output(session, data, about_data))
     if world.is_main:
@@ -166,10 +169,14 @@ def _data(session: Session) -> EvaluationData:
     """The samples to evaluate, preprocessed for the model."""
     trained, world = session.trained, session.world
     config, own = session.config.DATA, session.own.DATA
-    size = None if config.IMG_SIZE in (None, own.IMG_SIZE) else as_size(config.IMG_SIZE, (0, 0))
-    crop = config.AUGMENT.CROP_FRACTION
-    crop_fraction = None if crop == own.AUGMENT.CROP_FRACTION else crop
-    preprocessing = evaluated_preprocessing(trained, size, crop_fraction)
+    changes: dict[str, Any] = {
+        name: getattr(config.AUGMENT, name.upper())
+        for name in _RESIZING
+        if getattr(config.AUGMENT, name.upper()) not in (None, getattr(own.AUGMENT, name.upper()))
+    }
+    if config.IMG_SIZE not in (None, own.IMG_SIZE):
+        changes["size"] = as_size(config.IMG_SIZE, (0, 0))
+    preprocessing = evaluated_preprocessing(trained, changes)
     if preprocessing is not None:
         check_takes_size(trained, preprocessing)
     world.update("building the data")
@@ -180,6 +187,7 @@ def _data(session: Session) -> EvaluationData:
         session.config.EXPERIMENT.SEED,
         is_own=session.is_own_dataset,
         skips_unknown=session.options.unknown == "skip",
+        split_file=None if trained.folder is None else trained.folder / SPLIT_FILE,
     )
     data = build_evaluation_data(request, world.on_main)
     world.check_equal({"samples to evaluate": dataset_length(data.bundle.val)})
@@ -289,7 +297,8 @@ def _conditions(
     )
     found = {key: attrgetter(key)(config) for key in keys} | {"processes": processes}
     if preprocessing is not None:
-        found |= {"image size": preprocessing.size, "crop fraction": preprocessing.crop_fraction}
+        found["image size"] = preprocessing.size
+        found |= {name.replace("_", " "): getattr(preprocessing, name) for name in _RESIZING}
     return found | {name: environment.get(name) for name in ("device_name", "torch")}
 
 

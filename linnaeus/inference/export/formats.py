@@ -21,6 +21,7 @@ from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.inference.export.check import Model
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.models.timm_source import CROP_MODES
 
 KEY = "linnaeus"
 """The entry of the description in the metadata of safetensors and ONNX files, and in timm's `config.json`."""
@@ -185,8 +186,8 @@ def write_timm(run: TrainedRun, description: dict[str, Any], folder: Path, level
         "num_classes": len(labels),
         "input_size": [spec.in_chans, *(spec.img_size or ())],
         "fixed_input_size": bool(source.get("fixed_input_size")),
-        "interpolation": "bilinear",
-        "crop_mode": "center",
+        "interpolation": preprocessing and preprocessing.interpolation,
+        "crop_mode": preprocessing and CROP_MODES.get(preprocessing.resize, "center"),
         "first_conv": source.get("first_conv"),
         "classifier": source.get("classifier"),
         "mean": preprocessing and list(preprocessing.mean),

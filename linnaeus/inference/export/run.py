@@ -243,6 +243,8 @@ def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
             "mean": preprocessing and list(preprocessing.mean),
             "std": preprocessing and list(preprocessing.std),
             "crop_fraction": preprocessing and preprocessing.crop_fraction,
+            "interpolation": preprocessing and preprocessing.interpolation,
+            "resize": preprocessing and preprocessing.resize,
         },
         "outputs": outputs,
         "multilabel": taxonomy is not None and taxonomy.is_multilabel,

@@ -158,6 +158,13 @@ def test_sizes_are_multiples_and_a_limit_counts_as_the_memory() -> None:
     assert above.budget_bytes == free.budget_bytes
 
 
+def test_sizes_leave_an_epoch_its_optimizer_steps() -> None:
+    for least, expected in ((10, (500, "steps_per_epoch")), (1, (5000, "max_batch_size"))):
+        steps = f"DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH={least}"
+        row = row_of("train", *GROWING, steps, gib=64, fraction=1)
+        assert (row.batch_size, row.limited_by) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_without_options_it_is_this_machines_gpu() -> None:

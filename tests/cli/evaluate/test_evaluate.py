@@ -35,6 +35,7 @@ BIRDS = (
     "DATA.DATASET.NAME=imagefolder",
     "DATA.IMG_SIZE=8",
     "DATA.AUGMENT.CROP_SCALE=[1,1]",
+    "DATA.AUGMENT.HFLIP=0",
     "DATA.DATASET.ROOT=birds",
     "DATA.DATASET.VAL_FRACTION=0.3",
     "TRAIN.EMA.ENABLED=True",
@@ -102,7 +103,7 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
         "other_settings": [],
     }
     assert found["metrics"]["top1/level2"] == pytest.approx(found["levels"]["level2"]["top1"])
-    assert (found["data"]["part"], found["data"]["samples"]) == ("samples held out of training", 7)
+    assert (found["data"]["part"], found["data"]["samples"]) == ("validation split", 7)
 
     content = torch.load(birds / "checkpoints/last.pt", weights_only=True)
     content["state"]["ema"]["module"]["heads.1.bias"][3] += 5
@@ -220,6 +221,18 @@ def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -
     )
     outcome = run(*EVALUATE, "DATA.IMG_SIZE=2")  # smaller than the kernel
     assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (2, True)
+
+
+def test_another_way_of_resizing_is_an_evaluation_of_its_own(run: Run, birds: Path) -> None:
+    keys = ("DATA.AUGMENT.RESIZE=letterbox", "DATA.AUGMENT.INTERPOLATION=bicubic")
+    assert run(*EVALUATE).code == 0
+    assert run(*EVALUATE, *keys).code == 0
+    first, second = (
+        content_of(birds / f"evaluations/{name}.json")["data"] for name in ("best", "best_2")
+    )
+    names = ("resize", "interpolation", "crop_fraction", "image_size")
+    assert [first[name] for name in names] == ["crop", "bilinear", 1.0, [8, 8]]
+    assert [second[name] for name in names] == ["letterbox", "bicubic", 1.0, [8, 8]]
 
 
 def test_a_size_that_is_too_large_names_the_keys(run: Run, birds: Path, tmp_path: Path) -> None:

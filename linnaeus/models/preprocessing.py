@@ -1,0 +1,133 @@
+"""The preprocessing that pretrained weights were trained with: size, resizing, crop, mean and deviation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from timm.data import DEFAULT_CROP_PCT
+
+from linnaeus.config.instantiate import is_target
+from linnaeus.config.schema import DataConfig
+from linnaeus.data.bundle import as_size
+from linnaeus.data.transforms import Preprocessing
+from linnaeus.errors import ConfigError
+from linnaeus.models.timm_source import CROP_MODES, find_source
+from linnaeus.models.weights import saved_spec
+
+_NORMALISATION = ("MEAN", "STD")
+_GEOMETRY = ("IMG_SIZE", "CROP_FRACTION", "RESIZE")
+_KEYS = (*_GEOMETRY, "INTERPOLATION", *_NORMALISATION)
+"""Keys of DATA.AUGMENT, and DATA.IMG_SIZE, whose null takes the value of the weights."""
+
+
+def with_preprocessing(
+    data: DataConfig, model_node: Any, saved: Mapping[str, Any] | None = None
+) -> tuple[DataConfig, str | None]:
+    """Fill in the keys of preprocessing that are null with the values of the pretrained weights.
+
+    The built-in grey data sets keep their own size and are not cropped.
+
+    Args:
+        data, model_node: the nodes DATA and MODEL.
+        saved: the configuration in the checkpoint that is resumed, whose values are taken; None without one.
+
+    Returns:
+        The DATA node, and a line for the log on the preprocessing of the weights; None if it is not known.
+    """
+    is_users = isinstance(data.DATASET, Mapping)
+    is_grey = not is_users and data.DATASET.NAME in ("digits", "fashion_mnist")
+    if saved is None:
+        theirs = _of_weights(model_node)
+        if is_grey:
+            theirs = {key: value for key, value in theirs.items() if key not in _GEOMETRY}
+    else:
+        node = saved.get("DATA", {})
+        theirs = {"IMG_SIZE": node.get("IMG_SIZE"), **node.get("AUGMENT", {})}
+    given = {key: getattr(data.AUGMENT, key, data.IMG_SIZE) for key in _KEYS}
+    values = {key: theirs[key] for key in _KEYS if theirs.get(key) is not None}
+    lengths = {
+        len(each[key]) for each in (values, given) for key in _NORMALISATION if each.get(key)
+    }
+    # Those of red, green and blue serve grey images too, and where the channels are not known.
+    channels = 3 if is_users else 1 if is_grey else data.DATASET.CHANNELS
+    is_whole = values.keys() >= {*_NORMALISATION}
+    if not is_whole or not (lengths == {channels} or (lengths == {3} and channels == 1)):
+        values = {key: value for key, value in values.items() if key not in _NORMALISATION}
+    if not values:
+        return data, None
+    filled: dict[str, Any] = {
+        key: values.get(key) if given[key] is None else given[key] for key in _KEYS
+    }
+    line = None if saved is not None else _line(values, filled)
+    size = filled.pop("IMG_SIZE")
+    return replace(data, IMG_SIZE=size, AUGMENT=replace(data.AUGMENT, **filled)), line
+
+
+def _line(values: Mapping[str, Any], filled: Mapping[str, Any]) -> str:
+    """The preprocessing of the weights, and what the run has instead."""
+    theirs, ours = (
+        {
+            key: "{} x {}".format(*as_size(each[key], (0, 0)))
+            if key == "IMG_SIZE"
+            else str(each[key])
+            for key in values
+        }
+        for each in (values, filled)
+    )
+    words = {"IMG_SIZE": "", "INTERPOLATION": "", "CROP_FRACTION": f"{theirs.get('RESIZE')} "}
+    words |= {"MEAN": "mean ", "STD": "std "}
+    listed = ", ".join(f"{word}{theirs[key]}" for key, word in words.items() if key in theirs)
+    others = [
+        f"DATA.{'' if key == 'IMG_SIZE' else 'AUGMENT.'}{key} {value}"
+        for key, value in ours.items()
+        if value != theirs[key]
+    ]
+    instead = f"; this run has {', '.join(others)} (null takes that of the weights)"
+    return f"preprocessing of the weights: {listed}{instead if others else ''}"
+
+
+def _of_weights(node: Any) -> dict[str, Any]:
+    """The values of the weights that a MODEL node names; empty where they are not known."""
+    if is_target(node) or (node.WEIGHTS is None and not node.PRETRAINED):
+        return {}
+    if node.WEIGHTS is not None:
+        try:
+            spec = saved_spec(node.WEIGHTS)
+        except ConfigError:  # there is no such file, as building the model says, if it needs it
+            return {}
+        if spec:
+            return _of_spec(spec)
+    cfg = find_source(node.NAME).cfg
+    if not cfg:
+        return {}
+    size = cfg.get("input_size")
+    modes = {theirs: own for own, theirs in CROP_MODES.items()}
+    return {
+        "IMG_SIZE": size and _side(size[-2:]),
+        "INTERPOLATION": "bilinear" if cfg.get("interpolation") == "bilinear" else "bicubic",
+        "CROP_FRACTION": min(1.0, float(cfg.get("crop_pct") or DEFAULT_CROP_PCT)),
+        "RESIZE": modes.get(str(cfg.get("crop_mode")), "crop"),
+        **{key: [*cfg[key.lower()]] for key in _NORMALISATION if cfg.get(key.lower())},
+    }
+
+
+def _of_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a run; empty where its data set gave tensors, or where the spec is damaged."""
+    try:
+        found = Preprocessing.from_dict(spec["preprocessing"])
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return {}
+    return {
+        "IMG_SIZE": _side(found.size),
+        "INTERPOLATION": found.interpolation,
+        "CROP_FRACTION": found.crop_fraction,
+        "RESIZE": "crop" if found.resize == "cover" else found.resize,
+        "MEAN": [*found.mean],
+        "STD": [*found.std],
+    }
+
+
+def _side(size: Any) -> int | list[int]:
+    return int(size[0]) if size[0] == size[1] else [*size]

@@ -1,0 +1,83 @@
+"""Runs on few samples keep their optimizer steps, and give one piece of advice at most."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linnaeus.main import cli
+from tests.helpers.configs import FACTS, plan_of
+from tests.helpers.small_runs import PLAIN
+
+ON = "DATA.AUTOBATCH.ENABLED=True"
+DEFAULT = ("DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=10", "TRAIN.EPOCHS=1")
+RUNS = {
+    "few samples": (50, (ON,), 5, "steps_per_epoch"),
+    "very few samples": (12, (ON,), 2, "steps_per_epoch"),
+    "at MAX_BATCH_SIZE": (400, (ON, "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"), 16, "max_batch_size"),
+    "below MAX_BATCH_SIZE": (400, (ON,), 40, "steps_per_epoch"),
+    "switched off": (50, (ON, "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1"), 50, "dataset"),
+    "a smallest size": (50, (ON, "DATA.AUTOBATCH.MIN_BATCH_SIZE=20"), 20, "steps_per_epoch"),
+    "accumulation": (100, (ON, "TRAIN.ACCUMULATION_STEPS=3"), 3, "steps_per_epoch"),
+    "an effective batch": (50, (ON, "TRAIN.EFFECTIVE_BATCH_SIZE=40"), 40, "effective_batch"),
+    "a small size by hand": (50, ("DATA.BATCH_SIZE=4",), 4, None),
+    "a large size by hand": (50, ("DATA.BATCH_SIZE=50",), 50, None),
+}
+_LOWER, _RAISE = r"\b(lower|smaller|reduce)\b", r"\b(raise|larger|increase)\b"
+
+
+def check_advice(lines: list[str]) -> None:
+    """No two lines advise, and none asks for both ways."""
+    found = [line for line in lines if re.search(f"{_LOWER}|{_RAISE}", line)]
+    assert len(found) <= 1, found
+    assert not any(re.search(_LOWER, line) and re.search(_RAISE, line) for line in found), found
+
+
+@pytest.mark.parametrize("title", RUNS)
+def test_runs_on_few_samples(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    length, options, size, limited_by = RUNS[title]
+    data = (f"DATA.DATASET.length={length}", "MODEL.norm=BatchNorm1d")
+    assert cli([*PLAIN, *DEFAULT, *data, *options]) == 0
+    folder = Path("runs/plain")
+    assert json.loads((folder / "result.json").read_text())["batch_size"] == size
+    if limited_by is not None:
+        found = json.loads((folder / "autobatch.json").read_text())["train"]
+        assert (found["batch_size"], found["limited_by"]) == (size, limited_by)
+    check_advice((folder / "logs/rank0.log").read_text().splitlines())
+
+
+def test_no_plan_advises_twice() -> None:
+    for samples, size, world_size, norm, pretrained in itertools.product(
+        (20, 100, 639, 10_000), (2, 15, 64), (1, 2), ("none", "local", "synchronised"), (0, 1)
+    ):
+        facts = replace(
+            FACTS,
+            num_samples=samples,
+            max_micro_batch_size=size,
+            world_size=world_size,
+            batchnorm=norm,
+            pretrained=bool(pretrained),
+        )
+        asked: list[dict[str, Any]] = [{}, {"ACCUMULATION_STEPS": 20}]
+        asked += [{"EFFECTIVE_BATCH_SIZE": samples // 4 * 4}]
+        for wishes in asked:
+            check_advice([*plan_of(facts, **wishes).warnings])
+
+
+def test_a_larger_micro_batch_is_advised_where_it_leaves_the_steps() -> None:
+    few = replace(FACTS, max_micro_batch_size=8, batchnorm="local", batch_size_key="THE.KEY")
+    for facts, expected in (
+        (replace(few, num_samples=160), True),
+        (replace(few, num_samples=159), False),
+        (replace(few, num_samples=159, min_steps_per_epoch=9), True),
+        (replace(few, can_grow=False), False),
+    ):
+        (advice,) = plan_of(facts).warnings
+        assert ("THE.KEY" in advice) == expected

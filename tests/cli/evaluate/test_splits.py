@@ -1,0 +1,53 @@
+"""The splits of a run afterwards: `split.csv`, the test split's metrics, and the commands that read them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from linnaeus.main import cli
+from tests.cli.evaluate.test_evaluate import BIRDS, FOLDERS, content_of, write_images
+
+
+def rows_of(file: Path) -> list[list[str]]:
+    with file.open(newline="") as text:
+        return list(csv.reader(text))
+
+
+@pytest.fixture
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with three splits."""
+    monkeypatch.chdir(tmp_path)
+    for seed, split in enumerate(("Training", "Validation", "Testing")):
+        write_images(tmp_path / "birds" / split, FOLDERS, 3 - seed // 2, seed)
+    assert cli([*BIRDS, "TRAIN.EPOCHS=2"]) == 0
+    return tmp_path / "runs/tiny"
+
+
+def test_the_best_checkpoint_is_evaluated_on_the_test_split(three: Path) -> None:
+    test = content_of(three / "result.json")["test"]
+    assert cli(["evaluate", "runs/tiny", "--trust-code", "DATA.DATASET.ROOT=birds/Testing"]) == 0
+    (file,) = (three / "evaluations").glob("best_*.json")
+    found = content_of(file)["metrics"]
+    assert {name: found[name] for name in test} == test
+
+
+def test_evaluate_and_predict_read_the_split_that_was_trained(three: Path) -> None:
+    """Also after images were added, which a new division would move between the splits."""
+    header, *rows = rows_of(three / "split.csv")
+    assert header == ["path", "split", "level1", "level2"]
+    assert [row[1] for row in rows] == ["train"] * 12 + ["val"] * 12 + ["test"] * 8
+    assert all(Path(row[0]).parts[-3:-1] == tuple(row[2:]) for row in rows)
+    write_images(Path("birds/Validation"), FOLDERS[:1], 9, 7)
+    assert cli(["evaluate", "runs/tiny", "--trust-code"]) == 0
+    assert content_of(three / "evaluations/best.json")["data"]["samples"] == 12
+    for split in ("val", "test"):
+        output = ["--output", f"{split}.csv", "--device", "cpu"]
+        assert cli(["predict", "runs/tiny", "--trust-code", "--split", split, *output]) == 0
+        named = [row[0] for row in rows_of(Path(f"{split}.csv"))[1:]]
+        assert named == [row[0] for row in rows if row[1] == split]
+    assert cli(["predict", "runs/tiny", "--trust-code", "--split", "val", "birds"]) == 2
+    (three / "split.csv").unlink()
+    assert cli(["predict", "runs/tiny", "--trust-code", "--split", "val"]) == 2

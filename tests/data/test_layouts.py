@@ -1,0 +1,392 @@
+"""How the layout of a data set gives its splits and labels, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.datasets import build_data
+from linnaeus.errors import ConfigError, DataError
+from tests.helpers.datasets import write_image
+from tests.helpers.layouts import CLASSES, build, folders, levels, paths, sizes, table
+from tests.helpers.runs import Run
+
+FLAT = {"class": CLASSES}
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        ("Train", "Val"),
+        ("Training", "Testing"),
+        ("training", "validation"),
+        ("train", "dev"),
+        ("TRAIN", "eval"),
+        ("train_set", "test_set"),
+        ("trainset", "ValSet"),
+        ("train_images", "val_images"),
+        ("train2017", "val2017"),
+        ("cub_train", "cub_test"),
+        ("Train-Birds", "Test-Birds"),
+        ("seg_train/seg_train", "seg_test/seg_test"),
+        ("birds/train", "birds/val"),
+        ("{}/train", "{}/val"),
+        ("{}/Training", "{}/Testing"),
+        ("{}/{}_train", "{}/{}_val"),
+    ],
+)
+def test_folders_of_splits_are_no_level(tmp_path: Path, train: str, val: str) -> None:
+    for each in CLASSES:
+        folders(tmp_path, [train.replace("{}", each) if "{}" in train else f"{train}/{each}"], [""])
+        name = val.replace("{}", each) if "{}" in val else f"{val}/{each}"
+        folders(tmp_path, [name], [""], num=2)
+    bundle = build(tmp_path)
+    assert levels(bundle) == FLAT
+    assert sizes(bundle) == [12, 6]
+    assert sorted(bundle.val.targets[:, 0].tolist()) == [0, 0, 1, 1, 2, 2]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        (["{}"], ("car", "plane", "train")),
+        (["{}"], ("car", "train", "val")),
+        (["{}"], ("test_tube", "train_station")),
+        (["{}"], ("test", "train", "bus")),
+    ],
+)
+def test_classes_called_like_splits_are_classes(
+    tmp_path: Path, names: list[str], classes: tuple[str, ...]
+) -> None:
+    bundle = build(folders(tmp_path, names, classes, num=5))
+    assert levels(bundle) == {"class": tuple(sorted(classes))}
+
+
+def test_a_level_of_two_classes_stays_a_level(tmp_path: Path) -> None:
+    folders(tmp_path, ["Animals"], ["cat", "dog", "unknown"])
+    folders(tmp_path, ["Plants"], ["elm", "oak", "unknown"])
+    assert [len(names) for names in levels(build(tmp_path)).values()] == [2, 6]
+
+
+def test_folders_that_hold_the_same_classes_are_refused(tmp_path: Path) -> None:
+    folders(tmp_path, ["part1", "part2"])
+    with pytest.raises(ConfigError, match=r"part1.*DATA\.DATASET\.TRAIN.*RANKS"):
+        build(tmp_path)
+    assert sizes(build(tmp_path, TRAIN="part1", VAL="part2")) == [12, 12]
+    assert list(levels(build(tmp_path, RANKS=["part", "animal"]))) == ["part", "animal"]
+
+
+def test_several_folders_of_a_split_are_refused(tmp_path: Path) -> None:
+    folders(tmp_path, ["train", "dev", "eval"])
+    with pytest.raises(ConfigError, match=r"DATA\.DATASET\.VAL.*dev, eval"):
+        build(tmp_path)
+    assert sizes(build(tmp_path, VAL="dev")) == [12, 12]
+    folders(tmp_path, ["val"], num=1)
+    assert sizes(build(tmp_path)) == [12, 3]
+
+
+def test_a_third_split_is_for_the_end(tmp_path: Path) -> None:
+    """Images in it without a label, as in a competition, are not evaluated."""
+    folders(tmp_path / "three", ["train", "val", "test"])
+    assert sizes(build(tmp_path / "three")) == [12, 12, 12]
+    folders(tmp_path / "three", ["other"], num=1)
+    assert sizes(build(tmp_path / "three", TEST="other")) == [12, 12, 3]
+    for name, unlabelled in {"flat": "test", "unknown": "test/unknown"}.items():
+        folders(tmp_path / name, ["train"], num=5)
+        folders(tmp_path / name, [unlabelled], [""])
+        assert sizes(build(tmp_path / name)) == [12, 3]
+        assert any("test" in line for line in build(tmp_path / name).report[1:])
+
+
+def animal(i: int) -> str:
+    return CLASSES[i % 3]
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("split", ("val", "train", "train", "train")),
+        ("Split", ("Validation", "Training", "Training", "Training")),
+        ("set", ("dev", "TRAIN", "TRAIN", "TRAIN")),
+        ("subset", ("test", "train", "train", "train")),
+        ("is_valid", ("True", "False", "False", "False")),
+        ("is_valid", ("1", "0", "0", "0")),
+        ("is_training_image", ("0", "1", "1", "1")),
+    ],
+)
+def test_a_column_of_splits_is_no_level(
+    tmp_path: Path, column: str, values: tuple[str, ...]
+) -> None:
+    table(tmp_path, f"image,label,{column}", lambda i: f"{animal(i)},{values[i % 4]}")
+    bundle = build(tmp_path, "manifest")
+    assert levels(bundle) == {"label": CLASSES}
+    assert paths(bundle.val) == [f"img/{i}.jpg" for i in range(0, 24, 4)]
+
+
+def test_the_column_of_splits_can_be_named(tmp_path: Path) -> None:
+    words = ("val", "train", "test", "train")
+    table(tmp_path, "image,label,source", lambda i: f"{animal(i)},{words[i % 4]}")
+    assert sizes(build(tmp_path, "manifest", SPLIT_COLUMN="Source")) == [12, 6, 6]
+    with pytest.raises(ConfigError, match=r"SPLIT_COLUMN.*label"):
+        build(tmp_path, "manifest", SPLIT_COLUMN="label")
+    table(tmp_path, "image,set,split", lambda i: f"{words[i % 4]},{words[i % 4]}")
+    with pytest.raises(ConfigError, match=r"SPLIT_COLUMN.*set, split"):
+        build(tmp_path, "manifest")
+
+
+def test_splits_in_manifests_of_their_own(tmp_path: Path) -> None:
+    """A test manifest without labels is not evaluated."""
+    for name, num in {"train": 12, "val": 6, "test": 3}.items():
+        row = lambda i, name=name: f"{animal(i)},{name}"  # noqa: E731
+        table(tmp_path, "image,label,split", row, name=f"{name}.csv", num=num)
+    assert sizes(build(tmp_path, "manifest")) == [12, 6, 3]
+    (tmp_path / "test.csv").write_text("image\nimg/0.jpg\n")
+    assert sizes(build(tmp_path, "manifest")) == [12, 6]
+    (tmp_path / "val.csv").unlink()
+    assert sizes(build(tmp_path, "manifest")) == [10, 2]
+
+
+@pytest.mark.parametrize(
+    ("header", "cells", "look"),
+    [
+        ("label,width,height", lambda i: f"{animal(i)},{640 + i},{480 + i}", "width: 24 numbers"),
+        ("label,source", lambda i: f"{animal(i)},{'ab'[i // 3 % 2]}", "source: 2 values"),
+        ("label,part", lambda i: f"{animal(i)},one", "part: 1 value"),
+        ("label,uuid", lambda i: f"{animal(i)},u{i}", "uuid: 24 values"),
+        ("label,fold", lambda i: f"{animal(i)},{i % 5}", "fold: 5 numbers"),
+        ("score", lambda i: f"{i / 7}", "score: 24 numbers"),
+    ],
+)
+def test_columns_that_are_no_levels_are_refused(
+    tmp_path: Path, header: str, cells: Callable[[int], str], look: str
+) -> None:
+    table(tmp_path, f"image,{header}", cells)
+    with pytest.raises(ConfigError, match=rf"DATA\.DATASET\.RANKS.*{look}"):
+        build(tmp_path, "manifest")
+    if header.startswith("label"):
+        assert levels(build(tmp_path, "manifest", RANKS=["label"])) == {"label": CLASSES}
+
+
+def test_columns_that_nest_are_levels(tmp_path: Path) -> None:
+    table(tmp_path, "image,family,species", lambda i: f"{'AAB'[i % 3]},{animal(i)}")
+    assert levels(build(tmp_path, "manifest")) == {"family": ("A", "B"), "species": CLASSES}
+    table(tmp_path, "image,label", lambda i: str(i % 3))
+    assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1", "2")}
+
+
+def test_words_for_nothing_are_unknown_labels(tmp_path: Path) -> None:
+    words = ("cat", "dog", "nan", "None", "", "NA")
+    table(tmp_path, "image,label", lambda i: words[i % 6])
+    bundle = build(tmp_path, "manifest")
+    assert levels(bundle) == {"label": ("cat", "dog")}
+    assert any("4 'None'" in line for line in bundle.report)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("names", [("image", "label"), ("Image", "Label")])
+def test_dialects_of_csv(tmp_path: Path, separator: str, names: tuple[str, str]) -> None:
+    table(tmp_path, separator.join(names), animal)
+    assert levels(build(tmp_path, "manifest")) == {names[1]: CLASSES}
+
+
+def test_columns_of_flags_are_classes(tmp_path: Path) -> None:
+    """One in each row is a label, several are a set; a column `label` of 0 and 1 has two classes."""
+    one = ("1.0,0.0,0.0", "0.0,1.0,0.0", "0.0,0.0,1.0")
+    table(tmp_path, "image,car,train,bus", lambda i: one[i % 3])
+    bundle = build(tmp_path, "manifest")
+    assert levels(bundle) == {"class": ("bus", "car", "train")}
+    assert bundle.taxonomy is not None
+    assert not bundle.taxonomy.is_multilabel
+    several = ("1,0,1", "0,1,0", "0,0,0")
+    table(tmp_path, "image,car,train,bus", lambda i: several[i % 3])
+    bundle = build(tmp_path, "manifest")
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.is_multilabel
+    targets = dict(zip(paths(bundle.train), bundle.train.targets.tolist(), strict=True))  # type: ignore[attr-defined]
+    assert {tuple(targets.get(f"img/{i}.jpg", (1, 1, 0))) for i in range(0, 24, 3)} == {(1, 1, 0)}
+    table(tmp_path, "image,label", lambda i: str(i % 2))
+    assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1")}
+
+
+def test_paths_with_backslashes_and_missing_roots_are_named(tmp_path: Path) -> None:
+    table(tmp_path, "image,label", animal)
+    with pytest.raises(ConfigError, match="nowhere"):
+        build(tmp_path / "nowhere", "manifest", TRAIN=str(tmp_path / "train.csv"))
+    text = (tmp_path / "train.csv").read_text()
+    (tmp_path / "train.csv").write_text(text.replace("img/", ".\\img\\"))
+    with pytest.raises(DataError, match="backslash"):
+        build(tmp_path, "manifest")
+
+
+def test_parquet_is_a_manifest(tmp_path: Path) -> None:
+    table(tmp_path, "image,label", animal)
+    expected = paths(build(tmp_path, "manifest").train)
+    (tmp_path / "train.csv").rename(tmp_path / "old.csv")
+    try:
+        from pyarrow import csv, parquet
+    except ImportError:
+        (tmp_path / "train.parquet").touch()
+        with pytest.raises(ConfigError, match="pip install pyarrow"):
+            build(tmp_path, "manifest")
+        return
+    parquet.write_table(csv.read_csv(tmp_path / "old.csv"), tmp_path / "train.parquet")
+    assert paths(build(tmp_path, "manifest").train) == expected
+
+
+def test_a_level_that_most_images_lack_is_refused(tmp_path: Path) -> None:
+    folders(tmp_path, ["{}"], num=9)
+    folders(tmp_path, ["cat/new", "dog/old"], [""], num=5)
+    with pytest.raises(DataError, match=r"cat/new, dog/old.*ALLOW_COARSE"):
+        build(tmp_path)
+    assert list(levels(build(tmp_path, ALLOW_COARSE=True))) == ["level1", "level2"]
+    folders(tmp_path, ["cat/new", "dog/old", "fox/red"], [""], num=10)
+    assert list(levels(build(tmp_path))) == ["level1", "level2"]
+
+
+@pytest.mark.parametrize("name", ["@eaDir", "__MACOSX", ".thumbnails", "lost+found"])
+def test_folders_that_systems_make_are_not_read(tmp_path: Path, name: str) -> None:
+    folders(tmp_path, ["train", "val"])
+    folders(tmp_path, [name, f"train/{name}", f"train/cat/{name}", f"val/dog/{name}"], [""])
+    bundle = build(tmp_path)
+    assert (levels(bundle), sizes(bundle)) == (FLAT, [12, 12])
+
+
+def test_spellings_of_an_accented_letter_are_one_class(tmp_path: Path) -> None:
+    folders(tmp_path, ["train"], ["Ho\u0308hle", "cat"])
+    folders(tmp_path, ["val"], ["H\u00f6hle", "cat"])
+    assert levels(build(tmp_path)) == {"class": ("H\u00f6hle", "cat")}
+    assert build(tmp_path).train.targets.tolist() == [[0]] * 4 + [[1]] * 4  # type: ignore[attr-defined]
+    names = ("Ho\u0308hle", "H\u00f6hle", "cat")
+    table(tmp_path, "image,label", lambda i: names[i % 3])
+    assert levels(build(tmp_path, "manifest")) == {"label": ("H\u00f6hle", "cat")}
+
+
+def test_a_class_folder_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    folders(tmp_path, ["{}"])
+    (tmp_path / "cat").rename(os.fsdecode(os.fsencode(tmp_path) + b"/f\xe9lin"))
+    with pytest.raises(DataError, match=r"f\\xe9lin"):
+        build(tmp_path)
+
+
+def test_a_run_says_its_levels_splits_and_homonyms(tmp_path: Path) -> None:
+    folders(tmp_path, ["Canidae"], ["dog", "fox"])
+    folders(tmp_path, ["Felidae"], ["cat", "lynx"])
+    folders(tmp_path, ["canidae"], ["dog"], num=2)
+    report = build(tmp_path).report
+    assert all(part in report[0] for part in ("2 levels", "Felidae", "train", "val"))
+    assert any("canidae 1, Canidae" in line for line in report[1:])
+    assert not any("parents" in line for line in build(tmp_path / "Felidae").report)
+
+
+def test_what_is_not_read_is_counted_once(tmp_path: Path) -> None:
+    folders(tmp_path, ["train", "val", "extra"])
+    for i in range(20):
+        (tmp_path / "train/cat" / f"{i}.HEIC").touch()
+    for name in ("val/dog/notes", "val/dog/Thumbs.db", "val/dog/.x"):
+        (tmp_path / name).touch()
+    lines = [line for line in build(tmp_path).report if "not read" in line]
+    assert len(lines) == 2
+    assert "extra" in lines[0]
+    heic = importlib.util.find_spec("pillow_heif") is not None
+    assert (".heic 20" in lines[1], "no ending 1" in lines[1]) == (not heic, True)
+    shutil.rmtree(tmp_path / "extra")
+    (tmp_path / "val/dog/notes").unlink()
+    if not heic:
+        shutil.rmtree(tmp_path / "train/cat")
+        folders(tmp_path, ["train"], ["cat"], num=0)
+        (tmp_path / "train/cat/1.heic").touch()
+        with pytest.raises(DataError, match=r"cat.*\.heic 1"):
+            build(tmp_path)
+
+
+def test_classes_without_an_intact_training_image_are_named(tmp_path: Path) -> None:
+    for each in CLASSES:
+        for split in ("train", "val"):
+            for i in range(2):
+                write_image(tmp_path / split / each / f"{i}.png", seed=i)
+    for i in range(2):
+        (tmp_path / f"train/dog/{i}.png").write_text("damaged")
+    node = DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path))
+    bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE="skip"), seed=0)
+    assert levels(bundle) == FLAT
+    assert [line for line in bundle.report if line.endswith(": dog")]
+
+
+def test_check_data_counts_copies(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = tmp_path / "data"
+    for number, name in enumerate(("train/cat/0", "train/dog/0", "val/cat/0", "val/dog/0")):
+        write_image(root / f"{name}.png", seed=number)
+    command = ["check-data", "data=imagefolder", f"DATA.DATASET.ROOT={root}"]
+    assert "bytes" not in run(*command).out
+    shutil.copy(root / "train/cat/0.png", root / "val/cat/copy.png")
+    shutil.copy(root / "train/cat/0.png", root / "train/dog/copy.png")
+    outcome = run(*command)
+    assert outcome.code == 0
+    assert "1 held-out image" in outcome.out
+    assert "1 image with several labels" in outcome.out
+
+
+def test_folds_hold_out_each_image_once(tmp_path: Path) -> None:
+    """A class with one image is never held out; a test split stays what it is."""
+    folders(tmp_path, ["train", "test"], num=7)
+    folders(tmp_path, ["train"], ["rare"], num=1)
+    held: list[str] = []
+    for fold in range(5):
+        bundle = build(tmp_path, FOLD=fold)
+        assert not {*paths(bundle.val)} & {*paths(bundle.train)}
+        assert sum(sizes(bundle)) == 22 + 21
+        held += paths(bundle.val)
+    assert sorted(held) == [f"{each}/{i}.jpg" for each in CLASSES for i in range(7)]
+    with pytest.raises(ConfigError, match=r"DATA\.DATASET\.FOLD"):
+        build(tmp_path, FOLD=5)
+    folders(tmp_path, ["val"])
+    with pytest.raises(ConfigError, match=r"DATA\.DATASET\.FOLD.*val"):
+        build(tmp_path, FOLD=0)
+
+
+def test_a_column_of_folds_is_used(tmp_path: Path) -> None:
+    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i // 3 % 4}")
+    bundle = build(tmp_path, "manifest", FOLD=2)
+    assert paths(bundle.val) == [f"img/{i}.jpg" for i in (6, 7, 8, 18, 19, 20)]
+    assert levels(bundle) == {"label": CLASSES}
+    with pytest.raises(ConfigError, match=r"FOLD.*0, 1, 2, 3"):
+        build(tmp_path, "manifest", FOLD=4)
+
+
+def test_groups_stay_on_one_side(tmp_path: Path) -> None:
+    """Whatever the order of the rows; a class in one group alone is trained on."""
+
+    def row(i: int) -> str:
+        return f"{animal(i // 4)},camera{i // 4}" if i < 44 else "owl,camera11"
+
+    table(tmp_path, "image,label,camera", row, num=48)
+    group = {f"img/{i}.jpg": row(i).split(",")[1] for i in range(48)}
+    held: list[str] = []
+    for fold in range(3):
+        bundle = build(tmp_path, "manifest", GROUP_COLUMN="camera", FOLD=fold, NUM_FOLDS=3)
+        train, val = (
+            {group[path] for path in paths(split)} for split in (bundle.train, bundle.val)
+        )
+        assert val
+        assert not train & val
+        held += paths(bundle.val)
+    assert sorted(held) == sorted(path for path in group if group[path] != "camera11")
+    expected = paths(build(tmp_path, "manifest", GROUP_COLUMN="Camera").val)
+    assert 8 <= len(expected) <= 12
+    header, *rows = (tmp_path / "train.csv").read_text().splitlines()
+    (tmp_path / "train.csv").write_text("\n".join([header, *rows[::-1]]))
+    backwards = build(tmp_path, "manifest", GROUP_COLUMN="camera")
+    assert sorted(paths(backwards.val)) == sorted(expected)
+    with pytest.raises(DataError, match="GROUP_COLUMN"):
+        build(tmp_path, "manifest", GROUP_COLUMN="place")
+    with pytest.raises(ConfigError, match="GROUP_COLUMN"):
+        build(tmp_path, GROUP_COLUMN="camera")

@@ -1,0 +1,247 @@
+"""What is measured over the training files: significant bits, and mean and deviation of other channels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from operator import call
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.data.bundle import DataBundle, OnMain, reads_nothing
+from linnaeus.data.checked import find_damaged
+from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
+from linnaeus.data.image_files import ImageFiles
+from linnaeus.errors import ConfigError, DataError
+from linnaeus.inference.images import Reader
+from linnaeus.inference.trained import load_run
+from linnaeus.models.model_spec import ModelSpec
+from tests.helpers.datasets import write_image
+from tests.helpers.runs import Run
+
+
+def build(root: Path, channels: int = 1, on_main: OnMain = call, **keys: Any) -> DataBundle:
+    dataset = DatasetConfig(NAME="imagefolder", ROOT=str(root), CHANNELS=channels)
+    keys = {"AUGMENT": AugmentConfig(CROP_SCALE=[1.0, 1.0]), **keys}
+    config = DataConfig(DATASET=dataset, IMG_SIZE=16, **keys)
+    return build_data(config, seed=0, on_main=on_main)
+
+
+def depth(bundle: DataBundle) -> int:
+    assert bundle.preprocessing is not None
+    return bundle.preprocessing.decoding.bit_depth
+
+
+def grey16(root: Path, peaks: dict[str, int]) -> Path:
+    """16-bit files whose largest values are these."""
+    for name, peak in peaks.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = np.linspace(0, peak, 16 * 16).reshape(16, 16).astype(np.uint16)
+        Image.fromarray(values).save(path)
+    return root
+
+
+@pytest.mark.parametrize("ending", ["tif", "png"])
+def test_one_file_decides_on_the_significant_bits(tmp_path: Path, ending: str) -> None:
+    names = [f"train/{'ab'[i % 2]}/{i}.{ending}" for i in range(40)]
+    vals = {f"val/{name}/0.{ending}": 900 for name in "ab"}
+    root = grey16(tmp_path, {**dict.fromkeys(names, 900), names[17]: 4095, **vals})
+    write_image(root / "train/a/photo.jpg")
+    bundle = build(root)
+    assert depth(bundle) == 12
+    assert sum("12-bit" in line for line in bundle.report) == 1
+    images: Any = bundle.train
+    position = next(i for i, file in enumerate(images.files) if file.endswith(f"/17.{ending}"))
+    assert int(images.read_pixels(position)[0].max()) == 255
+    assert depth(build(root, BIT_DEPTH=14)) == 14
+    grey16(root, {names[3]: 65535})
+    bundle = build(root)
+    assert depth(bundle) == 16
+    assert not any("16-bit files" in line for line in bundle.report)
+
+
+def test_files_of_8_bits_and_damaged_ones_are_not_measured(tmp_path: Path) -> None:
+    for i in range(8):
+        write_image(tmp_path / "ab"[i % 2] / f"{i}.png")
+    (tmp_path / "a" / "bad.png").write_text("no image")
+    assert depth(build(tmp_path, ON_BAD_IMAGE="skip")) == 16
+
+
+@pytest.mark.parametrize(("channels", "bits"), [(1, 12), (5, 16)])
+def test_data_is_built_without_reading_files(tmp_path: Path, channels: int, bits: int) -> None:
+    if channels == 1:
+        grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
+    else:
+        bands(tmp_path)
+    unread = build(tmp_path, channels, on_main=reads_nothing).preprocessing
+    read = build(tmp_path, channels).preprocessing
+    assert unread is not None
+    assert read is not None
+    assert (unread.decoding.bit_depth, unread.mean) == (16, (0.5,) * channels)
+    assert (read.decoding.bit_depth, read.mean == unread.mean) == (bits, channels == 1)
+
+
+def test_the_check_reads_values_as_the_run_does(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = grey16(tmp_path / "images", {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
+    words = ("data=imagefolder", "DATA.DATASET.ROOT=images", "DATA.DATASET.CHANNELS=1")
+    assert run("check-data", *words, "DATA.DECODE=exact").code == 0
+    bundle = build(root, DECODE="exact")
+    assert bundle.preprocessing is not None
+    images: Any = bundle.train
+    for decoding, num_known in (
+        (bundle.preprocessing.decoding, len(images)),
+        (replace(bundle.preprocessing.decoding, bit_depth=16), 0),
+    ):
+        assert find_damaged(images.files, 1, decoding) == ({}, num_known)
+
+
+def bands(root: Path, number: int = 12, channels: int = 5) -> list[np.ndarray]:
+    """Array files of two classes, uint8 [channels, 20, 24]; gives the arrays."""
+    generator = np.random.default_rng(0)
+    scale = np.arange(1, channels + 1)[:, None, None] / channels
+    arrays = []
+    for i in range(number):
+        noise = generator.integers(0, 256, (channels, 20, 24))
+        arrays.append((noise * scale).astype(np.uint8))
+        path = root / "ab"[i % 2] / f"{i}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, arrays[-1])
+    return arrays
+
+
+def test_mean_and_deviation_are_those_of_the_training_files(tmp_path: Path) -> None:
+    bands(tmp_path)
+    bundle = build(tmp_path, 5)
+    assert bundle.preprocessing is not None
+    images: Any = bundle.train
+    pixels = np.stack([np.load(file) for file in images.files]) / 255
+    assert bundle.preprocessing.mean == pytest.approx(pixels.mean((0, 2, 3)), abs=1e-5)
+    assert bundle.preprocessing.std == pytest.approx(pixels.std((0, 2, 3)), abs=1e-5)
+    assert sum("MEAN" in line and "STD" in line for line in bundle.report) == 1
+    given = [0.1, 0.2, 0.3, 0.4, 0.5]
+    bundle = build(tmp_path, 5, AUGMENT=AugmentConfig(MEAN=given, STD=given))
+    assert bundle.preprocessing is not None
+    assert bundle.preprocessing.mean == bundle.preprocessing.std == tuple(given)
+    assert not any("MEAN" in line for line in bundle.report)
+    photos = tmp_path / "photos"
+    for i in range(4):
+        write_image(photos / "ab"[i % 2] / f"{i}.jpg")
+    colors = build(photos, 3).preprocessing
+    assert colors is not None
+    assert colors.mean == (0.5,) * 3
+
+
+@pytest.mark.parametrize("keys", [{"POLICY": "randaugment"}, {"COLOR_JITTER": 0.2}])
+def test_augmentation_of_colors_needs_colors(tmp_path: Path, keys: Any) -> None:
+    bands(tmp_path)
+    with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{next(iter(keys))}"):
+        build(tmp_path, 5, AUGMENT=AugmentConfig(**keys))
+
+
+def test_a_file_with_other_channels_is_named(tmp_path: Path) -> None:
+    bands(tmp_path)
+    odd = tmp_path / "a" / "odd.npy"
+    np.save(odd, np.zeros((4, 20, 24), np.uint8))
+    bundle = build(tmp_path, 5)
+    files = [*bundle.train.files, *bundle.val.files]  # type: ignore[attr-defined]
+    items = [(split, i) for split in (bundle.train, bundle.val) for i in range(len(split))]  # type: ignore[arg-type]
+    split, position = items[files.index(str(odd))]
+    with pytest.raises(DataError, match=r"DATA\.DATASET\.CHANNELS 5") as caught:
+        split[position]
+    assert str(odd) in str(caught.value)
+    assert "[4, 20, 24]" in str(caught.value)
+
+
+@pytest.mark.e2e
+def test_five_channels_train_validate_and_predict(run: Run, tmp_path: Path) -> None:
+    bands(tmp_path / "bands")
+    outcome = run(
+        "train",
+        "DATA.DATASET.NAME=imagefolder",
+        "DATA.DATASET.ROOT=bands",
+        "DATA.DATASET.CHANNELS=5",
+        "DATA.IMG_SIZE=32",
+        "DATA.BATCH_SIZE=4",
+        "MODEL.NAME=test_resnet",
+        "TRAIN.EPOCHS=1",
+        "EXPERIMENT.NAME=bands",
+        "EXPERIMENT.DEVICE=cpu",
+    )
+    assert outcome.code == 0, outcome.err
+    spec = json.loads((tmp_path / "runs/bands/model.json").read_text())
+    assert len(spec["preprocessing"]["mean"]) == spec["preprocessing"]["channels"] == 5
+    outcome = run("predict", "runs/bands", "bands", "--output", "found.csv")
+    assert outcome.code == 0, outcome.err
+    assert len((tmp_path / "found.csv").read_text().splitlines()) == 13
+    assert run("evaluate", "runs/bands").code == 0
+    trained = load_run(tmp_path / "runs/bands", device="cpu")
+    array = np.load(tmp_path / "bands/a/0.npy")
+    inputs = [trained.transform(each) for each in (array, torch.from_numpy(array))]
+    assert torch.equal(inputs[0], trained.transform(tmp_path / "bands/a/0.npy"))
+    assert torch.equal(inputs[0], inputs[1])
+
+
+def photo(path: Path, size: tuple[int, int], seed: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed).integers(
+        0, 256, (size[1] // 20, size[0] // 20, 3), np.uint8
+    )
+    Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC).save(path)
+    return path
+
+
+def as_written(spec: ModelSpec) -> ModelSpec:
+    """The spec as a file keeps it."""
+    return ModelSpec.from_dict(json.loads(json.dumps(spec.as_dict())), Path("last.pt"))
+
+
+def spec_of(bundle: DataBundle) -> ModelSpec:
+    return ModelSpec({}, bundle.index, 3, (16, 16), bundle.preprocessing)
+
+
+@pytest.mark.parametrize("decode", ["fast", "exact"])
+def test_all_commands_read_a_large_photo_alike(tmp_path: Path, decode: str) -> None:
+    for name in ("train/a/0", "train/b/1", "val/a/2", "val/b/3"):
+        photo(tmp_path / f"{name}.jpg", (400, 300), seed=ord(name[-1]))
+    clear = Image.new("RGBA", (40, 30), (200, 0, 0, 90))
+    clear.save(tmp_path / "val/a/4.png")
+    grey16(tmp_path, {"train/a/5.png": 4000, "val/b/6.png": 4000})
+    bundle = build(tmp_path, 3, DECODE=decode, BACKGROUND=[10, 250, 90])
+    spec = as_written(spec_of(bundle))
+    assert spec.preprocessing == bundle.preprocessing
+    assert spec.preprocessing is not None
+    assert spec.preprocessing.decoding.bit_depth == 12
+    node = DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path))
+    request = EvaluationRequest(DataConfig(DATASET=node), spec.index, spec.preprocessing, 0, True)
+    evaluated, read = build_evaluation_data(request).bundle.val, Reader(spec)
+    assert isinstance(bundle.val, ImageFiles)
+    for position, file in enumerate(bundle.val.files):
+        pixels = bundle.val[position][0]
+        assert torch.equal(pixels, evaluated[position][0])
+        assert torch.equal(pixels, read(file))
+
+
+def test_a_run_that_recorded_no_decoding_reads_as_before(tmp_path: Path) -> None:
+    for name in ("train/a/0", "train/b/1", "val/a/2", "val/b/3"):
+        photo(tmp_path / f"{name}.jpg", (400, 300))
+    content = spec_of(build(tmp_path, 3)).as_dict()
+    del content["preprocessing"]["decoding"]
+    Image.new("RGBA", (16, 16), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    older, newer = ModelSpec.from_dict(content, Path("last.pt")), spec_of(build(tmp_path, 3))
+    exact = spec_of(build(tmp_path, 3, DECODE="exact"))
+    found = [Reader(spec)(tmp_path / "clear.png").unique().tolist() for spec in (older, newer)]
+    assert found == [[-1.0], [1.0]]
+    photos = [Reader(spec)(tmp_path / "val/a/2.jpg") for spec in (older, exact, newer)]
+    assert torch.equal(photos[0], photos[1])
+    assert not torch.equal(photos[0], photos[2])
+    assert (photos[0] - photos[2]).abs().mean() < 0.05
