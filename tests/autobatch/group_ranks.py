@@ -716,7 +716,8 @@ def search_until_one_dies(rank: int, dead: int, folder: Path, joint: bool = Fals
         if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             os.kill(pid, signal.SIGKILL)
 
-    error = error_of(find, step, max_batch_size=2, state=() if model is None else (model,))
+    state = () if model is None else (model,)
+    error = error_of(find, step, 512, max_batch_size=2, state=state)  # with room for what joins hold
     (folder / "error.json").write_text(json.dumps([type(error).__mro__[0].__name__, str(error)]))
 
 
