@@ -717,7 +717,9 @@ def search_until_one_dies(rank: int, dead: int, folder: Path, joint: bool = Fals
             os.kill(pid, signal.SIGKILL)
 
     state = () if model is None else (model,)
-    error = error_of(find, step, 512, max_batch_size=2, state=state)  # with room for what joins hold
+    error = error_of(
+        find, step, 512, max_batch_size=2, state=state
+    )  # with room for what joins hold
     (folder / "error.json").write_text(json.dumps([type(error).__mro__[0].__name__, str(error)]))
 
 
