@@ -221,7 +221,7 @@ def of_mode(mode: str, folder: Path) -> Path:
     """A file of this mode."""
     path = folder / f"{mode.replace(';', '_')}.tif"
     if mode == "YCbCr":
-        COLOUR.convert(mode).save(path, compression="raw")
+        COLOUR.convert(mode).save(path, compression="jpeg")
     elif mode == "I;16":
         Image.fromarray(GREY.astype(np.uint16)).save(path)
     elif mode == "I;16B":
@@ -241,10 +241,12 @@ def of_mode(mode: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
 def test_what_the_check_passes_loads(tmp_path: Path, channels: int) -> None:
+    modes = {*MODES, "I;16B", "P+tRNS", "LAB"}
     if channels not in (1, 3):
         pytest.importorskip("tifffile")
+        modes -= {"YCbCr"}  # as JPEG in TIFF, which tifffile reads with another package
     readable = set()
-    for mode in (*MODES, "I;16B", "P+tRNS", "LAB"):
+    for mode in modes:
         path = of_mode(mode, tmp_path)
         reason = find_damage(path, channels, AS_CONFIGURED)
         if reason is None:
@@ -256,7 +258,7 @@ def test_what_the_check_passes_loads(tmp_path: Path, channels: int) -> None:
         assert reason in str(caught.value)
         assert "DATA.DATASET.CHANNELS" in reason
     if channels in (1, 3):
-        assert readable == {*MODES, "I;16B", "P+tRNS", "LAB"}
+        assert readable == modes
     else:
         assert readable == {2: {"LA"}, 4: {"RGBA", "CMYK"}}.get(channels, set())
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from packaging.version import Version
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,6 +175,8 @@ def test_validation_sees_what_timm_shows_the_weights(name: str) -> None:
 def test_each_mode_of_resizing_is_that_of_timm(
     mode: str, size: tuple[int, int], fraction: float
 ) -> None:
+    if mode == "crop" and len(set(size)) > 1 and Version(timm.__version__) < Version("1.0.31"):
+        pytest.skip("timm 1.0.31 changed the rounding of crops that are not square")
     timms = create_transform(
         (3, *size),
         crop_pct=fraction,
