@@ -6,41 +6,30 @@ is a sample of no class. Columns of 0 and 1, one for each class, are labels too.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 from unicodedata import normalize
+
+import pandas as pd
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, roots_of
 from linnaeus.data.splits import SPLITS, find_column, is_flags, is_true
-from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes
-from linnaeus.errors import ConfigError, DataError
+from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
+from linnaeus.errors import ConfigError, DataError, first_line
 from linnaeus.files import suggest_path
 from linnaeus.words import counted, several
 
 _IMAGE_COLUMNS = (
-    "image",
-    "path",
-    "file",
-    "filename",
-    "file_name",
-    "filepath",
-    "file_path",
-    "image_path",
-    "image_name",
-    "image_id",
-    "img",
-    "id",
+    *("image", "path", "file", "filename", "file_name", "filepath", "file_path"),
+    *("image_path", "image_name", "image_id", "img", "id"),
 )
 _PARQUET = (".parquet", ".pq")
 _UNNAMED = re.compile(r"(unnamed: \d+)?", re.IGNORECASE)
@@ -54,11 +43,10 @@ _SET_SEPARATORS = (";", "|", "/", "\t")
 
 @dataclass(frozen=True)
 class _Table:
-    """A manifest: its header, its rows, each with the number of its last line, and the node of its root."""
+    """A manifest: its rows as text, by number of line, and the node of its root."""
 
     path: Path
-    header: list[str]
-    rows: list[tuple[int, list[str]]]
+    rows: pd.DataFrame
     dataset: DatasetConfig
 
     @property
@@ -75,33 +63,27 @@ class _Table:
         return None if name is None else self.find(name)
 
     @property
-    def named(self) -> list[str]:
-        """The columns but those of row numbers."""
-        return [name for name in self.header if not _UNNAMED.fullmatch(name)]
+    def others(self) -> list[str]:
+        """The columns beside those of images and groups."""
+        taken = (self.image_column, self.group_column)
+        return [name for name in self.rows if name not in taken]
 
     def find(self, name: str) -> str | None:
         """The column of this name, whatever its case; None where there is none."""
-        if name in self.header:
+        if name in self.rows:
             return name
-        return next((each for each in self.header if each.casefold() == name.casefold()), None)
+        return next((each for each in self.rows if each.casefold() == name.casefold()), None)
 
     def require(self, names: Sequence[str], key: str) -> list[str]:
         """The columns of these names; refuses a file without one. `key` names them, for the message."""
-        found = []
-        for name in names:
-            column = self.find(name)
+        found = [self.find(name) for name in names]
+        for name, column in zip(names, found, strict=True):
             if column is None:
-                close = get_close_matches(name, self.header, 1)
-                has = f"the file has {', '.join(map(repr, self.header))}"
+                close = get_close_matches(name, self.rows, 1)
+                has = f"the file has {', '.join(map(repr, self.rows))}"
                 hint = f"did you mean {close[0]!r}?" if close else has
                 raise DataError(f"{self.path}, line 1: no column {name!r} ({key}); {hint}")
-            found.append(column)
-        return found
-
-    def cells(self, column: str) -> list[str]:
-        """The cells of a column."""
-        place = self.header.index(column)
-        return [cells[place] for _, cells in self.rows]
+        return found  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -126,28 +108,22 @@ class _Labels:
 
         Raises:
             ConfigError: the image column among the `RANKS`, or columns that are no levels.
-            DataError: a column that is missing or occurs twice, or none with labels.
+            DataError: a column that is missing, or none with labels.
         """
-        table, path, dataset = tables[0], tables[0].path, tables[0].dataset
-        image = table.image_column
-        twice = sorted({name for name in table.named if table.named.count(name) > 1})
-        if twice:
-            raise DataError(f"{path}, line 1: column {several(twice)} occurs more than once")
-        others = {image, table.group_column}
-        levels = dataset.RANKS or [name for name in table.named if name not in others]
+        table, dataset = tables[0], tables[0].dataset
+        levels = dataset.RANKS or table.others
         columns = table.require(levels, "DATA.DATASET.RANKS")
         if not levels:
-            raise DataError(f"{path}, line 1: no column with labels beside {image!r}")
-        if image in columns:
-            raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
-        if flags := _flag_columns(tables, columns):
-            num_set = Counter(
-                sum(row) for each in tables for row in zip(*_flags(each, flags), strict=True)
+            raise DataError(
+                f"{table.path}, line 1: no column with labels beside {table.image_column!r}"
             )
+        if table.image_column in columns:
+            raise ConfigError(f"DATA.DATASET.RANKS: {table.image_column!r} is the image column")
+        if _are_flags(tables, columns):
             separator = dataset.LABEL_SEPARATOR
-            if separator is None and num_set.keys() != {1}:
-                separator = next(sign for sign in _SET_SEPARATORS if sign not in "".join(flags))
-            return cls(["class"], flags, are_flags=True, separator=separator)
+            if separator is None and any(_num_set(each, columns).ne(1).any() for each in tables):
+                separator = next(sign for sign in _SET_SEPARATORS if sign not in "".join(columns))
+            return cls(["class"], columns, are_flags=True, separator=separator)
         if dataset.RANKS is None:
             _check_levels(tables, columns)
         return cls(list(levels), columns, separator=dataset.LABEL_SEPARATOR)
@@ -159,16 +135,12 @@ class _Labels:
             table.require([] if groups is None else [groups], "DATA.DATASET.GROUP_COLUMN")
         trains = [self.listing(table, notes) for table in tables]
         train = Listing.joined(trains)
-        separator = self.separator
-        if (
-            separator
-            and not self.are_flags
-            and not any(separator in (cell or "") for names in train.lineages for cell in names)
-        ):
+        cells = {cell or "" for lineage in {*train.lineages} for cell in lineage}
+        if self.separator and not self.are_flags and self.separator not in "".join(cells):
             raise ConfigError(
-                f"DATA.DATASET.LABEL_SEPARATOR: {separator!r} is in no cell of {train.source}"
+                f"DATA.DATASET.LABEL_SEPARATOR: {self.separator!r} is in no cell of {train.source}"
             )
-        index = index_labels(self.levels, train.lineages, separator)
+        index = index_labels(self.levels, train.lineages, self.separator)
         remedy = "choose other columns with DATA.DATASET.RANKS"
         require_classes(index.taxonomy, train.source, remedy)
         return trains, index
@@ -180,42 +152,32 @@ class _Labels:
     def listing(self, table: _Table, notes: list[str]) -> Listing:
         """The samples of a manifest."""
         columns = table.require(self.columns, "as in the training manifest")
-        lineages: list[tuple[str | None, ...]]
-        if self.are_flags:
-            lineages = [
-                (self._of_flags(table, line, row),)
-                for (line, _), row in zip(
-                    table.rows, zip(*_flags(table, columns), strict=True), strict=True
-                )
-            ]
-        else:
-            unknown = Counter[str]()
-            names = [self._names(table.cells(column), unknown) for column in columns]
-            lineages = list(zip(*names, strict=True))
-            if unknown:
-                shown = ", ".join(f"{num} {cell!r}" for cell, num in unknown.most_common())
-                notes.append(f"{table.path}: cells read as unknown labels: {shown}")
+        groups = table.rows.groupby(columns, sort=False)
+        unknown = Counter[str]()
+        unique: list[Lineage] = []  # rows with the same labels share one tuple
+        cells = table.rows[columns].drop_duplicates().itertuples(index=False, name=None)
+        for row, number in zip(cells, groups.size(), strict=True):
+            if self.are_flags:
+                unique.append((self._of_flags(table, row),))
+                continue
+            words = [c for c in row if c.casefold() in _UNKNOWN_WORDS and c != self.separator]
+            unknown.update({word: number * words.count(word) for word in words})
+            unique.append(tuple(normalize("NFC", c) if c and c not in words else None for c in row))
+        if unknown:
+            shown = ", ".join(f"{number} {cell!r}" for cell, number in unknown.most_common())
+            notes.append(f"{table.path}: cells read as unknown labels: {shown}")
         root, paths = _files(table)
-        groups = None if table.group_column is None else table.cells(table.group_column)
-        return Listing(str(table.path), root, paths, lineages, groups=groups)
+        lineages = [unique[number] for number in groups.ngroup()]
+        group = None if table.group_column is None else table.rows[table.group_column].tolist()
+        return Listing(str(table.path), root, paths, lineages, groups=group)
 
-    def _of_flags(self, table: _Table, line: int, row: Sequence[bool]) -> str | None:
-        held = [column for column, flag in zip(self.columns, row, strict=True) if flag]
+    def _of_flags(self, table: _Table, row: Sequence[str]) -> str | None:
+        held = [name for name, cell in zip(self.columns, row, strict=True) if is_true(cell)]
         if self.separator is not None:
             return self.separator.join(held) or self.separator
         if len(held) > 1:
-            raise DataError(f"{table.path}, line {line}: {len(held)} classes, but one in training")
+            raise DataError(f"{table.path}: a row of {' and '.join(held)}, but one in training")
         return held[0] if held else None
-
-    def _names(self, cells: Iterable[str], unknown: Counter[str]) -> list[str | None]:
-        names: list[str | None] = []
-        for cell in cells:
-            if cell.casefold() in _UNKNOWN_WORDS and cell != self.separator:
-                unknown[cell] += 1
-                names.append(None)
-            else:
-                names.append(normalize("NFC", cell) or None)
-        return names
 
 
 def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
@@ -278,16 +240,11 @@ def evaluated_manifest(
         trains, index = labels.train(tables, notes)
         return EvaluatedFiles(trains, tuple(labels.levels), is_val=False, index=index)
     table, names = tables[0], [name for name in level_names if name is not None]
-    flags = []
-    if len(names) == 1 and table.find(names[0]) is None:
-        image = table.image_column
-        others = {image, table.group_column}
-        named = [name for name in table.named if name not in others]
-        flags = _flag_columns(tables, dataset.RANKS or named)
-    if flags:
+    flags = dataset.RANKS or table.others
+    if len(names) == 1 and table.find(names[0]) is None and _are_flags(tables, flags):
         labels = _Labels(names, flags, are_flags=True, separator=separator)
     else:
-        columns = _columns_of_levels(table, dataset, level_names)
+        columns = _columns_of_levels(table, dataset, names)
         labels = _Labels(list(columns), list(columns.values()), separator=separator)
     listings = [labels.listing(table, notes) for table in tables]
     return EvaluatedFiles(listings, tuple(labels.levels), is_val=wanted != "train")
@@ -331,18 +288,17 @@ def _splits(
 
 def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
     """The rows of each split, without the column that says it; empty where no column does."""
-    given = table.dataset.SPLIT_COLUMN
+    dataset, given = table.dataset, table.dataset.SPLIT_COLUMN
     if given is not None and (is_train or table.find(given) is not None):
         (given,) = table.require([given], "DATA.DATASET.SPLIT_COLUMN")
     elif given is not None:
         return {}
-    image = table.image_column
-    ranks = {name.casefold() for name in table.dataset.RANKS or ()}
-    others = [n for n in table.named if n != image and n.casefold() not in ranks]
     found = _column_of_folds(table, given or table.find("fold"))
     if found is None:
-        found = find_column({name: table.cells(name) for name in dict.fromkeys(others)}, given)
-        if found is not None and table.dataset.FOLD is not None:
+        ranks = {name.casefold() for name in dataset.RANKS or ()}
+        columns = [n for n in table.rows if n != table.image_column and n.casefold() not in ranks]
+        found = find_column({name: table.rows[name].unique() for name in columns}, given)
+        if found is not None and dataset.FOLD is not None:
             raise ConfigError(
                 f"DATA.DATASET.FOLD: the column {found[0]!r} of {table.path} divides the samples; leave "
                 "FOLD out, or name the column of folds in DATA.DATASET.SPLIT_COLUMN"
@@ -350,21 +306,16 @@ def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
     if found is None:
         return {}
     column, meanings = found
-    place = table.header.index(column)
-    rows: dict[str, list[tuple[int, list[str]]]] = {split: [] for split in SPLITS}
-    for line, cells in table.rows:
-        if (split := meanings.get(cells[place])) is not None:
-            rows[split].append((line, cells[:place] + cells[place + 1 :]))
-    header = table.header[:place] + table.header[place + 1 :]
-    return {split: replace(table, header=header, rows=held) for split, held in rows.items() if held}
+    parts = table.rows.drop(columns=column).groupby(table.rows[column].map(meanings))
+    return {split: replace(table, rows=rows) for split, rows in parts}
 
 
 def _column_of_folds(table: _Table, column: str | None) -> tuple[str, dict[str, str]] | None:
     """The column with the number of each sample's fold, and the split of each; None without one or a FOLD."""
     fold = table.dataset.FOLD
-    if fold is None or column is None or not all(map(str.isdecimal, table.cells(column))):
+    if fold is None or column is None or not table.rows[column].str.isdecimal().all():
         return None
-    numbers = {*table.cells(column)}
+    numbers = table.rows[column].unique()
     if fold not in map(int, numbers):
         raise ConfigError(
             f"DATA.DATASET.FOLD: {fold} is not among the values of {column!r} in {table.path}: "
@@ -373,27 +324,23 @@ def _column_of_folds(table: _Table, column: str | None) -> tuple[str, dict[str, 
     return column, {cell: "val" if int(cell) == fold else "train" for cell in numbers}
 
 
-def _flag_columns(tables: Sequence[_Table], columns: Sequence[str]) -> list[str]:
-    """The columns, where each is a class with 1 for its samples and 0 for others; else none.
+def _are_flags(tables: Sequence[_Table], columns: Sequence[str]) -> bool:
+    """Whether each column is a class, with 1 for its samples and 0 for others.
 
     Two columns with flags are classes only where each row has one of them.
     """
     if len(columns) < 2 or {name.casefold() for name in columns} & _LABEL_COLUMNS:
-        return []
-    if any(
-        table.find(column) is None or not is_flags(table.cells(str(table.find(column))))
-        for table in tables
-        for column in columns
-    ):
-        return []
-    rows = (zip(*_flags(table, columns), strict=True) for table in tables)
-    if len(columns) == 2 and any(sum(row) != 1 for each in rows for row in each):
-        return []
-    return list(columns)
+        return False
+    for table in tables:
+        found = [table.find(name) for name in columns]
+        if not all(name and is_flags(table.rows[name].unique()) for name in found):
+            return False
+    return len(columns) > 2 or all(_num_set(table, columns).eq(1).all() for table in tables)
 
 
-def _flags(table: _Table, columns: Sequence[str]) -> list[list[bool]]:
-    return [[is_true(cell) for cell in table.cells(name)] for name in table.require(columns, "")]
+def _num_set(table: _Table, columns: Sequence[str]) -> pd.Series[int]:
+    """The number of flags that are set in each row."""
+    return table.rows[table.require(columns, "")].map(is_true).sum(axis=1)
 
 
 def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
@@ -402,33 +349,27 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
     Raises:
         ConfigError: says what the columns look like.
     """
-    values = {}
-    for name in columns:
-        held = [str(table.find(name) or "") for table in tables]
-        values[name] = [
-            cell
-            for table, column in zip(tables, held, strict=True)
-            for cell in (table.cells(column) if column else [""] * len(table.rows))
-        ]
+    rows = pd.concat([each.rows for each in tables]).reindex(columns=columns).fillna("")
     looks: dict[str, str] = {}
-    for name, cells in values.items():
-        known = [cell for cell in cells if cell]
-        num = len({*known})
-        is_unique = len(known) >= 5 and num > 0.8 * len(known)
-        if num and all(_is_number(cell) for cell in known) and (len(columns) > 1 or is_unique):
-            looks[name] = counted(num, "number")
+    for name in columns:
+        known = rows[name][rows[name] != ""]
+        values = known.unique()
+        is_unique = len(known) >= 5 and len(values) > 0.8 * len(known)
+        are_numbers = pd.Series(pd.to_numeric(values, errors="coerce")).notna().all()
+        if len(values) and are_numbers and (len(columns) > 1 or is_unique):
+            looks[name] = counted(len(values), "number")
             if name.casefold() == "fold":
                 looks[name] += " (DATA.DATASET.FOLD holds out one of them)"
-        elif num == 1 and len(columns) > 1:
+        elif len(values) == 1 and len(columns) > 1:
             looks[name] = "1 value"
         elif is_unique and len(columns) > 1:
-            looks[name] = f"{num} values in {counted(len(known), 'row')}"
+            looks[name] = f"{len(values)} values in {counted(len(known), 'row')}"
     for above, below in pairwise(name for name in columns if name not in looks):
-        if not (
-            _nests(values[above], values[below]) or _nests(values[below], values[above], all_=True)
-        ):
-            num = len({*values[below]} - {""})
-            looks[below] = f"{counted(num, 'value')} that do not nest in {above}"
+        known = rows[(rows[above] != "") & (rows[below] != "")]
+        nests = known.groupby(below)[above].nunique().eq(1)  # homonyms have several parents
+        if nests.mean() < 0.5 and not known.groupby(above)[below].nunique().eq(1).all():
+            number = counted(rows[below].replace("", None).nunique(), "value")
+            looks[below] = f"{number} that do not nest in {above}"
     if looks:
         levels = [name for name in columns if name not in looks]
         raise ConfigError(
@@ -438,32 +379,13 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
         )
 
 
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def _nests(above: Sequence[str], below: Sequence[str], *, all_: bool = False) -> bool:
-    """Whether most values, or all, stand under one value of the column above; names may have homonyms."""
-    parents: dict[str, set[str]] = {}
-    for parent, name in zip(above, below, strict=True):
-        if parent and name:
-            parents.setdefault(name, set()).add(parent)
-    num = sum(len(found) == 1 for found in parents.values())
-    return num == len(parents) if all_ else num >= 0.5 * len(parents)
-
-
 def _columns_of_levels(
-    table: _Table, dataset: DatasetConfig, level_names: Sequence[str | None]
+    table: _Table, dataset: DatasetConfig, names: Sequence[str]
 ) -> dict[str, str]:
     """The column of each level that the manifest has."""
-    names = [name for name in level_names if name is not None]
-    ranks = (
-        dataset.RANKS if dataset.RANKS is not None and len(dataset.RANKS) == len(names) else names
-    )
+    ranks = dataset.RANKS or names
+    if len(ranks) != len(names):
+        ranks = names
     if ranks != names:
         table.require(ranks, "DATA.DATASET.RANKS")
     found = {name: table.find(rank) for name, rank in zip(names, ranks, strict=True)}
@@ -471,7 +393,7 @@ def _columns_of_levels(
     if not columns:
         raise DataError(
             f"{table.path}, line 1: no column {' or '.join(map(repr, names))} with labels, but "
-            f"{', '.join(map(repr, table.header))}; name those of {', '.join(names)}, in this order, in "
+            f"{', '.join(map(repr, table.rows))}; name those of {', '.join(names)}, in this order, in "
             "DATA.DATASET.RANKS"
         )
     return columns
@@ -496,82 +418,76 @@ def _read(path: Path, dataset: DatasetConfig) -> _Table:
     """Read a manifest.
 
     Raises:
-        DataError: it has no header or no row, or a row has not as many cells as the header.
+        ConfigError: there is no such file.
+        DataError: it has no header or no row, a row has more cells than the header, or two columns have one
+            name.
     """
+    read: Callable[[Path], pd.DataFrame] = (
+        _read_parquet if path.suffix.lower() in _PARQUET else _read_csv
+    )
     try:
-        is_parquet = path.suffix.lower() in _PARQUET
-        rows = _read_parquet(path) if is_parquet else _read_csv(path)
+        rows = read(path)
+    except ImportError as error:
+        raise ConfigError(f"DATA.DATASET: {path} is Parquet: pip install pyarrow") from error
     except OSError as error:
         raise ConfigError(
             f"DATA.DATASET: cannot read manifest {path}: {error.strerror or error}; name it in "
             "DATA.DATASET.TRAIN or DATA.DATASET.VAL, or its folder in DATA.DATASET.ROOT"
         ) from error
-    rows = [
-        (line, [cell.strip() for cell in cells])
-        for line, cells in rows
-        if any(cell.strip() for cell in cells)
-    ]
-    if not rows:
-        raise DataError(f"{path}: empty; the first line must name the columns")
-    (_, header), *rows = rows
-    if not rows:
-        raise DataError(f"{path}: no row below the header")
-    for line, cells in rows:
-        if len(cells) != len(header):
-            raise DataError(
-                f"{path}, line {line}: {len(cells)} cells, but the header has {len(header)}"
-            )
-    return _Table(path, [normalize("NFC", name) for name in header], rows, dataset)
-
-
-def _read_csv(path: Path) -> list[tuple[int, list[str]]]:
-    """The rows of a CSV file, with or without a byte-order mark, each with the number of its last line."""
-    content = path.read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 text; save it as `CSV UTF-8`") from error
-    header = re.sub(r'"[^"]*"', "", text.lstrip().partition("\n")[0])
-    rows = []
-    line = 0
-    try:
-        reader = csv.reader(
-            io.StringIO(text, newline=""), delimiter=max(",;\t|", key=header.count), strict=True
-        )
-        for cells in reader:
-            line = reader.line_num
-            rows.append((line, cells))
-    except csv.Error as error:
-        raise DataError(f"{path}, line {line + 1} or after: broken CSV: {error}") from error
-    return rows
+        raise DataError(f"{path}: not UTF-8 text; save it as `CSV UTF-8`") from error
+    except ValueError as error:
+        reason = first_line(error).removeprefix("Error tokenizing data. C error: ")
+        raise DataError(f"{path}: broken: {reason}") from error
+    rows = rows.apply(lambda cells: cells.str.strip())
+    rows = rows[(rows != "").any(axis=1)]
+    if rows.empty:
+        raise DataError(f"{path}: empty; the first line must name the columns")
+    rows.columns = pd.Index([normalize("NFC", name) for name in rows.iloc[0]])
+    rows = rows.iloc[1:]
+    if rows.empty:
+        raise DataError(f"{path}: no row below the header")
+    rows = rows[[name for name in rows if not _UNNAMED.fullmatch(name)]]
+    if twice := sorted({*rows.columns[rows.columns.duplicated()]}):
+        raise DataError(f"{path}, line 1: column {several(twice)} occurs more than once")
+    return _Table(path, rows, dataset)
 
 
-def _read_parquet(path: Path) -> list[tuple[int, list[str]]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise ConfigError(f"DATA.DATASET: {path} is Parquet: pip install pyarrow") from error
-    path.stat()
-    try:
-        columns: dict[str, list[Any]] = parquet.read_table(path).to_pydict()
-    except ArrowException as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
-    rows = zip(*columns.values(), strict=True)
-    table = [["" if cell is None or cell != cell else str(cell) for cell in row] for row in rows]
-    return list(enumerate([[*columns], *table], start=1))
+def _read_csv(path: Path) -> pd.DataFrame:
+    """The lines of a CSV file, with the header, as text; cells that a line lacks are empty."""
+    with path.open(encoding="utf-8-sig") as file:
+        num_blank, header = next(((i, x) for i, x in enumerate(file) if x.strip()), (0, ""))
+    if not header:
+        return pd.DataFrame()
+    separator = max(",;\t|", key=re.sub(r'"[^"]*"', "", header).count)
+    rows = pd.read_csv(
+        path,
+        sep=separator,
+        header=None,
+        skiprows=num_blank,
+        skip_blank_lines=False,
+        dtype=str,
+        keep_default_na=False,
+        encoding="utf-8-sig",
+    )
+    return rows.set_axis(range(num_blank + 1, num_blank + 1 + len(rows)))
+
+
+def _read_parquet(path: Path) -> pd.DataFrame:
+    rows = pd.read_parquet(path, dtype_backend="numpy_nullable").astype(object)
+    header = pd.DataFrame([rows.columns], columns=rows.columns)
+    rows = pd.concat([header, rows.where(rows.notna(), "")], ignore_index=True)
+    return rows.astype(str).set_axis(range(1, len(rows) + 1))
 
 
 def _files(table: _Table) -> tuple[Path, list[str]]:
     """The folder that paths start from, and the path of each image, with the ending that names may lack."""
-    image_column = table.header.index(table.image_column)
-    for line, cells in table.rows:
-        if not cells[image_column]:
-            raise DataError(f"{table.path}, line {line}: no image path")
+    names = table.rows[table.image_column]
+    for line in names.index[names == ""]:
+        raise DataError(f"{table.path}, line {line}: no image path")
     given = table.dataset.ROOT
     root = Path(given).expanduser() if given is not None else table.path.parent
-    names = [cells[image_column] for _, cells in table.rows]
-    stem = table.path.stem
+    first, stem = names.iloc[0], table.path.stem
     places = product(("", stem, f"{stem}_images", "images"), ("", *sorted(EXTENSIONS)))
     for folder, ending in places:
         if any((root / folder / f"{name}{ending}").is_file() for name in names[:100]):
@@ -581,14 +497,14 @@ def _files(table: _Table) -> tuple[Path, list[str]]:
             raise ConfigError(f"DATA.DATASET.ROOT: there is no folder {root}{suggest_path(root)}")
         hint = f", nor in `images` or `{stem}` there; relative paths start from DATA.DATASET.ROOT, or from "
         hint += "the manifest's folder where that is null"
-        if "\\" in names[0]:
+        if "\\" in first:
             hint = "; the paths of the manifest have backslashes: replace them by /"
         raise DataError(
-            f"{table.path}, line {table.rows[0][0]}: no image {root / names[0]}, with any ending{hint}"
+            f"{table.path}, line {names.index[0]}: no image {root / first}, with any ending{hint}"
         )
-    return root, [
-        str(Path(folder, f"{name}{ending}")) if folder else f"{name}{ending}" for name in names
-    ]
+    if folder:
+        return root, [str(Path(folder, f"{name}{ending}")) for name in names]
+    return root, [f"{name}{ending}" for name in names]
 
 
 def _check_nesting(index: LabelIndex, source: str) -> None:

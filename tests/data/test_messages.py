@@ -119,7 +119,7 @@ MANIFESTS: dict[str, Callable[[], object]] = {
     "no image column": lambda: manifest("photo,a\nimg/0.jpg,x\n"),
     "semicolons": lambda: manifest("image;a\nimg/0.jpg;x\n"),
     "a column twice": lambda: manifest("image,a,a\nimg/0.jpg,x,y\n"),
-    "too few cells": lambda: manifest("image,a\nimg/0.jpg,x\n\nimg/1.jpg\n"),
+    "too many cells": lambda: manifest("image,a\nimg/0.jpg,x\n\nimg/1.jpg,y,z\n"),
     "no path": lambda: manifest("image,a\nimg/0.jpg,x\n,y\n"),
     "broken": lambda: manifest('image,a\nimg/0.jpg,"x\n'),
     "encoding": lambda: manifest(b"image,a\nimg/0.jpg,f\xe9e\n"),
