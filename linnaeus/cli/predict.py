@@ -26,7 +26,7 @@ from linnaeus.cli.parser import (
 from linnaeus.data import unread_note
 from linnaeus.data.split_file import SPLIT_FILE, read_split
 from linnaeus.data.splits import SPLITS
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, DataError
 from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
 from linnaeus.signals import StopRequest
@@ -128,7 +128,10 @@ def _split_images(path: Path, split: str) -> list[str]:
             f"--split {split}: there is no {folder / SPLIT_FILE}, which a run with image files writes; name "
             "the images"
         )
-    return read_split(folder / SPLIT_FILE, split)[0]
+    try:
+        return read_split(folder / SPLIT_FILE, split)[0]
+    except DataError as error:
+        raise ConfigError(f"--split {split}: {error}") from error
 
 
 def run(options: Options) -> int:

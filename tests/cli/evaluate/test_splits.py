@@ -49,5 +49,8 @@ def test_evaluate_and_predict_read_the_split_that_was_trained(three: Path) -> No
         named = [row[0] for row in rows_of(Path(f"{split}.csv"))[1:]]
         assert named == [row[0] for row in rows if row[1] == split]
     assert cli(["predict", "runs/tiny", "--trust-code", "--split", "val", "birds"]) == 2
+    saved = (three / "split.csv").read_text()
+    (three / "split.csv").write_text(saved.replace(",test,", ",val,"))
+    assert cli(["predict", "runs/tiny", "--trust-code", "--split", "test"]) == 2
     (three / "split.csv").unlink()
     assert cli(["predict", "runs/tiny", "--trust-code", "--split", "val"]) == 2
