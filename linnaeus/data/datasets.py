@@ -15,7 +15,6 @@ from torch.utils.data import Subset
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
-from linnaeus.data import unread_note
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
 from linnaeus.data.image_files import (
@@ -229,10 +228,11 @@ def _found_listings(
         files = read_folders(dataset, evaluated=True, num_run_levels=depth)
     else:
         files = read_evaluated_manifest(dataset, taxonomy, is_run_dataset=is_run_dataset)
-    split = next(split for split in ("val", "test", "train") if files.splits[split])
+    split = next((split for split in ("val", "test", "train") if files.splits[split]), None)
+    if split is None:
+        raise DataError("; ".join(files.notes))
     listings = files.splits[split]
     report += files.notes
-    report += filter(None, [unread_note(Listing.joined(listings).unread)])
     if split != "train":
         return listings, _VALIDATION, files.level_names
     if not is_run_dataset:
@@ -325,20 +325,17 @@ def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
     num_left_out = 0
     if bundle.preprocessing is not None and preprocessing is None:
         raise DataError(f"{name}: gives Pillow images, but the dataset of the run gave tensors")
-    if index is None and declared is not None:
-        raise DataError(f"{name}: has classes, but the dataset of the run declared none")
-    if index is not None and declared is None:
+    if index is None:
+        if declared is not None:
+            raise DataError(f"{name}: has classes, but the dataset of the run declared none")
+    elif declared is None:
         report.append(f"{name}: declares no classes; its labels are assumed to be the run's")
         dataset.taxonomy = index.taxonomy
         if isinstance(bundle.collate, UserCollate):
             bundle.collate.taxonomy = index.taxonomy
-    elif (
-        index is not None
-        and declared is not None
-        and (
-            declared.levels != index.taxonomy.levels
-            or declared.is_multilabel != index.taxonomy.is_multilabel
-        )
+    elif (declared.levels, declared.is_multilabel) != (
+        index.taxonomy.levels,
+        index.taxonomy.is_multilabel,
     ):
         if declared.is_multilabel or index.taxonomy.is_multilabel:
             raise DataError(

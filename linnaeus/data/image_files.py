@@ -8,10 +8,10 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data import unread_note
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import find_damaged
@@ -44,7 +43,6 @@ class Listing:
         root: folder that relative paths start from.
         paths: path of each image, relative to `root` or absolute.
         lineages: class names of each image, coarse to fine.
-        unread: files of other endings beside them, by ending.
         groups: the group of each image, which a hold-out must not divide; None where there is none.
         is_table: whether a table lists the files, so that some may be missing.
     """
@@ -53,7 +51,6 @@ class Listing:
     root: Path
     paths: list[str]
     lineages: list[Lineage]
-    unread: Counter[str] = field(default_factory=Counter)
     groups: list[str] | None = None
     is_table: bool = False
 
@@ -81,7 +78,6 @@ class Listing:
             Path(),
             [str(each.root / path) for each in listings for path in each.paths],
             [lineage for each in listings for lineage in each.lineages],
-            sum((each.unread for each in listings), Counter()),
             is_table=any(each.is_table for each in listings),
         )
 
@@ -190,12 +186,12 @@ def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
 
 
 @contextmanager
-def optional_test(notes: list[str], *, is_optional: bool = True) -> Iterator[None]:
+def optional_test(notes: list[str], split: str, dataset: DatasetConfig) -> Iterator[None]:
     """Note why there is no test split instead of raising, where the configuration names none."""
     try:
         yield
     except DataError as error:
-        if not is_optional:
+        if split != "test" or dataset.TEST is not None:
             raise
         notes.append(f"no test split: {error}")
 
@@ -218,9 +214,8 @@ def build_files(files: FoundFiles, config: DataConfig, on_main: OnMain) -> DataB
     size = as_size(config.IMG_SIZE, (224, 224))
     report = [*files.notes]
     trains, vals, tests = (files.splits[split] for split in SPLITS)
-    source, listings = Listing.joined(trains).source, [*trains, *vals, *tests]
-    report += filter(None, [unread_note(Listing.joined(listings).unread)])
-    for listing in listings:
+    source = Listing.joined(trains).source
+    for listing in [*trains, *vals, *tests]:
         require_files(listing, config)
     train_files = [file for listing in trains for file in listing.files]
     decoding = with_bit_depth(Decoding.of(config), train_files, config, on_main, report)
@@ -235,7 +230,7 @@ def build_files(files: FoundFiles, config: DataConfig, on_main: OnMain) -> DataB
     )
     val = test = None
     if tests:
-        with optional_test(report, is_optional=dataset.TEST is None):
+        with optional_test(report, "test", dataset):
             test, _ = make(tests, remedy=None)
     if test is not None and not vals and dataset.FOLD is None:
         report.append(f"no validation split: {Listing.joined(tests).source} is used")
@@ -244,7 +239,7 @@ def build_files(files: FoundFiles, config: DataConfig, on_main: OnMain) -> DataB
         pairs = [hold_out(each, dataset, report, taxonomy) for each in trains]
         trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
     train, _ = make(trains)
-    report_homonyms(index, train.targets, report)
+    report_homonyms(Listing.joined(trains).lineages, report)
     if lacking := classes_without_images(taxonomy, train.targets):
         report.append(f"no training image is left of: {several(lacking)}")
     val = val or make(vals)[0]
@@ -480,19 +475,16 @@ def report_coarse(listing: Listing, report: list[str]) -> None:
         report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
 
 
-def report_homonyms(index: LabelIndex, targets: Tensor, report: list[str]) -> None:
+def report_homonyms(lineages: Iterable[Lineage], report: list[str]) -> None:
     """Report classes of one name under several parents, the smallest first: one may be a typo."""
     found: list[tuple[int, str]] = []
-    for depth in range(1, len(index.lookup)):
-        above = [name for _, name in index.lookup[depth - 1]]
-        counts = targets[:, depth].clamp(min=UNKNOWN).add(1).bincount(minlength=1).tolist()[1:]
-        places: dict[str, list[tuple[int, str]]] = defaultdict(list)
-        for (parent, name), label in index.lookup[depth].items():
-            if parent != UNKNOWN:
-                number = counts[label] if label < len(counts) else 0
-                places[name].append((number, above[parent]))
-        for name, held in sorted(places.items()):
-            if len(held) > 1:
+    for above, below in pairwise(zip(*lineages, strict=True)):
+        places: dict[str | None, list[tuple[int, str]]] = defaultdict(list)
+        for (parent, name), number in Counter(zip(above, below, strict=True)).items():
+            if parent is not None:
+                places[name].append((number, parent))
+        for name, held in places.items():
+            if name is not None and len(held) > 1:
                 shown = ", ".join(f"{parent} {number}" for number, parent in sorted(held))
                 found.append((min(held)[0], f"{name} (images: {shown})"))
     if found:
@@ -507,10 +499,10 @@ def classes_without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
     lacking: list[str] = []
     for column, level in enumerate(taxonomy.levels):
         if taxonomy.is_multilabel:
-            numbers = (targets == 1).sum(dim=0)
+            held = {*(targets == 1).any(dim=0).nonzero().flatten().tolist()}
         else:
-            numbers = (targets[:, column] + 1).bincount(minlength=len(level.classes) + 1)[1:]
-        lacking += [n for n, num in zip(level.classes, numbers.tolist(), strict=True) if not num]
+            held = {*targets[:, column].tolist()}
+        lacking += [name for label, name in enumerate(level.classes) if label not in held]
     return lacking
 
 
@@ -520,23 +512,22 @@ def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict
     With several labels per sample, targets are [N, C], int8: 1, 0, or -1 where unknown. The targets of those
     samples are unknown at every level.
     """
-    is_multilabel = index.taxonomy.is_multilabel
-    num_columns = len(index.lookup[0] if is_multilabel else index.lookup)
-    labels: dict[Lineage, Tensor] = {}
+    dtype = torch.int8 if index.taxonomy.is_multilabel else torch.int64
+    numbers = {lineage: number for number, lineage in enumerate(dict.fromkeys(lineages))}
     lacking: dict[Lineage, str] = {}
-    unknown: dict[str, list[int]] = {}
+    rows: list[Tensor] = []
+    for lineage in numbers:
+        try:
+            row = index.encode(lineage)
+        except UnknownClassError as error:
+            lacking[lineage] = error.args[0]
+            row = index.encode((None,) * len(lineage))
+        rows.append(torch.tensor(row, dtype=dtype))
+    unknown: dict[str, list[int]] = defaultdict(list)
     for position, lineage in enumerate(lineages):
-        if lineage not in labels:
-            try:
-                row = index.encode(lineage)
-            except UnknownClassError as error:
-                row, lacking[lineage] = (UNKNOWN,) * num_columns, error.args[0]
-            labels[lineage] = torch.tensor(row, dtype=torch.int8 if is_multilabel else torch.int64)
         if lineage in lacking:
-            unknown.setdefault(lacking[lineage], []).append(position)
-    positions = {lineage: position for position, lineage in enumerate(labels)}
-    rows = torch.stack([*labels.values()])
-    return rows[[positions[lineage] for lineage in lineages]], unknown
+            unknown[lacking[lineage]].append(position)
+    return torch.stack(rows)[[numbers[lineage] for lineage in lineages]], dict(unknown)
 
 
 def with_bit_depth(

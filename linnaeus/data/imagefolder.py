@@ -52,6 +52,7 @@ def read_folders(
         DataError: a folder that is unreadable, empty or of another depth.
     """
     notes: list[str] = []
+    unread = Counter[str]()
     roots = [_split_folders(node, notes) for node in roots_of(dataset)]
     held_out = [split for split in ("val", "test") if any(split in root for root in roots)]
     wanted = (held_out or ["train"])[:1] if evaluated else SPLITS
@@ -63,17 +64,17 @@ def read_folders(
         pad_to = depth or 1
         folders = {root[split]: len(root) == 1 for root in roots if split in root}
         for folder, is_root in folders.items():
-            is_optional = split == "test" and not evaluated and dataset.TEST is None
-            with optional_test(notes, is_optional=is_optional):
-                found, is_inat = _read_folder(folder, split, dataset, pad_to, is_root=is_root)
+            with optional_test(notes, split, dataset):
+                found, is_inat = _read_folder(
+                    folder, split, dataset, pad_to, unread, is_root=is_root
+                )
                 first = next(iter(found.values()))
                 num_levels = len(first.lineages[0])
                 depth = depth or num_levels
                 if not is_inat and num_levels != depth:
-                    deepest = max(first.paths, key=lambda path: path.count("/"))
                     raise DataError(
                         f"{folder}: {counted(num_levels, 'level')} of class folders, but {depth} elsewhere, "
-                        f"such as for {deepest}"
+                        f"such as for {first.paths[0]}"
                     )
                 for part, listing in found.items():
                     splits[part].append(listing)
@@ -83,6 +84,7 @@ def read_folders(
             f"DATA.DATASET.FOLD: {splits['val'][0].source} is the validation split; leave FOLD out, or name "
             f"the folder of the folds in DATA.DATASET.ROOT, such as {splits['train'][0].source}"
         )
+    notes += filter(None, [unread_note(unread)])
     # The RANKS of a run need not be those of other data.
     ranks = None if evaluated and num_run_levels is None else dataset.RANKS
     if is_inat and ranks:
@@ -162,32 +164,32 @@ def _check_folder(folder: Path, key: str) -> None:
 
 
 def _read_folder(
-    folder: Path, split: str, dataset: DatasetConfig, pad_to: int, *, is_root: bool
+    folder: Path,
+    split: str,
+    dataset: DatasetConfig,
+    pad_to: int,
+    unread: Counter[str],
+    *,
+    is_root: bool,
 ) -> tuple[dict[str, Listing], bool]:
     """The images of a folder, which hold several splits where class folders are divided.
 
-    Also returns whether class folders are named as in iNaturalist 2021.
+    Also returns whether class folders are named as in iNaturalist 2021. `unread` counts other files.
     """
-    images, unread = _walk(folder, need_all=split == "train")
+    images = _walk(folder, unread, need_all=split == "train")
     parts = [_class_names(folder, path.rpartition("/")[0]) for path in images]
     nested = find_nested_splits({*parts}) if is_root else {}
-    members = {split: [*range(len(images))]}
-    if nested:
-        for image, part in zip(images, parts, strict=True):
-            if part not in nested:
-                raise DataError(
-                    f"{folder / image}: in no folder of a split, but other class folders are divided into "
-                    "splits; move or remove it"
-                )
-        members = {s: [i for i, p in enumerate(parts) if nested[p][0] == s] for s in SPLITS}
-        parts = [nested[part][1:] for part in parts]
-    elif is_root and dataset.RANKS is None:
+    if is_root and not nested and dataset.RANKS is None:
         _check_twins(folder, parts)
-    if () in parts:
-        raise DataError(
-            f"{folder / images[parts.index(())]}: an image outside of any class folder; move it into that "
-            "of its class"
-        )
+    keys = [nested.get(part, ()) if nested else (split, *part) for part in parts]
+    for image, key in zip(images, keys, strict=True):
+        if len(key) < 2:
+            place = "folder of a split, but other class folders are divided into splits"
+            raise DataError(
+                f"{folder / image}: an image in no {place if nested else 'class folder'}; move it into that "
+                "of its class"
+            )
+    parts = [key[1:] for key in keys]
     lineages = None if dataset.FOLDER_NAMES == "nested" else _inat_lineages(folder, parts, dataset)
     is_inat = lineages is not None
     if lineages is None:
@@ -197,11 +199,14 @@ def _read_folder(
         depth = max(1 if coarse is False else pad_to, *map(len, parts))
         lineages = {part: part + (None,) * (depth - len(part)) for part in {*parts}}
     whole = Listing(str(folder), folder, images, [lineages[part] for part in parts])
-    found = {name: whole.take(positions) for name, positions in members.items() if positions}
-    if nested:
-        found = {n: replace(each, source=f"{folder} ({n} folders)") for n, each in found.items()}
-    first = next(iter(found))
-    return found | {first: replace(found[first], unread=unread)}, is_inat
+    if not nested:
+        return {split: whole}, is_inat
+    found = {s: whole.take([i for i, key in enumerate(keys) if key[0] == s]) for s in SPLITS}
+    return {
+        s: replace(listing, source=f"{folder} ({s} folders)")
+        for s, listing in found.items()
+        if listing.paths
+    }, is_inat
 
 
 @functools.lru_cache(maxsize=1)
@@ -290,26 +295,21 @@ def _inat_lineages(
 
 def _select_ranks(listing: Listing, names: Sequence[str]) -> Listing:
     """The listing with some of the ranks of iNaturalist, coarse to fine."""
-    wrong = [name for name in names if name not in INAT_RANKS]
-    if wrong:
-        raise ConfigError(f"DATA.DATASET.RANKS: {several(wrong)} not among {', '.join(INAT_RANKS)}")
-    columns = [INAT_RANKS.index(name) for name in names]
-    if columns != sorted(columns):
+    columns = [i for i, name in enumerate(INAT_RANKS) if name in names]
+    if [INAT_RANKS[i] for i in columns] != [*names]:
         raise ConfigError(
-            f"DATA.DATASET.RANKS: [{', '.join(names)}] must go from coarse to fine, as in "
-            f"{', '.join(INAT_RANKS)}"
+            f"DATA.DATASET.RANKS: [{', '.join(names)}] must be some of {', '.join(INAT_RANKS)}, in this order"
         )
     selected = {line: tuple(line[i] for i in columns) for line in {*listing.lineages}}
     return replace(listing, lineages=[selected[line] for line in listing.lineages])
 
 
-def _walk(folder: Path, *, need_all: bool) -> tuple[list[str], Counter[str]]:
+def _walk(folder: Path, unread: Counter[str], *, need_all: bool) -> list[str]:
     """The paths of all images, relative to the folder, files before folders and each sorted.
 
-    Also returns the number of files with each other ending.
+    `unread` counts the files with other endings.
     """
     found: list[str] = []
-    unread = Counter[str]()
     empty: list[str] = []
 
     def fail(error: OSError) -> None:
@@ -334,7 +334,7 @@ def _walk(folder: Path, *, need_all: bool) -> tuple[list[str], Counter[str]]:
         raise DataError(
             f"no image in class folder {several(empty)}; remove the folder or put images into it{note}"
         )
-    return found, unread
+    return found
 
 
 def _index(trains: Sequence[Listing], names: Sequence[str] | None, *, is_inat: bool) -> LabelIndex:

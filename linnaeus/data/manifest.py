@@ -138,15 +138,13 @@ class _Labels:
             _check_levels(tables, columns)
         return cls(list(levels), columns, separator=dataset.LABEL_SEPARATOR)
 
-    def files(
-        self, splits: Mapping[str, Sequence[_Table]], notes: list[str], *, has_optional_test: bool
-    ) -> FoundFiles:
+    def files(self, splits: Mapping[str, Sequence[_Table]], notes: list[str]) -> FoundFiles:
         """The samples of each split."""
         unknown: dict[Path, Counter[str]] = defaultdict(Counter)
         found: dict[str, list[Listing]] = {split: [] for split in SPLITS}
         for split, tables in splits.items():
             for table in tables:
-                with optional_test(notes, is_optional=has_optional_test and split == "test"):
+                with optional_test(notes, split, table.dataset):
                     found[split].append(self._listing(table, unknown[table.path]))
         for path, words in unknown.items():
             if shown := ", ".join(f"{number} {cell!r}" for cell, number in words.most_common()):
@@ -164,7 +162,7 @@ class _Labels:
         index = index_labels(self.levels, train.lineages, self.separator)
         remedy = "choose other columns with DATA.DATASET.RANKS"
         require_classes(index.taxonomy, train.source, remedy)
-        _check_nesting(index, train.source)
+        _check_nesting(self.levels, train.lineages, train.source)
         return index
 
     def _listing(self, table: _Table, unknown: Counter[str]) -> Listing:
@@ -208,12 +206,11 @@ def read_manifest(dataset: DatasetConfig) -> FoundFiles:
     """
     notes: list[str] = []
     roots = [(node, _manifest_paths(node)) for node in roots_of(dataset)]
-    has_optional_test = dataset.TEST is None
-    splits = _split_tables(roots, notes, has_optional_test=has_optional_test)
+    splits = _split_tables(roots, notes)
     if not splits["train"]:
         raise DataError(f"{dataset.TRAIN or 'train.csv'}: no row of the training split")
     labels = _Labels.of(splits["train"])
-    return labels.files(splits, notes, has_optional_test=has_optional_test)
+    return labels.files(splits, notes)
 
 
 def read_evaluated_manifest(
@@ -234,7 +231,7 @@ def read_evaluated_manifest(
     held = next((s for s in ("val", "test") if any(s in paths for _, paths in roots)), None)
     if held is not None and not is_run_dataset:
         roots = [(node, {held: paths[held]}) for node, paths in roots if held in paths]
-    splits = _split_tables(roots, notes, has_optional_test=False)
+    splits = _split_tables(roots, notes)
     wanted = next((split for split in ("val", "test", "train") if splits[split]), "train")
     tables = splits[wanted]
     table, names = tables[0], taxonomy.names
@@ -246,14 +243,11 @@ def read_evaluated_manifest(
     else:
         columns = _columns_of_levels(table, dataset, names)
         labels = _Labels(list(columns), list(columns.values()), separator=taxonomy.separator)
-    return labels.files({wanted: tables}, notes, has_optional_test=False)
+    return labels.files({wanted: tables}, notes)
 
 
 def _split_tables(
-    roots: Sequence[tuple[DatasetConfig, Mapping[str, Path]]],
-    notes: list[str],
-    *,
-    has_optional_test: bool,
+    roots: Sequence[tuple[DatasetConfig, Mapping[str, Path]]], notes: list[str]
 ) -> dict[str, list[_Table]]:
     """The rows of each split of each root: those of its manifests, divided by their column of splits.
 
@@ -266,7 +260,7 @@ def _split_tables(
                 f"DATA.DATASET.FOLD: {paths['val']} is the validation split; leave FOLD out"
             )
         for split, path in paths.items():
-            with optional_test(notes, is_optional=has_optional_test and split == "test"):
+            with optional_test(notes, split, node):
                 table = _read(path, node)
                 parts = _divided(table, is_train=split == "train") or {split: table}
                 if len(parts) == 1 and "train" not in parts:
@@ -358,26 +352,23 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
     Raises:
         ConfigError: says what the columns look like.
     """
-    rows = pd.concat([each.rows for each in tables]).reindex(columns=columns).fillna("")
+    rows = pd.concat([each.rows for each in tables]).reindex(columns=columns).replace("", None)
     looks: dict[str, str] = {}
     for name in columns:
-        known = rows[name][rows[name] != ""]
-        values = known.unique()
-        is_unique = len(known) >= 5 and len(values) > 0.8 * len(known)
-        are_numbers = pd.Series(pd.to_numeric(values, errors="coerce")).notna().all()
-        if len(values) and are_numbers and (len(columns) > 1 or is_unique):
-            looks[name] = counted(len(values), "number")
+        number, num_values = rows[name].count(), rows[name].nunique()
+        is_unique = number >= 5 and num_values > 0.8 * number
+        are_numbers = 0 < pd.to_numeric(rows[name], errors="coerce").count() == number
+        if are_numbers and (len(columns) > 1 or is_unique):
+            looks[name] = counted(num_values, "number")
             if name.casefold() == "fold":
                 looks[name] += " (DATA.DATASET.FOLD holds out one of them)"
-        elif len(values) == 1 and len(columns) > 1:
-            looks[name] = "1 value"
-        elif is_unique and len(columns) > 1:
-            looks[name] = f"{len(values)} values in {counted(len(known), 'row')}"
+        elif len(columns) > 1 and (is_unique or num_values == 1):
+            looks[name] = f"{counted(num_values, 'value')} in {counted(number, 'row')}"
     for above, below in pairwise(name for name in columns if name not in looks):
-        known = rows[(rows[above] != "") & (rows[below] != "")]
+        known = rows[[above, below]].dropna()
         nests = known.groupby(below)[above].nunique().eq(1)  # homonyms have several parents
         if nests.mean() < 0.5 and not known.groupby(above)[below].nunique().eq(1).all():
-            number = counted(rows[below].replace("", None).nunique(), "value")
+            number = counted(rows[below].nunique(), "value")
             looks[below] = f"{number} that do not nest in {above}"
     if looks:
         levels = [name for name in columns if name not in looks]
@@ -529,12 +520,12 @@ def _with_endings(root: Path, paths: Iterable[str]) -> list[str]:
     return found
 
 
-def _check_nesting(index: LabelIndex, source: str) -> None:
+def _check_nesting(names: Sequence[str], lineages: Iterable[Lineage], source: str) -> None:
     """Refuse columns from fine to coarse: each class has one name in the next, and not vice versa."""
-    for depth, (above, below) in enumerate(pairwise(index.taxonomy.names), start=1):
-        parents = [parent for parent, _ in index.lookup[depth] if parent >= 0]
-        names = [name for _, name in index.lookup[depth]]
-        if len(set(names)) < len(names) and len(parents) == len(set(parents)):
+    rows = pd.DataFrame([*{*lineages}], columns=names, dtype=object)
+    for above, below in pairwise(names):
+        fewer = rows.groupby(above)[below].nunique().le(1).all()
+        if fewer and rows.groupby(below)[above].nunique().gt(1).any():
             raise DataError(
                 f"{source}: {below!r} stands after {above!r}, but it groups the classes of {above!r}; "
                 "order the columns from coarse to fine with DATA.DATASET.RANKS"

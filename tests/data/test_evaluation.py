@@ -129,7 +129,9 @@ def test_what_is_not_read_is_noted(tmp_path: Path) -> None:
 def test_images_of_the_runs_split_that_are_gone(tmp_path: Path, bad: str) -> None:
     """They are an error at the start, or left out; where all are gone, the dataset is read instead."""
     for i in range(8):
-        write_image(tmp_path / "images" / f"{('fox', 'lion', 'lynx', 'wolf')[i % 4]}/{i}.png", seed=i)
+        write_image(
+            tmp_path / "images" / f"{('fox', 'lion', 'lynx', 'wolf')[i % 4]}/{i}.png", seed=i
+        )
     config = DataConfig(
         DATASET=DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path / "images"), VAL_FRACTION=0.5),
         ON_BAD_IMAGE=bad,
