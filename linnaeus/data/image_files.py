@@ -563,8 +563,8 @@ def _with_statistics(
     if found is None:
         return augment
     num_images = counted(min(MOST_IMAGES, len(files)), "training image")
-    measured = dict(zip(("MEAN", "STD"), found, strict=True))
-    measured = {key: value for key, value in measured.items() if getattr(augment, key) is None}
+    pairs = zip(("MEAN", "STD"), found, strict=True)
+    measured = {key: value for key, value in pairs if getattr(augment, key) is None}
     values = " and ".join(f"{key} {value}" for key, value in measured.items())
     report.append(f"{values}: measured on {num_images}; DATA.AUGMENT sets others")
     return replace(augment, **measured)

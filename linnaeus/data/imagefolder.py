@@ -58,6 +58,8 @@ def read_folders(
     wanted = (held_out or ["train"])[:1] if evaluated else SPLITS
     for root in roots if "train" in wanted else ():
         _require_training(root, dataset)
+    # The RANKS of a run need not be those of other data.
+    ranks = None if evaluated and num_run_levels is None else dataset.RANKS
     splits: dict[str, list[Listing]] = {split: [] for split in SPLITS}
     is_inat, depth = False, num_run_levels
     for split in wanted:
@@ -66,7 +68,7 @@ def read_folders(
         for folder, is_root in folders.items():
             with optional_test(notes, split, dataset):
                 found, is_inat = _read_folder(
-                    folder, split, dataset, pad_to, unread, is_root=is_root
+                    folder, split, dataset, ranks, pad_to, unread, is_root=is_root
                 )
                 first = next(iter(found.values()))
                 num_levels = len(first.lineages[0])
@@ -85,13 +87,8 @@ def read_folders(
             f"the folder of the folds in DATA.DATASET.ROOT, such as {splits['train'][0].source}"
         )
     notes += filter(None, [unread_note(unread)])
-    # The RANKS of a run need not be those of other data.
-    ranks = None if evaluated and num_run_levels is None else dataset.RANKS
-    if is_inat and ranks:
-        splits = {s: [_select_ranks(x, ranks) for x in listings] for s, listings in splits.items()}
-    names = tuple(ranks or INAT_RANKS) if is_inat else None
-    make_index = functools.partial(_index, splits["train"], names or dataset.RANKS, is_inat=is_inat)
-    return FoundFiles(splits, names, notes, make_index)
+    make_index = functools.partial(_index, splits["train"], ranks, is_inat=is_inat)
+    return FoundFiles(splits, tuple(ranks or INAT_RANKS) if is_inat else None, notes, make_index)
 
 
 def _split_folders(dataset: DatasetConfig, notes: list[str]) -> dict[str, Path]:
@@ -167,6 +164,7 @@ def _read_folder(
     folder: Path,
     split: str,
     dataset: DatasetConfig,
+    ranks: Sequence[str] | None,
     pad_to: int,
     unread: Counter[str],
     *,
@@ -190,7 +188,9 @@ def _read_folder(
                 "of its class"
             )
     parts = [key[1:] for key in keys]
-    lineages = None if dataset.FOLDER_NAMES == "nested" else _inat_lineages(folder, parts, dataset)
+    lineages = None
+    if dataset.FOLDER_NAMES != "nested":
+        lineages = _inat_lineages(folder, parts, dataset, ranks or INAT_RANKS)
     is_inat = lineages is not None
     if lineages is None:
         coarse = dataset.ALLOW_COARSE
@@ -270,7 +270,10 @@ def _check_depth(
 
 
 def _inat_lineages(
-    folder: Path, parts: Iterable[tuple[str, ...]], dataset: DatasetConfig
+    folder: Path,
+    parts: Iterable[tuple[str, ...]],
+    dataset: DatasetConfig,
+    ranks: Sequence[str],
 ) -> dict[tuple[str, ...], Lineage] | None:
     """The class names of folders named as in iNaturalist 2021; None where they are others."""
     lineages: dict[tuple[str, ...], Lineage] = {}
@@ -282,7 +285,10 @@ def _inat_lineages(
             continue
         above = match[1].split("_")[1:]
         # The last part is the epithet alone, which occurs in many genera.
-        lineages[part] = (*above, f"{above[-1]} {match[2].replace('_', ' ')}")
+        names = [*above, f"{above[-1]} {match[2].replace('_', ' ')}"]
+        lineages[part] = tuple(
+            n for n, rank in zip(names, INAT_RANKS, strict=True) if rank in ranks
+        )
     if not lineages and dataset.FOLDER_NAMES == "auto":
         return None
     if others:
@@ -290,18 +296,11 @@ def _inat_lineages(
             f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
             f"{several(others)}; rename, or set DATA.DATASET.FOLDER_NAMES nested"
         )
-    return lineages
-
-
-def _select_ranks(listing: Listing, names: Sequence[str]) -> Listing:
-    """The listing with some of the ranks of iNaturalist, coarse to fine."""
-    columns = [i for i, name in enumerate(INAT_RANKS) if name in names]
-    if [INAT_RANKS[i] for i in columns] != [*names]:
+    if [rank for rank in INAT_RANKS if rank in ranks] != [*ranks]:
         raise ConfigError(
-            f"DATA.DATASET.RANKS: [{', '.join(names)}] must be some of {', '.join(INAT_RANKS)}, in this order"
+            f"DATA.DATASET.RANKS: [{', '.join(ranks)}] must be some of {', '.join(INAT_RANKS)}, in this order"
         )
-    selected = {line: tuple(line[i] for i in columns) for line in {*listing.lineages}}
-    return replace(listing, lineages=[selected[line] for line in listing.lineages])
+    return lineages
 
 
 def _walk(folder: Path, unread: Counter[str], *, need_all: bool) -> list[str]:
@@ -341,7 +340,9 @@ def _index(trains: Sequence[Listing], names: Sequence[str] | None, *, is_inat: b
     """The classes of the training folders."""
     train = Listing.joined(trains)
     depth = len(train.lineages[0])
-    if names is None:
+    if is_inat:
+        names = names or INAT_RANKS
+    elif names is None:
         names = ["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)]
     if len(names) != depth:
         raise ConfigError(

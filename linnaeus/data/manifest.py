@@ -290,23 +290,21 @@ def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
         (given,) = table.require([given], "DATA.DATASET.SPLIT_COLUMN")
     elif given is not None:
         return {}
-    ranks = {name.casefold() for name in dataset.RANKS or ()}
     folds = _column_of_folds(table, given or table.find("fold")) if is_train else None
-    taken = {table.image_column, *([] if folds is None else folds[:1])}
-    columns = [name for name in table.rows if name not in taken and name.casefold() not in ranks]
+    taken = {table.image_column, *map(table.find, dataset.RANKS or ()), *(folds or ())[:1]}
+    columns = [name for name in table.rows if name not in taken]
     if given is not None and folds is None:
         columns = [given]
-    found = find_column(
-        {name: table.rows[name].unique() for name in columns}, given if folds is None else None
-    )
+    cells = {name: table.rows[name].unique() for name in columns}
+    found = find_column(cells, given if folds is None else None)
     if found is not None and dataset.FOLD is not None and is_train and not (given and folds):
         raise ConfigError(
             f"DATA.DATASET.FOLD: the column {found[0]!r} of {table.path} divides the samples; leave "
             "FOLD out, or name the column of folds in DATA.DATASET.SPLIT_COLUMN"
         )
-    if folds is None and found is None:
+    divisions = [*filter(None, (folds, found))]
+    if not divisions:
         return {}
-    divisions = [each for each in (folds, found) if each is not None]
     column, meanings = divisions[0]
     rows = table.rows.drop(columns=[name for name, _ in divisions])
     parts = rows.groupby(table.rows[column].map(meanings))
@@ -407,10 +405,11 @@ def _manifest_paths(dataset: DatasetConfig) -> dict[str, Path]:
     folder = paths["train"].parent if "train" in paths and not dataset.ROOT else root
     for split in SPLITS:
         beside = [folder / f"{split}{ending}" for ending in (".csv", ".tsv", *_PARQUET)]
-        if split not in paths:
-            found = [path for path in beside if path.is_file() and path not in paths.values()]
-            if found or split == "train":
-                paths[split] = (found or beside)[0]
+        found = [path for path in beside if path.is_file() and path not in paths.values()]
+        if split == "train":
+            found.append(beside[0])
+        if found:
+            paths.setdefault(split, found[0])
     return {split: paths[split] for split in SPLITS if split in paths}
 
 
