@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from operator import call
 from os.path import exists
 from pathlib import Path
@@ -399,12 +400,12 @@ class Relabel:
             if low < 0:
                 continue
             rows = [
-                [None] * len(declared.levels[low].classes)
+                repeat(None)
                 if column < 0
-                else [classes[column][label] for label in declared.ancestors(low, column)]
+                else map(classes[column].__getitem__, declared.ancestors(low, column))
                 for column in columns
             ]
-            targets, lacking = encode(list(zip(*rows, strict=True)), index)
+            targets, lacking = encode([*zip(*rows, strict=False)], index)
             unknown |= dict.fromkeys(lacking)
             self._tables[level] = low, torch.cat([targets[:, level], torch.tensor([UNKNOWN])])
         self.unknown = list(unknown)

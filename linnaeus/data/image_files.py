@@ -399,9 +399,8 @@ def grouped_split(
     """
     own = [group or f"\0{key}" for group, key in zip(groups, keys, strict=True)]
     order = sorted(range(len(keys)), key=lambda i: (_digest(own[i]), own[i], keys[i]))
-    names = {stratum: number for number, stratum in enumerate(sorted({*strata}, key=repr))}
     division = StratifiedGroupKFold(num_folds).split(
-        order, [names[strata[i]] for i in order], [own[i] for i in order]
+        order, [repr(strata[i]) for i in order], [own[i] for i in order]
     )
     try:
         with warnings.catch_warnings(action="ignore"):  # classes with few samples

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from linnaeus.data.splits import SPLITS
 from linnaeus.errors import DataError
 from linnaeus.files import not_written, write_atomically
 
@@ -35,18 +33,17 @@ def save_split(data: DataBundle, path: Path) -> None:
     if taxonomy is None or not hasattr(data.train, "files"):
         return
 
-    def write(file: BinaryIO) -> None:
-        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow(["path", "split", *taxonomy.names])
-        for split in SPLITS:
-            if (dataset := getattr(data, split)) is not None:
-                table.writerows([path, split, *names] for path, names in _rows(dataset, taxonomy))
-        text.flush()
-        text.detach()
+    import pandas as pd
 
+    rows = [
+        (path, split, *names)
+        for split, dataset in data.splits.items()
+        for path, names in _rows(dataset, taxonomy)
+    ]
+    table = pd.DataFrame(rows, columns=["path", "split", *taxonomy.names], dtype=object)
+    save = partial(table.to_csv, index=False, errors="surrogateescape", lineterminator="\n")
     try:
-        write_atomically(path, write)
+        write_atomically(path, lambda file: save(file, mode="wb"))
     except OSError as error:
         raise not_written(path, error) from error
 
