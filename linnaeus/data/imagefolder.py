@@ -87,8 +87,9 @@ def read_folders(
             f"the folder of the folds in DATA.DATASET.ROOT, such as {splits['train'][0].source}"
         )
     notes += filter(None, [unread_note(unread)])
-    make_index = functools.partial(_index, splits["train"], ranks, is_inat=is_inat)
-    return FoundFiles(splits, tuple(ranks or INAT_RANKS) if is_inat else None, notes, make_index)
+    level_names = tuple(ranks or INAT_RANKS) if is_inat else None
+    make_index = functools.partial(_index, splits["train"], level_names or ranks, is_inat=is_inat)
+    return FoundFiles(splits, level_names, notes, make_index)
 
 
 def _split_folders(dataset: DatasetConfig, notes: list[str]) -> dict[str, Path]:
@@ -101,11 +102,11 @@ def _split_folders(dataset: DatasetConfig, notes: list[str]) -> dict[str, Path]:
     root = Path(dataset.ROOT).expanduser()
     subfolders = _subfolders(root)
     keys = {split: getattr(dataset, split.upper()) for split in SPLITS}
-    if len(subfolders) == 1 and not any(keys.values()):  # as an archive is unpacked
+    given = {split: root / name for split, name in keys.items() if name is not None}
+    if len(subfolders) == 1 and not given:  # as an archive is unpacked
         wrapped = root / subfolders[0]
         if len(find_folders(_subfolders(wrapped))) > 1:
             return _split_folders(replace(dataset, ROOT=str(wrapped)), notes)
-    given = {split: root / name for split, name in keys.items() if name is not None}
     for split in given.keys() - {"train"}:
         _check_folder(given[split], split.upper())
     rest = [name for name in subfolders if root / name not in given.values()]
@@ -340,9 +341,7 @@ def _index(trains: Sequence[Listing], names: Sequence[str] | None, *, is_inat: b
     """The classes of the training folders."""
     train = Listing.joined(trains)
     depth = len(train.lineages[0])
-    if is_inat:
-        names = names or INAT_RANKS
-    elif names is None:
+    if names is None:
         names = ["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)]
     if len(names) != depth:
         raise ConfigError(

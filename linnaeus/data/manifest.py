@@ -175,9 +175,9 @@ class _Labels:
             if self.are_flags:
                 unique.append((self._of_flags(table, row),))
                 continue
-            words = [cell for cell in row if cell in UNKNOWN_WORDS and cell != self.separator]
-            unknown.update({word: number * words.count(word) for word in words})
-            names = (None if c in words or not c else normalize("NFC", unescape(c)) for c in row)
+            words = {*row} & UNKNOWN_WORDS - {self.separator}
+            unknown.update({word: number * row.count(word) for word in words})
+            names = (None if c in words else normalize("NFC", unescape(c)) or None for c in row)
             unique.append(tuple(names))
         root, paths = _files(table)
         source = str(table.path) if table.split is None else f"{table.path} (split {table.split})"
@@ -381,11 +381,9 @@ def _columns_of_levels(
     table: _Table, dataset: DatasetConfig, names: Sequence[str]
 ) -> dict[str, str]:
     """The column of each level that the manifest has."""
-    ranks = dataset.RANKS or names
-    if len(ranks) != len(names):
-        ranks = names
-    if ranks != names:
-        table.require(ranks, "DATA.DATASET.RANKS")
+    ranks = names
+    if dataset.RANKS not in (None, [*names]) and len(dataset.RANKS) == len(names):
+        ranks = table.require(dataset.RANKS, "DATA.DATASET.RANKS")
     found = {name: table.find(rank) for name, rank in zip(names, ranks, strict=True)}
     columns = {name: column for name, column in found.items() if column is not None}
     if not columns:

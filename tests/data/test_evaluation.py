@@ -163,6 +163,8 @@ def write_table(folder: Path, header: str, rows: Iterable[str], name: str = "tes
         ("image,species,family", ["wolf,dogs", ",cats", "lynx,"], None, [[1, 3], [0, -1], [-1, 1]]),
         ("image,species", ["wolf", ""], None, [[1, 3], [-1, -1]]),
         ("image,family", ["dogs"], None, [[1, -1]]),
+        ("image,species", ["wolf"], ["family", "species"], [[1, 3]]),
+        ("image,species", ["wolf"], ["order", "family", "species"], [[1, 3]]),
         ("image,a,b", ["dogs,fox"], ["a", "b"], [[1, 2]]),
     ],
 )
