@@ -393,9 +393,7 @@ class Relabel:
         self._tables: dict[int, tuple[int, Tensor]] = {}
         """For levels of the run that the dataset has: the column there, and the label of each class there."""
         unknown: dict[str, None] = {}
-        classes = [
-            (*level.classes, None) for level in declared.levels
-        ]  # the last one is that of -1
+        classes = [(*x.classes, None) for x in declared.levels]  # the last one is that of -1
         for level, low in enumerate(columns):
             if low < 0:
                 continue

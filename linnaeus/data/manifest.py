@@ -175,7 +175,7 @@ class _Labels:
             if self.are_flags:
                 unique.append((self._of_flags(table, row),))
                 continue
-            words = {*row} & UNKNOWN_WORDS - {self.separator}
+            words = [cell for cell in row if cell in UNKNOWN_WORDS and cell != self.separator]
             unknown.update({word: number * row.count(word) for word in words})
             names = (None if c in words else normalize("NFC", unescape(c)) or None for c in row)
             unique.append(tuple(names))
