@@ -168,22 +168,22 @@ class _Labels:
     def _listing(self, table: _Table, unknown: Counter[str]) -> Listing:
         """The samples of a manifest; counts the words for unknown labels."""
         columns = table.require(self.columns, "as in the training manifest")
-        groups = table.rows.groupby(columns, sort=False)
-        unique: list[Lineage] = []  # rows with the same labels share one tuple
-        cells = table.rows[columns].drop_duplicates().itertuples(index=False, name=None)
-        for row, number in zip(cells, groups.size(), strict=True):
+        rows = [*table.rows[columns].itertuples(index=False, name=None)]
+        found: dict[tuple[str, ...], Lineage] = {}  # rows with the same labels share one tuple
+        for row, number in Counter(rows).items():
             if self.are_flags:
-                unique.append((self._of_flags(table, row),))
+                found[row] = (self._of_flags(table, row),)
                 continue
             words = [cell for cell in row if cell in UNKNOWN_WORDS and cell != self.separator]
-            unknown.update({word: number * row.count(word) for word in words})
+            unknown.update({word: number * words.count(word) for word in words})
             names = (None if c in words else normalize("NFC", unescape(c)) or None for c in row)
-            unique.append(tuple(names))
+            found[row] = tuple(names)
         root, paths = _files(table)
         source = str(table.path) if table.split is None else f"{table.path} (split {table.split})"
-        lineages = [unique[number] for number in groups.ngroup()]
         group = None if table.group_column is None else table.rows[table.group_column].tolist()
-        return Listing(source, root, paths, lineages, groups=group, is_table=True)
+        return Listing(
+            source, root, paths, [found[row] for row in rows], groups=group, is_table=True
+        )
 
     def _of_flags(self, table: _Table, row: Sequence[str]) -> str | None:
         held = [name for name, cell in zip(self.columns, row, strict=True) if is_true(cell)]
