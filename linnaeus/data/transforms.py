@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.image import AS_CONFIGURED, Decoding
+from linnaeus.data.image import DEFAULT_DECODING, Decoding
 from linnaeus.errors import ConfigError
 
 Transform = Callable[[Tensor], Tensor]
@@ -141,7 +141,7 @@ class Pipeline(nn.Module):
         image = self.normalise(self.pixels(image))
         return image if self.erasing is None else self.erasing(image)
 
-    def smallest(self, height: int, width: int) -> tuple[float, float]:
+    def min_size(self, height: int, width: int) -> tuple[float, float]:
         """Height and width at which an image is twice as large as the result of its resizing, or larger.
 
         For a random crop these follow from the crop that the next call takes.
@@ -226,7 +226,10 @@ def _with_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_transforms(
-    augment: AugmentConfig, size: tuple[int, int], channels: int, decoding: Decoding = AS_CONFIGURED
+    augment: AugmentConfig,
+    size: tuple[int, int],
+    channels: int,
+    decoding: Decoding = DEFAULT_DECODING,
 ) -> tuple[Transform, Preprocessing]:
     """The pipeline of training, and what validation does with an image.
 

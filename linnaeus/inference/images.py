@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
-from linnaeus.data.image import decode, of_array, to_tensor, why_unreadable
+from linnaeus.data.image import array_to_tensor, decode, to_tensor, why_unreadable
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.errors import DataError, first_line
 from linnaeus.models.model_spec import ModelSpec
@@ -74,7 +74,7 @@ class Reader:
         channels, decoding = preprocessing.channels, preprocessing.decoding
         if isinstance(image, np.ndarray):
             if channels not in (1, 3):
-                return of_array(image, channels, decoding)
+                return array_to_tensor(image, channels, decoding)
             image = _of_array(image)
         if isinstance(image, Tensor):
             return _of_tensor(image, channels)
@@ -87,7 +87,7 @@ class Reader:
             return (
                 to_tensor(image, channels, decoding)
                 if isinstance(image, Image.Image)
-                else decode(image, channels, decoding, self._transform.smallest)
+                else decode(image, channels, decoding, self._transform.min_size)
             )
         except MemoryError:
             raise

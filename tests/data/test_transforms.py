@@ -268,13 +268,13 @@ def test_the_size_to_decode_follows_from_the_crop(scale: list[float]) -> None:
     sizes = set()
     for seed in range(20):
         torch.manual_seed(seed)
-        height, width = pipeline.smallest(3000, 4000)
+        height, width = pipeline.min_size(3000, 4000)
         taken = crop.make_params([torch.empty(3, 3000, 4000, device="meta")])
         assert taken["height"] * height / 3000 == pytest.approx(2 * 48)
         assert taken["width"] * width / 4000 == pytest.approx(2 * 32)
         sizes.add((height, width))
     assert len(sizes) == 20
-    assert pipeline.smallest(191, 4000) == (191, 4000), "no scale is small enough"
+    assert pipeline.min_size(191, 4000) == (191, 4000), "no scale is small enough"
 
 
 @pytest.mark.parametrize("mode", ["crop", "squash", "letterbox"])
@@ -282,4 +282,4 @@ def test_a_centre_crop_needs_twice_its_size(mode: str) -> None:
     for fraction, size in ((1.0, (96, 64)), (0.5, (192, 128))):
         pipeline = transform((48, 32), train=False, CROP_FRACTION=fraction, RESIZE=mode)
         assert isinstance(pipeline, Pipeline)
-        assert pipeline.smallest(3000, 4000) == size
+        assert pipeline.min_size(3000, 4000) == size
