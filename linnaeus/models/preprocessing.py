@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from timm.data import DEFAULT_CROP_PCT
+from timm.data import resolve_data_config
 
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DataConfig
@@ -98,36 +98,32 @@ def _of_weights(node: Any) -> dict[str, Any]:
         except ConfigError:  # there is no such file, as building the model says, if it needs it
             return {}
         if spec:
-            return _of_spec(spec)
+            try:
+                found = Preprocessing.from_dict(spec["preprocessing"])
+            except (LookupError, TypeError, ValueError, AttributeError):  # tensors, or damaged
+                return {}
+            resizing = (found.crop_fraction, found.resize, found.interpolation)
+            return _by_key(found.size, *resizing, found.mean, found.std)
     cfg = find_source(node.NAME).cfg
     if not cfg:
         return {}
-    size = cfg.get("input_size")
-    modes = {theirs: own for own, theirs in CROP_MODES.items()}
-    return {
-        "IMG_SIZE": size and _side(size[-2:]),
-        "INTERPOLATION": "bilinear" if cfg.get("interpolation") == "bilinear" else "bicubic",
-        "CROP_FRACTION": min(1.0, float(cfg.get("crop_pct") or DEFAULT_CROP_PCT)),
-        "RESIZE": modes.get(str(cfg.get("crop_mode")), "crop"),
-        **{key: [*cfg[key.lower()]] for key in _NORMALISATION if cfg.get(key.lower())},
-    }
+    theirs = resolve_data_config(pretrained_cfg=cfg)
+    modes = {timms: own for own, timms in CROP_MODES.items()}
+    return _by_key(
+        theirs["input_size"][-2:],
+        min(1.0, theirs["crop_pct"]),
+        modes.get(theirs["crop_mode"], "crop"),
+        "bilinear" if theirs["interpolation"] == "bilinear" else "bicubic",
+        theirs["mean"],
+        theirs["std"],
+    )
 
 
-def _of_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run; empty where its data set gave tensors, or where the spec is damaged."""
-    try:
-        found = Preprocessing.from_dict(spec["preprocessing"])
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return {}
-    return {
-        "IMG_SIZE": _side(found.size),
-        "INTERPOLATION": found.interpolation,
-        "CROP_FRACTION": found.crop_fraction,
-        "RESIZE": "crop" if found.resize == "cover" else found.resize,
-        "MEAN": [*found.mean],
-        "STD": [*found.std],
-    }
-
-
-def _side(size: Any) -> int | list[int]:
-    return int(size[0]) if size[0] == size[1] else [*size]
+def _by_key(
+    size: Any, fraction: float, resize: str, interpolation: str, *colors: Any
+) -> dict[str, Any]:
+    """The value of each of `_KEYS`."""
+    side = size[0] if size[0] == size[1] else [*size]
+    return dict(
+        zip(_KEYS, (side, fraction, resize, interpolation, *map(list, colors)), strict=True)
+    )
