@@ -50,7 +50,7 @@ class Mixing:
         kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
         self.transforms = [kind(alpha=alpha) for kind, alpha in kinds if alpha > 0]
 
-    def soften(self, batch: Batch) -> Batch:
+    def to_soft_targets(self, batch: Batch) -> Batch:
         """The batch with its labels [B, R] as probabilities [B, C], and unmixed: what mixing starts from.
 
         Raises:
@@ -79,15 +79,15 @@ class Mixing:
         return 0 if self.in_place else 1
 
     def soft_collate(self, collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
-        """A collate function whose batches are softened."""
-        return lambda samples: self.soften(collate(samples))
+        """Return a collate function whose batches have soft targets."""
+        return lambda samples: self.to_soft_targets(collate(samples))
 
     def __call__(self, batch: Batch) -> Batch:
-        """The mixed batch; errors are those of `soften`."""
-        return self.mix(self.soften(batch))
+        """The mixed batch; errors are those of `to_soft_targets`."""
+        return self.mix(self.to_soft_targets(batch))
 
     def mix(self, batch: Batch) -> Batch:
-        """Mix what `soften` returned; a batch of one sample stays as it is.
+        """Mix what `to_soft_targets` returned; a batch of one sample stays as it is.
 
         torchvision draws the parts and rectangles. Its own kernels hold two more batches of images and take
         eleven times as long: 101 ms instead of 9 for 128 images of 224 pixels.

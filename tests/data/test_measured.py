@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle, OnMain, reads_nothing
+from linnaeus.data.bundle import DataBundle, OnMain, never_call
 from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_bits
 from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
 from linnaeus.data.image_files import ImageFiles
@@ -93,7 +93,7 @@ def test_data_is_built_without_reading_files(tmp_path: Path, channels: int, bits
         grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
     else:
         bands(tmp_path)
-    unread = build(tmp_path, channels, on_main=reads_nothing).preprocessing
+    unread = build(tmp_path, channels, on_main=never_call).preprocessing
     read = build(tmp_path, channels).preprocessing
     assert unread is not None
     assert read is not None
