@@ -44,20 +44,20 @@ def plan_advice(
         min_steps: optimizer steps of the epoch that has the fewest.
     """
     key = _effective_batch_key(train, facts)
+    size = max(split.samples_per_rank for split in splits) * facts.world_size
     return (
-        _few_steps(facts, splits, key, min_steps)
-        or _fine_tuning(facts, splits, key, optimizer, learning_rate)
+        _few_steps(facts, size, key, min_steps)
+        or _fine_tuning(facts, size, key, optimizer, learning_rate)
         or _batchnorm(train, facts, splits)
         or _accumulation(facts, splits, key)
     )
 
 
-def _few_steps(facts: Facts, splits: Sequence[Split], key: str, min_steps: int) -> str | None:
+def _few_steps(facts: Facts, size: int, key: str, min_steps: int) -> str | None:
     """Advise smaller batches where batches of two samples per process, or larger ones, give the steps."""
     least = facts.min_steps_per_epoch
     if min_steps >= least or facts.epoch_samples_per_rank < 2 * least:
         return None
-    size = max(split.samples_per_rank for split in splits) * facts.world_size
     return (
         f"an effective batch of {size} leaves {counted(min_steps, 'optimizer step')} in an epoch of "
         f"{facts.num_samples} training samples, fewer than {least} "
@@ -66,9 +66,8 @@ def _few_steps(facts: Facts, splits: Sequence[Split], key: str, min_steps: int) 
 
 
 def _fine_tuning(
-    facts: Facts, splits: Sequence[Split], key: str, optimizer: str, learning_rate: float
+    facts: Facts, size: int, key: str, optimizer: str, learning_rate: float
 ) -> str | None:
-    size = max(split.samples_per_rank for split in splits) * facts.world_size
     is_sgd = any(name in optimizer.lower() for name in ("sgd", "momentum", "nesterov"))
     limit = MAX_LR_SGD if is_sgd else MAX_LR_ADAPTIVE
     if not facts.pretrained or size < LARGE_FOR_FINE_TUNING or learning_rate <= limit:

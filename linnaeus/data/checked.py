@@ -91,17 +91,11 @@ def find_copies(paths: Sequence[str]) -> list[list[int]]:
 def measure_bits(files: Sequence[str], channels: int) -> int:
     """Return the significant bits of the values in 16-bit files, at least 8; 0 where no file has 16 bits.
 
-    At most `MOST_IMAGES` files are read, evenly spread, up to the first with a value of 16 bits. Damaged ones
-    do not count.
+    At most `MOST_IMAGES` files are read, evenly spread. Damaged ones do not count.
     """
-    most = 0
-    read = partial(_or_none, significant_bits, channels)
+    measure = partial(_or_none, significant_bits, channels)
     with ThreadPool(_num_threads()) as pool:
-        for bits in pool.imap_unordered(read, _evenly_spread(files), 16):
-            most = max(most, bits or 0)
-            if most == 16:
-                break
-    return most
+        return max(filter(None, pool.map(measure, _evenly_spread(files))), default=0)
 
 
 def measure_channels(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,7 @@ class Decoding:
     @classmethod
     def of(cls, config: DataConfig) -> Decoding:
         """The decoding that the DATA node asks for; 16 bits where it asks for a measurement."""
-        red, green, blue = (
-            config.BACKGROUND * 3 if len(config.BACKGROUND) == 1 else config.BACKGROUND
-        )
+        red, green, blue = (config.BACKGROUND * 3)[:3]  # one value, or three
         is_fast = config.DECODE == "fast"
         return cls((red, green, blue), config.BIT_DEPTH or 16, is_fast, config.MAX_PIXELS)
 
@@ -98,11 +96,9 @@ def load_image(
     """
     try:
         return decode(path, channels, decoding, min_size)
-    except MemoryError:
-        raise
-    except Exception as error:  # on damaged data, Pillow raises many types
+    except DataError as error:
         raise DataError(
-            f"cannot read image {path}: {why_unreadable(error)}; remove it, or leave such images out with "
+            f"cannot read image {path}: {error}; remove it, or leave such images out with "
             "DATA.ON_BAD_IMAGE skip. `linnaeus check-data` finds all of them"
         ) from error
 
@@ -110,13 +106,14 @@ def load_image(
 def decode(
     path: str | Path, channels: int, decoding: Decoding, min_size: MinSize | None = None
 ) -> Tensor:
-    """Return what `load_image` returns; any exception is for `why_unreadable`."""
-    opened = _open(path, channels, decoding)
-    if not isinstance(opened, Image.Image):
-        return array_to_tensor(opened, channels, decoding)
-    with opened:
-        _check_size(opened.height * opened.width, decoding)
-        return to_tensor(opened, channels, decoding, min_size)
+    """Return what `load_image` returns; a `DataError` leaves naming the file to the caller."""
+    with readable():
+        opened = _open(path, channels, decoding)
+        if not isinstance(opened, Image.Image):
+            return array_to_tensor(opened, channels, decoding)
+        with opened:
+            _check_size(opened.height * opened.width, decoding)
+            return to_tensor(opened, channels, decoding, min_size)
 
 
 def find_damage(path: str | Path, channels: int, decoding: Decoding) -> str | None:
@@ -127,10 +124,8 @@ def find_damage(path: str | Path, channels: int, decoding: Decoding) -> str | No
     """
     try:
         decode(path, channels, replace(decoding, fast=True), lambda height, width: (1, 1))
-    except MemoryError:
-        raise
-    except Exception as error:  # as in load_image
-        return why_unreadable(error)
+    except DataError as error:
+        return str(error)
     return None
 
 
@@ -181,13 +176,18 @@ def significant_bits(path: str | Path, channels: int) -> int:
     return max(8, int(opened.max(initial=0)).bit_length())
 
 
-def why_unreadable(error: Exception) -> str:
-    """Why an image cannot be decoded, in words."""
-    if isinstance(error, UnidentifiedImageError):
-        return "not an image, or damaged at its start"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # without its number
-    return first_line(error)
+@contextmanager
+def readable() -> Iterator[None]:
+    """Turn every error inside the context but a `MemoryError` into a `DataError` that says why."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DataError("not an image, or damaged at its start") from error
+    except Exception as error:  # on damaged data, Pillow raises many types
+        reason = getattr(error, "strerror", None) or first_line(error)  # without a number
+        raise DataError(reason) from error
 
 
 def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | Array:

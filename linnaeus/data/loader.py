@@ -353,16 +353,14 @@ def build_loaders(
         sampler = EpochSampler(dataset_length(bundle.train), **order)
     dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
-    val, test = (
-        None
-        if dataset is None
-        else build_val_loader(
+    held_out = (
+        build_val_loader(
             replace(bundle, val=dataset), config, world, batch_size=batch_size_val, seed=seed
         )
         for dataset in (bundle.val, bundle.test)
+        if dataset is not None
     )
-    assert val is not None
-    return Loaders(train, val, test)
+    return Loaders(train, *held_out)
 
 
 def build_val_loader(

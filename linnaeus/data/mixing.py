@@ -57,20 +57,16 @@ class Mixing:
             DataError: inputs that are not float [B, channels, height, width], or targets of another form.
         """
         inputs, targets = batch
-        if not is_image_batch(inputs):
+        num_levels = len(self.num_classes)
+        is_labels = isinstance(targets, Tensor) and not targets.is_floating_point()
+        is_labels = is_labels and targets.shape == (len(inputs), num_levels)
+        if not is_image_batch(inputs) or not (self.is_multilabel or is_labels):
             raise DataError(
-                f"{_BOTH} mix batches of images, float [batch, channels, height, width], but the "
-                f"inputs are {describe(inputs)}; set both to 0"
+                f"{_BOTH} mix images, float [batch, channels, height, width], with labels, whole numbers "
+                f"[batch, {num_levels}], not {describe(inputs)} with {describe(targets)}; set both to 0"
             )
         if self.is_multilabel:
             return batch
-        num_ranks = len(self.num_classes)
-        is_labels = isinstance(targets, Tensor) and not targets.is_floating_point()
-        if not is_labels or targets.shape != (len(inputs), num_ranks):
-            raise DataError(
-                f"{_BOTH} mix labels, whole numbers [batch, {num_ranks}], but the targets of "
-                f"{len(inputs)} images are {describe(targets)}; set both to 0"
-            )
         return Batch(inputs, soft_targets(targets, self.num_classes))
 
     @property

@@ -10,7 +10,6 @@ from timm.data import resolve_data_config
 
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DataConfig
-from linnaeus.data.bundle import as_size
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.errors import ConfigError
 from linnaeus.models.timm_source import CROP_MODES, find_source
@@ -67,25 +66,10 @@ def with_preprocessing(
 
 def _line(values: Mapping[str, Any], filled: Mapping[str, Any]) -> str:
     """The preprocessing of the weights, and what the run has instead."""
-    theirs, ours = (
-        {
-            key: "{} x {}".format(*as_size(each[key], (0, 0)))
-            if key == "IMG_SIZE"
-            else str(each[key])
-            for key in values
-        }
-        for each in (values, filled)
-    )
-    words = {"IMG_SIZE": "", "INTERPOLATION": "", "CROP_FRACTION": f"{theirs.get('RESIZE')} "}
-    words |= {"MEAN": "mean ", "STD": "std "}
-    listed = ", ".join(f"{word}{theirs[key]}" for key, word in words.items() if key in theirs)
-    others = [
-        f"DATA.{'' if key == 'IMG_SIZE' else 'AUGMENT.'}{key} {value}"
-        for key, value in ours.items()
-        if value != theirs[key]
-    ]
-    instead = f"; this run has {', '.join(others)} (null takes that of the weights)"
-    return f"preprocessing of the weights: {listed}{instead if others else ''}"
+    theirs = ", ".join(f"{key} {value}" for key, value in values.items())
+    ours = ", ".join(f"{key} {filled[key]}" for key in values if filled[key] != values[key])
+    instead = f"; this run has {ours} (null takes that of the weights)" if ours else ""
+    return f"preprocessing of the weights: {theirs}{instead}"
 
 
 def _of_weights(node: Any) -> dict[str, Any]:
