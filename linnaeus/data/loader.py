@@ -152,7 +152,8 @@ def with_measured_workers(
             most = min(most, int(room / (batch_bytes * (config.PREFETCH_FACTOR + 2))))
         alone = samples_per_s(dataset, config, 0, batch_size=1) if cores > 1 else math.inf
         if num_samples / world.world_size < alone:
-            return alone_because("loads an epoch within a second" if cores > 1 else "one CPU core")
+            why = "it loads an epoch within a second" if cores > 1 else "it has one CPU core"
+            return alone_because(why)
         if own is not None and (reason := reason_against_sharing(own.dataset)):
             return alone_because(f"processes cannot share {own.name}: {reason}")
         chosen, rates = 0, dict[int, float]()
