@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split
-from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, Facts
+from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, Facts, keeps_rest
 from linnaeus.config.schema import TrainConfig
 from linnaeus.words import counted
 
@@ -44,30 +44,30 @@ def plan_advice(
         min_steps: optimizer steps of the epoch that has the fewest.
     """
     key = _effective_batch_key(train, facts)
+    size = max(split.samples_per_rank for split in splits) * facts.world_size
     return (
-        _few_steps(facts, splits, key, min_steps)
-        or _fine_tuning(facts, splits, key, optimizer, learning_rate)
+        _few_steps(facts, size, key, min_steps)
+        or _fine_tuning(facts, size, key, optimizer, learning_rate)
         or _batchnorm(train, facts, splits)
         or _accumulation(facts, splits, key)
     )
 
 
-def _few_steps(facts: Facts, splits: Sequence[Split], key: str, min_steps: int) -> str | None:
-    if min_steps >= facts.min_steps_per_epoch:
+def _few_steps(facts: Facts, size: int, key: str, min_steps: int) -> str | None:
+    """Advise smaller batches where batches of two samples per process, or larger ones, give the steps."""
+    least = facts.min_steps_per_epoch
+    if min_steps >= least or facts.epoch_samples_per_rank < 2 * least:
         return None
-    size = max(split.samples_per_rank for split in splits) * facts.world_size
-    lower = f"lower {key} or " if size > 2 * facts.world_size else ""
     return (
         f"an effective batch of {size} leaves {counted(min_steps, 'optimizer step')} in an epoch of "
-        f"{facts.num_samples} training samples, fewer than {facts.min_steps_per_epoch} "
-        f"(DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH); {lower}train for more epochs (TRAIN.EPOCHS)"
+        f"{facts.num_samples} training samples, fewer than {least} "
+        f"(DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH); lower {key} or train for more epochs (TRAIN.EPOCHS)"
     )
 
 
 def _fine_tuning(
-    facts: Facts, splits: Sequence[Split], key: str, optimizer: str, learning_rate: float
+    facts: Facts, size: int, key: str, optimizer: str, learning_rate: float
 ) -> str | None:
-    size = max(split.samples_per_rank for split in splits) * facts.world_size
     is_sgd = any(name in optimizer.lower() for name in ("sgd", "momentum", "nesterov"))
     limit = MAX_LR_SGD if is_sgd else MAX_LR_ADAPTIVE
     if not facts.pretrained or size < LARGE_FOR_FINE_TUNING or learning_rate <= limit:
@@ -83,18 +83,10 @@ def _accumulation(facts: Facts, splits: Sequence[Split], key: str) -> str | None
     split = max(splits, key=lambda split: split.accumulation_steps)
     if split.accumulation_steps <= MANY_ACCUMULATION_STEPS:
         return None
-    fewest = -(-split.samples_per_rank // facts.max_micro_batch_size)
-    remedy = (
-        f"lower {key}, start more processes, or save memory with TRAIN.AMP bf16 or "
-        "TRAIN.GRADIENT_CHECKPOINTING True"
-    )
-    if fewest <= MANY_ACCUMULATION_STEPS:
-        remedy = (
-            f"{key} {split.samples_per_rank // fewest * fewest * facts.world_size} divides better"
-        )
     return (
         f"{split.accumulation_steps} accumulation steps of {counted(split.micro_batch_size, 'sample')} make "
-        f"each optimizer step slow; {remedy}"
+        f"each optimizer step slow; lower {key}, start more processes, or save memory with TRAIN.AMP bf16 "
+        "or TRAIN.GRADIENT_CHECKPOINTING True"
     )
 
 
@@ -106,17 +98,11 @@ def _batchnorm(train: TrainConfig, facts: Facts, splits: Sequence[Split]) -> str
         samples, where = samples * facts.world_size, "of all processes"
     if samples >= FEW_FOR_BATCHNORM:
         return None
-    key = facts.batch_size_key  # that of the smallest micro-batch
-    can_grow = facts.can_grow
-    if train.BATCH_SCHEDULE.NAME != "constant":
-        key, can_grow = f"{SCHEDULE}.FIRST", True
-    elif train.EFFECTIVE_BATCH_SIZE is not None:
-        key, can_grow = (f"{key}, {EFFECTIVE}" if can_grow else EFFECTIVE), True
     can_synchronise = facts.world_size > 1 and facts.batchnorm == "local"
     sync = "TRAIN.SYNC_BATCHNORM True, " if can_synchronise else ""
     needed = FEW_FOR_BATCHNORM * facts.min_steps_per_epoch  # else an epoch would have few steps
-    has_room = can_grow and facts.epoch_samples_per_rank >= needed
-    larger = f", or a larger micro-batch ({key})" if has_room else ""
+    has_room = facts.can_grow and keeps_rest(train) and facts.epoch_samples_per_rank >= needed
+    larger = f", or a larger micro-batch ({facts.batch_size_key})" if has_room else ""
     return (
         f"BatchNorm sees only {counted(samples, 'sample')} {where}, fewer than {FEW_FOR_BATCHNORM}: its "
         f"statistics are noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME){larger}"

@@ -36,14 +36,14 @@ def run(_: Namespace, config: Config) -> int:
             f"DATA.DATASET.NAME: {dataset.NAME!r} has no image files; "
             "add data=imagefolder or data=manifest"
         )
-    from linnaeus.data.bundle import reads_nothing
+    from linnaeus.data.bundle import never_call
     from linnaeus.data.checked import find_damaged
     from linnaeus.data.datasets import build_data
     from linnaeus.data.image_files import ImageFiles, with_bit_depth
 
     started = time.monotonic()
     skipping = replace(config.DATA, ON_BAD_IMAGE="skip")  # all is read below
-    data = build_data(skipping, seed=config.EXPERIMENT.SEED, on_main=reads_nothing)
+    data = build_data(skipping, seed=config.EXPERIMENT.SEED, on_main=never_call)
     if not (isinstance(data.train, ImageFiles) and isinstance(data.val, ImageFiles)):
         raise ConfigError(
             "DATA.DATASET: its samples are no image files, so there is nothing to check"

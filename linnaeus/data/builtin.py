@@ -81,9 +81,7 @@ def build_digits(config: DataConfig) -> DataBundle:
 
     Validation is a part held out, stratified by digit and the same in every run.
     """
-    from sklearn.datasets import (
-        load_digits,
-    )  # its import takes a second, so only this dataset imports it
+    from sklearn.datasets import load_digits  # here: its import takes a second
 
     data = load_digits()
     images = torch.from_numpy(data.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
@@ -94,13 +92,8 @@ def build_digits(config: DataConfig) -> DataBundle:
         [str(i) for i in range(len(digits))], digits.tolist(), dataset.VAL_FRACTION
     )
     known = _hide_labels(targets, dataset.UNKNOWN_FRACTION)
-    size = as_size(config.IMG_SIZE, (32, 32))
-    transform, preprocessing = build_transforms(config.AUGMENT, size, 1, Decoding.of(config))
-    train = ImageTensors(images[rows], known[rows], transform)
-    val = ImageTensors(images[held_out], targets[held_out], preprocessing.transform())
-    return DataBundle(
-        train, val, TAXONOMY, 1, size, collate_pairs, [], preprocessing, source="digits"
-    )
+    train, val = (images[rows], known[rows]), (images[held_out], targets[held_out])
+    return _in_memory(config, TAXONOMY, 32, train, val)
 
 
 def build_fashion_mnist(config: DataConfig) -> DataBundle:
@@ -119,40 +112,50 @@ def build_fashion_mnist(config: DataConfig) -> DataBundle:
             f"DATA.DATASET.ROOT: {folder} has no {', '.join(missing)}; Debian's and Ubuntu's package "
             "dataset-fashion-mnist brings the four files, elsewhere ROOT names their folder"
         )
-    (images, targets), held_out = _read_split(*paths[:2]), _read_split(*paths[2:])
-    size = as_size(config.IMG_SIZE, (28, 28))
-    transform, preprocessing = build_transforms(config.AUGMENT, size, 1, Decoding.of(config))
-    train = ImageTensors(images, _hide_labels(targets, dataset.UNKNOWN_FRACTION), transform)
-    val = ImageTensors(*held_out, preprocessing.transform())
-    return DataBundle(
-        train, val, FASHION, 1, size, collate_pairs, [], preprocessing, source="fashion_mnist"
-    )
+    (images, targets), val = _read_split(*paths[:2]), _read_split(*paths[2:])
+    train = images, _hide_labels(targets, dataset.UNKNOWN_FRACTION)
+    return _in_memory(config, FASHION, 28, train, val)
 
 
 def _read_split(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
-    """Images [N, 1, H, W], uint8, and targets [N, 2], int64."""
-    images, labels = _read_idx(images_path, 3), _read_idx(labels_path, 1).long()
-    if len(images) != len(labels) or not set(labels.tolist()) <= set(range(len(_GROUP_OF_ARTICLE))):
-        raise DataError(
-            f"{labels_path}: labels of other images, or above 9; these are not Fashion-MNIST's"
-        )
-    return images.unsqueeze(1), torch.stack(
-        [torch.tensor(_GROUP_OF_ARTICLE)[labels], labels], dim=1
-    )
-
-
-def _read_idx(path: Path, num_dims: int) -> Tensor:
-    """Read a compressed IDX file of bytes: 0, 0, type 8, the number of dimensions, their sizes, the data."""
+    """Images [N, 1, 28, 28], uint8, and targets [N, 2], int64, of IDX files: a header, then the data."""
     try:
-        content = bytearray(gzip.decompress(path.read_bytes()))
-        sizes = np.frombuffer(content, ">u4", num_dims, offset=4).tolist()
-        return torch.from_numpy(
-            np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(sizes)
+        images, labels = (
+            np.frombuffer(bytearray(gzip.decompress(path.read_bytes())), np.uint8, offset=offset)
+            for path, offset in ((images_path, 16), (labels_path, 8))
         )
+        images = images.reshape(-1, 1, 28, 28)
+        if len(labels) != len(images) or labels.max() > 9:
+            raise ValueError("labels of other images, or above 9")
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(
-            f"{path}: is no whole IDX file of {num_dims} dimension(s) ({error})"
+            f"{images_path} and {labels_path.name} are not whole files of Fashion-MNIST ({error})"
         ) from error
+    groups = np.array(_GROUP_OF_ARTICLE)[labels]
+    return torch.from_numpy(images), torch.from_numpy(np.stack([groups, labels], axis=1)).long()
+
+
+def _in_memory(
+    config: DataConfig,
+    taxonomy: Taxonomy,
+    side: int,
+    train: tuple[Tensor, Tensor],
+    val: tuple[Tensor, Tensor],
+) -> DataBundle:
+    """Bundle the grey images [N, 1, H, W] and labels of both splits; `side` is the default size of inputs."""
+    size = as_size(config.IMG_SIZE, (side, side))
+    transform, preprocessing = build_transforms(config.AUGMENT, size, 1, Decoding.of(config))
+    return DataBundle(
+        ImageTensors(*train, transform),
+        ImageTensors(*val, preprocessing.transform()),
+        taxonomy,
+        1,
+        size,
+        collate_pairs,
+        [],
+        preprocessing,
+        source=config.DATASET.NAME,
+    )
 
 
 class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):

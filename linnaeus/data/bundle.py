@@ -71,7 +71,7 @@ class DataBundle:
         return f"{self.source}: {'; '.join([*parts, 'splits: ' + ', '.join(sizes)])}"
 
 
-def reads_nothing(_: Callable[[], Any]) -> None:
+def never_call(_: Callable[[], Any]) -> None:
     """An `OnMain` that calls nothing: no file is read, so no damage is found and nothing is measured."""
 
 

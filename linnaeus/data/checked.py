@@ -1,4 +1,7 @@
-"""Finds damaged image files, and remembers readable ones by path, size, time of modification and use."""
+"""Passes over image files: which are damaged, which are copies; significant bits, mean and deviation.
+
+Readable files are remembered by path, size, time of modification and use.
+"""
 
 # ruff: noqa: PTH100, PTH116 (hot paths)
 from __future__ import annotations
@@ -8,16 +11,21 @@ import logging
 import os
 import sqlite3
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any, TypeVar
 
 import PIL
+import torch
+from torch import Tensor
 
-from linnaeus.data.image import Decoding, find_damage
-from linnaeus.data.measured import num_threads
+from linnaeus.data.image import Decoding, find_damage, load_image, significant_bits
+from linnaeus.errors import DataError
+
+T = TypeVar("T")
 
 logger = logging.getLogger("linnaeus.data")
 
@@ -28,6 +36,9 @@ _SCHEMA = (
 _READABLE = (
     "SELECT path FROM readable WHERE path = ? AND decoding = ? AND size = ? AND mtime_ns = ?"
 )
+MOST_IMAGES = 1000
+"""Images that bits, mean and standard deviation are measured on."""
+
 _CHUNK = 4096
 """Files after which results are stored, so that an interrupted check goes on there."""
 
@@ -45,7 +56,7 @@ def find_damaged(
     use = repr((channels, decoding))
     find = partial(find_damage, channels=channels, decoding=decoding)
     logger.info("checking %d images", len(paths))
-    with closing(_open_cache()) as cache, ThreadPool(num_threads()) as pool:
+    with closing(_open_cache()) as cache, ThreadPool(_num_threads()) as pool:
         for start in range(0, len(paths), _CHUNK):
             keys = {i: _key(paths[i], use) for i in range(start, min(start + _CHUNK, len(paths)))}
             unread = [
@@ -75,6 +86,60 @@ def find_copies(paths: Sequence[str]) -> list[list[int]]:
                 digest = hashlib.file_digest(file, "blake2b").digest()
                 by_content[size, digest].append(position)
     return [positions for positions in by_content.values() if len(positions) > 1]
+
+
+def measure_bits(files: Sequence[str], channels: int) -> int:
+    """Return the significant bits of the values in 16-bit files, at least 8; 0 where no file has 16 bits.
+
+    At most `MOST_IMAGES` files are read, evenly spread. Damaged ones do not count.
+    """
+    measure = partial(_or_none, significant_bits, channels)
+    with ThreadPool(_num_threads()) as pool:
+        return max(filter(None, pool.map(measure, _evenly_spread(files))), default=0)
+
+
+def measure_channels(
+    files: Sequence[str], channels: int, decoding: Decoding
+) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel on the 0-1 scale.
+
+    At most `MOST_IMAGES` files are read, evenly spread. Damaged ones do not count.
+
+    Raises:
+        DataError: no image can be read.
+    """
+    some = _evenly_spread(files)
+    moments = partial(_or_none, _moments, channels, decoding=decoding)
+    with ThreadPool(_num_threads()) as pool:
+        found = [each for each in pool.imap(moments, some) if each is not None]
+    if not found:
+        load_image(some[0], channels, decoding)  # says why
+        raise DataError(f"{some[0]}: cannot be read twice")
+    mean, square = torch.stack(found).mean(dim=0)
+    std = (square - mean**2).clamp(min=0).sqrt().clamp(min=1 / 255)
+    return [round(value, 6) for value in mean.tolist()], [round(value, 6) for value in std.tolist()]
+
+
+def _num_threads() -> int:
+    """Threads that decode images together; Pillow releases Python's global lock while it decodes."""
+    return min(32, len(os.sched_getaffinity(0)))
+
+
+def _evenly_spread(files: Sequence[str]) -> list[str]:
+    number = min(len(files), MOST_IMAGES)
+    return [files[i * len(files) // number] for i in range(number)]
+
+
+def _or_none(function: Callable[..., T], channels: int, file: str, **arguments: Any) -> T | None:
+    with suppress(Exception):  # whatever a damaged file raises
+        return function(file, channels, **arguments)
+    return None
+
+
+def _moments(file: str, channels: int, decoding: Decoding) -> Tensor:
+    """[2, channels], float64: the means of the pixels and of their squares."""
+    pixels = load_image(file, channels, decoding).double().flatten(1) / 255
+    return torch.stack([pixels.mean(dim=1), pixels.square().mean(dim=1)])
 
 
 def _open_cache() -> sqlite3.Connection:

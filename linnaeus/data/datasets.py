@@ -84,7 +84,7 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
     if data.mixing is not None and is_users:
         with preserved_generators():
-            data.mixing.soften(
+            data.mixing.to_soft_targets(
                 data.collate([data.train[0]])
             )  # an error must show now, not in training
     if data_config.SAMPLER == "balanced":

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,23 @@ from torchvision.transforms.v2 import functional
 from linnaeus.config.schema import MAX_PIXELS, DataConfig
 from linnaeus.errors import DataError, first_line
 
+with suppress(ImportError):
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that swap height and width."""
 _MODES = {1: "L", 3: "RGB"}
-_HEIC_BRANDS = frozenset((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"))
 _TIFF_MAGIC = frozenset((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"))
 _RUN_PROGRAMS = frozenset(("EPS",))
 """Pillow's formats for which it starts a program: PostScript, which Ghostscript executes."""
-MAY_BE_DEEP = frozenset((".npy", ".pgm", ".png", ".pnm", ".tif", ".tiff"))
+SIXTEEN_BIT_EXTENSIONS = frozenset((".npy", ".pgm", ".png", ".pnm", ".tif", ".tiff"))
 """Endings of the files whose 16-bit values may have fewer significant bits."""
 
 Array = np.ndarray[Any, Any]
-Smallest = Callable[[int, int], tuple[float, float]]
+MinSize = Callable[[int, int], tuple[float, float]]
 """Takes height and width of an upright image; gives those that its decoded form needs at least."""
 
 
@@ -59,60 +63,57 @@ class Decoding:
     @classmethod
     def of(cls, config: DataConfig) -> Decoding:
         """The decoding that the DATA node asks for; 16 bits where it asks for a measurement."""
-        red, green, blue = (
-            config.BACKGROUND * 3 if len(config.BACKGROUND) == 1 else config.BACKGROUND
-        )
+        red, green, blue = (config.BACKGROUND * 3)[:3]  # one value, or three
         is_fast = config.DECODE == "fast"
         return cls((red, green, blue), config.BIT_DEPTH or 16, is_fast, config.MAX_PIXELS)
 
 
-AS_CONFIGURED = Decoding()
+DEFAULT_DECODING = Decoding()
 """The decoding of a configuration that says nothing about it."""
 
 
 def load_image(
     path: str | Path,
     channels: int,
-    decoding: Decoding = AS_CONFIGURED,
-    smallest: Smallest | None = None,
+    decoding: Decoding = DEFAULT_DECODING,
+    min_size: MinSize | None = None,
 ) -> Tensor:
     """Decode an image or array file to uint8 [channels, height, width].
 
     For 1 (grey) or 3 (RGB) channels, palette, CMYK and grey images are converted. Other numbers need a file
     with as many. Transparent pixels show the background, the EXIF orientation is applied, and an animation
-    or a file of several pages gives its first image. Values of more than 8 bits are scaled as `_to_bytes`
+    or a file of several pages gives its first image. Values of more than 8 bits are scaled as `_to_uint8`
     says.
 
     Args:
         path: the file.
         channels: of the result.
         decoding: how the file becomes pixels.
-        smallest: size that suffices; with `decoding.fast`, the result may be smaller than the image.
+        min_size: size that suffices; with `decoding.fast`, the result may be smaller than the image.
 
     Raises:
         DataError: the file is missing, damaged or of another kind; the message names it.
     """
     try:
-        return decode(path, channels, decoding, smallest)
-    except MemoryError:
-        raise
-    except Exception as error:  # on damaged data, Pillow raises many types
+        return decode(path, channels, decoding, min_size)
+    except DataError as error:
         raise DataError(
-            f"cannot read image {path}: {why_unreadable(error)}; remove it, or leave such images out with "
+            f"cannot read image {path}: {error}; remove it, or leave such images out with "
             "DATA.ON_BAD_IMAGE skip. `linnaeus check-data` finds all of them"
         ) from error
 
 
 def decode(
-    path: str | Path, channels: int, decoding: Decoding, smallest: Smallest | None = None
+    path: str | Path, channels: int, decoding: Decoding, min_size: MinSize | None = None
 ) -> Tensor:
-    """Return what `load_image` returns; any exception is for `why_unreadable`."""
-    opened = _open(path, channels, decoding)
-    if not isinstance(opened, Image.Image):
-        return of_array(opened, channels, decoding)
-    with opened:
-        _check_size(opened.height * opened.width, decoding)
-        return to_tensor(opened, channels, decoding, smallest)
+    """Return what `load_image` returns; a `DataError` leaves naming the file to the caller."""
+    with readable():
+        opened = _open(path, channels, decoding)
+        if not isinstance(opened, Image.Image):
+            return array_to_tensor(opened, channels, decoding)
+        with opened:
+            _check_size(opened.height * opened.width, decoding)
+            return to_tensor(opened, channels, decoding, min_size)
 
 
 def find_damage(path: str | Path, channels: int, decoding: Decoding) -> str | None:
@@ -123,29 +124,27 @@ def find_damage(path: str | Path, channels: int, decoding: Decoding) -> str | No
     """
     try:
         decode(path, channels, replace(decoding, fast=True), lambda height, width: (1, 1))
-    except MemoryError:
-        raise
-    except Exception as error:  # as in load_image
-        return why_unreadable(error)
+    except DataError as error:
+        return str(error)
     return None
 
 
 def to_tensor(
-    image: Image.Image, channels: int, decoding: Decoding, smallest: Smallest | None = None
+    image: Image.Image, channels: int, decoding: Decoding, min_size: MinSize | None = None
 ) -> Tensor:
     """A Pillow image, upright and converted, as uint8 tensor [channels, height, width].
 
-    With `decoding.fast` and `smallest`, a JPEG file that is not loaded yet is decoded at a smaller scale.
+    With `decoding.fast` and `min_size`, a JPEG file that is not loaded yet is decoded at a smaller scale.
     """
-    if decoding.bit_depth < 16 and _is_deep_colour(image):
+    if decoding.bit_depth < 16 and _is_16_bit_color(image):
         raise DataError(
             f"Pillow reads only the upper 8 bits of 16-bit colors, but the values have {decoding.bit_depth} "
             "bits: convert it to TIFF or to 8 bits, or set DATA.BIT_DEPTH 16"
         )
-    if smallest is not None and decoding.fast and image.format in ("JPEG", "MPO"):
+    if min_size is not None and decoding.fast and image.format in ("JPEG", "MPO"):
         is_turned = _orientation(image) in _TURNED
         height, width = image.size if is_turned else image.size[::-1]
-        height, width = (math.ceil(side) for side in smallest(height, width))
+        height, width = (math.ceil(side) for side in min_size(height, width))
         image.draft(None, (height, width) if is_turned else (width, height))
     image.load()
     if _orientation(image) != 1:
@@ -163,10 +162,10 @@ def to_tensor(
 
 def significant_bits(path: str | Path, channels: int) -> int:
     """Bits of the largest value in a file of 16-bit integers, at least 8; 0 for any other file."""
-    opened = _open(path, channels, AS_CONFIGURED)
+    opened = _open(path, channels, DEFAULT_DECODING)
     if isinstance(opened, Image.Image):
         with opened:
-            if not _is_deep(opened):
+            if not _is_16_bit(opened):
                 return 0
             opened.load()
             if len(opened.getbands()) > 1:  # Pillow gives the upper byte
@@ -177,18 +176,23 @@ def significant_bits(path: str | Path, channels: int) -> int:
     return max(8, int(opened.max(initial=0)).bit_length())
 
 
-def why_unreadable(error: Exception) -> str:
-    """Why an image cannot be decoded, in words."""
-    if isinstance(error, UnidentifiedImageError):
-        return "not an image, or damaged at its start"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # without its number
-    return first_line(error)
+@contextmanager
+def readable() -> Iterator[None]:
+    """Turn every error inside the context but a `MemoryError` into a `DataError` that says why."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DataError("not an image, or damaged at its start") from error
+    except Exception as error:  # on damaged data, Pillow raises many types
+        reason = getattr(error, "strerror", None) or first_line(error)  # without a number
+        raise DataError(reason) from error
 
 
 def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | Array:
     """A Pillow image, not loaded yet, or an array of any shape where Pillow does not give all values."""
-    if Path(path).suffix.lower() == ".npy":
+    if str(path).lower().endswith(".npy"):
         values: Array = np.load(path, mmap_mode="r")
         _check_size(values.size // channels, decoding)
         return values
@@ -200,7 +204,7 @@ def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | 
                 raise
         return _read_tiff(path, channels, decoding)
     if image.format == "TIFF" and (
-        channels not in _MODES or (decoding.bit_depth < 16 and _is_deep_colour(image))
+        channels not in _MODES or (decoding.bit_depth < 16 and _is_16_bit_color(image))
     ):
         image.close()
         return _read_tiff(path, channels, decoding)
@@ -208,32 +212,16 @@ def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | 
 
 
 def _open_pillow(path: str | Path, decoding: Decoding) -> Image.Image:
-    """Open an image, HEIC included where pillow-heif is installed."""
-    # Pillow has one limit for the process. It is raised where the configuration asks for it, never lowered.
-    if Image.MAX_IMAGE_PIXELS is not None and decoding.max_pixels > 2 * Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = decoding.max_pixels
-    try:
-        return _open_safely(path)
-    except Image.DecompressionBombError:
-        raise DataError(f"it has more pixels than DATA.MAX_PIXELS {decoding.max_pixels}") from None
-    except UnidentifiedImageError:
-        with Path(path).open("rb") as file:
-            head = file.read(12)
-        if head[4:8] != b"ftyp" or head[8:] not in _HEIC_BRANDS:
-            raise
-    try:
-        import pillow_heif
-    except ImportError:
-        raise DataError("HEIC images need pillow-heif: pip install pillow-heif") from None
-    pillow_heif.register_heif_opener()
-    return _open_safely(path)
-
-
-def _open_safely(path: str | Path) -> Image.Image:
     """Open an image that Pillow reads by itself, whatever the file's name says."""
+    # Pillow has one limit for the process, above which it warns. The limit is raised, never lowered.
+    if Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, decoding.max_pixels)
     Image.init()  # registers all formats
-    names = [*Image.OPEN]  # a copy, as another thread may register HEIC
-    return Image.open(path, formats=[name for name in names if name not in _RUN_PROGRAMS])
+    formats = [name for name in Image.OPEN if name not in _RUN_PROGRAMS]
+    try:
+        return Image.open(path, formats=formats)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise DataError(f"it has more pixels than DATA.MAX_PIXELS {decoding.max_pixels}") from None
 
 
 def _read_tiff(path: str | Path, channels: int, decoding: Decoding) -> Array:
@@ -266,17 +254,17 @@ def _orientation(image: Image.Image) -> Any:
     return 1
 
 
-def _is_deep(image: Image.Image) -> bool:
+def _is_16_bit(image: Image.Image) -> bool:
     """Whether an image that is not loaded yet has 16-bit integers."""
     # Pillow has no public name for the depth of a file whose pixels it converts.
     return image.mode.startswith("I;16") or any(";16" in repr(tile[3]) for tile in image.tile)  # type: ignore[attr-defined]
 
 
-def _is_deep_colour(image: Image.Image) -> bool:
-    return len(image.getbands()) > 1 and _is_deep(image)
+def _is_16_bit_color(image: Image.Image) -> bool:
+    return len(image.getbands()) > 1 and _is_16_bit(image)
 
 
-def of_array(values: Array, channels: int, decoding: Decoding) -> Tensor:
+def array_to_tensor(values: Array, channels: int, decoding: Decoding) -> Tensor:
     """uint8 [channels, H, W] of an array [H, W], [C, H, W] or [H, W, C]; 1 and 3 channels are converted."""
     found = f"it is an array {list(values.shape)} of {values.dtype}"
     if values.ndim == 2:
@@ -289,7 +277,7 @@ def of_array(values: Array, channels: int, decoding: Decoding) -> Tensor:
         )
     if len(places) > 1:
         raise DataError(f"{found}, whose first and last axis may both be the channels")
-    planes = _to_bytes(np.moveaxis(values, places.pop(), 0), decoding.bit_depth)
+    planes = _to_uint8(np.moveaxis(values, places.pop(), 0), decoding.bit_depth)
     if len(planes) == channels:
         return torch.from_numpy(np.array(planes, order="C"))
     picture = Image.merge(_MODES[len(planes)], [Image.fromarray(plane) for plane in planes])
@@ -301,7 +289,7 @@ def _converted(image: Image.Image, mode: str, decoding: Decoding) -> Image.Image
     """The image in a mode of 8 bits, without transparency."""
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image if image.mode == "F" else image.convert("I"))
-        image = Image.fromarray(_to_bytes(values, decoding.bit_depth))
+        image = Image.fromarray(_to_uint8(values, decoding.bit_depth))
     elif image.has_transparency_data and (decoding.background is not None or image.mode == "P"):
         # Without this step, Pillow warns of palettes with transparency.
         image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
@@ -313,7 +301,7 @@ def _converted(image: Image.Image, mode: str, decoding: Decoding) -> Image.Image
     return image if image.mode == mode else image.convert(mode)
 
 
-def _to_bytes(values: Array, bit_depth: int) -> Array:
+def _to_uint8(values: Array, bit_depth: int) -> Array:
     """uint8 of numbers of any type.
 
     Integers of more than 8 bits are read as 31-bit if any exceeds 65535, else as `bit_depth` bits; values

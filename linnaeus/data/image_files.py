@@ -24,9 +24,8 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
-from linnaeus.data.checked import find_damaged
-from linnaeus.data.image import AS_CONFIGURED, MAY_BE_DEEP, Decoding, load_image
-from linnaeus.data.measured import MOST_IMAGES, measure_bits, measure_channels
+from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_bits, measure_channels
+from linnaeus.data.image import DEFAULT_DECODING, SIXTEEN_BIT_EXTENSIONS, Decoding, load_image
 from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
@@ -122,7 +121,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         targets: Tensor,
         channels: int,
         transform: Transform | None = None,
-        decoding: Decoding = AS_CONFIGURED,
+        decoding: Decoding = DEFAULT_DECODING,
     ) -> None:
         self.root = str(root)
         # One array, which worker processes share. Each would end with a copy of a list of strings, as reading
@@ -175,8 +174,8 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     def _load(self, index: int) -> Tensor:
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
-        smallest = self.transform.smallest if isinstance(self.transform, Pipeline) else None
-        return load_image(path, self.channels, self.decoding, smallest)
+        min_size = self.transform.min_size if isinstance(self.transform, Pipeline) else None
+        return load_image(path, self.channels, self.decoding, min_size)
 
 
 def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
@@ -537,13 +536,16 @@ def with_bit_depth(
     report: list[str],
 ) -> Decoding:
     """The decoding with the bits that rank 0 measures in 16-bit training files, where there are any."""
-    files = [file for file in files if Path(file).suffix.lower() in MAY_BE_DEEP]
+    files = [file for file in files if Path(file).suffix.lower() in SIXTEEN_BIT_EXTENSIONS]
     if config.BIT_DEPTH is not None or not files:
         return decoding
     bits: int | None = on_main(lambda: measure_bits(files, config.DATASET.CHANNELS))
     if bits in (None, 0, 16):
         return decoding
-    report.append(f"16-bit files hold {bits}-bit values: scaled by {2**bits - 1}")
+    report.append(
+        f"16-bit files hold {bits}-bit values, measured on {min(MOST_IMAGES, len(files))}: scaled by "
+        f"{2**bits - 1}, larger ones are white; DATA.BIT_DEPTH sets another"
+    )
     return replace(decoding, bit_depth=bits)
 
 

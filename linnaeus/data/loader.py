@@ -139,7 +139,7 @@ def with_measured_workers(
     dataset = SeededBatches(data.train, data.collate, seed, data.mixing, sys.maxsize)
 
     def alone_because(reason: str) -> int:
-        logger.info("loader: in the training process; %s (DATA.NUM_WORKERS)", reason)
+        logger.info("loader: in the training process: %s (DATA.NUM_WORKERS)", reason)
         return 0
 
     def measure() -> int:
@@ -152,9 +152,8 @@ def with_measured_workers(
             most = min(most, int(room / (batch_bytes * (config.PREFETCH_FACTOR + 2))))
         alone = samples_per_s(dataset, config, 0, batch_size=1) if cores > 1 else math.inf
         if num_samples / world.world_size < alone:
-            why = "loads an epoch within a second" if cores > 1 else "has one CPU core"
-            logger.info("loader: in the training process, which %s", why)
-            return 0
+            why = "it loads an epoch within a second" if cores > 1 else "it has one CPU core"
+            return alone_because(why)
         if own is not None and (reason := reason_against_sharing(own.dataset)):
             return alone_because(f"processes cannot share {own.name}: {reason}")
         chosen, rates = 0, dict[int, float]()
@@ -170,9 +169,10 @@ def with_measured_workers(
             if chosen and rates[workers] < 1.2 * rates[chosen]:
                 break
             chosen = workers
+        if not rates:
+            return alone_because("no room in /dev/shm for others")
         speeds = ", ".join(f"{rate:.0f} with {workers}" for workers, rate in rates.items())
-        speeds = f"samples per second: {speeds}" if rates else "no room in /dev/shm for others"
-        logger.info("loader: DATA.NUM_WORKERS %d (%s)", chosen, speeds)
+        logger.info("loader: DATA.NUM_WORKERS %d (samples per second: %s)", chosen, speeds)
         return chosen
 
     is_measured = isinstance(data.train, ImageFiles | UserDataset)
@@ -353,16 +353,14 @@ def build_loaders(
         sampler = EpochSampler(dataset_length(bundle.train), **order)
     dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
-    val, test = (
-        None
-        if dataset is None
-        else build_val_loader(
+    held_out = (
+        build_val_loader(
             replace(bundle, val=dataset), config, world, batch_size=batch_size_val, seed=seed
         )
         for dataset in (bundle.val, bundle.test)
+        if dataset is not None
     )
-    assert val is not None
-    return Loaders(train, val, test)
+    return Loaders(train, *held_out)
 
 
 def build_val_loader(

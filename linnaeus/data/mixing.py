@@ -50,27 +50,23 @@ class Mixing:
         kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
         self.transforms = [kind(alpha=alpha) for kind, alpha in kinds if alpha > 0]
 
-    def soften(self, batch: Batch) -> Batch:
+    def to_soft_targets(self, batch: Batch) -> Batch:
         """The batch with its labels [B, R] as probabilities [B, C], and unmixed: what mixing starts from.
 
         Raises:
             DataError: inputs that are not float [B, channels, height, width], or targets of another form.
         """
         inputs, targets = batch
-        if not is_image_batch(inputs):
+        num_levels = len(self.num_classes)
+        is_labels = isinstance(targets, Tensor) and not targets.is_floating_point()
+        is_labels = is_labels and targets.shape == (len(inputs), num_levels)
+        if not is_image_batch(inputs) or not (self.is_multilabel or is_labels):
             raise DataError(
-                f"{_BOTH} mix batches of images, float [batch, channels, height, width], but the "
-                f"inputs are {describe(inputs)}; set both to 0"
+                f"{_BOTH} mix images, float [batch, channels, height, width], with labels, whole numbers "
+                f"[batch, {num_levels}], not {describe(inputs)} with {describe(targets)}; set both to 0"
             )
         if self.is_multilabel:
             return batch
-        num_ranks = len(self.num_classes)
-        is_labels = isinstance(targets, Tensor) and not targets.is_floating_point()
-        if not is_labels or targets.shape != (len(inputs), num_ranks):
-            raise DataError(
-                f"{_BOTH} mix labels, whole numbers [batch, {num_ranks}], but the targets of "
-                f"{len(inputs)} images are {describe(targets)}; set both to 0"
-            )
         return Batch(inputs, soft_targets(targets, self.num_classes))
 
     @property
@@ -79,15 +75,15 @@ class Mixing:
         return 0 if self.in_place else 1
 
     def soft_collate(self, collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
-        """A collate function whose batches are softened."""
-        return lambda samples: self.soften(collate(samples))
+        """Return a collate function whose batches have soft targets."""
+        return lambda samples: self.to_soft_targets(collate(samples))
 
     def __call__(self, batch: Batch) -> Batch:
-        """The mixed batch; errors are those of `soften`."""
-        return self.mix(self.soften(batch))
+        """The mixed batch; errors are those of `to_soft_targets`."""
+        return self.mix(self.to_soft_targets(batch))
 
     def mix(self, batch: Batch) -> Batch:
-        """Mix what `soften` returned; a batch of one sample stays as it is.
+        """Mix what `to_soft_targets` returned; a batch of one sample stays as it is.
 
         torchvision draws the parts and rectangles. Its own kernels hold two more batches of images and take
         eleven times as long: 101 ms instead of 9 for 128 images of 224 pixels.

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.image import AS_CONFIGURED, Decoding
+from linnaeus.data.image import DEFAULT_DECODING, Decoding
 from linnaeus.errors import ConfigError
 
 Transform = Callable[[Tensor], Tensor]
@@ -37,7 +37,7 @@ class ResizeCenterCrop(nn.Module):
         size: height and width of the result, in pixels.
         fraction: the image is resized to `size / fraction`, rounded down.
         mode: `crop` covers that size and keeps the aspect ratio, `squash` takes exactly that size,
-            `letterbox` fits the image into it and pads. `cover` is `crop` with the rounding of old runs.
+            `letterbox` fits the image into it and pads.
         interpolation: `bilinear` or `bicubic`.
         fill: padding of each channel, on the 0-1 scale.
     """
@@ -62,20 +62,27 @@ class ResizeCenterCrop(nn.Module):
         source, resized = image.shape[-2:], self._resized(*image.shape[-2:])
         rows, columns = (min(sides) for sides in zip(resized, self.size, strict=True))
         top, left = round((resized[0] - rows) / 2), round((resized[1] - columns) / 2)
+        # The order of Pillow 13. Bicubic values that overshoot are cut off after each of the two passes.
+        rows_first = source[0] - resized[0] > max(0, 2 * (source[1] - resized[1]))
         if math.prod(resized) > 2 * rows * columns:
             # Most would be cut off, as of thin images. Pillow resizes the crop alone; torch cannot.
-            box = (
-                left * source[1] / resized[1],
-                top * source[0] / resized[0],
-                (left + columns) * source[1] / resized[1],
-                (top + rows) * source[0] / resized[0],
-            )
+            y, bottom = (row * source[0] / resized[0] for row in (top, top + rows))
+            x, right = (column * source[1] / resized[1] for column in (left, left + columns))
             resample = Image.Resampling[self.interpolation.name]
             planes = [Image.fromarray(plane.numpy()) for plane in image]
-            planes = [plane.resize((columns, rows), resample, box) for plane in planes]
+            for is_of_rows in (rows_first, not rows_first):
+                planes = [
+                    plane.resize((plane.width, rows), resample, (0, y, plane.width, bottom))
+                    if is_of_rows
+                    else plane.resize(
+                        (columns, plane.height), resample, (x, 0, right, plane.height)
+                    )
+                    for plane in planes
+                ]
             image = torch.cat([functional.pil_to_tensor(plane) for plane in planes])
         else:
-            image = functional.resize_image(image, resized, self.interpolation, antialias=True)
+            for size in [[resized[0], source[1]], resized] if rows_first else [resized]:
+                image = functional.resize_image(image, size, self.interpolation, antialias=True)
             image = functional.crop_image(image, top, left, rows, columns)
         if image.is_floating_point():
             image = image.clamp(0, 1)  # bicubic overshoots
@@ -89,12 +96,6 @@ class ResizeCenterCrop(nn.Module):
 
     def _resized(self, height: int, width: int) -> list[int]:
         """Height and width before the crop."""
-        if self.mode == "cover":
-            scale = max(self.size[0] / height, self.size[1] / width) / self.fraction
-            return [
-                max(self.size[0], round(height * scale)),
-                max(self.size[1], round(width * scale)),
-            ]
         target = [math.floor(side / self.fraction) for side in self.size]
         if self.mode == "squash":
             return target
@@ -141,7 +142,7 @@ class Pipeline(nn.Module):
         image = self.normalise(self.pixels(image))
         return image if self.erasing is None else self.erasing(image)
 
-    def smallest(self, height: int, width: int) -> tuple[float, float]:
+    def min_size(self, height: int, width: int) -> tuple[float, float]:
         """Height and width at which an image is twice as large as the result of its resizing, or larger.
 
         For a random crop these follow from the crop that the next call takes.
@@ -196,7 +197,7 @@ class Preprocessing:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str = "bilinear"
-    resize: str = "cover"
+    resize: str = "crop"
     decoding: Decoding = field(default=Decoding(background=None))
 
     def transform(self) -> Pipeline:
@@ -226,7 +227,10 @@ def _with_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_transforms(
-    augment: AugmentConfig, size: tuple[int, int], channels: int, decoding: Decoding = AS_CONFIGURED
+    augment: AugmentConfig,
+    size: tuple[int, int],
+    channels: int,
+    decoding: Decoding = DEFAULT_DECODING,
 ) -> tuple[Transform, Preprocessing]:
     """The pipeline of training, and what validation does with an image.
 

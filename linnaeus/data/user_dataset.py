@@ -20,7 +20,7 @@ from linnaeus.config.instantiate import place_of, prepare
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch, describe
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs
-from linnaeus.data.image import AS_CONFIGURED, Decoding, to_tensor
+from linnaeus.data.image import DEFAULT_DECODING, Decoding, to_tensor
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
 from linnaeus.data.transforms import Preprocessing, Transform, build_transforms
 from linnaeus.errors import DataError, LinnaeusError
@@ -51,7 +51,7 @@ class UserDataset(Dataset[Any]):
     raw: bool = field(kw_only=True)
     transform: Transform | None = None
     channels: int = 3
-    decoding: Decoding = AS_CONFIGURED
+    decoding: Decoding = DEFAULT_DECODING
     relabel: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
-from linnaeus.data.image import decode, of_array, to_tensor, why_unreadable
+from linnaeus.data.image import array_to_tensor, decode, readable, to_tensor
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.errors import DataError, first_line
 from linnaeus.models.model_spec import ModelSpec
@@ -74,7 +74,7 @@ class Reader:
         channels, decoding = preprocessing.channels, preprocessing.decoding
         if isinstance(image, np.ndarray):
             if channels not in (1, 3):
-                return of_array(image, channels, decoding)
+                return array_to_tensor(image, channels, decoding)
             image = _of_array(image)
         if isinstance(image, Tensor):
             return _of_tensor(image, channels)
@@ -83,16 +83,10 @@ class Reader:
                 f"a {type(image).__name__} is no image: give a path, a Pillow image, an array [H, W, C] of "
                 "uint8 or a tensor [C, H, W]"
             )
-        try:  # Pillow may decode an image that is open already only now
-            return (
-                to_tensor(image, channels, decoding)
-                if isinstance(image, Image.Image)
-                else decode(image, channels, decoding, self._transform.smallest)
-            )
-        except MemoryError:
-            raise
-        except Exception as error:  # on damaged data, Pillow raises many types
-            raise DataError(why_unreadable(error)) from error
+        if not isinstance(image, Image.Image):
+            return decode(image, channels, decoding, self._transform.min_size)
+        with readable():  # Pillow may decode it only now
+            return to_tensor(image, channels, decoding)
 
     def _own_input(self, image: ImageLike) -> Tensor:
         shape = (self._spec.in_chans, *(self._spec.img_size or ()))

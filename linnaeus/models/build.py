@@ -89,16 +89,15 @@ def build_model(
     model = HierarchicalClassifier(backbone, num_features, num_classes, node.DROP_RATE, parents)
     new = list(taxonomy.num_classes) if saved is None else load_heads(model, saved, taxonomy)
     num_new = min(len(new), 1) if node.HEAD == "marginal" else len(new)
-    heads = _head_sentences(
-        taxonomy, new, are_named=saved is not None and saved.classes is not None
-    )
+    copied = [level for level in taxonomy.num_classes if level not in new]
+    heads = [f"new {_heads(new, taxonomy)}"] if new else []
+    if saved is not None and copied:
+        by = "class names" if saved.classes else "number of classes: the file does not name them"
+        heads.insert(0, f"{_heads(copied, taxonomy)} copied by {by}")
     if saved is not None:
-        num_tensors = (
-            sum(".lora_" not in name for name in model.state_dict()) - 2 * num_new
-        )  # of a head
-        loaded = f"{num_tensors} tensors of {saved.path}" + (
-            f" ({saved.note})" if saved.note else ""
-        )
+        num_tensors = sum(".lora_" not in name for name in model.state_dict())
+        note = f" ({saved.note})" if saved.note else ""
+        loaded = f"{num_tensors - 2 * num_new} tensors of {saved.path}{note}"  # a head has two
     elif node.PRETRAINED and load_weights:
         loaded = source.origin
     elif source.kind or "." in source.name:
@@ -111,23 +110,9 @@ def build_model(
     return model, "; ".join([f"weights: {loaded}", *heads])
 
 
-def _head_sentences(taxonomy: Taxonomy, new: Collection[str], *, are_named: bool) -> Iterator[str]:
-    """Say which heads are copied, and by what, and which are new."""
-    counts = taxonomy.num_classes
-    copied = {level: count for level, count in counts.items() if level not in new}
-
-    def heads(levels: Collection[str]) -> str:
-        ranks = f" of {', '.join(levels)}" if len(counts) > 1 else ""
-        return f"head{'s' if len(levels) > 1 else ''}{ranks}"
-
-    if copied and are_named:
-        yield f"{heads(copied)} copied by class names"
-    elif copied:
-        numbers = ", ".join(map(str, copied.values()))
-        whose = "their numbers" if len(copied) > 1 else "its number"
-        yield f"{heads(copied)} copied by {whose} of classes, {numbers}: the file does not name them"
-    if new:
-        yield f"new {heads(new)}"
+def _heads(levels: Collection[str], taxonomy: Taxonomy) -> str:
+    of = f" of {', '.join(levels)}" if len(taxonomy.levels) > 1 else ""
+    return f"{'head' if len(levels) == 1 else 'heads'}{of}"
 
 
 def set_gradient_checkpointing(model: nn.Module, enable: bool = True) -> None:

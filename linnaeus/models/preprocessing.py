@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from timm.data import DEFAULT_CROP_PCT
+from timm.data import resolve_data_config
 
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DataConfig
-from linnaeus.data.bundle import as_size
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.errors import ConfigError
 from linnaeus.models.timm_source import CROP_MODES, find_source
@@ -67,25 +66,10 @@ def with_preprocessing(
 
 def _line(values: Mapping[str, Any], filled: Mapping[str, Any]) -> str:
     """The preprocessing of the weights, and what the run has instead."""
-    theirs, ours = (
-        {
-            key: "{} x {}".format(*as_size(each[key], (0, 0)))
-            if key == "IMG_SIZE"
-            else str(each[key])
-            for key in values
-        }
-        for each in (values, filled)
-    )
-    words = {"IMG_SIZE": "", "INTERPOLATION": "", "CROP_FRACTION": f"{theirs.get('RESIZE')} "}
-    words |= {"MEAN": "mean ", "STD": "std "}
-    listed = ", ".join(f"{word}{theirs[key]}" for key, word in words.items() if key in theirs)
-    others = [
-        f"DATA.{'' if key == 'IMG_SIZE' else 'AUGMENT.'}{key} {value}"
-        for key, value in ours.items()
-        if value != theirs[key]
-    ]
-    instead = f"; this run has {', '.join(others)} (null takes that of the weights)"
-    return f"preprocessing of the weights: {listed}{instead if others else ''}"
+    theirs = ", ".join(f"{key} {value}" for key, value in values.items())
+    ours = ", ".join(f"{key} {filled[key]}" for key in values if filled[key] != values[key])
+    instead = f"; this run has {ours} (null takes that of the weights)" if ours else ""
+    return f"preprocessing of the weights: {theirs}{instead}"
 
 
 def _of_weights(node: Any) -> dict[str, Any]:
@@ -98,36 +82,32 @@ def _of_weights(node: Any) -> dict[str, Any]:
         except ConfigError:  # there is no such file, as building the model says, if it needs it
             return {}
         if spec:
-            return _of_spec(spec)
+            try:
+                found = Preprocessing.from_dict(spec["preprocessing"])
+            except (LookupError, TypeError, ValueError, AttributeError):  # tensors, or damaged
+                return {}
+            resizing = (found.crop_fraction, found.resize, found.interpolation)
+            return _by_key(found.size, *resizing, found.mean, found.std)
     cfg = find_source(node.NAME).cfg
     if not cfg:
         return {}
-    size = cfg.get("input_size")
-    modes = {theirs: own for own, theirs in CROP_MODES.items()}
-    return {
-        "IMG_SIZE": size and _side(size[-2:]),
-        "INTERPOLATION": "bilinear" if cfg.get("interpolation") == "bilinear" else "bicubic",
-        "CROP_FRACTION": min(1.0, float(cfg.get("crop_pct") or DEFAULT_CROP_PCT)),
-        "RESIZE": modes.get(str(cfg.get("crop_mode")), "crop"),
-        **{key: [*cfg[key.lower()]] for key in _NORMALISATION if cfg.get(key.lower())},
-    }
+    theirs = resolve_data_config(pretrained_cfg=cfg)
+    modes = {timms: own for own, timms in CROP_MODES.items()}
+    return _by_key(
+        theirs["input_size"][-2:],
+        min(1.0, theirs["crop_pct"]),
+        modes.get(theirs["crop_mode"], "crop"),
+        "bilinear" if theirs["interpolation"] == "bilinear" else "bicubic",
+        theirs["mean"],
+        theirs["std"],
+    )
 
 
-def _of_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run; empty where its data set gave tensors, or where the spec is damaged."""
-    try:
-        found = Preprocessing.from_dict(spec["preprocessing"])
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return {}
-    return {
-        "IMG_SIZE": _side(found.size),
-        "INTERPOLATION": found.interpolation,
-        "CROP_FRACTION": found.crop_fraction,
-        "RESIZE": "crop" if found.resize == "cover" else found.resize,
-        "MEAN": [*found.mean],
-        "STD": [*found.std],
-    }
-
-
-def _side(size: Any) -> int | list[int]:
-    return int(size[0]) if size[0] == size[1] else [*size]
+def _by_key(
+    size: Any, fraction: float, resize: str, interpolation: str, *colors: Any
+) -> dict[str, Any]:
+    """The value of each of `_KEYS`."""
+    side = size[0] if size[0] == size[1] else [*size]
+    return dict(
+        zip(_KEYS, (side, fraction, resize, interpolation, *map(list, colors)), strict=True)
+    )

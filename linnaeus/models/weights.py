@@ -62,11 +62,11 @@ class SavedWeights:
     architecture: str | None = None
 
 
-def read_weights(value: str, own: Collection[str]) -> SavedWeights:
+def read_weights(value: str, backbone_names: Collection[str]) -> SavedWeights:
     """Read what `MODEL.WEIGHTS` names.
 
-    The tensors may stand in nested mappings, and their names may begin with any prefix. `own` are the names
-    of the backbone's tensors, which tell both.
+    The tensors may stand in nested mappings, and their names may begin with any prefix. `backbone_names`
+    are the names of the backbone's tensors, which tell both.
 
     Raises:
         ConfigError: there is no such file, or it holds no tensors by name.
@@ -83,13 +83,13 @@ def read_weights(value: str, own: Collection[str]) -> SavedWeights:
                 f"MODEL.WEIGHTS: {str(path)!r} does not describe its model as Linnaeus does "
                 f"({type(error).__name__}: {first_line(error):.150}); save its state dict alone"
             ) from error
-    found = [_candidate(key, tensors, own) for key, tensors in _state_dicts(content)]
+    found = [_candidate(key, tensors, backbone_names) for key, tensors in _state_dicts(content)]
     if not found:
         raise ConfigError(
             f"MODEL.WEIGHTS: {str(path)!r} holds a {type(content).__name__} without tensors by name; save a "
             "state dict"
         )
-    best = max(found, key=lambda each: each.rank)
+    best = max(found, key=lambda each: each.score)
     stem, backbone, inner = best.prefix.rpartition("backbone.")
     tensors: dict[str, Tensor] = {}
     heads: dict[str, Tensor] = {}
@@ -98,13 +98,13 @@ def read_weights(value: str, own: Collection[str]) -> SavedWeights:
             tensors[name.removeprefix(best.prefix)] = tensor
         elif backbone and name.startswith(f"{stem}heads."):
             heads[name.removeprefix(stem)] = tensor
-    used = {f"{best.prefix}{name}" for name in own} | {f"{stem}{name}" for name in heads}
+    used = {f"{best.prefix}{name}" for name in backbone_names} | {f"{stem}{name}" for name in heads}
     unused = [name for name in best.tensors if name not in used]
     if not is_own:
         prefix = "".join([*best.wrappers, stem if backbone and not inner else best.prefix])
         notes += [best.key] if best.key else []
         notes += [f"without the prefix {prefix!r}"] if prefix else []
-        if unused and best.num_own == len(own):  # else timm may have use for them
+        if unused and best.num_matching == len(backbone_names):  # else timm may have use for them
             notes.append(f"not used: {several(unused)}")
     return SavedWeights(path, tensors, heads, ", ".join(notes), _classes(spec), architecture)
 
@@ -118,24 +118,24 @@ class _Candidate:
         tensors: by their names without `wrappers`.
         wrappers: the parts of torch's wrappers that names had.
         prefix: what comes before the names of the backbone.
-        num_own: number of the backbone's names that it has; 0 where it is less than half of them.
+        num_matching: number of the backbone's names that it has; 0 where it is less than half of them.
     """
 
     key: str
     tensors: dict[str, Tensor]
     wrappers: list[str]
     prefix: str
-    num_own: int
+    num_matching: int
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        """What is larger fits better."""
+    def score(self) -> tuple[int, int, int]:
+        """How well it fits: the larger, the better."""
         is_average, num_tensors = (
             bool(_AVERAGE.search(f"{self.key}.{self.prefix}")),
             len(self.tensors),
         )
-        if self.num_own:
-            return self.num_own, is_average, num_tensors
+        if self.num_matching:
+            return self.num_matching, is_average, num_tensors
         return 0, num_tensors, is_average
 
 
@@ -154,7 +154,9 @@ def _state_dicts(
             yield from _state_dicts(value, f"{key}.{name}" if key else name, depth + 1)
 
 
-def _candidate(key: str, tensors: Mapping[str, Tensor], own: Collection[str]) -> _Candidate:
+def _candidate(
+    key: str, tensors: Mapping[str, Tensor], backbone_names: Collection[str]
+) -> _Candidate:
     """Find the prefix under which most names of the backbone stand."""
     wrappers = dict.fromkeys(match for name in tensors for match in _WRAPPERS.findall(name))
     tensors = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
@@ -164,14 +166,16 @@ def _candidate(key: str, tensors: Mapping[str, Tensor], own: Collection[str]) ->
         found.update(
             "".join(f"{part}." for part in parts[:start])
             for start in range(len(parts))
-            if ".".join(parts[start:]) in own
+            if ".".join(parts[start:]) in backbone_names
         )
     prefix = max(found, key=lambda each: (found[each], bool(_AVERAGE.search(each))), default="")
-    num_own = found[prefix] if 2 * found[prefix] > len(own) else 0
-    if not num_own:  # timm may know the names, if no prefix hides them
+    num_matching = found[prefix] if 2 * found[prefix] > len(backbone_names) else 0
+    if not num_matching:  # timm may know the names, if no prefix hides them
         prefix = "backbone." if any(name.startswith("backbone.") for name in tensors) else ""
-        prefix = prefix or _shared_prefix(tensors, {name.partition(".")[0] for name in own})
-    return _Candidate(key, dict(tensors), [f"{each}." for each in wrappers], prefix, num_own)
+        prefix = prefix or _shared_prefix(
+            tensors, {name.partition(".")[0] for name in backbone_names}
+        )
+    return _Candidate(key, dict(tensors), [f"{each}." for each in wrappers], prefix, num_matching)
 
 
 def _shared_prefix(names: Collection[str], firsts: Collection[str]) -> str:
@@ -334,7 +338,7 @@ def load_backbone(
     Raises:
         ConfigError: they do not fit.
     """
-    own = untrained.state_dict()
+    expected = untrained.state_dict()
     problem = f"MODEL.WEIGHTS: {str(saved.path)!r} does not load into {name!r}: "
     architecture = saved.architecture or name
     if architecture.partition(".")[0] != name.partition(".")[0]:  # the rest is timm's tag
@@ -342,8 +346,8 @@ def load_backbone(
     overlay = {"state_dict": dict(saved.backbone), "source": None, "custom_load": False}
     tensors = saved.backbone
     try:
-        if all(key in tensors and tensors[key].shape == own[key].shape for key in own):
-            untrained.load_state_dict({key: tensors[key] for key in own})
+        if all(key in tensors and tensors[key].shape == expected[key].shape for key in expected):
+            untrained.load_state_dict({key: tensors[key] for key in expected})
             return untrained
         backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # timm's filters raise what they meet in files that are not theirs
@@ -394,30 +398,30 @@ def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Tax
     Where the file does not name its classes, their number decides, with the same number of levels. A marginal
     head is copied where the file has one with the same classes in the same order.
     """
-    own = {level.name: list(level.classes) for level in taxonomy.levels}
+    wanted = {level.name: list(level.classes) for level in taxonomy.levels}
     if isinstance(model.heads, MarginalHead):
         shapes = {name: tensor.shape for name, tensor in model.heads.state_dict().items()}
         found = {
             name: saved.heads[f"heads.{name}"] for name in shapes if f"heads.{name}" in saved.heads
         }
-        if saved.classes not in (None, own) or shapes != {
+        if saved.classes not in (None, wanted) or shapes != {
             name: t.shape for name, t in found.items()
         }:
-            return list(own)
+            return list(wanted)
         model.heads.load_state_dict(found)
         return []
     before = saved.classes
     if before is None:
-        before = own if len({name.split(".")[1] for name in saved.heads}) == len(own) else {}
+        before = wanted if len({name.split(".")[1] for name in saved.heads}) == len(wanted) else {}
     new = []
     heads: Any = model.heads
-    for head, (level, classes) in zip(heads, own.items(), strict=True):
+    for head, (level, classes) in zip(heads, wanted.items(), strict=True):
         rows = {name: row for row, name in enumerate(before.get(level, []))}
         is_same = sorted(before.get(level, [])) == sorted(classes)
         number = [*before].index(level) if is_same else -1
-        own_parts = head.state_dict()
-        parts = {part: saved.heads.get(f"heads.{number}.{part}") for part in own_parts}
-        if any(t is None or t.shape != own_parts[part].shape for part, t in parts.items()):
+        untrained = head.state_dict()
+        parts = {part: saved.heads.get(f"heads.{number}.{part}") for part in untrained}
+        if any(t is None or t.shape != untrained[part].shape for part, t in parts.items()):
             new.append(level)
         else:
             order = [rows[name] for name in classes]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,11 +54,11 @@ def max_batch_sizes(
     num_copies = data.mixing.num_copies if mode == "train" and data.mixing is not None else 0
     num_batches = num_host_batches(workers, config.PREFETCH_FACTOR, num_copies)
     bytes_per_rank = HOST_MEMORY_FRACTION * _available_bytes(workers) / world.local_world_size
+    # A pinned copy may be twice as large: its allocator rounds up to a power of two (CachingHostAllocator.h).
+    copies, sample_bytes = 3 if pinned else 1, max(1, sum(tensor_bytes))
     bounds = {
         "dataset": max(1, samples_per_rank),
-        "host_memory": largest_host_batch(
-            tensor_bytes, bytes_per_rank / num_batches, pinned=pinned
-        ),
+        "host_memory": max(1, int(bytes_per_rank // (num_batches * copies * sample_bytes))),
     }
     min_steps = config.AUTOBATCH.MIN_STEPS_PER_EPOCH
     # Without the rest of an epoch as a step of its own, the user has said how many samples a step takes.
@@ -96,24 +95,6 @@ def num_host_batches(workers: int, prefetch_factor: int, num_copies: int = 0) ->
     """
     making = 2 + num_copies
     return workers * (prefetch_factor + making) + 1 if workers else making + 1
-
-
-def largest_host_batch(tensor_bytes: Sequence[int], available_bytes: float, *, pinned: bool) -> int:
-    """The largest batch that fits in host memory together with its pinned copy, at least 1.
-
-    The allocator of pinned memory rounds each tensor up to a power of two (CachingHostAllocator.h).
-
-    >>> largest_host_batch([100, 8], 1000, pinned=False), largest_host_batch([100, 8], 1000, pinned=True)
-    (9, 4)
-    """
-
-    def num_bytes(size: int) -> int:
-        tensors = [size * bytes_ for bytes_ in tensor_bytes]
-        copies = [1 << (bytes_ - 1).bit_length() for bytes_ in tensors if bytes_]
-        return sum(tensors) + (sum(copies) if pinned else 0)
-
-    most = int(available_bytes / max(1, sum(tensor_bytes)))
-    return max(1, bisect.bisect_right(range(1, most + 1), available_bytes, key=num_bytes))
 
 
 def _available_bytes(workers: int) -> int:

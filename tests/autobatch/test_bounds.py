@@ -21,7 +21,6 @@ from linnaeus.dist import World
 from linnaeus.sizing import bounds
 from linnaeus.sizing.bounds import (
     HOST_MEMORY_FRACTION,
-    largest_host_batch,
     max_batch_sizes,
     max_for_steps,
     num_host_batches,
@@ -107,33 +106,28 @@ def test_host_memory_is_divided_by_batches_and_processes(monkeypatch: pytest.Mon
         assert divided == max(1, int(HOST_MEMORY_FRACTION * 10**6 / 2 / (held * 1000)))
 
 
-def test_pinned_copies_count_as_the_next_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_copy_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "_available_bytes", lambda num_workers: 10**6)
-    # 17 batches in 500 000 bytes leave 29 411 for each: 13 samples with 16 384 of pinned memory, not 14.
-    assert bounds_of(workers=4, device="cuda")["host_memory"] == 13
-    assert (
-        bounds_of(workers=4, device="cuda", world_size=2)["host_memory"] == 6
-    )  # 6000 + 8192 of 14 705
+    # 17 batches in 500,000 bytes leave 29,411 for each, and 9,803 for each copy.
+    assert bounds_of(workers=4)["host_memory"] == 29
+    assert bounds_of(workers=4, device="cuda")["host_memory"] == 9
+    assert bounds_of(workers=4, device="cuda", world_size=2)["host_memory"] == 4
 
 
-@pytest.mark.parametrize("available_bytes", [0, 10**7])
-@pytest.mark.parametrize("tensor_bytes", [[1024], [100, 8], [3 * 224 * 224 * 4, 16, 0]])
-def test_the_largest_host_batch_is_the_last_that_fits(
+@given(st.integers(1, 10**4), st.lists(st.integers(0, 10**4), min_size=1, max_size=3))
+def test_batches_and_pinned_copies_fit_in_host_memory(
     available_bytes: int, tensor_bytes: list[int]
 ) -> None:
-    def pinned_bytes(num_bytes: int) -> int:
-        block = 1
-        while block < num_bytes:
-            block *= 2
-        return block if num_bytes else 0
-
-    def needed_bytes(size: int) -> int:
-        return sum(size * bytes_ + pinned_bytes(size * bytes_) for bytes_ in tensor_bytes)
-
-    size = largest_host_batch(tensor_bytes, available_bytes, pinned=True)
-    assert size == 1 or needed_bytes(size) <= available_bytes
-    assert needed_bytes(size + 1) > available_bytes
-    assert size <= largest_host_batch(tensor_bytes, available_bytes, pinned=False)
+    world = World(torch.device("cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "_available_bytes", lambda num_workers: 1000 * available_bytes)
+        found = max_batch_sizes(
+            CONFIG, TrainConfig(), DATA, "val", world, tensor_bytes=tensor_bytes
+        )
+    size, held = found["host_memory"], num_host_batches(0, CONFIG.PREFETCH_FACTOR)
+    tensors = [size * num_bytes for num_bytes in tensor_bytes if num_bytes]
+    needed = sum(tensors) + sum(1 << (num_bytes - 1).bit_length() for num_bytes in tensors)
+    assert size == 1 or held * needed <= HOST_MEMORY_FRACTION * 1000 * available_bytes
 
 
 def test_available_memory_is_measured_and_bounds_are_one_at_least() -> None:

@@ -81,3 +81,11 @@ def test_a_larger_micro_batch_is_advised_where_it_leaves_the_steps() -> None:
     ):
         (advice,) = plan_of(facts).warnings
         assert ("THE.KEY" in advice) == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_few_steps_are_told_where_a_smaller_batch_gives_them(world_size: int) -> None:
+    few = replace(FACTS, world_size=world_size, batch_size_key="THE.KEY")
+    for samples, size, is_told in ((20, 20, True), (20, 3, True), (20, 2, False), (19, 19, False)):
+        facts = replace(few, num_samples=samples * world_size, max_micro_batch_size=size)
+        assert any("THE.KEY" in advice for advice in plan_of(facts).warnings) == is_told

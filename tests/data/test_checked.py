@@ -12,7 +12,7 @@ from PIL import Image
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.checked import find_damaged
 from linnaeus.data.datasets import build_data
-from linnaeus.data.image import AS_CONFIGURED
+from linnaeus.data.image import DEFAULT_DECODING
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.errors import DataError
 from tests.helpers.datasets import write_image
@@ -55,13 +55,13 @@ def test_a_cache_that_fails_does_not_fail_the_check(tmp_path: Path, cache: Path)
     files = [str(tmp_path / "a.png"), str(tmp_path / "gone.png")]
     cache.write_text("not a folder")
     for _ in range(2):
-        damaged, num_known = find_damaged(files, 3, AS_CONFIGURED)
+        damaged, num_known = find_damaged(files, 3, DEFAULT_DECODING)
         assert (list(damaged), num_known) == ([1], 0)
     cache.unlink()
-    assert [find_damaged(files, 3, AS_CONFIGURED)[1] for _ in range(2)] == [0, 1]
+    assert [find_damaged(files, 3, DEFAULT_DECODING)[1] for _ in range(2)] == [0, 1]
     [database] = (cache / "linnaeus").iterdir()
     database.write_bytes(b"damaged " * 1000)
-    assert find_damaged(files, 3, AS_CONFIGURED)[1] == 0
+    assert find_damaged(files, 3, DEFAULT_DECODING)[1] == 0
     gc.collect()  # from Python 3.13 on, a connection that was left open warns
 
 
@@ -69,12 +69,12 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "a.png"
     write_image(file)
     whole = file.read_bytes()
-    assert find_damaged([str(file)], 3, AS_CONFIGURED) == ({}, 0)
+    assert find_damaged([str(file)], 3, DEFAULT_DECODING) == ({}, 0)
     file.write_bytes(whole[:-30] + bytes(30))  # of the same size
     os.utime(file, ns=(1, 1))
-    assert list(find_damaged([str(file)], 3, AS_CONFIGURED)[0]) == [0]
+    assert list(find_damaged([str(file)], 3, DEFAULT_DECODING)[0]) == [0]
     file.write_bytes(whole)
-    assert find_damaged([str(file)], 3, AS_CONFIGURED) == ({}, 0)
+    assert find_damaged([str(file)], 3, DEFAULT_DECODING) == ({}, 0)
 
 
 @pytest.mark.usefixtures("cache")

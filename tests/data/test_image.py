@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from torchvision.transforms.v2 import functional
 
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.image import (
-    AS_CONFIGURED,
+    DEFAULT_DECODING,
     Decoding,
     find_damage,
     load_image,
@@ -48,14 +49,14 @@ def test_every_format_gives_the_picture(tmp_path: Path, channels: int) -> None:
         assert image.dtype == torch.uint8
         assert mean_difference(image, as_tensor(picture(), "L" if channels == 1 else "RGB")) < 16
         assert path.suffix.lower() in EXTENSIONS
-        assert find_damage(path, 3, AS_CONFIGURED) is None
+        assert find_damage(path, 3, DEFAULT_DECODING) is None
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_damaged_metadata_do_not_spoil_a_picture(tmp_path: Path) -> None:
     path = write_image(tmp_path / "a.jpg", exif=b"Exif\0\0MM\0*garbage")
     assert mean_difference(load_image(path, 3), as_tensor(picture())) < 16
-    assert find_damage(path, 3, AS_CONFIGURED) is None
+    assert find_damage(path, 3, DEFAULT_DECODING) is None
 
 
 def damaged_files(folder: Path) -> dict[str, Path]:
@@ -93,7 +94,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"DATA\.ON_BAD_IMAGE") as caught:
             load_image(path, 3)
         assert str(path) in str(caught.value)
-        assert find_damage(path, 3, AS_CONFIGURED), path
+        assert find_damage(path, 3, DEFAULT_DECODING), path
 
 
 ALPHA = (np.arange(16 * 24) % 256).astype(np.uint8).reshape(16, 24)
@@ -198,7 +199,7 @@ def test_odd_images_give_their_plain_form(tmp_path: Path, name: str) -> None:
     write(tmp_path / name)
     found = load_image(tmp_path / name, 3)
     assert mean_difference(found, torch.from_numpy(expected.copy()).permute(2, 0, 1)) <= allowed
-    assert find_damage(tmp_path / name, 3, AS_CONFIGURED) is None
+    assert find_damage(tmp_path / name, 3, DEFAULT_DECODING) is None
 
 
 def test_opaque_pixels_and_older_runs_keep_their_colors(tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_what_the_check_passes_loads(tmp_path: Path, channels: int) -> None:
     readable = set()
     for mode in modes:
         path = of_mode(mode, tmp_path)
-        reason = find_damage(path, channels, AS_CONFIGURED)
+        reason = find_damage(path, channels, DEFAULT_DECODING)
         if reason is None:
             assert load_image(path, channels).shape == (channels, 16, 24)
             readable.add(mode)
@@ -271,7 +272,7 @@ def test_modes_without_a_file_format_convert(mode: str, channels: int) -> None:
         image = Image.frombytes(mode, (24, 16), GREY.astype(">u2").tobytes())
     else:
         image = COLOUR.convert(through).convert(mode)
-    assert to_tensor(image, channels, AS_CONFIGURED).shape == (channels, 16, 24)
+    assert to_tensor(image, channels, DEFAULT_DECODING).shape == (channels, 16, 24)
 
 
 BANDS = np.random.default_rng(5).integers(0, 2**12, (5, 16, 24), dtype=np.uint16)
@@ -296,21 +297,21 @@ def test_any_number_of_channels_is_read(tmp_path: Path, name: str) -> None:
     path = write_bands(tmp_path / name, BANDS, Path(name).stem)
     found = load_image(path, 5, Decoding(bit_depth=12))
     assert torch.equal(found, torch.from_numpy((BANDS >> 4).astype(np.uint8)))
-    assert find_damage(path, 5, AS_CONFIGURED) is None
+    assert find_damage(path, 5, DEFAULT_DECODING) is None
     for channels in (1, 3, 4):
-        reason = find_damage(path, channels, AS_CONFIGURED) or ""
+        reason = find_damage(path, channels, DEFAULT_DECODING) or ""
         if name != "pages.tif" or channels == 4:  # else its first page
             assert "DATA.DATASET.CHANNELS" in reason
             assert "[5, 16, 24]" in reason or "[16, 24, 5]" in reason
     path.write_bytes(path.read_bytes()[:2000])
-    assert find_damage(path, 5, AS_CONFIGURED)
+    assert find_damage(path, 5, DEFAULT_DECODING)
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = of_mode("RGBA", tmp_path)
     monkeypatch.setitem(sys.modules, "tifffile", None)
-    assert "pip install tifffile" in (find_damage(path, 4, AS_CONFIGURED) or "")
-    assert find_damage(path, 3, AS_CONFIGURED) is None
+    assert "pip install tifffile" in (find_damage(path, 4, DEFAULT_DECODING) or "")
+    assert find_damage(path, 3, DEFAULT_DECODING) is None
 
 
 def test_arrays_without_a_clear_channel_axis_are_refused(tmp_path: Path) -> None:
@@ -319,7 +320,7 @@ def test_arrays_without_a_clear_channel_axis_are_refused(tmp_path: Path) -> None
         with pytest.raises(DataError, match=re.escape(str(list(shape)))):
             load_image(tmp_path / "a.npy", 5)
     np.save(tmp_path / "a.npy", np.array([{}]))
-    assert find_damage(tmp_path / "a.npy", 5, AS_CONFIGURED)
+    assert find_damage(tmp_path / "a.npy", 5, DEFAULT_DECODING)
 
 
 def test_arrays_of_one_and_three_channels_are_converted(tmp_path: Path) -> None:
@@ -359,17 +360,27 @@ def test_an_image_above_pillows_limit_can_be_read(
     assert load_image(path, 3, Decoding(max_pixels=768)).shape == (3, 24, 32)
 
 
-def test_heic_images_are_read_where_the_library_is(
+def test_no_image_within_the_limit_makes_pillow_warn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+    path = write_image(tmp_path / "a.png")
+    with pytest.warns(Image.DecompressionBombWarning), Image.open(path):
+        pass
+    with warnings.catch_warnings(record=True) as caught:
+        assert load_image(path, 3).shape == (3, 24, 32)
+        with pytest.raises(DataError, match=r"DATA\.MAX_PIXELS"):
+            load_image(path, 3, Decoding(max_pixels=767))
+    assert not caught
+
+
+def test_heic_images_are_read_where_the_library_is(tmp_path: Path) -> None:
     pillow_heif = pytest.importorskip("pillow_heif")
     pillow_heif.from_pillow(picture()).save(tmp_path / "a.heic", quality=95)
     assert mean_difference(load_image(tmp_path / "a.heic", 3), as_tensor(picture())) < 16
     damaged = tmp_path / "b.heic"
     damaged.write_bytes((tmp_path / "a.heic").read_bytes()[:40])
-    assert find_damage(damaged, 3, AS_CONFIGURED)
-    monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    assert "pip install pillow-heif" in (find_damage(damaged, 3, AS_CONFIGURED) or "")
+    assert find_damage(damaged, 3, DEFAULT_DECODING)
 
 
 def test_no_image_file_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +391,7 @@ def test_no_image_file_starts_a_program(tmp_path: Path, monkeypatch: pytest.Monk
     ghostscript.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # Pillow looks once for it
-    assert find_damage(path, 3, AS_CONFIGURED)
+    assert find_damage(path, 3, DEFAULT_DECODING)
     with pytest.raises(DataError, match=r"photo\.jpg"):
         load_image(path, 3)
     assert not ran.exists()
@@ -407,7 +418,7 @@ def test_large_photos_are_decoded_at_twice_the_size_needed(tmp_path: Path) -> No
         size = [side // 2, side * 2 // 3]  # of the model's input
         resized = [functional.resize(each, size, antialias=True) for each in (found, whole)]
         assert mean_difference(*resized) < 1.5
-        exact = load_image(path, 3, AS_CONFIGURED, lambda *_, side=side: (side, side))
+        exact = load_image(path, 3, DEFAULT_DECODING, lambda *_, side=side: (side, side))
         assert torch.equal(exact, whole)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from operator import call
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch
 from PIL import Image
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle, OnMain, reads_nothing
-from linnaeus.data.checked import find_damaged
+from linnaeus.data.bundle import DataBundle, OnMain, never_call
+from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_bits
 from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.errors import ConfigError, DataError
@@ -56,7 +57,8 @@ def test_one_file_decides_on_the_significant_bits(tmp_path: Path, ending: str) -
     write_image(root / "train/a/photo.jpg")
     bundle = build(root)
     assert depth(bundle) == 12
-    assert sum("12-bit" in line for line in bundle.report) == 1
+    [line] = [line for line in bundle.report if "12-bit" in line]
+    assert {"40", "4095"} <= {*re.findall(r"\d+", line)}
     images: Any = bundle.train
     position = next(i for i, file in enumerate(images.files) if file.endswith(f"/17.{ending}"))
     assert int(images.read_pixels(position)[0].max()) == 255
@@ -65,6 +67,17 @@ def test_one_file_decides_on_the_significant_bits(tmp_path: Path, ending: str) -
     bundle = build(root)
     assert depth(bundle) == 16
     assert not any("16-bit files" in line for line in bundle.report)
+
+
+def test_of_many_files_an_even_part_is_measured(tmp_path: Path) -> None:
+    root = grey16(tmp_path, {"12.tif": 4095, "16.tif": 65535})
+    twelve, sixteen = (str(root / f"{bits}.tif") for bits in (12, 16))
+    for repeats in (1, 2):
+        alternating = [twelve, sixteen] * (MOST_IMAGES // 2 * repeats)
+        assert measure_bits(alternating, 1) == (16 if repeats == 1 else 12)
+    (root / "12.tif").write_text("damaged")
+    assert measure_bits([twelve, sixteen], 1) == 16
+    assert measure_bits([twelve], 1) == measure_bits([], 1) == 0
 
 
 def test_files_of_8_bits_and_damaged_ones_are_not_measured(tmp_path: Path) -> None:
@@ -80,7 +93,7 @@ def test_data_is_built_without_reading_files(tmp_path: Path, channels: int, bits
         grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
     else:
         bands(tmp_path)
-    unread = build(tmp_path, channels, on_main=reads_nothing).preprocessing
+    unread = build(tmp_path, channels, on_main=never_call).preprocessing
     read = build(tmp_path, channels).preprocessing
     assert unread is not None
     assert read is not None

@@ -120,7 +120,7 @@ def test_mixing_holds_the_copies_that_the_bound_of_host_memory_counts(
 ) -> None:
     batch = Batch(torch.rand(64, 3, 32, 32), torch.zeros(64, 2, dtype=torch.int64))
     mixing = Mixing(COUNTS, *alphas, in_place=in_place)
-    batch = mixing.soften(batch)
+    batch = mixing.to_soft_targets(batch)
     with Ledger() as ledger:
         mixing.mix(batch)
         copies = ledger.peak_bytes / batch.inputs.nbytes

@@ -146,7 +146,6 @@ CASES = {
         {"resizing": {"interpolation": "bicubic", "resize": "letterbox"}},
     ),
     "squash": ("test_resnet", {"resizing": {"interpolation": "bilinear", "resize": "squash"}}),
-    "an older run": ("test_resnet", {"resizing": {"resize": "cover"}}),
     "own arguments": ("test_vit", {"KWARGS": {"global_pool": "avg", "patch_size": 8}}),
 }
 
