@@ -21,6 +21,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import linnaeus
+import linnaeus.autobatch
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
@@ -230,6 +232,10 @@ def test_a_batch_far_above_the_budget_is_refused_and_not_built() -> None:
     assert record_of(result, 100).status == "oom"
     assert result.batch_size == most
     assert 9 <= most <= 11, "pieces of 10 MiB in 100 MiB"
+
+
+def test_the_error_that_users_catch_is_exported() -> None:
+    assert linnaeus.AutoBatchError is linnaeus.autobatch.AutoBatchError is AutoBatchError
 
 
 # --- batches and kernels ---
