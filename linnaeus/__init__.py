@@ -9,10 +9,23 @@ from typing import TYPE_CHECKING, Any
 from linnaeus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, longest, predict_memory
+    from linnaeus.autobatch import (
+        AutoBatchError,
+        AutoBatchResult,
+        auto_find_batch_size,
+        longest,
+        predict_memory,
+    )
     from linnaeus.inference.trained import load_run
 
-__all__ = ["AutoBatchResult", "auto_find_batch_size", "load_run", "longest", "predict_memory"]
+__all__ = [
+    "AutoBatchError",
+    "AutoBatchResult",
+    "auto_find_batch_size",
+    "load_run",
+    "longest",
+    "predict_memory",
+]
 
 
 def __getattr__(name: str) -> Any:

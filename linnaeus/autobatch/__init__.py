@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.result import AutoBatchResult
 
 if TYPE_CHECKING:
     from linnaeus.autobatch.api import auto_find_batch_size, predict_memory
     from linnaeus.autobatch.lengths import longest
 
-__all__ = ["AutoBatchResult", "auto_find_batch_size", "longest", "predict_memory"]
+__all__ = ["AutoBatchError", "AutoBatchResult", "auto_find_batch_size", "longest", "predict_memory"]
 
 
 def __getattr__(name: str) -> Any:

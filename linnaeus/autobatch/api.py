@@ -74,8 +74,8 @@ def auto_find_batch_size(
             that it draws from. If the optimizer is among them, validation is measured with its state
             allocated.
         mode: `train` or `val`; modules in `state` are put in the matching mode.
-        device: the device whose memory counts. By default that of the first parameter in `state`, else
-            torch's current accelerator, else the CPU.
+        device: the device whose memory counts. By default the accelerator that parameters in `state` are on,
+            else the device of these parameters, else torch's current accelerator, else the CPU.
         bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}. They
             may differ between ranks: the lowest of each name holds.
         observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
@@ -88,9 +88,10 @@ def auto_find_batch_size(
         target_memory_fraction and the others: settings of the search, as `SearchSettings` describes them.
 
     Raises:
-        AutoBatchError: no size fits, `state` lacks an optimizer that the step uses, or something in it cannot
-            be restored (parameters without values, `LazyLinear`) or cannot step on one rank alone
-            (FullyShardedDataParallel); another rank has failed, died or not called this.
+        AutoBatchError: no size fits, `state` lacks an optimizer that the step uses or has parameters on two
+            accelerators, or something in it cannot be restored (parameters without values, `LazyLinear`) or
+            cannot step on one rank alone (FullyShardedDataParallel); another rank has failed, died or not
+            called this.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
     with together(group) as control:

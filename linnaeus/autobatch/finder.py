@@ -48,7 +48,12 @@ from linnaeus.autobatch.search import (
 from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings, last_part
 from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
-from linnaeus.autobatch.trial import NEARLY_FULL, TrialRunner, existing_objects_frozen
+from linnaeus.autobatch.trial import (
+    NEARLY_FULL,
+    NoMoreSamples,
+    TrialRunner,
+    existing_objects_frozen,
+)
 
 if TYPE_CHECKING:
     from linnaeus.autobatch.predict.prediction import Prediction
@@ -113,7 +118,7 @@ class BatchSizeFinder:
     ) -> None:
         self.mode, self.settings = mode, settings
         try:
-            self.memory = device_memory(_device(state, device), neighbours)
+            self.memory = device_memory(_device(state, device, mode), neighbours)
         except NotImplementedError as error:
             raise AutoBatchError(
                 f"AutoBatch ({mode}): {error}. Give a batch size of your own."
@@ -166,7 +171,9 @@ class BatchSizeFinder:
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
             self._runner.clean()
-            check_restorable(self._snapshot, self._names)
+            fraction = self.settings.target_memory_fraction
+            with self.memory.cap(self.memory.budget(fraction, self._limit_bytes)):
+                check_restorable(self._snapshot, self._names)
             self._stack = stack.pop_all()
         return self
 
@@ -212,20 +219,26 @@ class BatchSizeFinder:
         predicted = (
             self._predicted_start() if settings.strategy == "guided" and start is None else None
         )
-        # Not `_search`: the fewer frames lie above a trial, the easier is its traceback to read.
-        found = find_largest(
-            self._runner,
-            **self._arguments(
-                known=self._known.values(),
-                strategy=settings.strategy,
-                tolerance=tolerance,
-                max_trials=settings.max_trials,
-                start=start if predicted is None else predicted.batch_size,
-                predicted=None if predicted is None else self._point(predicted),
-                fixed_bytes=self.held_bytes,
-                deadline_s=deadline - time.monotonic(),
-            ),
-        )
+        found: SearchResult | None = None
+        while found is None:
+            # Not `_search`: the fewer frames lie above a trial, the easier is its traceback to read.
+            try:
+                found = find_largest(
+                    self._runner,
+                    **self._arguments(
+                        known=self._known.values(),
+                        strategy=settings.strategy,
+                        tolerance=tolerance,
+                        max_trials=settings.max_trials - (len(self.trials) - num_before),
+                        start=start if predicted is None else predicted.batch_size,
+                        predicted=None if predicted is None else self._point(predicted),
+                        fixed_bytes=self.held_bytes,
+                        deadline_s=deadline - time.monotonic(),
+                    ),
+                )
+            except NoMoreSamples as error:
+                self._bound, self._max_size = "dataset", error.num_samples
+                logger.info("AutoBatch %s: %s", self.mode, error)
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, fraction, tolerance, deadline)
@@ -414,7 +427,7 @@ class BatchSizeFinder:
         limited_by = self._bound if found.limited_by == "max_batch_size" else found.limited_by
         for place, trial in enumerate(self.trials[num_before:], start=num_before):
             self.trials[place] = replace(
-                trial, status=status_of(trial.peak_bytes, self.budget_bytes)
+                trial, status=status_of(trial.peak_bytes, self.budget_bytes, trial.status)
             )
         return AutoBatchResult(
             mode=self.mode,
@@ -569,11 +582,19 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.device:
+def _device(state: Sequence[Any], device: torch.device | str | None, mode: Mode) -> torch.device:
+    """The device whose memory counts: the one given, or the accelerator among those of all parameters."""
+    devices = {parameter.device for part in state for parameter in parameters_of(part)}
+    accelerators = sorted(str(each) for each in devices if each.type not in ("cpu", "meta"))
+    if len(accelerators) > 1:
+        raise AutoBatchError(
+            f"AutoBatch ({mode}): parameters in state are on {' and '.join(accelerators)}, but a search "
+            "measures one device. Put the model on one device, or give a batch size of your own."
+        )
     if device is not None:
         return torch.device(device)
-    for parameter in (parameter for part in state for parameter in parameters_of(part)):
-        return parameter.device
+    for each in (*map(torch.device, accelerators), *devices):
+        return each
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 

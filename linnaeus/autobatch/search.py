@@ -14,34 +14,35 @@ The guided strategy assumes that memory is nearly linear in the size: a fixed co
    the next closest peak that gives a plausible one; after a single trial, a tenth of the peak is taken as
    fixed cost.
 3. The next trial is where this line meets the budget, a little below it, because a size that fits leaves a
-   peak and one that runs out of memory leaves none. After a single trial it is at most four times as large.
-   While no size has left a peak, the next one is at most a quarter of it.
-4. If the line says that a size fits which has failed, the next trial bisects the bracket where that size has
-   left a peak: the cost per sample jumps. Otherwise it lies below that size by an eighth of the
-   bracket's width, and by twice as much after each further failure.
-5. After eight trials the line is given up in favour of doubling steps and bisection.
+   peak and one that runs out of memory leaves none. After a single trial it is at most four times as large,
+   unless the line says that all sizes fit. While no size has left a peak, the next one is at most a quarter
+   of it. Where the line reaches far, a parabola through three peaks takes its place if it opens upwards.
+4. A size that has failed without a peak although the line says it fits: if the line is wrong by little, the
+   next trial lies below that size by an eighth of the bracket's width, and once more by a quarter. Wherever
+   else the line contradicts an end of the bracket, the parabola or a bisection gives the next trial.
+5. Bisection is by logarithm for large sizes and by difference for small ones, so that a limit without rising
+   peaks costs the logarithm of the number of answers that a tolerance tells apart. Without a failure it
+   reaches for the largest candidate. After eight trials that did not halve the bracket, all others bisect.
 6. With a predicted size and slope, the first trial is the predicted size, and steps too short to measure a
    slope use the predicted one, times the factor by which the predicted peak was wrong. If the first trial
    leaves no peak, or the peaks contradict the prediction, the search goes on without one.
 
 Close to the answer, the point where the line meets the budget is one of the two neighbours that certify it.
-Any curve takes at most 2·log2(candidates) + 9 trials.
+Any curve takes at most 2·log2(largest size) + 3 trials.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Status = Literal["fits", "over", "oom"]
-LimitedBy = Literal["memory", "max_batch_size", "max_trials", "timeout"]
+Status = Literal["fits", "over", "oom", "kernel"]
+LimitedBy = Literal["memory", "kernel", "max_batch_size", "max_trials", "timeout"]
 
 FIRST_SIZE = 16
 """First size of a guided search without a hint: small enough to fit almost always, and large enough for the
@@ -66,14 +67,34 @@ TRUSTED = 0.15
 """A prediction is given up when a peak is further from it than this fraction of the budget."""
 MIN_STEEPNESS = 0.1
 """A slope below this fraction of peak/size is implausible: the two peaks differ by less than their noise, or
-lie on a plateau. While nothing less than `GROWTH` times as large has failed, the next size is at most that
-many times as large, and at most where this slope meets the budget; otherwise the bracket is bisected."""
-GUIDED_TRIALS = 8
-"""Trials that follow the line. On measured curves one search in a hundred needs more."""
+lie on a plateau. The bracket is bisected then."""
+FAR = 1.25
+"""A line that meets the budget beyond this many times a size that failed is wrong by much. One that meets it
+beyond this many times the largest measured size gives way to a parabola."""
+LEAP = 32
+"""While nothing has failed, bisection goes up by at most this factor: it makes batches on the host."""
+LINEAR_SIZE = 50
+"""Bisection treats sizes well below this as a linear scale and those well above it as a logarithmic one: from
+here on, a tolerance of 1 % is more than one sample."""
+PATIENCE = 8
+"""Trials that may leave more than `HALVED` of the bracket. On measured curves one search in a hundred needs
+more."""
+HALVED = 0.6
+"""Fraction of a bracket that bisection leaves at most, with rounding to candidates."""
+GRID_LIMIT = 65_535
+"""Most blocks in the second and third dimension of a CUDA grid: tried first where a kernel refuses a size."""
 
 
 class OutOfMemory(Exception):  # noqa: N818 (it names an event; `measure` raises it, searches expect it)
     """Raised by `measure` when a size does not fit on the device and therefore leaves no peak."""
+
+    status: Status = "oom"
+
+
+class KernelLimit(OutOfMemory):
+    """Raised by `measure` when a kernel does not take a size, whatever the memory."""
+
+    status: Status = "kernel"
 
 
 @dataclass(frozen=True)
@@ -81,7 +102,8 @@ class TrialRecord:
     """One size that was tried.
 
     Attributes:
-        status: `fits` (ran within the budget), `over` (ran, above the budget) or `oom` (did not run).
+        status: `fits` (ran within the budget), `over` (ran, above the budget), `oom` (ran out of memory) or
+            `kernel` (a kernel does not take the size).
         peak_bytes: what `measure` returned; None when it raised `OutOfMemory`.
     """
 
@@ -134,8 +156,9 @@ class SearchResult:
         size: the largest size that was seen to fit; None if none was.
         certified: the size ran and fits, and the next candidate ran and does not, or there is no next one. If
             `size` is None: the smallest candidate ran and does not fit.
-        limited_by: why the size is not larger: `memory`; `max_batch_size` (the largest candidate fits);
-            `max_trials` or `timeout` (the search ended early).
+        limited_by: why the size is not larger: `memory`; `kernel` (one does not take the next size that
+            failed); `max_batch_size` (the largest candidate fits); `max_trials` or `timeout` (the search
+            ended early).
         trials: every trial of this search, in order, without the known records.
         within: how much larger the largest size may be, as a fraction of `size`: 0 if certified, and infinity
             if `size` is None and the search ended early.
@@ -211,7 +234,7 @@ def find_largest(
         start = predicted.size
     search = _Search(candidates, budget_bytes, start, fixed_bytes, predicted, tolerance)
     search.absorb(known)
-    stopped_by: LimitedBy = "memory"
+    stopped_by: LimitedBy | None = None
     while not search.settled and (index := STRATEGIES[strategy](search)) is not None:
         if len(search.trials) >= max_trials:
             stopped_by = "max_trials"
@@ -221,25 +244,30 @@ def find_largest(
             break
         size = search.candidates[search.inside(index)]
         on_start(size)
-        tried, peak_bytes = clock(), None
-        with contextlib.suppress(OutOfMemory):
+        tried, peak_bytes, failed = clock(), None, OutOfMemory.status
+        try:
             peak_bytes = measure(size)
-        record = TrialRecord(size, status_of(peak_bytes, budget_bytes), peak_bytes, clock() - tried)
+        except OutOfMemory as error:
+            failed = error.status
+        status = status_of(peak_bytes, budget_bytes, failed)
+        record = TrialRecord(size, status, peak_bytes, clock() - tried)
         search.add(record)
         on_trial(record)
     return SearchResult(
         size=search.candidates[search.low] if search.low >= 0 else None,
         certified=search.certified,
-        limited_by="max_batch_size" if search.low == len(search.candidates) - 1 else stopped_by,
+        limited_by=stopped_by or search.limited_by,
         trials=tuple(search.trials),
         within=search.within,
     )
 
 
-def status_of(peak_bytes: int | None, budget_bytes: int) -> Status:
-    """The status of a trial with this peak under a budget."""
+def status_of(
+    peak_bytes: int | None, budget_bytes: int, failed: Status = OutOfMemory.status
+) -> Status:
+    """The status of a trial with this peak under a budget; `failed` without a peak."""
     if peak_bytes is None:
-        return "oom"
+        return failed
     return "fits" if peak_bytes <= budget_bytes else "over"
 
 
@@ -315,6 +343,9 @@ class _Search:
         high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
             one.
         peaks: peak bytes by size.
+        kernel_sizes: sizes that a kernel does not take.
+        num_slow: trials that left more than `HALVED` of the bracket.
+        num_failed: trials in a row, the last one included, that did not fit.
     """
 
     candidates: Candidates
@@ -327,6 +358,9 @@ class _Search:
     high: int = 0
     peaks: dict[int, int] = field(default_factory=dict)
     trials: list[TrialRecord] = field(default_factory=list)
+    kernel_sizes: set[int] = field(default_factory=set)
+    num_slow: int = 0
+    num_failed: int = 0
 
     def __post_init__(self) -> None:
         self.high = len(self.candidates)
@@ -351,6 +385,25 @@ class _Search:
             return math.inf
         size = self.candidates[self.low]
         return (self.candidates[self.high - 1] - size) / size
+
+    @property
+    def limited_by(self) -> LimitedBy:
+        """Why the size is not larger, once the search has settled."""
+        if self.unbounded:
+            return "max_batch_size"
+        return "kernel" if self.candidates[self.high] in self.kernel_sizes else "memory"
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Sizes at the ends of the bracket: 0 where none has fitted, the largest where none has failed."""
+        low = self.candidates[self.low] if self.low >= 0 else 0
+        return low, self.candidates[min(self.high, len(self.candidates) - 1)]
+
+    @property
+    def width(self) -> float:
+        """Of the bracket, on the scale that bisection halves."""
+        low, high = self.ends
+        return math.log((high + LINEAR_SIZE) / (low + LINEAR_SIZE))
 
     @property
     def _most(self) -> float:
@@ -404,15 +457,9 @@ class _Search:
         near = {size for size, peak in self.peaks.items() if peak <= 2 * self.budget_bytes}
         self.peaks = {size: self.peaks[size] for size in ends & near}
 
-    @property
-    def num_failed_again(self) -> int:
-        """Number of failed trials in a row at the end, less one."""
-        fits = (record.status == "fits" for record in reversed(self.trials))
-        return max(sum(1 for _ in itertools.takewhile(operator.not_, fits)) - 1, 0)
-
-    def distance(self, size: int) -> int:
-        """Bytes between the peak of a measured size and the budget."""
-        return abs(self.peaks[size] - self.budget_bytes)
+    def distance(self, size: int) -> tuple[int, int]:
+        """Bytes between the peak of a measured size and the budget; on a plateau, larger sizes come first."""
+        return abs(self.peaks[size] - self.budget_bytes), -size
 
     def inside(self, index: int) -> int:
         """The index inside the bracket that is closest to the given one, but not needlessly near its ends.
@@ -433,8 +480,11 @@ class _Search:
         return max(first, min(index, last))
 
     def add(self, trial: TrialRecord) -> None:
+        width = self.width
         self.trials.append(trial)
         self.absorb([trial])
+        self.num_slow += self.width > HALVED * width
+        self.num_failed = 0 if trial.status == "fits" else self.num_failed + 1
 
     def absorb(self, records: Iterable[TrialRecord]) -> None:
         """Narrow the bracket. If records contradict each other, the largest size that fitted counts."""
@@ -442,6 +492,8 @@ class _Search:
         for record in records:
             if record.peak_bytes is not None:
                 self.peaks[record.size] = record.peak_bytes
+            if record.status == "kernel":
+                self.kernel_sizes.add(record.size)
             if record.size in self.candidates:
                 (fits if record.fits(self.budget_bytes) else fails).append(
                     self.candidates.nearest(record.size)
@@ -455,8 +507,8 @@ def _guided(search: _Search) -> int:
         return search.hint
     if search.predicted is not None and not search.prediction_holds:
         search.give_up_prediction()
-    if (num_more := len(search.trials) - GUIDED_TRIALS) >= 0:
-        return search.low + 2**num_more if search.unbounded else _middle(search)
+    if search.num_slow >= PATIENCE:
+        return _bisect(search)
     if not search.peaks:
         first = (
             FIRST_SIZE
@@ -468,29 +520,37 @@ def _guided(search: _Search) -> int:
 
 
 def _where_the_line_meets_the_budget(search: _Search) -> int:
-    candidates, high = search.candidates, search.high
+    candidates = search.candidates
+    low_size, high_size = search.ends
     anchor = _anchor(search)
     slope = _slope(search, anchor)
     if slope is None:
-        return _middle(search)
+        return _bisect(search)
     step = (search.budget_bytes - search.peaks[anchor]) / slope
-    if not search.unbounded and anchor < candidates[high] <= anchor + step:
-        if candidates[high] in search.peaks:
-            return _middle(search)
-        return high - round(RETREAT * (1 << search.num_failed_again) * (high - search.low))
+    target = anchor + step
+    bent = _parabola(search)
+    fails_below = not search.unbounded and anchor < high_size <= target
+    if fails_below and high_size not in search.peaks and high_size not in search.kernel_sizes:
+        reach = LEAP if bent is None else FAR
+        is_near = target <= FAR * high_size and high_size <= reach * anchor
+        if is_near and search.num_failed <= 2:
+            share = RETREAT * max(search.num_failed, 1)
+            return search.high - round(share * (search.high - search.low))
+    is_wrong = fails_below or max(target, 0) < low_size
+    if bent is not None and (is_wrong or target > FAR * anchor):
+        return bent
+    if is_wrong:
+        return _bisect(search)
     if step > 0:
         step *= 1 - SHORT
-    if len(search.peaks) == 1:
+    if len(search.peaks) == 1 and target < high_size:
         step = min(step, (GROWTH - 1) * anchor)
     return candidates.nearest(anchor + step)
 
 
 def _anchor(search: _Search) -> int:
     """The measured size that the line goes through: an end of the bracket if it left a peak."""
-    ends = (
-        search.candidates[i] for i in (search.low, search.high) if 0 <= i < len(search.candidates)
-    )
-    measured = [size for size in ends if size in search.peaks]
+    measured = [size for size in search.ends if size in search.peaks]
     return min(measured or search.peaks, key=search.distance)
 
 
@@ -504,12 +564,41 @@ def _slope(search: _Search, anchor: int) -> float | None:
         return search.predicted_slope(anchor) or (1 - FIXED_FRACTION) * proportional
     slopes = ((search.peaks[size] - search.peaks[anchor]) / (size - anchor) for size in others)
     flattest = MIN_STEEPNESS * proportional
-    fourfold = (search.budget_bytes - search.peaks[anchor]) / ((GROWTH - 1) * anchor)
-    is_far = search.unbounded or search.candidates[search.high] > GROWTH * anchor
-    return next(
-        (slope for slope in slopes if slope >= flattest),
-        max(flattest, fourfold) if is_far else None,
+    return next((slope for slope in slopes if slope >= flattest), None)
+
+
+def _parabola(search: _Search) -> int | None:
+    """Where the parabola through the three peaks closest to the budget meets it, if it opens upwards."""
+    if len(search.peaks) < 3:
+        return None
+    (a, p), (b, q), (c, r) = sorted(
+        (size, search.peaks[size] - search.budget_bytes)
+        for size in sorted(search.peaks, key=search.distance)[:3]
     )
+    slope = (r - q) / (c - b)
+    bend = (slope - (q - p) / (b - a)) / (c - a)
+    slope += bend * (c - b)  # at c
+    square = slope * slope - 4 * bend * r
+    if bend <= 0 or square < 0:
+        return None
+    size = c + (math.sqrt(square) - slope) / (2 * bend)
+    index = search.candidates.nearest(size * (1 - SHORT) if r < 0 else size)
+    return index if search.low < index < search.high else None
+
+
+def _bisect(search: _Search) -> int:
+    """The middle of the bracket on the scale of `width`; where a kernel has failed, the limit of a grid."""
+    candidates = search.candidates
+    low, high = search.ends
+    if high in search.kernel_sizes:
+        above = bisect.bisect_right(candidates, GRID_LIMIT)
+        for index in (above - 1, above):
+            if search.low < index < search.high:
+                return index
+    middle = math.sqrt((low + LINEAR_SIZE) * (high + LINEAR_SIZE)) - LINEAR_SIZE
+    if search.unbounded:
+        middle = high if high <= LEAP * low else min(middle, LEAP * low)
+    return candidates.nearest(middle)
 
 
 def _middle(search: _Search) -> int:

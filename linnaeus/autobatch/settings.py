@@ -135,6 +135,7 @@ class Names:
     memory_limit_gb: str = "memory_limit_gb"
     min_batch_size: str = "min_batch_size"
     max_batch_size: str = "max_batch_size"
+    multiple_of: str = "multiple_of"
     max_trials: str = "max_trials"
     timeout_minutes: str = "timeout_minutes"
     sample_size: str = "the size of a sample"

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.interface import DeviceMemory, T, empty_cache, synchronize
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
-from linnaeus.autobatch.search import OutOfMemory
+from linnaeus.autobatch.search import KernelLimit, OutOfMemory
 from linnaeus.autobatch.settings import ARGUMENTS, Names
 from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 
@@ -56,6 +57,18 @@ def existing_objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
+class NoMoreSamples(Exception):  # noqa: N818 (it names an event, as `OutOfMemory` does)
+    """Raised by a trial whose batch has fewer samples than its size, because there are no more.
+
+    Attributes:
+        num_samples: all that there are.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(f"there are no more than {num_samples} samples")
+        self.num_samples = num_samples
+
+
 @dataclass(eq=False)
 class TrialRunner:
     """Runs batch sizes one at a time: the `measure` function of the search.
@@ -68,6 +81,8 @@ class TrialRunner:
     with zero gradients; in trials of a single step it does so before. Where training empties the cache of an
     accelerator between its steps, a trial that nearly fills the budget does so too, and repeats its steps:
     what training keeps then lies between gaps of activations.
+
+    LBFGS gets a full history after its first step, since training fills it long after a trial has ended.
 
     With `torch.backends.cudnn.benchmark`, a first step is not counted: cuDNN times kernels in it, with
     workspaces up to all that is free. The first validation trial begins with a training step, and keeps what
@@ -102,7 +117,11 @@ class TrialRunner:
         self._optimizers = self.snapshot.stepping_optimizers()
         self._modules = [part for part in self.state if isinstance(part, nn.Module)]
         self._is_prepared = self.training
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers):
+            self.num_steps = max(self.num_steps, 2)  # the second runs beside a full history
         self._largest_fitted = 0
+        self._sizes_given: set[int] = set()
+        self._kinds_given: set[tuple[int, ...]] = set()
         self._has_drifted = False  # whether parameters have other values than when the search began
         self._num_retries = 0
 
@@ -111,6 +130,7 @@ class TrialRunner:
 
         Raises:
             OutOfMemory: the size did not fit under the budget.
+            NoMoreSamples: `make_batch` has given fewer samples, and gives no more.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
         self.before_trial(size)
@@ -119,8 +139,16 @@ class TrialRunner:
         try:
             # Not `_isolated`: the fewer frames lie above the model, the easier is a traceback to read.
             failure, peak_bytes = self.memory.isolate(partial(self._run, size))
+        except NoMoreSamples:
+            self._undo(graphs)
+            raise
         except Exception as error:
             if not self._has_drifted:
+                if not self._largest_fitted:
+                    error.add_note(
+                        f"AutoBatch was running batch size {size}, the first that it tries; "
+                        f"{self.names.min_batch_size} and {self.names.multiple_of} choose others"
+                    )
                 raise
             release_frames(error)
             self.snapshot.restore_parts()  # an error counts where it comes from the caller's own values
@@ -132,7 +160,7 @@ class TrialRunner:
             self._largest_fitted = max(self._largest_fitted, size)
             return peak_bytes
         logger.debug("batch size %d: %s", size, failure)
-        raise OutOfMemory(failure)
+        raise failure
 
     def time(self, size: int) -> list[float]:
         """Seconds of each of several steps, after one warm-up step and without a cap.
@@ -156,7 +184,7 @@ class TrialRunner:
         """
         failure, peak_bytes = self._isolated(partial(self._run, lockstep=lockstep), size)
         if failure is not None:
-            raise OutOfMemory(failure)
+            raise failure
         return peak_bytes
 
     def _isolated(self, run: Callable[[int], T], size: int) -> T:
@@ -186,7 +214,7 @@ class TrialRunner:
 
     def _run(
         self, size: int, lockstep: AbstractContextManager[object] | None = None
-    ) -> tuple[str | None, int]:
+    ) -> tuple[OutOfMemory | None, int]:
         """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes.
 
         In lockstep with other ranks there is no budget, and the number of steps depends on nothing measured.
@@ -207,7 +235,7 @@ class TrialRunner:
                     f"{memory.device}; {self.names.smaller_training}."
                 )
         if is_alone and memory.in_use() >= self.budget_bytes:
-            return "the process holds the whole budget before the first sample", 0
+            return OutOfMemory("the process holds the whole budget before the first sample"), 0
         with memory.cap(self.budget_bytes if is_alone else memory.total_bytes):
             with lockstep, self._out_of_memory_caught(size) as failures:
                 if self.training and self.num_steps == 1:
@@ -220,11 +248,12 @@ class TrialRunner:
                         memory.reset_peak()
                         self._num_retries = memory.num_retries()
                     with _stepped(self._optimizers) as stepped:
-                        self.step(self.make_batch(size))
+                        self.step(self._batch(size))
                     if self.training and number == 0:
                         for optimizer in self._optimizers:
                             if optimizer not in stepped:
                                 step_with_zero_gradients(optimizer, memory.refused)
+                            fill_history(optimizer)
                 is_nearly_full = memory.peak() > NEARLY_FULL * self.budget_bytes
                 if is_alone and self.empties_cache and is_nearly_full:
                     empty_cache(memory.device)
@@ -233,8 +262,35 @@ class TrialRunner:
                 synchronize(memory.device)  # errors of kernels belong to this trial
             peak_bytes = memory.peak() + memory.placement_bytes
         if is_alone and not failures and memory.num_retries() > self._num_retries:
-            return "the allocator had to flush its cache", peak_bytes
+            return OutOfMemory("the allocator had to flush its cache"), peak_bytes
         return (failures[0] if failures else None), peak_bytes
+
+    def _batch(self, size: int) -> Any:
+        """Make a batch, and notice where `make_batch` has no more samples.
+
+        A first dimension counts samples if it was the size in a smaller batch, with as many tensors and the
+        same shape otherwise, and grows. Fewer samples than asked for are all if twice the size gives no more.
+        """
+        batch = self.make_batch(size)
+        given = self._num_given(batch, size)
+        if given < size:
+            del batch
+            if self._num_given(self.make_batch(2 * size), 2 * size) == given:
+                raise NoMoreSamples(given)
+            batch = self.make_batch(size)
+        return batch
+
+    def _num_given(self, batch: Any, size: int) -> int:
+        """Samples in a batch of a size: the size, where nothing says that there are fewer."""
+        shapes = [tensor.shape for tensor in nest.tensors(batch) if tensor.ndim]
+        kinds = {shape: (len(shapes), *shape[1:]) for shape in shapes}
+        if any(shape[0] == size for shape in shapes):
+            self._sizes_given.add(size)
+            self._kinds_given.update(kinds.values())
+            return size
+        least = max(self._sizes_given, default=0) + (len(self._sizes_given) < 2)
+        given = (shape[0] for shape in shapes if kinds[shape] in self._kinds_given)
+        return max((number for number in given if least <= number < size), default=size)
 
     def _time_steps(self, size: int) -> list[float]:
         seconds: list[float] = []
@@ -253,24 +309,26 @@ class TrialRunner:
         return [math.inf] if failures else seconds
 
     @contextlib.contextmanager
-    def _out_of_memory_caught(self, size: int = 0) -> Iterator[list[str]]:
-        """Catch an out-of-memory error inside the context; the list then has its first line.
+    def _out_of_memory_caught(self, size: int = 0) -> Iterator[list[OutOfMemory]]:
+        """Catch an out-of-memory error inside the context; the list then has one with its first line.
 
         That a kernel takes no tensors of this size counts too, where a smaller size has fitted.
         """
-        failures: list[str] = []
+        failures: list[OutOfMemory] = []
         try:
             yield failures
         except Exception as error:
             message = str(error).partition("\n")[0] or type(error).__name__
+            failure = OutOfMemory(message)
             if not self.memory.refused(error):
                 if not (0 < self._largest_fitted < size and exceeds_a_kernel(error)):
                     raise
                 logger.warning(
                     "warning: batch size %d fails where smaller ones fit: %s", size, message
                 )
+                failure = KernelLimit(message)
             release_frames(error)
-            failures.append(message)
+            failures.append(failure)
 
     def _prepare_validation(self) -> None:
         """Allocate what training keeps: optimizer state, gradient buckets, state of the average."""
@@ -287,6 +345,7 @@ class TrialRunner:
         for optimizer in self._optimizers:
             if not all(optimizer.state.get(parameter) for parameter in _trainable(optimizer)):
                 step_with_zero_gradients(optimizer, self.memory.refused)
+            fill_history(optimizer)
         self.snapshot.restore_parts(with_optimizers=False, with_values=False)
         self.memory.clean()
 
@@ -317,6 +376,21 @@ def step_with_zero_gradients(
     finally:
         for parameter in without_gradient:
             parameter.grad = None
+
+
+def fill_history(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the history that LBFGS has after many steps: two vectors of all parameters for each entry."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    parameters = parameters_of(optimizer)
+    num_elements = sum(map(torch.numel, parameters))
+    history = optimizer.state[parameters[0]]
+    for name, shape in (("old_dirs", num_elements), ("old_stps", num_elements), ("ro", ())):
+        entries = history.setdefault(name, [])
+        num_missing = optimizer.param_groups[0]["history_size"] - len(entries)
+        entries[:0] = [
+            parameters[0].new_zeros(shape) for _ in range(num_missing)
+        ]  # zeros change no step
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

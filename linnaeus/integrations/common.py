@@ -19,9 +19,7 @@ from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
 
-SET_BY_TRAINER = frozenset(
-    {"step", "make_batch", "state", "mode", "device", "bounds", "start", "group"}
-)
+SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "group"})
 """Arguments of `auto_find_batch_size` that an integration with a framework's trainer sets itself."""
 
 logger = logging.getLogger("linnaeus.autobatch")

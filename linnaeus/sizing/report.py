@@ -95,6 +95,7 @@ class SearchProgress(SearchLog):
 
 _LIMITS = {
     "memory": "the memory budget",
+    "kernel": "a kernel, which takes no larger size",
     "max_batch_size": "MAX_BATCH_SIZE",
     "steps_per_epoch": "MIN_STEPS_PER_EPOCH",
     "dataset": "the samples of one process",

@@ -393,6 +393,7 @@ def keys(mode: Mode) -> Names:
         memory_limit_gb=f"{node}.MEMORY_LIMIT_GB",
         min_batch_size=f"{node}.MIN_BATCH_SIZE{suffix}",
         max_batch_size=f"{node}.MAX_BATCH_SIZE{suffix}",
+        multiple_of=f"{node}.MULTIPLE_OF",
         max_trials=f"{node}.MAX_TRIALS",
         timeout_minutes=f"{node}.TIMEOUT_MINUTES",
         sample_size="DATA.IMG_SIZE",

@@ -21,6 +21,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import linnaeus
+import linnaeus.autobatch
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
@@ -230,6 +232,128 @@ def test_a_batch_far_above_the_budget_is_refused_and_not_built() -> None:
     assert record_of(result, 100).status == "oom"
     assert result.batch_size == most
     assert 9 <= most <= 11, "pieces of 10 MiB in 100 MiB"
+
+
+def test_the_error_that_users_catch_is_exported() -> None:
+    assert linnaeus.AutoBatchError is linnaeus.autobatch.AutoBatchError is AutoBatchError
+
+
+# --- batches and kernels ---
+
+
+class Rows(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(8)
+
+
+ROWS = torch.zeros(500, 64)
+SHORT_BATCHES: dict[str, Callable[[int], Any]] = {
+    "slice": lambda n: ROWS[:n],
+    "loader": lambda n: next(iter(torch.utils.data.DataLoader(Rows(), batch_size=n))),
+    "labels": lambda n: (torch.zeros(7, 3), {"x": ROWS[:n], "y": torch.zeros(min(n, 500))}),
+    "padded": lambda n: [torch.zeros(min(n, 500), n % 40), torch.zeros(min(n, 500))],
+}
+
+
+@pytest.mark.parametrize("make", SHORT_BATCHES.values(), ids=SHORT_BATCHES)
+@pytest.mark.parametrize("max_batch_size", [None, 512, 501, 100_000])
+def test_the_samples_that_make_batch_has_are_an_upper_bound(
+    make: Callable[[int], Any], max_batch_size: int | None
+) -> None:
+    sizes: list[int] = []
+    result = find_on_cpu(
+        lambda batch: sizes.append(1), make, max_batch_size=max_batch_size, tolerance=0.0
+    )
+    assert (result.batch_size, result.limited_by, result.certified) == (500, "dataset", True)
+    assert max(trial.size for trial in result.trials) == 500
+    assert len(result.trials) <= 9
+
+
+def test_a_bound_of_memory_below_the_samples_stays_one_of_memory() -> None:
+    rows = make_batch(300)
+    result = find_on_cpu(plain_step, lambda n: rows[:n], max_batch_size=None, **room(100))
+    assert result.limited_by == "memory"
+    assert 70 <= result.batch_size <= 100
+
+
+OTHER_BATCHES: dict[str, Callable[[int], Any]] = {
+    "tokens": lambda n: torch.zeros(max(n // 32, 1), 32),
+    "time first": lambda n: (torch.zeros(16, n, 4), torch.zeros(16, n)),
+    "even": lambda n: torch.zeros(max(n // 2 * 2, 1), 4),
+    "a tensor each": lambda n: [torch.zeros(3, 8, 8)] * n,
+    "pairs": lambda n: torch.zeros(2 * n, 4),
+    "an odd one": lambda n: torch.zeros(n - (n == 64), 4),
+}
+
+
+@pytest.mark.parametrize("make", OTHER_BATCHES.values(), ids=OTHER_BATCHES)
+@pytest.mark.parametrize("strategy", ["guided", "binsearch"])
+def test_batches_that_count_otherwise_have_no_upper_bound(
+    make: Callable[[int], Any], strategy: str
+) -> None:
+    result = find_on_cpu(lambda batch: None, make, max_batch_size=200, strategy=strategy)
+    assert (result.batch_size, result.limited_by) == (200, "max_batch_size")
+
+
+@pytest.mark.parametrize("limit", [65_535, 300])
+def test_the_limit_of_a_kernel_is_named(limit: int) -> None:
+    def step(batch: Tensor) -> None:
+        if len(batch) > limit:
+            raise RuntimeError("CUDA error: invalid argument")
+
+    result = find_on_cpu(step, lambda n: torch.empty(n, 1), max_batch_size=100_000)
+    assert result.limited_by == "kernel"
+    assert limit / 1.01 <= result.batch_size <= limit
+    assert {trial.status for trial in result.trials} == {"fits", "kernel"}
+    assert AutoBatchResult.from_dict("train", json.loads(json.dumps(result.as_dict()))) == (
+        dataclasses.replace(
+            result,
+            seconds=round(result.seconds, 3),
+            trials=tuple(
+                dataclasses.replace(trial, seconds=round(trial.seconds, 3))
+                for trial in result.trials
+            ),
+        )
+    )
+
+
+@pytest.mark.parametrize("min_batch_size", [1, 5])
+def test_an_error_of_the_first_size_says_which_arguments_choose_it(min_batch_size: int) -> None:
+    def step(batch: Tensor) -> None:
+        if len(batch) in (1, 5):
+            raise ValueError("expected an even batch")
+
+    arguments: dict[str, Any] = {"min_batch_size": min_batch_size, "max_batch_size": 64}
+    with pytest.raises(ValueError, match="even") as caught:
+        find_on_cpu(step, torch.zeros, **arguments)
+    (note,) = caught.value.__notes__
+    assert {str(min_batch_size), "min_batch_size", "multiple_of"} <= set(re.findall(r"\w+", note))
+    arguments.update(min_batch_size=2, multiple_of=2)
+    assert find_on_cpu(step, torch.zeros, **arguments).batch_size == 64
+
+
+def test_an_error_of_a_larger_size_has_no_note() -> None:
+    def step(batch: Tensor) -> None:
+        if len(batch) > 1:
+            raise ValueError("one sample only")
+
+    with pytest.raises(ValueError, match="one sample") as caught:
+        find_on_cpu(step, torch.zeros)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_out_of_memory_that_the_step_replaces_bounds_the_size() -> None:
+    def step(batch: Tensor) -> None:
+        try:
+            plain_step(batch)
+        except (RuntimeError, MemoryError):
+            raise KeyError("the step has failed")  # noqa: B904
+
+    result = find_on_cpu(step, make_batch, max_batch_size=300, **room(100))
+    assert (result.limited_by, result.batch_size > 30) == ("memory", True)
 
 
 # --- the result ---

@@ -186,6 +186,8 @@ def summaries() -> Iterator[tuple[str, str]]:
     proof = {"certified": True}
     yield "no larger trial", summary(result(trial(16), within=31.0))
     yield "close", summary(result(trial(16), trial(20, "oom"), within=3 / 16))
+    kernel = result(trial(16), trial(20, "kernel"), within=3 / 16, limited_by="kernel")
+    yield "kernel", summary(kernel)
     yield "far", summary(result(trial(16), trial(129, "oom"), within=7.0, limited_by="timeout"))
     for mode, limit in itertools.product(("train", "val"), ("memory", "max_batch_size")):
         yield f"{limit}, {mode}", summary(result(trial(16), mode=mode, limited_by=limit, **proof))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -23,6 +24,7 @@ from linnaeus.config.schema import OptimizerConfig
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
 from tests.helpers.bits import bits
+from tests.helpers.ledger import held_bytes, room
 from tests.helpers.runs import freeze_what_is_there
 from tests.helpers.unrestorable import Helped, Hiding
 
@@ -290,6 +292,56 @@ def test_an_optimizer_that_needs_a_closure_is_searched_with() -> None:
     )
     assert found.batch_size == 4
     assert bits(model.state_dict()) == before
+
+
+@pytest.mark.parametrize(("extra_mib", "fits"), [(100, False), (1000, True)])
+def test_a_foreign_optimizer_is_tried_within_the_budget(extra_mib: int, fits: bool) -> None:
+    granted: list[Tensor] = []
+
+    class Greedy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            granted.append(torch.empty(100 * 1024**2).new_empty(0))
+            return super().step(closure)
+
+    loop = Loop(lambda model: Greedy(model.parameters(), lr=0.01))
+    with contextlib.nullcontext() if fits else pytest.raises(AutoBatchError):
+        loop.search(**room(extra_mib))
+    assert bool(granted) == fits
+
+
+def test_lbfgs_is_measured_with_a_full_history() -> None:
+    """Its history of 100 entries is full after some hundred steps; a trial takes two."""
+    model = nn.Linear(256, 256)
+    peaks, held = [], held_bytes()
+    for size in (10, 100):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=size)
+
+        def step(batch: Tensor, optimizer: torch.optim.LBFGS = optimizer) -> None:
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = (model(batch) - batch.flip(1)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+        before = bits(model.state_dict())
+        for mode in ("train", "val"):
+            found = auto_find_batch_size(
+                step if mode == "train" else model,
+                lambda n: torch.randn(n, 256),
+                state=(model, optimizer),
+                mode=mode,  # type: ignore[arg-type]
+                max_batch_size=1,
+                steps_per_trial=1,
+                device="cpu",
+            )
+            peaks.append((found.peak_bytes or 0) - held)
+            assert not optimizer.state
+        assert bits(model.state_dict()) == before
+    entry_bytes = 2 * 4 * (256 * 256 + 256)
+    for few, many in zip(peaks[:2], peaks[2:], strict=True):
+        assert abs(many - few - 90 * entry_bytes) < 0.05 * 90 * entry_bytes
 
 
 # --- state ---

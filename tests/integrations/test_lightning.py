@@ -129,6 +129,12 @@ def test_the_data_bound_the_size(
     assert (callback.batch_size, callback.results["train"].limited_by) == (found, limited_by)
 
 
+def test_a_search_begins_with_the_size_that_is_given() -> None:
+    callback = small(start=5, max_batch_size=8, val=False)
+    fit(Net(), callbacks=[callback])
+    assert callback.results["train"].trials[0].size == 5
+
+
 @pytest.mark.parametrize(
     ("options", "size", "steps"),
     [

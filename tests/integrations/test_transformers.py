@@ -311,6 +311,12 @@ def test_no_size_is_above_the_samples() -> None:
     assert made.autobatch_results["train"].limited_by == "dataset"
 
 
+def test_a_search_begins_with_the_size_that_is_given() -> None:
+    made = trainer()
+    autobatch(made, start=5, max_batch_size=8).train()
+    assert made.autobatch_results["train"].trials[0].size == 5
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from (Text()[index] for index in range(len(Text())))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from linnaeus.autobatch.memory.oom import is_out_of_memory
+from linnaeus.autobatch.memory.oom import exceeds_a_kernel, is_out_of_memory
 from tests.memory.conftest import raised_from
 
 OUT_OF_MEMORY = [
@@ -40,6 +41,8 @@ OUT_OF_MEMORY = [
     "you tried to allocate 4096000000 bytes. Error code 12 (Cannot allocate memory)",
     "DefaultCPUAllocator: not enough memory: you tried to allocate 4096000000 bytes.",
     "unable to mmap 1024 bytes from file <filename not specified>: Cannot allocate memory (12)",
+    "Failed to allocate 16777216 bytes on device 'cuda:0'",  # Warp
+    "NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes",
     "std::bad_alloc",
     "bad allocation",
 ]
@@ -65,6 +68,43 @@ def test_every_library_is_understood(message: str) -> None:
 def test_errors_of_the_right_type_need_no_text(error: BaseException) -> None:
     assert is_out_of_memory(error)
     assert is_out_of_memory(raised_from(RuntimeError("failed"), error))
+
+
+def test_errors_of_numba_count_although_their_type_is_its_own() -> None:
+    for module, counts in (("numba.cuda.cudadrv.driver", True), ("trainer.errors", False)):
+        kind = type("CudaAPIError", (Exception,), {"__module__": module})
+        error = kind("[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY")
+        assert is_out_of_memory(error) == counts
+    assert not is_out_of_memory(
+        type("CudaAPIError", (Exception,), {"__module__": "numba.cuda.cudadrv.driver"})("[700]")
+    )
+
+
+TOO_LARGE = [
+    "CUDA error: invalid configuration argument",
+    "CUDA error: invalid argument\nCUDA kernel errors might be asynchronously reported",
+    "Triton Error [CUDA]: invalid argument",
+    "Expected canUse32BitIndexMath(input) && canUse32BitIndexMath(output) to be true",
+    "input tensor must fit into 32-bit index math",
+    "the number of elements must fit in int32",
+    "numel must be smaller than int32 max",
+    "batch size is larger than INT32_MAX",
+]
+
+
+@pytest.mark.parametrize("message", TOO_LARGE)
+def test_the_limit_of_a_kernel_is_understood(message: str) -> None:
+    assert exceeds_a_kernel(RuntimeError(message))
+    assert exceeds_a_kernel(raised_from(KeyError("batch"), RuntimeError(message)))
+    assert not is_out_of_memory(RuntimeError(message))
+    assert not exceeds_a_kernel(ValueError(message))
+
+
+@pytest.mark.parametrize(
+    "message", ["[Errno 22] Invalid argument", "invalid argument for conv", "no such layer"]
+)
+def test_other_errors_are_no_limit_of_a_kernel(message: str) -> None:
+    assert not exceeds_a_kernel(RuntimeError(message))
 
 
 def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
@@ -111,12 +151,48 @@ def test_no_other_error_counts(error: BaseException | None) -> None:
 
 
 def test_an_error_is_judged_by_what_it_was_raised_from() -> None:
-    """Without `from`, the error that was handled is not its reason; a chain may bite its tail."""
-    error = RuntimeError("no such layer")
-    error.__context__ = MemoryError()
-    assert not is_out_of_memory(error)
+    """A chain may bite its tail."""
     first, second = RuntimeError("first"), RuntimeError("second")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)
     second.args = ("CUDA out of memory",)
     assert is_out_of_memory(first)
+
+
+def failing_step() -> None:
+    torch.empty(1 << 60)
+
+
+def replacing_step() -> None:
+    try:
+        failing_step()
+    except RuntimeError:
+        raise ValueError("the step has failed")  # noqa: B904
+
+
+def hiding_step() -> None:
+    try:
+        failing_step()
+    except RuntimeError:
+        raise ValueError("the step has failed") from None
+
+
+def broken_step() -> None:
+    raise ValueError("the step has failed")
+
+
+@pytest.mark.parametrize(
+    ("step", "counts"), [(replacing_step, True), (hiding_step, False), (broken_step, False)]
+)
+def test_an_error_is_judged_by_what_it_has_replaced(step: Callable[[], None], counts: bool) -> None:
+    """But not by an error that was handled around the whole step."""
+    with pytest.raises(ValueError, match="step") as alone:
+        step()
+    assert is_out_of_memory(alone.value) == counts
+    try:
+        failing_step()
+    except RuntimeError:
+        with pytest.raises(ValueError, match="step") as in_a_handler:
+            step()
+    assert in_a_handler.value.__context__ is not None
+    assert is_out_of_memory(in_a_handler.value) == counts

@@ -133,12 +133,46 @@ else:
 def test_a_kernels_own_limit_bounds_the_size() -> None:
     """`torch.multinomial` takes no more than 2**24 categories."""
     limit = 'torch.multinomial(torch.ones(1024 * len(x), device="cuda"), 1)'
-    assert on_phantoms("-c", LIMITED.replace("LIMIT", limit)).split() == ["16", "memory", "oom"]
+    assert on_phantoms("-c", LIMITED.replace("LIMIT", limit)).split() == ["16", "kernel", "kernel"]
 
 
 def test_any_other_error_at_a_large_size_ends_the_search() -> None:
     limit = "assert len(x) <= 16 * 1024 or x.view(7, -1) is None"
     assert "invalid for input of size" in on_phantoms("-c", LIMITED.replace("LIMIT", limit))
+
+
+PLACES = """
+import torch
+from torch import nn
+from linnaeus import AutoBatchError, auto_find_batch_size
+first, model = nn.Linear(8, 8, device="FIRST"), nn.Linear(8, 8, device="cuda:1")
+optimizer = torch.optim.SGD(model.parameters())
+
+def step(x):
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+try:
+    found = auto_find_batch_size(step, lambda n: torch.empty(n, 8, device="cuda:1"), max_batch_size=8,
+                                 state=(first, model, optimizer), predict=False)
+    print(found.batch_size, found.total_bytes >> 30)
+except AutoBatchError as error:
+    print(*(name for name in ("cuda:0", "cuda:1") if name in str(error)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [("cpu", ["8", "24"]), ("cuda:1", ["8", "24"]), ("cuda:0", ["cuda:0", "cuda:1"])],
+)
+def test_the_device_is_the_only_accelerator_of_all_parameters(
+    first: str, expected: list[str]
+) -> None:
+    """An average on the host may come first; a model on two accelerators is refused by name."""
+    program = PLACES.replace("FIRST", first)
+    printed = on_phantoms("-c", program, gpus=2, total_gib="40,24")
+    assert printed.split() == expected
 
 
 SETTINGS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 from collections.abc import Iterator
 
 import torch
@@ -16,7 +17,8 @@ _OUT_OF_MEMORY = re.compile(
     r"|CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"
     r"|CUFFT_ALLOC_FAILED"
     r"|invalid buffer size: "  # MPS, for a single tensor larger than the device allows
-    r"|(can't|cannot|could not|failed to|unable to) allocate memory"  # c10's CPU allocator and the system
+    r"|(can't|cannot|could not|failed to|unable to) allocate (memory|\d)"  # c10, the system, Warp
+    r"|failed to cuda \w*alloc"  # NCCL
     r"|not enough memory"  # c10's CPU allocator on Windows
     r"|std::bad_alloc|bad allocation",
     re.IGNORECASE,
@@ -32,7 +34,8 @@ _AMBIGUOUS = re.compile(
 )
 _TOO_LARGE = re.compile(
     r"canUse32BitIndexMath|INT_MAX|integer out of range|2\^(24|31)|32.bit (index|integer)|too large"
-    r"|invalid configuration argument"  # of a launch: a grid has its limits
+    r"|(CUDA|HIP)(\]| error)?: invalid (configuration )?argument"  # of a launch: a grid has its limits
+    r"|fit in (an? )?int32|int32[ _]max"
     r"|number of categories cannot exceed",
     re.IGNORECASE,
 )
@@ -40,9 +43,7 @@ _TOO_LARGE = re.compile(
 
 def exceeds_a_kernel(error: BaseException) -> bool:
     """Whether the size of a batch may be the cause: its tensors are too large, or the error is ambiguous."""
-    return is_ambiguous(error) or (
-        isinstance(error, RuntimeError) and bool(_TOO_LARGE.search(str(error)))
-    )
+    return is_ambiguous(error) or _says(error, _TOO_LARGE)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -52,8 +53,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def is_ambiguous(error: BaseException) -> bool:
     """Whether libraries raise this error when an allocation failed, but for other reasons too."""
+    return _says(error, _AMBIGUOUS)
+
+
+def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
     return any(
-        isinstance(cause, RuntimeError | SystemError) and _AMBIGUOUS.search(str(cause))
+        isinstance(cause, RuntimeError | SystemError) and pattern.search(str(cause))
         for cause in _causes(error)
     )
 
@@ -61,7 +66,7 @@ def is_ambiguous(error: BaseException) -> bool:
 def _reports_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):  # the number, since the message may contain a file name
         return error.errno == errno.ENOMEM
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError) or type(error).__module__.startswith("numba."):
         return (
             isinstance(error, torch.OutOfMemoryError)
             or _OUT_OF_MEMORY.search(str(error)) is not None
@@ -70,9 +75,20 @@ def _reports_out_of_memory(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception, then the one it was raised from, and so on."""
+    """The exception, then the one it was raised from or has replaced, and so on.
+
+    Without `from`, an exception has replaced the one whose handler it left. A handler around the whole step,
+    such as one that searches a smaller batch size, does not count.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__
+        replaced = None if error.__suppress_context__ else error.__context__
+        if replaced is not None and replaced.__traceback__ is not None:
+            below = (
+                error.__traceback__ and error.__traceback__.tb_next
+            )  # where it is caught comes first
+            if replaced.__traceback__.tb_frame not in (f for f, _ in traceback.walk_tb(below)):
+                replaced = None
+        error = error.__cause__ or replaced
