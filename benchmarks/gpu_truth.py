@@ -46,8 +46,8 @@ from torch import nn
 from linnaeus import auto_find_batch_size
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.predict.meta_state import UntraceableError
+from linnaeus.autobatch.predict.prediction import predict
 from linnaeus.autobatch.predict.trace import Buckets
-from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.search import TrialRecord
 from tests.phantom import is_on
 from tests.phantom.training import FORMATS, OPTIMIZERS, Case, Training
@@ -180,8 +180,13 @@ def predicted(case: Case, model: Any, size: int, buckets: Buckets | None = None)
     """Reserved bytes; None where the step cannot be traced."""
     training = Training(case, "cpu", model)
     try:
-        prediction = predict_step(
-            training.step, training.batch, state=training.state, mode="train", buckets=buckets
+        prediction = predict(
+            training.step,
+            training.batch,
+            state=training.state,
+            mode="train",
+            buckets=buckets,
+            base_bytes=0,
         )
     except UntraceableError:
         return None

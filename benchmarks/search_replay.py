@@ -1,6 +1,6 @@
 """Replay every search strategy on measured memory curves; print how many trials it takes and what it finds.
 
-    python benchmarks/search_replay.py [--curves FILE] [--seeds N] [--predict] [--models N] [--seed S]
+    python benchmarks/search_replay.py [--curves FILE] [--seeds N]
 
 A curve is the peak memory of one model's training step at a few batch sizes (rows of
 `model,batch_size,memory_mib`; `benchmarks/data/README.md` names the source). Between the measured sizes the
@@ -11,33 +11,22 @@ than the card has raises `OutOfMemory`.
 
 The last rows are searches of as many lines, without noise, whose peaks jump by 8 % at a size drawn from
 0.9 to 1 times the best one.
-
-With `--predict`, the guided search starts from what traces of each model predict
-(`benchmarks/prediction_accuracy.py`), beside the same search without it: at the size that is to need the
-budget, and with a strict cap, which is what a search meets on CUDA, at the size that starts a search there.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import csv
 import math
-import os
 import random
 import sys
-import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from linnaeus.autobatch.predicted import START_FRACTION
 from linnaeus.autobatch.search import (
     STRATEGIES,
     OutOfMemory,
-    PredictedPoint,
     SearchResult,
     find_largest,
 )
@@ -87,13 +76,6 @@ JUMP_MODES = (
     Mode("jump, 0.01", tolerance=0.01),
     Mode("jump, strict", strict=True),
 )
-PREDICTED_MODES = (
-    Mode("exact"),
-    Mode("multiple of 8", multiple_of=8),
-    Mode("tolerance 0.01", tolerance=0.01),
-    Mode("strict cap", strict=True),
-)
-"""The last is what a trial meets on CUDA, where the allocator refuses what is above the budget."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +107,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Case:
-    """A curve to search, its best size (0: none fits), the size to start from, or what is predicted."""
+    """A curve to search, its best size (0: none fits), the size to start from."""
 
     curve: Curve | Line
     best: int
     start: int | None
-    predicted: PredictedPoint | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +194,6 @@ def replay(case: Case, mode: Mode, strategy: str) -> Replay:
         strategy=strategy,
         tolerance=mode.tolerance,
         start=case.start,
-        predicted=case.predicted,
     )
     fits = case.best == 0 if result.size is None else case.curve(result.size) <= BUDGET_MIB * MIB
     ratio = (result.size or 0) / case.best if case.best else 1.0
@@ -244,72 +224,6 @@ def summary(runs: Sequence[Replay]) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Starts:
-    """Where a search starts: at the size that is predicted to need the budget, or a fraction of it."""
-
-    whole: PredictedPoint
-    below: PredictedPoint
-
-    def of(self, mode: Mode) -> PredictedPoint:
-        """Below, where a size above the budget leaves no peak, as on CUDA."""
-        return self.below if mode.strict else self.whole
-
-
-def predicted_starts(model: str) -> Starts | None:
-    """The prediction for a model; None where its step cannot be traced."""
-    from prediction_accuracy import BASE_BYTES, predicted_mib, traces_of
-
-    from linnaeus.autobatch.predict.allocator import AllocatorSettings
-    from linnaeus.autobatch.predict.prediction import Prediction
-    from linnaeus.autobatch.predict.trace import UntraceableError
-
-    warnings.simplefilter("ignore")
-    try:
-        num_elements, traces = traces_of(model)
-        prediction = Prediction.of(*traces, base_bytes=BASE_BYTES, settings=AllocatorSettings())
-    except (UntraceableError, RuntimeError):
-        return None
-
-    def needed_mib(size: int) -> float:
-        return predicted_mib(prediction, size, num_elements)
-
-    def point(mib: float) -> PredictedPoint:
-        size = max(1, bisect.bisect_right(range(1, MAX_SIZE + 1), mib, key=needed_mib))
-        slope_mib = (needed_mib(2 * size) - needed_mib(size)) / size
-        return PredictedPoint(size, needed_mib(size) * MIB, slope_mib * MIB)
-
-    return Starts(point(BUDGET_MIB), point(START_FRACTION * BUDGET_MIB))
-
-
-def print_predicted(curves: dict[str, Points], seeds: Sequence[int], jobs: int) -> None:
-    """The guided search of each model with and without its prediction."""
-    with ProcessPoolExecutor(jobs) as pool:
-        found = dict(zip(curves, pool.map(predicted_starts, curves), strict=True))
-    starts = {model: start for model, start in found.items() if start is not None}
-    print(f"{len(starts)} of {len(curves)} models predicted, {len(seeds)} draws of noise each\n")
-    print(HEADER)
-    for mode in PREDICTED_MODES:
-        models = [model for _ in seeds for model in curves]
-        alone = make_cases(curves, seeds, mode)
-        predicted = [
-            replace(case, predicted=starts[model].of(mode)) if model in starts else case
-            for model, case in zip(models, alone, strict=True)
-        ]
-        runs = {
-            name: [replay(case, mode, "guided") for case in cases]
-            for name, cases in (("alone", alone), ("predicted", predicted))
-        }
-        for name, each in runs.items():
-            print(line(mode, name, summary(each)))
-        longer = Counter(
-            len(one.result.trials) - len(other.result.trials)
-            for one, other in zip(runs["predicted"], runs["alone"], strict=True)
-        )
-        share = sum(count for more, count in longer.items() if more > 1) / len(alone)
-        print(f"{'':<19}longer by more than one trial: {share:.1%}, by {max(longer)} at most")
-
-
 def line(mode: Mode, strategy: str, row: dict[str, float]) -> str:
     counts = (
         f"{row['mean']:6.2f}{row['p50']:5.0f}{row['p90']:5.0f}{row['max']:5.0f}{row['beyond']:9.3f}"
@@ -326,10 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--curves", type=Path, default=CURVES, help="CSV of measured peaks")
     parser.add_argument("--seeds", type=int, default=10, help="draws of noise for each curve")
-    parser.add_argument("--predict", action="store_true", help="start from a prediction")
-    parser.add_argument("--models", type=int, help="so many models, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of that draw")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that predict")
     args = parser.parse_args(argv)
     if not args.curves.is_file():
         print(
@@ -338,13 +248,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     curves = read_curves(args.curves)
-    if args.models is not None and args.models < len(curves):
-        chosen = random.Random(args.seed).sample(sorted(curves), args.models)
-        curves = {model: curves[model] for model in chosen}
-    if args.predict:
-        print_predicted(curves, range(args.seeds), args.jobs)
-        print(f"\n{LEGEND}")
-        return 0
     print(f"{len(curves)} curves, {args.seeds} draws of noise each\n")
     print(HEADER)
     for mode in MODES:

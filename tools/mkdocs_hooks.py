@@ -36,7 +36,6 @@ _FEW_NEED = frozenset(
         "NUM_SPEC_SAMPLES",
         "OBJECTIVE",
         "PIN_MEMORY",
-        "PREDICT",
         "PREFETCH_FACTOR",
         "RESUME_WITH",
         "START",

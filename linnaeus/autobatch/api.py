@@ -16,7 +16,6 @@ from linnaeus.autobatch.arguments import check_bounds, check_choice, check_funct
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.observer import SearchObserver, check_observer
 from linnaeus.autobatch.optimizers import unlisted_optimizers_refused
-from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import check_equal, together
 from linnaeus.autobatch.ranks.protocol import RankStatus, confirm_jointly, search_on_ranks
@@ -57,7 +56,6 @@ def auto_find_batch_size(
     bounds: Mapping[str, int] | None = None,
     start: int | None = SearchSettings.start,
     observer: SearchObserver | None = None,
-    predict: bool = SearchSettings.predict,
     group: ProcessGroup | Literal[False] | None = None,
 ) -> AutoBatchResult:
     """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
@@ -116,7 +114,6 @@ def auto_find_batch_size(
             timeout_minutes,
             objective,
             start,
-            predict,
         )
         state = listed(state)
         neighbours: Sequence[int] = ()
@@ -132,7 +129,6 @@ def auto_find_batch_size(
             observer=observer,
             neighbours=neighbours,
         )
-        trace = partial(predict_step, step, make_batch, state=state, mode=mode)
 
         def search(**chosen: Any) -> AutoBatchResult:
             alone, makes_alone = step, make_batch
@@ -145,9 +141,7 @@ def auto_find_batch_size(
                     status.update(f"{mode}: trying batch size {size}")
                     renew_wrappers()
 
-                return make_finder(
-                    alone, makes_alone, settings, before_trial=before_trial, predict=trace
-                )
+                return make_finder(alone, makes_alone, settings, before_trial=before_trial)
 
             with stepping_alone(() if control is None else state) as renew_wrappers:
                 return search_on_ranks(finder_for, settings, control, **chosen)
@@ -226,9 +220,9 @@ def predict_memory(
         AutoBatchError: the step uses an optimizer that is not in `state`.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    from linnaeus.autobatch.predict.trace import (
-        Buckets,
-    )  # it imports more of torch than a search needs
+    # It imports more of torch than a search needs.
+    from linnaeus.autobatch.predict.prediction import predict
+    from linnaeus.autobatch.predict.trace import Buckets
 
     check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))
@@ -237,9 +231,7 @@ def predict_memory(
     try:
         with unlisted_optimizers_refused(state, snapshot):
             buckets = Buckets.of(state)
-            prediction = predict_step(
-                step, make_batch, state=state, mode=mode, buckets=buckets, base_bytes=None
-            )
+            prediction = predict(step, make_batch, state=state, mode=mode, buckets=buckets)
     finally:
         snapshot.restore()
     if prediction.is_constant:

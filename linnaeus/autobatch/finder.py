@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -33,16 +33,13 @@ from linnaeus.autobatch.observer import (
     nothing_fits,
 )
 from linnaeus.autobatch.optimizers import check_restorable, unlisted_optimizers_refused
-from linnaeus.autobatch.predicted import START_FRACTION, moments_bytes, traced
-from linnaeus.autobatch.result import AutoBatchResult, Mode, PredictedStart, Timing
+from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import (
     Candidates,
     OutOfMemory,
-    PredictedPoint,
     SearchResult,
     TrialRecord,
     find_largest,
-    largest_within,
     status_of,
 )
 from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings, last_part
@@ -54,9 +51,6 @@ from linnaeus.autobatch.trial import (
     TrialRunner,
     existing_objects_frozen,
 )
-
-if TYPE_CHECKING:
-    from linnaeus.autobatch.predict.prediction import Prediction
 
 FULL_FRACTION = 0.97
 """Above this fraction of the device, or of a limit, a search warns that its budget leaves no room."""
@@ -82,7 +76,6 @@ class BatchSizeFinder:
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called with the size before each trial and each timing.
         names: what messages call the settings.
-        predict: gives the prediction of the step, where searches on CUDA devices start.
         empties_cache: whether training empties the cache between its steps, as around a validation.
         neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
         step, make_batch, and the others: as for `auto_find_batch_size`.
@@ -112,7 +105,6 @@ class BatchSizeFinder:
         before_trial: Callable[[int], object] = lambda size: None,
         observer: SearchObserver | None = None,
         names: Names = ARGUMENTS,
-        predict: Callable[[], Prediction] | None = None,
         empties_cache: bool = False,
         neighbours: Sequence[int] = (),
     ) -> None:
@@ -155,15 +147,11 @@ class BatchSizeFinder:
             names=names,
             empties_cache=empties_cache,
         )
-        self._trace = predict if settings.predict and self.memory.device.type == "cuda" else None
-        self._prediction: Prediction | None = None
-        self._trace_seconds = 0.0
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             self._snapshot = Snapshot(self._state, self.memory.device)
-            self._moments_at_start = moments_bytes(self._state)
             stack.enter_context(unlisted_optimizers_refused(self._state, self._snapshot))
             stack.enter_context(existing_objects_frozen())
             self._runner = self._make_runner(snapshot=self._snapshot)
@@ -195,11 +183,7 @@ class BatchSizeFinder:
             AutoBatchError: no size fits.
         """
         settings = settings or self.settings
-        fraction, start, tolerance = (
-            settings.target_memory_fraction,
-            settings.start,
-            settings.tolerance,
-        )
+        fraction, tolerance = settings.target_memory_fraction, settings.tolerance
         self._warn_about_promise(fraction)
         started = time.monotonic()
         deadline = started + settings.timeout_minutes * 60
@@ -216,9 +200,6 @@ class BatchSizeFinder:
             }
         self._outside_bytes, self._held_at_start = self.memory.outside(), self.held_bytes
         self._observer.search_started(self._limits(fraction))
-        predicted = (
-            self._predicted_start() if settings.strategy == "guided" and start is None else None
-        )
         found: SearchResult | None = None
         while found is None:
             # Not `_search`: the fewer frames lie above a trial, the easier is its traceback to read.
@@ -230,8 +211,7 @@ class BatchSizeFinder:
                         strategy=settings.strategy,
                         tolerance=tolerance,
                         max_trials=settings.max_trials - (len(self.trials) - num_before),
-                        start=start if predicted is None else predicted.batch_size,
-                        predicted=None if predicted is None else self._point(predicted),
+                        start=settings.start,
                         fixed_bytes=self.held_bytes,
                         deadline_s=deadline - time.monotonic(),
                     ),
@@ -250,62 +230,10 @@ class BatchSizeFinder:
                 (self.held_bytes - self._held_at_start) / 1024**2,
             )
         result = self._result(found, settings, num_before, started)
-        if predicted is not None:
-            peak_bytes = self._predicted_bytes(result.batch_size, predicted.other_bytes)
-            result = replace(result, prediction=replace(predicted, peak_bytes=peak_bytes))
         if settings.objective == "throughput":
             rest = settings.timeout_minutes - result.seconds / 60
             result = self.prefer_throughput(result, timeout_minutes=rest)
         return result
-
-    @property
-    def _other_bytes(self) -> int:
-        """What the process holds beside the state of the step: no trace sees it."""
-        moments = (
-            moments_bytes(self._state) - self._moments_at_start
-        )  # a search of validation allocates them
-        other_bytes = self.held_bytes - self._snapshot.host_bytes - moments
-        return max(other_bytes, 0) + self.memory.placement_bytes
-
-    def _predicted_start(self) -> PredictedStart | None:
-        """Where the prediction says to start; None without one, and where nothing is predicted to fit."""
-        if self._trace is not None:  # the first search traces the step
-            self._prediction, self._trace_seconds = traced(self._trace, self.mode)
-            self._trace = None
-        if (prediction := self._prediction) is None:
-            return None
-        other_bytes, seconds = self._other_bytes, self._trace_seconds
-        limit_bytes = int(START_FRACTION * self.budget_bytes) - other_bytes
-        sizes = range(self.min_size, self._max_size + 1)
-        size = largest_within(
-            sizes, limit_bytes, prediction.peak_bytes
-        )  # without retries, as in a trial
-        if size is None:
-            return None
-        logger.info(
-            "AutoBatch %s: starting at batch size %d, as predicted (%.1f s)",
-            self.mode,
-            size,
-            seconds,
-        )
-        return PredictedStart(
-            size, max(prediction.slope(size), 0.0), other_bytes, round(seconds, 3)
-        )
-
-    def _predicted_bytes(self, size: int, other_bytes: int) -> int | None:
-        """What the process is predicted to hold at its peak; None where no search has asked for a start."""
-        return (
-            None
-            if self._prediction is None
-            else self._prediction.reserved_bytes(size) + other_bytes
-        )
-
-    def _point(self, start: PredictedStart) -> PredictedPoint | None:
-        """What a start says, for `find_largest`; None if one more sample is to need no memory."""
-        peak_bytes = self._predicted_bytes(start.batch_size, start.other_bytes)
-        if peak_bytes is None or not start.bytes_per_sample:
-            return None
-        return PredictedPoint(start.batch_size, peak_bytes, start.bytes_per_sample)
 
     def _confirmed(
         self, found: SearchResult, fraction: float, tolerance: float, deadline: float
@@ -419,7 +347,6 @@ class BatchSizeFinder:
                     held_bytes=self.held_bytes,
                     outside=self._outside(),
                     names=self._names,
-                    predicted_bytes=self._predicted_bytes(self.min_size, self._other_bytes),
                 )
             )
         self._warn_about_equal_peaks()

@@ -11,7 +11,6 @@ import torch
 
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, device_that_would_do
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import Names
@@ -171,7 +170,6 @@ def nothing_fits(
     held_bytes: int,
     outside: str,
     names: Names,
-    predicted_bytes: int | None,
 ) -> str:
     """The message of a search without a result.
 
@@ -180,7 +178,6 @@ def nothing_fits(
         min_batch_size: the smallest size asked for; with BatchNorm, the smallest size tried may be larger.
         held_bytes: what the process holds between two trials.
         outside: says what is held outside the allocator.
-        predicted_bytes: what the process is predicted to hold with the smallest size; None if unknown.
     """
     settings = {
         "timeout": ("time", names.timeout_minutes),
@@ -220,17 +217,6 @@ def nothing_fits(
     return (
         f"AutoBatch ({mode}): {reason}. Budget {budget} for this process: "
         f"{limits.target_memory_fraction:.0%} of {total} {origin}{others if has_others else ''}; "
-        f"{held} are held before the first sample. Tried: {tried or 'nothing'}."
-        f"{_predicted(limits, predicted_bytes)} What helps: {'; '.join(remedies)}."
+        f"{held} are held before the first sample. Tried: {tried or 'nothing'}. "
+        f"What helps: {'; '.join(remedies)}."
     )
-
-
-def _predicted(limits: SearchLimits, num_bytes: int | None) -> str:
-    """What the smallest size would need, where that is known and more than the budget."""
-    if num_bytes is None or num_bytes <= limits.budget_bytes:
-        return ""
-    needed = f" Batch size {limits.min_size} is predicted to need {num_bytes / GIB:.2f} GiB"
-    if limits.total_name:
-        return f"{needed}."
-    device_bytes = (num_bytes + ASSUMED_BASE_BYTES) / limits.target_memory_fraction
-    return f"{needed}: {device_that_would_do(device_bytes)}, with nothing else on it."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from linnaeus.autobatch.search import TrialRecord
@@ -24,25 +24,6 @@ class Timing:
     batch_size: int
     seconds_per_step: float
     samples_per_s: float
-
-
-@dataclass(frozen=True)
-class PredictedStart:
-    """Where a search started because a trace of the step said so.
-
-    Attributes:
-        batch_size: the first size that was tried.
-        bytes_per_sample: more memory for each further sample.
-        other_bytes: what the process held beside the state of the step, which no trace sees.
-        seconds: how long the trace took.
-        peak_bytes: predicted for the size found; None before there is one.
-    """
-
-    batch_size: int
-    bytes_per_sample: float
-    other_bytes: int
-    seconds: float
-    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +54,6 @@ class AutoBatchResult:
         tolerance, multiple_of, min_batch_size, max_batch_size: what was asked for; None in the result of an
             earlier version.
         fit: the attempts of `DATA.AUTOBATCH.FIT`, each with its remedy, the size found and the wanted one.
-        prediction: where the search started; None where it started without a prediction.
     """
 
     mode: Mode
@@ -95,7 +75,6 @@ class AutoBatchResult:
     multiple_of: int | None = None
     min_batch_size: int | None = None
     max_batch_size: int | None = None
-    prediction: PredictedStart | None = None
     fit: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -117,7 +96,7 @@ class AutoBatchResult:
 
     @classmethod
     def from_dict(cls, mode: Mode, entry: Mapping[str, Any]) -> AutoBatchResult:
-        """The inverse of `as_dict`."""
+        """The inverse of `as_dict`; fields that only an earlier version wrote are left out."""
         trials = tuple(
             TrialRecord(trial["batch_size"], trial["status"], trial["peak_bytes"], trial["seconds"])
             for trial in entry["trials"]
@@ -126,6 +105,6 @@ class AutoBatchResult:
         ran = tuple(entry.get("ran_on_every_rank", ()))
         changed: dict[str, Any] = {"trials": trials, "timings": timings, "ran_on_every_rank": ran}
         changed["fit"] = tuple(entry.get("fit", ()))
-        if "prediction" in entry:
-            changed["prediction"] = PredictedStart(**entry["prediction"])
-        return cls(mode=mode, **{**entry, **changed})
+        known = {field.name for field in fields(cls)}
+        kept = {name: value for name, value in entry.items() if name in known}
+        return cls(mode=mode, **{**kept, **changed})

@@ -23,9 +23,6 @@ The guided strategy assumes that memory is nearly linear in the size: a fixed co
 5. Bisection is by logarithm for large sizes and by difference for small ones, so that a limit without rising
    peaks costs the logarithm of the number of answers that a tolerance tells apart. Without a failure it
    reaches for the largest candidate. After eight trials that did not halve the bracket, all others bisect.
-6. With a predicted size and slope, the first trial is the predicted size, and steps too short to measure a
-   slope use the predicted one, times the factor by which the predicted peak was wrong. If the first trial
-   leaves no peak, or the peaks contradict the prediction, the search goes on without one.
 
 Close to the answer, the point where the line meets the budget is one of the two neighbours that certify it.
 Any curve takes at most 2·log2(largest size) + 3 trials.
@@ -37,7 +34,7 @@ import bisect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,13 +55,6 @@ RETREAT = 0.125
 line is usually wrong by a few per cent of that width, so an eighth ends below the answer and close to it."""
 FIXED_FRACTION = 0.1
 """Fraction of a peak, less `fixed_bytes`, that is taken as fixed cost before a slope is measured."""
-NEAR = 0.1
-"""Peaks of two sizes closer than this fraction differ by little more than their noise, so no slope is drawn
-through them."""
-PREDICTED_TRIALS = 4
-"""Trials after which a prediction is given up: with a good one, the search has ended by then."""
-TRUSTED = 0.15
-"""A prediction is given up when a peak is further from it than this fraction of the budget."""
 MIN_STEEPNESS = 0.1
 """A slope below this fraction of peak/size is implausible: the two peaks differ by less than their noise, or
 lie on a plateau. The bracket is bisected then."""
@@ -131,24 +121,6 @@ class TrialRecord:
 
 
 @dataclass(frozen=True)
-class PredictedPoint:
-    """What is predicted of one size: a search starts there.
-
-    Attributes:
-        peak_bytes: what the size is predicted to need.
-        bytes_per_sample: what one more sample is predicted to need, above 0.
-    """
-
-    size: int
-    peak_bytes: float
-    bytes_per_sample: float
-
-    def at(self, size: int) -> float:
-        """What another size is predicted to need, in bytes."""
-        return self.peak_bytes + self.bytes_per_sample * (size - self.size)
-
-
-@dataclass(frozen=True)
 class SearchResult:
     """What a search found.
 
@@ -182,7 +154,6 @@ def find_largest(
     tolerance: float = 0.0,
     max_trials: int = 25,
     start: int | None = None,
-    predicted: PredictedPoint | None = None,
     deadline_s: float | None = None,
     known: Iterable[TrialRecord] = (),
     fixed_bytes: int = 0,
@@ -210,8 +181,6 @@ def find_largest(
             largest size itself.
         start: a size to try first, such as the answer of an earlier run; `binary` ignores it. It need not be
             a candidate.
-        predicted: what is predicted; its size is tried first unless `start` is given. `guided` gives a
-            prediction up that the first peaks contradict.
         deadline_s: no trial starts later than this many seconds after the call.
         known: earlier trials, one for each size. They count as run: they bound and guide the search, and may
             hold its answer. Peaks are judged by this search's budget, not by their status. A record without
@@ -230,9 +199,7 @@ def find_largest(
         raise ValueError(
             f"multiple_of is {multiple_of}; it has no multiple from {min_size} to {max_size}"
         )
-    if start is None and predicted is not None:
-        start = predicted.size
-    search = _Search(candidates, budget_bytes, start, fixed_bytes, predicted, tolerance)
+    search = _Search(candidates, budget_bytes, start, fixed_bytes, tolerance)
     search.absorb(known)
     stopped_by: LimitedBy | None = None
     while not search.settled and (index := STRATEGIES[strategy](search)) is not None:
@@ -303,42 +270,12 @@ class Candidates:
         return index
 
 
-def largest_within(
-    candidates: Sequence[int] | Candidates, budget: float, need: Callable[[int], float]
-) -> int | None:
-    """The largest candidate that needs no more than the budget, where the next one needs more.
-
-    Needs are nearly a line in the size, so eight steps aim where the line through the ends meets the budget
-    before the range is halved.
-
-    >>> largest_within(range(1, 1000), 100, lambda size: 7 + 3 * size)
-    31
-    """
-    low, high = 0, len(candidates) - 1
-    if need(candidates[high]) <= budget:
-        return candidates[high]
-    if need(candidates[low]) > budget:
-        return None
-    num_aimed = 0
-    while high - low > 1:
-        below, above = need(candidates[low]), need(candidates[high])
-        aim = low + int((high - low) * (budget - below) / (above - below))
-        middle = min(max(aim, low + 1), high - 1) if num_aimed < 8 else (low + high) // 2
-        num_aimed += 1
-        if need(candidates[middle]) <= budget:
-            low = middle
-        else:
-            high = middle
-    return candidates[low]
-
-
 @dataclass
 class _Search:
     """State of a search: the bracket, the peaks and the trials.
 
     Attributes:
         start, fixed_bytes, tolerance: as for `find_largest`.
-        predicted: the prediction; None without one, and once it is given up.
         low: index of the largest candidate that was seen to fit; -1 without one.
         high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
             one.
@@ -352,7 +289,6 @@ class _Search:
     budget_bytes: int
     start: int | None
     fixed_bytes: int
-    predicted: PredictedPoint | None = None
     tolerance: float = 0.0
     low: int = -1
     high: int = 0
@@ -423,40 +359,6 @@ class _Search:
         index = self.candidates.nearest(self.start)
         return index if self.low < index < self.high else None
 
-    @property
-    def prediction_holds(self) -> bool:
-        """There is a prediction, and the two peaks closest to the budget agree with it."""
-        if self.predicted is None or len(self.trials) > PREDICTED_TRIALS:
-            return False
-        if not self.peaks:
-            return not self.trials
-        size, *others = sorted(self.peaks, key=self.distance)
-        error = self.peaks[size] - self.predicted.at(size)
-        if abs(error) > TRUSTED * (self.budget_bytes - self.fixed_bytes):
-            return False
-        error_between = (
-            error - (self.peaks[others[0]] - self.predicted.at(others[0])) if others else 0.0
-        )
-        return abs(error_between) <= SHORT * self.budget_bytes
-
-    def predicted_slope(self, size: int) -> float | None:
-        """The predicted slope, times what a measured peak is of the predicted one; None without a prediction.
-
-        Where a prediction is wrong, it is mostly by a factor: it has missed a part of every sample.
-        """
-        if self.predicted is None:
-            return None
-        predicted_bytes = max(self.predicted.at(size) - self.fixed_bytes, 1)
-        ratio = (self.peaks[size] - self.fixed_bytes) / predicted_bytes
-        return self.predicted.bytes_per_sample * max(ratio, 1 - TRUSTED)
-
-    def give_up_prediction(self) -> None:
-        """Go on as if there had been no prediction, from the bracket and the peaks at its ends."""
-        self.start = self.predicted = None
-        ends = {self.candidates[i] for i in (self.low, self.high) if 0 <= i < len(self.candidates)}
-        near = {size for size, peak in self.peaks.items() if peak <= 2 * self.budget_bytes}
-        self.peaks = {size: self.peaks[size] for size in ends & near}
-
     def distance(self, size: int) -> tuple[int, int]:
         """Bytes between the peak of a measured size and the budget; on a plateau, larger sizes come first."""
         return abs(self.peaks[size] - self.budget_bytes), -size
@@ -505,8 +407,6 @@ class _Search:
 def _guided(search: _Search) -> int:
     if search.hint is not None:
         return search.hint
-    if search.predicted is not None and not search.prediction_holds:
-        search.give_up_prediction()
     if search.num_slow >= PATIENCE:
         return _bisect(search)
     if not search.peaks:
@@ -558,10 +458,8 @@ def _slope(search: _Search, anchor: int) -> float | None:
     """Bytes per sample at the anchor; None if the peaks in a bracket are too flat to tell."""
     proportional = max(search.peaks[anchor] - search.fixed_bytes, 1) / anchor
     others = sorted(search.peaks.keys() - {anchor}, key=search.distance)
-    if search.predicted is not None:
-        others = [size for size in others if abs(size - anchor) > NEAR * anchor]
     if not others:
-        return search.predicted_slope(anchor) or (1 - FIXED_FRACTION) * proportional
+        return (1 - FIXED_FRACTION) * proportional
     slopes = ((search.peaks[size] - search.peaks[anchor]) / (size - anchor) for size in others)
     flattest = MIN_STEEPNESS * proportional
     return next((slope for slope in slopes if slope >= flattest), None)

@@ -74,11 +74,6 @@ class SearchSettings:
     start: int | None = _setting(
         None, "size to try first, such as the answer of an earlier run", ge=1
     )
-    predict: bool = _setting(
-        True,
-        "on CUDA devices, `guided` starts from the size that a trace of the step predicts, and tries "
-        "fewer sizes",
-    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -118,7 +113,6 @@ class SearchSettings:
             multiple_of=self.multiple_of if size % self.multiple_of == 0 else 1,
             strategy="guided",
             objective="memory",
-            predict=False,
         )
 
 

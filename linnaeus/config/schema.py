@@ -403,7 +403,6 @@ class AutoBatchConfig:
     )
     OBJECTIVE: str = _search_key("objective")
     STRATEGY: str = _search_key("strategy")
-    PREDICT: bool = _search_key("predict")
     TOLERANCE: float = _search_key("tolerance")
     MULTIPLE_OF: int = _search_key("multiple_of")
     MEMORY_LIMIT_GB: float | None = _search_key(

@@ -23,7 +23,6 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import of_main, together
 from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
-    SET_BY_TRAINER,
     checked_options,
     find_size,
     split_effective_batch,
@@ -41,8 +40,6 @@ try:
     from lightning.pytorch import Callback
 except ImportError:
     from pytorch_lightning import Callback
-
-_REFUSED = SET_BY_TRAINER | {"predict"}
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -105,8 +102,8 @@ class AutoBatch(Callback):  # type: ignore[misc]
             "memory_limit_gb": memory_limit_gb,
             "multiple_of": multiple_of,
         }
-        checked = checked_options("AutoBatch()", {**given, **options}, _REFUSED)
-        for_val = checked_options("val_options", {**checked, **(val_options or {})}, _REFUSED)
+        checked = checked_options("AutoBatch()", {**given, **options})
+        for_val = checked_options("val_options", {**checked, **(val_options or {})})
         if effective_batch_size is not None:
             check_count("effective_batch_size", effective_batch_size)
         self.results: dict[str, AutoBatchResult] = {}
@@ -318,7 +315,6 @@ class _Search:
             mode=mode,
             device=self._trainer.strategy.root_device,
             bounds=bounds,
-            predict=False,
         )
         return self.results[mode].batch_size
 

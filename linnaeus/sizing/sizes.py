@@ -20,9 +20,8 @@ from torch import nn
 from linnaeus.autobatch.errors import TooSmallError
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.predict.prediction import Prediction
+from linnaeus.autobatch.predict.prediction import Prediction, predict
 from linnaeus.autobatch.predict.trace import Buckets
-from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.ranks.protocol import RankStatus, confirm_jointly, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import stepping_alone
 from linnaeus.autobatch.result import AutoBatchResult, Mode
@@ -141,8 +140,6 @@ class SizeSearch:
                 before_trial=lambda size: training.discard_wrapper() if is_training else None,
                 observer=SearchProgress(mode, status, self.console),
                 names=keys(mode),
-                # The finder measures what training has left when validation is searched.
-                predict=partial(self.predict, mode, with_training=is_training),
                 empties_cache=True,  # before and after each validation
             ) as finder,
         ):
@@ -170,18 +167,13 @@ class SizeSearch:
                 agree=mode == "train" and self.wanted is not None,
             )
 
-    def predict(self, mode: Mode, *, with_training: bool = True) -> Prediction:
+    def predict(self, mode: Mode) -> Prediction:
         """Predict a mode's step, for the allocator alone; the wrapper around it is described by its buckets.
-
-        Args:
-            mode: which step.
-            with_training: whether everything that training keeps is there, the buckets of its wrapper too;
-                without, what `assembly` holds now.
 
         Raises:
             UntraceableError: the step needs the values of a tensor; the message names the operation.
         """
-        has_buckets = self.world.is_distributed and with_training and not self.is_sharded
+        has_buckets = self.world.is_distributed and not self.is_sharded
         alone = dataclasses.replace(
             self, world=World(torch.device("meta")), assembly=_on_meta(self.assembly)
         )
@@ -196,14 +188,15 @@ class SizeSearch:
             validation_step(next(alone._batches(specs["val"], size, num_batches=1)))
 
         with self._frozen_as_in_last_epoch():
-            return predict_step(
+            return predict(
                 train if mode == "train" else validate,
                 int,  # both make their own batches, one at a time: they take the size
                 state=self.assembly.state,
                 mode=mode,
-                train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
+                train_once=partial(train, _SAMPLES_BEFORE),
                 # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.
                 buckets=Buckets(as_view=True) if has_buckets else None,
+                base_bytes=0,
             )
 
     def _frozen_as_in_last_epoch(self) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.memory.host import CpuMemory
-from linnaeus.autobatch.result import PredictedStart, Timing
+from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.errors import AutoBatchError
@@ -373,7 +373,7 @@ def test_a_result_survives_its_file_and_files_of_earlier_versions_can_be_read() 
     )
     assert [trial.status for trial in again.trials] == [trial.status for trial in result.trials]
     old = {name: value for name, value in written.items() if name not in asked}
-    again = AutoBatchResult.from_dict("val", old)
+    again = AutoBatchResult.from_dict("val", {**old, "prediction": {"batch_size": 3}})
     assert (again.tolerance, again.max_batch_size, again.batch_size) == (
         None,
         None,
@@ -390,7 +390,6 @@ def test_every_field_of_the_file_is_in_the_table_of_the_docs() -> None:
     entries = {
         "trials": TrialRecord(1, "fits", 1, 0.0).as_dict(),
         "timings": dataclasses.asdict(Timing(1, 1.0, 1.0)),
-        "prediction": dataclasses.asdict(PredictedStart(1, 1.0, 1, 0.0)),
     }
     nested = {f"{name}.{key}" for name, entry in entries.items() for key in entry}
     assert units.keys() == own | nested | {"environment"}  # which stands beside the results

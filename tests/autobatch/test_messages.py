@@ -56,7 +56,6 @@ def why_nothing_fits(is_limited: bool = False, **instead: Any) -> str:
         "held_bytes": GIB // 4,
         "outside": "<others>",
         "names": ARGUMENTS,
-        "predicted_bytes": 3 * GIB,
         **instead,
     }
     return nothing_fits(**found)
@@ -234,7 +233,7 @@ def test_messages(
         "nothing fits": {},
         "nothing fits beside others": {"limits": beside},
         "nothing fits within a limit": {"is_limited": True},
-        "the trials ran out": {"limited_by": "max_trials", "trials": over, "predicted_bytes": None},
+        "the trials ran out": {"limited_by": "max_trials", "trials": over},
         "a validation that is full before the first sample": {"mode": "val", "held_bytes": 2 * GIB},
         "nothing fits in a run": {"is_limited": True, "names": keys("train"), "min_batch_size": 1},
     }.items():

@@ -22,7 +22,6 @@ from linnaeus.autobatch.search import (
     STRATEGIES,
     KernelLimit,
     OutOfMemory,
-    PredictedPoint,
     SearchResult,
     TrialRecord,
     find_largest,
@@ -68,13 +67,12 @@ def check_honest(
     device: Device,
     candidates: list[int],
     max_trials: int,
-    num_wasted: int = 0,
 ) -> None:
     """What holds for every search that does not stop before it has a proof, whatever the curve."""
     fitting = {size for size, peak in device.peaks.items() if peak <= BUDGET}
     assert sizes(result) == list(device.peaks)
     assert device.peaks.keys() <= set(candidates)
-    assert len(result.trials) <= min(max_trials, 2 * math.log2(len(candidates)) + 3 + num_wasted)
+    assert len(result.trials) <= min(max_trials, 2 * math.log2(len(candidates)) + 3)
     for trial in result.trials:
         peak = device.peaks[trial.size]
         assert trial.peak_bytes == (None if peak == math.inf else peak)
@@ -143,12 +141,6 @@ bounds = st.one_of(
 )
 capacities = st.sampled_from([BUDGET, 1.25 * BUDGET, math.inf])
 starts = st.one_of(st.none(), st.integers(1, 9000))
-points = st.one_of(
-    st.none(),
-    st.builds(
-        PredictedPoint, st.integers(1, 9000), st.floats(0, 3 * BUDGET), st.floats(0.01, 30_000)
-    ),
-)
 strategies = st.sampled_from(sorted(STRATEGIES))
 
 
@@ -162,13 +154,10 @@ strategies = st.sampled_from(sorted(STRATEGIES))
     multiple_of=st.sampled_from([1, 1, 2, 8, 32]),
     strategy=strategies,
     start=starts,
-    point=points,
     max_trials=st.sampled_from([1, 2, 3, 5, 10, 25, 10**9]),
 )
-@example(line(0, 0), math.inf, (1, 1), 1, "guided", None, None, 10**9)
-@example(
-    line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", None, PredictedPoint(1, BUDGET, 1.0), 10**9
-)
+@example(line(0, 0), math.inf, (1, 1), 1, "guided", None, 10**9)
+@example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", None, 10**9)
 def test_every_search_is_bounded_and_honest(
     curve: Curve,
     capacity: float,
@@ -176,7 +165,6 @@ def test_every_search_is_bounded_and_honest(
     multiple_of: int,
     strategy: str,
     start: int | None,
-    point: PredictedPoint | None,
     max_trials: int,
 ) -> None:
     candidates = candidates_of(*bounds, multiple_of)
@@ -189,7 +177,6 @@ def test_every_search_is_bounded_and_honest(
         multiple_of=multiple_of,
         strategy=strategy,
         start=start,
-        predicted=point,
         max_trials=max_trials,
     )
     if not candidates:
@@ -203,7 +190,7 @@ def test_every_search_is_bounded_and_honest(
         )
         assert len(result.trials) <= math.log2(bounds[1]) + 2
     else:
-        check_honest(result, device, candidates, max_trials, int(point is not None))
+        check_honest(result, device, candidates, max_trials)
 
 
 @given(
@@ -213,7 +200,6 @@ def test_every_search_is_bounded_and_honest(
     multiple_of=st.sampled_from([1, 8]),
     strategy=st.sampled_from(CERTIFYING),
     start=starts,
-    point=points,
 )
 def test_on_a_rising_curve_the_largest_size_is_found(
     curve: Curve,
@@ -222,7 +208,6 @@ def test_on_a_rising_curve_the_largest_size_is_found(
     multiple_of: int,
     strategy: str,
     start: int | None,
-    point: PredictedPoint | None,
 ) -> None:
     candidates = candidates_of(*bounds, multiple_of)
     assume(candidates)
@@ -233,7 +218,6 @@ def test_on_a_rising_curve_the_largest_size_is_found(
         multiple_of=multiple_of,
         strategy=strategy,
         start=start,
-        predicted=point,
         max_trials=10**9,
     )
     assert result.size == max((n for n in candidates if curve(n) <= BUDGET), default=None)
@@ -476,69 +460,6 @@ def test_a_fixed_cost_that_is_known_saves_trials() -> None:
     knowing, guessing = find(line(9000, 10), fixed_bytes=9000), find(line(9000, 10))
     assert knowing.size == guessing.size == 100
     assert len(knowing.trials) < len(guessing.trials)
-
-
-# -- predictions
-
-
-def test_a_short_step_follows_the_prediction_where_noise_hides_the_slope() -> None:
-    """Sizes of 230 and more need 1 % less: between 226 and 230 the peaks fall."""
-    device = Device(lambda n: int((1000 + 40 * n) * (0.99 if n >= 230 else 1.0)), math.inf)
-    budget = int(1000 + 40 * 221.5)
-    result = find(
-        device, budget_bytes=budget, max_size=8192, predicted=PredictedPoint(230, budget, 40.0)
-    )
-    assert (result.size, len(result.trials)) == (221, 4)
-
-
-@pytest.mark.parametrize("factor", [0.87, 1.14])
-def test_a_prediction_that_is_wrong_by_a_factor_is_so_in_its_slope_too(factor: float) -> None:
-    """Without the factor in the slope, the second trial would be off by about the square of the error."""
-    start = int(40_000 / (40 * factor))
-    point = PredictedPoint(start, 40 * factor * start, 40 * factor)
-    result = find(line(0, 40), budget_bytes=40_000, max_size=8192, predicted=point)
-    assert (result.size, result.certified) == (1000, True)
-    assert sizes(result)[0] == start
-    error = abs(sizes(result)[1] / 1000 - 1)
-    assert error < 0.005 < (1 - factor) ** 2 + 0.002
-
-
-@pytest.mark.parametrize("fixed", [0, 40_000, 240_000])
-def test_an_exact_prediction_of_a_smaller_size_leads_to_the_largest(fixed: int) -> None:
-    """As of a search that starts below its budget; what is fixed leaves little of it for samples."""
-    budget = 400_000
-    answer, start = (budget - fixed) // 40, int((0.94 * budget - fixed) / 40)
-    point = PredictedPoint(start, fixed + 40 * start, 40.0)
-    result = find(
-        line(fixed, 40),
-        budget_bytes=budget,
-        max_size=99_999,
-        fixed_bytes=fixed,
-        tolerance=0.01,
-        predicted=point,
-    )
-    assert result.size is not None
-    assert answer / 1.01 <= result.size <= answer
-    assert abs(sizes(result)[1] / answer - 1) < 0.004
-    assert len(result.trials) <= 3
-
-
-@pytest.mark.parametrize("capacity", [BUDGET, 1.25 * BUDGET, math.inf])
-@pytest.mark.parametrize("fixed", [0, 1000, 6000])
-def test_a_wrong_prediction_costs_at_most_two_trials(fixed: int, capacity: float) -> None:
-    for per_sample, wrong, wrong_slope in itertools.product(
-        [3, 40, 300], [1 / 30, 1 / 5, 1 / 2, 2, 5, 30], [1 / 3, 1, 3]
-    ):
-        alone = find(Device(line(fixed, per_sample), capacity), max_size=8192)
-        assert alone.size is not None
-        start = max(1, min(int(alone.size * wrong), 8192))
-        predicted = find(
-            Device(line(fixed, per_sample), capacity),
-            max_size=8192,
-            predicted=PredictedPoint(start, BUDGET, per_sample * wrong_slope),
-        )
-        assert predicted.size == alone.size
-        assert len(predicted.trials) <= len(alone.trials) + 2, (per_sample, wrong, wrong_slope)
 
 
 # -- figures on measured curves

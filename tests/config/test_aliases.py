@@ -56,3 +56,9 @@ def test_what_has_no_key_is_said_in_a_sentence_and_an_unknown_word_has_no_hint()
     assert alias("MODEL.NUM_CLASSES") == aliases()["num_classes"]
     assert alias("--min-lr=0.1") == aliases()["min_lr"]
     assert alias("--no-such-thing") is alias("MODEL.NAMES") is alias("") is None
+
+
+def test_a_key_that_is_gone_says_so() -> None:
+    (problem,) = problems("DATA.AUTOBATCH.PREDICT=False")
+    assert aliases()["data.autobatch.predict"] in problem
+    assert alias("--predict") is None, "it is an option of `linnaeus analyze`"

@@ -106,7 +106,6 @@ FITS: dict[str, Fit] = {
 ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"max_batchsize": 3},
     {"val_options": {"mode": "val"}},
-    {"predict": True},
     {"max_batch_size": "4"},
     {"val": False, "val_options": {"tolerance": 0.1}},
     {"strategy": "ball"},

@@ -240,7 +240,6 @@ def test_a_run_on_the_device_finds_its_sizes_and_trains_with_them(run: Run, tmp_
         result = AutoBatchResult.from_dict(mode, found[mode])  # type: ignore[arg-type]
         assert result.certified
         assert 0 < result.peak_bytes <= result.budget_bytes < result.total_bytes
-        assert result.prediction is not None, "of validation too, whose metrics look at values"
     assert torch.cuda.get_per_process_memory_fraction(GPU) == 1.0
 
 

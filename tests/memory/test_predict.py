@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
@@ -17,7 +15,6 @@ from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
 from linnaeus.autobatch.predict.prediction import Prediction, predict, replay
 from linnaeus.autobatch.predict.recorder import Event, conv_workspace_bytes
 from linnaeus.autobatch.predict.trace import Trace, trace
-from linnaeus.autobatch.search import largest_within
 
 PLAIN = AllocatorSettings()
 
@@ -130,9 +127,7 @@ def test_a_full_device(case: str) -> None:
 def test_a_full_device_runs_more_samples_than_have_room(prediction: Prediction) -> None:
     limit_bytes = prediction.peak_bytes(100)
     found = prediction.largest(limit_bytes) or 0
-    assert found > 1.1 * (
-        largest_within(range(1, 1000), limit_bytes, prediction.peak_bytes) or math.inf
-    )
+    assert found > 1.1 * max(n for n in range(1, 200) if prediction.peak_bytes(n) <= limit_bytes)
     assert (prediction.peak_within(found, limit_bytes) or math.inf) <= limit_bytes
     assert prediction.peak_within(found + 1, limit_bytes) is None
     assert prediction.peak_within(40, limit_bytes) == prediction.peak_bytes(40), "it is not full"
@@ -229,21 +224,3 @@ def test_each_convolution_of_cudnn_is_timed_once(monkeypatch: pytest.MonkeyPatch
     assert flushes(torch.bfloat16) == 6
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     assert flushes(torch.float32) == 0
-
-
-@given(
-    st.lists(st.integers(0, 50), min_size=1, max_size=60),
-    st.integers(0, 3000),
-    st.integers(1, 8),
-    st.integers(1, 9),
-)
-def test_the_largest_size_within_a_budget(
-    steps: list[int], budget: int, first: int, apart: int
-) -> None:
-    """Against looking at every candidate, for needs that never fall."""
-    candidates = [first + apart * index for index in range(len(steps))]
-    needs = dict(
-        zip(candidates, (sum(steps[: index + 1]) for index in range(len(steps))), strict=True)
-    )
-    fitting = [size for size in candidates if needs[size] <= budget]
-    assert largest_within(candidates, budget, needs.__getitem__) == max(fitting, default=None)

@@ -42,7 +42,7 @@ def make_batch(n):
     return torch.empty(n, 197, 512, device="cuda")
 
 found = auto_find_batch_size(step, make_batch, state=(model, optimizer), max_batch_size=1 << 16,
-                             tolerance=0.0, target_memory_fraction=0.5, predict=False)
+                             tolerance=0.0, target_memory_fraction=0.5)
 optimizer.state.clear()
 promised = found.peak_bytes - CudaMemory.placement_bytes
 
@@ -122,7 +122,7 @@ def step(x):
 
 try:
     found = auto_find_batch_size(step, lambda n: torch.empty(1024 * n, 64, device="cuda"), max_batch_size=64,
-                                 state=(model, optimizer), predict=False)
+                                 state=(model, optimizer))
 except RuntimeError as error:
     print(error)
 else:

@@ -34,12 +34,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.predict.allocator import AllocatorSettings, Block, CachingAllocator
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
 from linnaeus.autobatch.predict.recorder import Event
 from linnaeus.autobatch.predict.trace import Buckets, Trace, UntraceableError, trace
+from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates, OutOfMemory
+from linnaeus.autobatch.trial import step_with_zero_gradients
 
 BATCH_SIZES = (8, 16)
 """The batch sizes that are traced: large enough for kernels to take their usual path."""
@@ -204,12 +208,35 @@ def predict(
     make_batch: Callable[[int], Any],
     *,
     state: Any = (),
+    mode: Mode | None = None,
+    train_once: Callable[[], object] | None = None,
     buckets: Buckets | None = None,
-    before: Callable[[], object] | None = None,
     base_bytes: int | None = None,
     settings: AllocatorSettings | None = None,
 ) -> Prediction:
-    """Trace a step twice and predict its peak; see `trace` and `Prediction.of` for arguments and errors."""
+    """Trace a step twice and predict its peak; for other arguments and errors see `trace`, `Prediction.of`.
+
+    Args:
+        mode: `train`, or `val`, where the state of the optimizers is allocated too; None leaves modules and
+            optimizers as they are.
+        train_once: runs one training step before validation, as for `BatchSizeFinder`.
+    """
+    parts = list(nest.leaves(state))
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+
+    def prepare() -> None:
+        if mode == "val":
+            for module in modules:
+                module.train()
+            if train_once is not None:
+                train_once()
+            for part in parts:
+                if isinstance(part, torch.optim.Optimizer):
+                    step_with_zero_gradients(part, lambda error: False)
+        for module in modules:
+            module.train(mode == "train")
+
+    before = None if mode is None else prepare
     traces = (
         trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in BATCH_SIZES
     )

@@ -223,8 +223,6 @@ def confirm_jointly(
                 certified=smaller == size - 1,
                 limited_by="memory",
                 within=(size - 1 - smaller) / smaller,
-                prediction=found.prediction
-                and dataclasses.replace(found.prediction, peak_bytes=None),
             )
 
 
@@ -256,12 +254,10 @@ def _joined(
             gib(smallest.budget_bytes),
             gib(smallest.held_bytes),
         )
-    predicted = found.prediction and dataclasses.replace(found.prediction, peak_bytes=None)
     return dataclasses.replace(
         found,
         batch_size=smallest.batch_size,
         certified=smallest.certified,
         within=smallest.within,
         limited_by=smallest.limited_by,
-        prediction=predicted,
     )

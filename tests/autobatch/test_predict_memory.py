@@ -1,9 +1,7 @@
-"""Searches that start from a prediction, on a CUDA device; and predictions on their own."""
+"""Predictions of a user's own step, without a device."""
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, predict_memory
+from linnaeus.autobatch import predict_memory
 from linnaeus.autobatch.predict.trace import UntraceableError
 from tests.helpers.bits import bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
 
 
 class Means(nn.Module):
@@ -76,78 +73,8 @@ class Loop:
         return bits([parts, generators, self.model.calls, self.model.training])
 
 
-def search(loop: Loop, **arguments: Any) -> AutoBatchResult:
-    return auto_find_batch_size(
-        loop.step, loop.make_batch, state=loop.state, tolerance=0.0, **arguments
-    )
-
-
-def sizes(result: AutoBatchResult) -> list[int]:
-    return [trial.size for trial in result.trials]
-
-
-# --- where a search starts ---
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_the_file_holds_the_prediction_but_not_of_other_strategies_or_a_start_of_the_callers_own() -> (
-    None
-):
-    result = search(Loop(kibibytes=1), max_batch_size=8)
-    assert result.prediction is not None
-    entry = json.loads(json.dumps(result.as_dict()))
-    assert AutoBatchResult.from_dict("train", entry).prediction == result.prediction
-    for arguments in ({"start": 2}, {"strategy": "binsearch"}):
-        other = search(Loop(kibibytes=1), max_batch_size=8, **arguments)
-        assert other.prediction is None
-        assert "prediction" not in other.as_dict()
-
-
-# --- a prediction costs nothing ---
-
-
 def decide(loss: Tensor) -> bool:
     return loss.item() > 0
-
-
-def fail(loss: Tensor) -> None:
-    if loss.is_meta:
-        raise KeyError("on_meta")
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize(("look", "reason"), [(decide, "item()"), (fail, "on_meta")])
-def test_a_step_that_cannot_be_traced_is_searched_as_without(
-    look: Callable[[Tensor], object], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "linnaeus.autobatch")
-    loop, alone = Loop(look=look), Loop(look=look)
-    found, expected = search(loop, max_batch_size=4), search(alone, max_batch_size=4, predict=False)
-    assert (sizes(found), found.prediction) == (sizes(expected), None)
-    assert found.held_bytes == expected.held_bytes
-    assert [line for line in caplog.messages if reason in line]
-    assert loop.content() == alone.content()
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_a_search_with_a_prediction_leaves_everything_as_it_was() -> None:
-    loop, untouched = Loop(kibibytes=1), Loop(kibibytes=1)
-    before = loop.content()
-    assert search(loop, max_batch_size=16).prediction is not None
-    assert loop.content() == before
-    assert torch.cuda.max_memory_reserved() <= torch.cuda.memory_reserved() + 2 * 1024**2
-    for each in (loop, untouched):
-        torch.manual_seed(1)
-        np.random.seed(1)
-        for _ in range(3):
-            each.step(torch.ones(4, each.num_elements, device=DEVICE))
-    assert loop.content() == untouched.content()
-
-
-# --- predictions on their own ---
 
 
 def test_predict_memory_touches_nothing_and_refuses_what_it_cannot_trace() -> None:
