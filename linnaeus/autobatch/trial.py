@@ -120,7 +120,7 @@ class TrialRunner:
             # Not `_isolated`: the fewer frames lie above the model, the easier is a traceback to read.
             failure, peak_bytes = self.memory.isolate(partial(self._run, size))
         except Exception as error:
-            if not self._has_drifted:
+            if isinstance(error, AutoBatchError) or not self._has_drifted:
                 raise
             release_frames(error)
             self.snapshot.restore_parts()  # an error counts where it comes from the caller's own values

@@ -29,9 +29,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch import snapshot
-from linnaeus.autobatch.ranks import control, group, single_rank
-from linnaeus.autobatch.ranks.control import ControlPlane
-from linnaeus.autobatch.ranks.group import of_main, together
+from linnaeus.autobatch.ranks import exchange, group, single_rank
+from linnaeus.autobatch.ranks.group import joined_ranks, of_main
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.sharded import is_fake
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import Facts
@@ -122,7 +122,7 @@ def the_size_of_all_fits_on_each(rank: int) -> None:
 def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> None:
     def prepares() -> AutoBatchResult:
         """Rank 1 fails before its search, while rank 0 is in it."""
-        with together():
+        with joined_ranks():
             if rank == 1:
                 raise OSError("broken")
             return find()
@@ -152,7 +152,7 @@ def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> No
 def a_rank_that_does_not_call_is_named(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "ARRIVAL_S", 0.05)
-        patch.setattr(control, "FAREWELL_S", 0.0)
+        patch.setattr(exchange, "FAREWELL_S", 0.0)
         if rank == 0:
             refuses("rank 1", find)
     dist.barrier()
@@ -184,10 +184,10 @@ def searches_in_one_context_share_its_control_plane_which_is_gone_afterwards(ran
         return sorted(each.name for each in threading.enumerate()), len(connections)
 
     before = around()
-    with together() as plane:
+    with joined_ranks() as plane:
         assert of_main(plane, f"of {rank}") == "of 0"
         assert [find(max_batch_size=size).batch_size for size in (4, 8)] == [4, 8]
-        with together() as inner:
+        with joined_ranks() as inner:
             assert inner is plane
         inside = around()
     dist.barrier()

@@ -219,7 +219,7 @@ import os
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from linnaeus.autobatch.ranks.control import group_of_this_rank
+from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", timeout=timedelta(seconds=60))
