@@ -68,7 +68,7 @@ class JobControl(ControlPlane):
 
     def __init__(self, *arguments: Any, minutes: float, **options: Any) -> None:
         super().__init__(*arguments, limit_s=minutes * 60, **options)
-        self._limit = f"DIST.TIMEOUT_MINUTES is {minutes:g}"
+        self._limit = f"DIST.TIMEOUT_MINUTES {minutes:g}"
 
     def declare_hang(self, rank: int, why: str) -> Failure:
         """Publish that a rank, or its collective, hangs; return the first failure.
