@@ -42,12 +42,11 @@ class BeforeCollectives:
         self._library._destroy()  # nothing public removes kernels at once
 
     def _kernel(self, name: str, keys: Any, *arguments: Any) -> Any:
-        for argument in arguments:
-            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-                group = torch_dist.ProcessGroup.unbox(argument)
-                if group.size() > 1 and not is_fake(group):
-                    self._call(name, group)
-                break
+        held = next((each for each in arguments if isinstance(each, torch.ScriptObject)), None)
+        if held is not None:  # an operator's group comes before its other objects
+            group = torch_dist.ProcessGroup.unbox(held)
+            if group.size() > 1 and not is_fake(group):
+                self._call(name, group)
         rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
         return getattr(torch.ops.c10d, name).default.redispatch(keys & rest, *arguments)
 
