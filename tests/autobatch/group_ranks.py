@@ -735,6 +735,13 @@ def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank: int) -> None:
         assert find_sizes(search)["train"].batch_size == 24
 
 
+def a_collective_of_a_model_of_a_run_is_an_error_and_no_hang(rank: int) -> None:
+    model = "MODEL._target_=tests.autobatch.faulty.ModelThatReduces"
+    with run_of(rank, model) as search:
+        if rank == 0:
+            refuses("allreduce", find_sizes, search)
+
+
 # --- four ranks ---
 
 
@@ -781,6 +788,7 @@ OF_TWO = (
     a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered,
     a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
+    a_collective_of_a_model_of_a_run_is_an_error_and_no_hang,
 )
 BODIES = {
     2: OF_TWO,
