@@ -75,7 +75,8 @@ class JobControl(ControlPlane):
 
         Silent ranks of this launcher are aborted: faulthandler, where it is on, prints their stacks.
         """
-        first = self.publish_first(Hang(rank, self.last_heard(f"{why} ({self._limit})")))
+        hang = Hang(rank, self.last_heard(f"{why} ({self._limit})"))
+        first: Failure = self.keys.put_first("failure", hang)
         for each, (_, looks) in self.watched.items():
             beat = self.beat_of(each)
             if looks < SILENCE_LOOKS or not beat.is_on_this_machine():

@@ -14,8 +14,6 @@ from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.sharded import is_fake
 
 _BUCKET_BYTES = 25 * 1024**2  # default of DistributedDataParallel
-_BETWEEN_TWO = {"send", "recv_", "recv_any_source_"}
-"""Operators that not all ranks of a group call."""
 
 
 class BeforeCollectives:
@@ -61,7 +59,7 @@ def lockstep(control: ControlPlane) -> BeforeCollectives:
 
 
 def _meet(control: ControlPlane, name: str, group: torch_dist.ProcessGroup) -> None:
-    if name not in _BETWEEN_TWO:
+    if not name.startswith(("send", "recv")):  # which not all ranks of the group call
         members = torch_dist.get_process_group_ranks(group)
         control.barrier(f"{group.group_name} {members}", len(members))
 

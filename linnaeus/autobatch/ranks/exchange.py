@@ -14,12 +14,11 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 import pickle
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,19 +156,11 @@ class Exchange:
         """
         self._num_barriers[name] += 1
         key, wanted = f"barrier/{name}", self._num_barriers[name] * num_ranks
-        started = self.clock.monotonic()
         self.store.add(key, 1)
-        while True:
-            has_failed = self.failure is not None  # read first, as in `_wait_for`
-            if int(self.store.get(key)) >= wanted:
-                return
-            if has_failed:
-                self._raise_failure()
-            waited_s = self.clock.monotonic() - started
+        for waited_s in self._pauses(lambda: int(self.store.get(key)) >= wanted):
             if waited_s > self.limit_s:
                 why = f"not all ranks reached the same collective within {self.limit_s:.0f} s"
                 self.declare_hang(self.rank, why)
-            self.clock.sleep(min(max(POLL_S[0], waited_s / 4), POLL_S[1]))
 
     def _publish(self, value: Any) -> int:
         self._raise_failure()
@@ -186,25 +177,32 @@ class Exchange:
         on_wait: OnWait = lambda *_: None,
     ) -> Any:
         key, name = f"value/{number}/{rank}", self.name_of(rank)
-        started = looked = reported = self.clock.monotonic()
+        looked = reported = 0.0
+        for waited_s in self._pauses(lambda: self.keys.exist([key])):
+            if limit_s is not None and waited_s > limit_s:
+                raise OverdueError(name, self.beat_of(rank).doing)
+            if waited_s - looked > POLL_S[1]:
+                looked, doing = waited_s, self.beat_of(rank).doing
+                on_wait(name, doing)
+                if waited_s - reported > REPORT_S:
+                    reported = waited_s
+                    logger.info("waiting %.0f s for rank %d: %s", waited_s, name, doing)
+        return self.keys.get(key)
+
+    def _pauses(self, is_there: Callable[[], bool]) -> Iterator[float]:
+        """Pause until something is there; yield the seconds waited before each pause."""
+        started = self.clock.monotonic()
         while True:
             has_failed = (
                 self.failure is not None
-            )  # read first: what a rank has sent before it failed counts
-            if self.keys.exist([key]):
-                return self.keys.get(key)
+            )  # first: what a rank has sent before it failed counts
+            if is_there():
+                return
             if has_failed:
                 self._raise_failure()
-            now = self.clock.monotonic()
-            if limit_s is not None and now - started > limit_s:
-                raise OverdueError(name, self.beat_of(rank).doing)
-            if now - looked > POLL_S[1]:
-                looked, doing = now, self.beat_of(rank).doing
-                on_wait(name, doing)
-                if now - reported > REPORT_S:
-                    reported = now
-                    logger.info("waiting %.0f s for rank %d: %s", now - started, name, doing)
-            self.clock.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
+            waited_s = self.clock.monotonic() - started
+            yield waited_s
+            self.clock.sleep(min(max(POLL_S[0], waited_s / 4), POLL_S[1]))
 
     # --- failures ---
 
@@ -215,11 +213,8 @@ class Exchange:
 
     def declare_hang(self, rank: int, why: str) -> Failure:
         """Publish that a rank, or its collective, hangs; return the first failure."""
-        return self.publish_first(Failure(rank, self.last_heard(why)))
-
-    def publish_first(self, failure: Failure) -> Failure:
-        """Publish a failure unless there is one already; return the first."""
-        return self.keys.put_first("failure", failure)  # type: ignore[no-any-return]
+        first: Failure = self.keys.put_first("failure", Failure(rank, self.last_heard(why)))
+        return first
 
     def last_heard(self, why: str) -> str:
         """Return a message that says why the job ends, and the last activity of each rank."""
@@ -268,7 +263,7 @@ class Exchange:
         The others have `FAREWELL_S` seconds to read it: the launcher ends them as soon as this process exits.
         """
         self.is_ending = True
-        first = self.publish_first(failure)
+        first: Failure = self.keys.put_first("failure", failure)
         self.keys.put(f"read/{self.rank}", True)
         deadline = self.clock.monotonic() + FAREWELL_S
         while self.clock.monotonic() < deadline:
@@ -310,14 +305,9 @@ class Beat:
     namespace: str = ""
     pid: int = 0
 
-    @classmethod
-    def of_this_process(cls, count: int, doing: str) -> Beat:
-        """Return a heartbeat of this process."""
-        return cls(count, doing, _namespace(), os.getpid())
-
     def is_on_this_machine(self) -> bool:
         """Whether the PID is one of this machine and namespace."""
-        return self.namespace == _namespace() != ""
+        return self.namespace == pid_namespace() != ""
 
     def status(self) -> str:
         """The state of the process, as psutil calls it: a zombie once it has ended. Empty if unknown."""
@@ -387,7 +377,7 @@ def first_difference(
 
 
 @functools.cache
-def _namespace() -> str:
+def pid_namespace() -> str:
     """Identifies the machine, since its boot, and the PID namespace of this process; empty if unknown."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

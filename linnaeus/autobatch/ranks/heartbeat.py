@@ -31,6 +31,7 @@ from linnaeus.autobatch.ranks.exchange import (
     Failure,
     JobFailedError,
     Keys,
+    pid_namespace,
 )
 
 BEAT_S = 1.0
@@ -126,7 +127,7 @@ class ControlPlane(Exchange):
     def _beat(self, keys: Keys) -> None:
         count = GONE if self._closed.is_set() else next(self._counts)
         doing = self._doing if isinstance(self._doing, str) else self._doing()
-        keys.put(f"beat/{self.rank}", Beat.of_this_process(count, doing))
+        keys.put(f"beat/{self.rank}", Beat(count, doing, pid_namespace(), os.getpid()))
 
     def _look_for_silence(self, keys: Keys) -> None:
         for rank, (last_count, looks) in self.watched.items():

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as torch_dist
@@ -38,9 +39,7 @@ def check_can_step_alone(state: Sequence[Any]) -> None:
     inside = [getattr(part, "optimizer", None) for part in state]  # of wrappers
     parameters = (tensor for part in state for tensor in parameters_of(part))
     for part in (*state, *inside, *modules_of(state), *parameters):
-        for name in (
-            kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _COMMUNICATING
-        ):
+        for name in _COMMUNICATING.intersection(kind.__name__ for kind in type(part).__mro__):
             raise AutoBatchError(
                 f"AutoBatch: {name} in state communicates in every step, but only one rank steps during a "
                 "search. Give a batch size of your own."
@@ -56,9 +55,9 @@ def check_can_step_alone(state: Sequence[Any]) -> None:
             if held is not None and not isinstance(held, torch_dist.ProcessGroup)
         ]
         options = {
-            "mixed_precision": wrapper.mixed_precision is not None,
-            "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),
-            "a built-in communication hook": bool(has_builtin_hook),
+            "mixed_precision": wrapper.mixed_precision,
+            "delay_all_reduce_named_params": wrapper._delay_all_reduce_params,
+            "a built-in communication hook": has_builtin_hook,
             **{f"a communication hook that keeps a {type(held).__name__}": True for held in kept},
         }
         for option in (name for name, is_used in options.items() if is_used):
@@ -134,18 +133,19 @@ def reducers_renewed(
         A function that makes the reducers anew. Call it before each trial: buckets are laid anew in the
         second step of training, and a reducer is unusable after an error in the middle of a step.
     """
-    groups = [wrapper.process_group for wrapper in wrappers]
+    own = [partial(_make_reducer, each, each.process_group, each._comm_hooks) for each in wrappers]
+    used = [partial(_make_reducer, each, alone, ()) for each in wrappers] if alone else own
 
     def renew() -> None:
-        for wrapper, group in zip(wrappers, groups, strict=True):
-            _make_reducer(wrapper, alone or group, () if alone else wrapper._comm_hooks)
+        for make in used:
+            make()
 
-    renew()
     try:
+        renew()
         yield renew
     finally:
-        for wrapper, group in zip(wrappers, groups, strict=True):
-            _make_reducer(wrapper, group, wrapper._comm_hooks)
+        for make in own:
+            make()
 
 
 def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[Any]) -> None:
