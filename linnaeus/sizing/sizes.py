@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
+import torch.distributed as torch_dist
 from rich.console import Console
 from torch import nn
 
@@ -159,7 +160,7 @@ class SizeSearch:
     ) -> Iterator[Callable[..., AutoBatchResult]]:
         """`search_on_ranks` for one mode, with all but `found` and `size` given; every rank must enter it."""
         if self.world.is_distributed:
-            warm_up_collectives(None, self.world.device)
+            warm_up_collectives(torch_dist.group.WORLD, self.world.device)
         with (
             log_level(self.config.AUTOBATCH, mode) as is_shown,
             StatusLine(self.console if is_shown else None) as line,

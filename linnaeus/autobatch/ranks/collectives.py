@@ -78,17 +78,17 @@ def _refuse(name: str, group: torch_dist.ProcessGroup) -> None:
     )
 
 
-def warm_up_collectives(group: torch_dist.ProcessGroup | None, device: torch.device) -> None:
+def warm_up_collectives(group: Any, device: torch.device) -> None:
     """Run each kind of collective that training uses, so that the backend allocates its buffers now.
 
     NCCL connects an algorithm when it uses it first, and chooses it by kind and size. Collective; it does
-    nothing on the CPU.
+    nothing on the CPU, and in a group without a backend for the device.
     """
-    if device.type == "cpu":
+    if device.type not in {each.type for each in group._device_types} - {"cpu"}:
         return
     for num_bytes in (8, _BUCKET_BYTES):
         values = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch_dist.all_reduce(values, group=group)
         torch_dist.broadcast(values, group=group, group_src=0)
-    gathered = [torch.empty_like(values[:8]) for _ in range(torch_dist.get_world_size(group))]
+    gathered = [torch.empty_like(values[:8]) for _ in range(group.size())]
     torch_dist.all_gather(gathered, values[:8], group=group)
