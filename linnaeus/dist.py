@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -22,19 +23,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import psutil
 import torch
 import torch.distributed as torch_dist
 
-from linnaeus.autobatch.ranks.control import (
+from linnaeus.autobatch.ranks.exchange import (
     FAREWELL_S,
     REPORT_S,
-    ControlPlane,
     Failure,
     JobFailedError,
     Keys,
     first_difference,
-    group_of_this_rank,
 )
+from linnaeus.autobatch.ranks.heartbeat import SILENCE_LOOKS, ControlPlane
+from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.config.schema import DistConfig
 from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.signals import Interrupted, ignore_signals
@@ -47,7 +49,53 @@ _ANSWER_S = 10.0
 """A store that has not answered for so long is not waited for."""
 _OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
 """How gloo and the store say that a collective has taken too long."""
-_LONG = "a collective has taken longer than"
+_LONG = "a collective has taken too long"
+
+
+class Hang(Failure):
+    """The failure of a rank that hangs: its error shows where."""
+
+
+class JobControl(ControlPlane):
+    """The control plane of a run: it ends this process wherever that hangs, and others that are silent.
+
+    Args:
+        minutes: `DIST.TIMEOUT_MINUTES`.
+        store, rank, world_size, options: as for `ControlPlane`.
+    """
+
+    communicates = True
+
+    def __init__(self, *arguments: Any, minutes: float, **options: Any) -> None:
+        super().__init__(*arguments, limit_s=minutes * 60, **options)
+        self._limit = f"DIST.TIMEOUT_MINUTES {minutes:g}"
+
+    def declare_hang(self, rank: int, why: str) -> Failure:
+        """Publish that a rank, or its collective, hangs; return the first failure.
+
+        Silent ranks of this launcher are aborted: faulthandler, where it is on, prints their stacks.
+        """
+        hang = Hang(rank, self.last_heard(f"{why} ({self._limit})"))
+        first: Failure = self.keys.put_first("failure", hang)
+        for each, (_, looks) in self.watched.items():
+            beat = self.beat_of(each)
+            if looks < SILENCE_LOOKS or not beat.is_on_this_machine():
+                continue
+            with suppress(psutil.Error):
+                process = psutil.Process(beat.pid)
+                # A process of another parent has got the number by now.
+                if process.ppid() == os.getppid():
+                    process.send_signal(signal.SIGABRT)
+                    process.resume()
+        return first
+
+    def end_process(self, failure: Failure) -> None:
+        """End this process, which hangs, with the first failure of the job."""
+        _print(self.rank, f"rank {failure.rank}: {failure.message}")
+        faulthandler.dump_traceback()  # where the main thread hangs
+        if failure.rank == self.rank:
+            _write_error_file(failure)
+        _leave(failure.exit_code)
 
 
 @dataclass(frozen=True)
@@ -222,16 +270,9 @@ def _meet(rank: int, world_size: int, config: DistConfig) -> ControlPlane:
     Raises:
         LinnaeusError: a rank has not come within `DIST.START_MINUTES`, or the store does not answer.
     """
-    limit_s, minutes = config.START_MINUTES * 60, config.TIMEOUT_MINUTES
+    limit_s = config.START_MINUTES * 60
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-    def end_process(failure: Failure) -> None:
-        _print(rank, f"rank {failure.rank}: {failure.message}")
-        faulthandler.dump_traceback()  # where the main thread hangs
-        if failure.rank == rank:
-            _write_error_file(failure)
-        _leave(failure.exit_code)
 
     def meet() -> ControlPlane:
         store = torch_dist.TCPStore(
@@ -243,14 +284,8 @@ def _meet(rank: int, world_size: int, config: DistConfig) -> ControlPlane:
             multi_tenant=True,
         )
         attempt = agree_on_attempt(store, rank, world_size, limit_s)
-        return ControlPlane(
-            torch_dist.PrefixStore(f"{attempt}/linnaeus", store),
-            rank,
-            world_size,
-            end_process=end_process,
-            limit_s=minutes * 60,
-            limit_name=f"DIST.TIMEOUT_MINUTES {minutes:g}",
-        )
+        own = torch_dist.PrefixStore(f"{attempt}/linnaeus", store)
+        return JobControl(own, rank, world_size, minutes=config.TIMEOUT_MINUTES)
 
     try:
         return _in_thread(meet, limit_s + _ANSWER_S)
@@ -284,9 +319,7 @@ def _make_groups(
         group: Any = torch_dist.group.WORLD
         if backend == "nccl":
             if hasattr(group, "register_abort_hook"):  # since torch 2.15
-                group.register_abort_hook(
-                    0, lambda: control.declare_hang(control.rank, f"{_LONG} {control.limit_name}")
-                )
+                group.register_abort_hook(0, partial(control.declare_hang, control.rank, _LONG))
             group = torch_dist.new_group(None, timeout, "gloo")
         return group, group_of_this_rank(backend, timeout)
 
@@ -412,7 +445,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
     is_ours = isinstance(error, LinnaeusError | Interrupted)
     if cause is None:
         cause = Failure.of(rank, error)
-    if cause.is_hang or (cause.rank == rank and not is_ours):
+    if isinstance(cause, Hang) or (cause.rank == rank and not is_ours):
         traceback.print_exception(error)
     _print(rank, cause.message if cause.rank == rank else f"rank {cause.rank}: {cause.message}")
     if cause.rank == rank:
@@ -427,9 +460,7 @@ def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
     """The first failure of the job, as far as it is known; None for an error that is the first."""
     failure = control.cause_of(error)
     if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
-        return control.declare_hang(
-            control.rank, f"{_LONG} {control.limit_name} ({first_line(error)})"
-        )
+        return control.declare_hang(control.rank, f"{_LONG}: {first_line(error)}")
     return failure
 
 

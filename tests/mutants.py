@@ -233,8 +233,8 @@ MUTANTS = (
     ),
     Mutant(
         "a rank whose process has died is waited for",
-        "autobatch/ranks/control.py",
-        "if self.count == _GONE or self.status() != psutil.STATUS_ZOMBIE:",
+        "autobatch/ranks/exchange.py",
+        "if self.count == GONE or self.status() != psutil.STATUS_ZOMBIE:",
         "if True:",
         "tests/test_control.py",
     ),

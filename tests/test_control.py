@@ -11,26 +11,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from linnaeus.autobatch.ranks import control
-from linnaeus.autobatch.ranks.control import (
-    ControlPlane,
-    Failure,
-    JobFailedError,
-    OverdueError,
-)
-from linnaeus.dist import agree_on_attempt
+from linnaeus.autobatch.ranks import exchange, heartbeat
+from linnaeus.autobatch.ranks.exchange import Failure, JobFailedError, OverdueError
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
+from linnaeus.dist import Hang, JobControl, agree_on_attempt
 from linnaeus.errors import LinnaeusError
 from tests.helpers import forks
 from tests.helpers.planes import Script, nothing, planes, ranks, script
 from tests.helpers.threads import together
 
 BROKEN = Failure(1, "broken", 7)
+
+
+def ending(end: Callable[[Failure], object]) -> type[ControlPlane]:
+    """A control plane that calls a function in place of the end of this process."""
+
+    class Ending(ControlPlane):
+        def end_process(self, failure: Failure) -> None:
+            end(failure)
+
+    return Ending
 
 
 def fail(plane: ControlPlane) -> Failure:
@@ -64,14 +71,14 @@ def test_a_value_larger_than_the_store_takes_at_once_arrives_whole() -> None:
         return bool(received == value)
 
     assert ranks(work, work, store=store) == [True, True]
-    assert all(len(store.get(key)) <= control._PART_BYTES + 8 for key in store.list_keys())
+    assert all(len(store.get(key)) <= exchange._PART_BYTES + 8 for key in store.list_keys())
     assert not [key for key in store.list_keys() if "value/0/" in key], "it is forgotten"
 
 
 def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "linnaeus.autobatch.ranks.control")
+    caplog.set_level(logging.INFO, "linnaeus.autobatch.ranks")
     main, other = planes(name_of=lambda rank: rank + 2)
     waited: list[tuple[int, str]] = []
     pauses = [nothing] * 200
@@ -83,7 +90,7 @@ def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(
     assert (waited[0], waited[-1]) == ((3, "starting"), (3, "trying 128"))
     seconds = [record.args[0] for record in caplog.records]
     apart = [after - before for before, after in itertools.pairwise(seconds)]
-    assert control.REPORT_S < min(apart) <= max(apart) < control.REPORT_S + 3
+    assert exchange.REPORT_S < min(apart) <= max(apart) < exchange.REPORT_S + 3
     assert {record.args[1:] for record in caplog.records} == {(3, "trying 128")}
 
 
@@ -169,7 +176,7 @@ def test_a_rank_that_others_wait_to_meet_too_long_ends_the_job() -> None:
     other.update("trying 128")
     with pytest.raises(JobFailedError, match="trying 128") as caught:
         main.barrier("here", 2)
-    assert caught.value.failure.is_hang
+    assert caught.value.failure.rank == 0
     with pytest.raises(JobFailedError):
         other.check()
 
@@ -190,23 +197,29 @@ def test_the_first_failure_counts_and_stays_until_the_others_have_read_it() -> N
     main, other = planes()
     clock = script(other, nothing, nothing, main.look)
     assert other.fail(BROKEN) == BROKEN
-    assert clock.seconds < control.FAREWELL_S / 2
+    assert clock.seconds < exchange.FAREWELL_S / 2
     assert main.fail(Failure(0, "mine")) == BROKEN == main.failure
     deserted, _ = planes()
     fail(deserted)
-    assert deserted.clock.seconds >= control.FAREWELL_S
+    assert deserted.clock.seconds >= exchange.FAREWELL_S
 
 
 def test_a_rank_that_hangs_after_a_failure_is_ended() -> None:
     """Such as in a collective of NCCL, which ends when all ranks come."""
     ended: list[Failure] = []
-    hanging, failing = planes(end_process=ended.append)
+    hanging, failing = planes(kind=ending(ended.append))
     fail(failing)
-    for _ in range(control.ABANDON_LOOKS):
+    for _ in range(2 * heartbeat.ABANDON_LOOKS):
+        hanging.look()
+    assert not ended, "it is in no collective, and raises the failure as soon as it looks"
+    hanging, failing = planes(kind=ending(ended.append))
+    hanging.communicates = failing.communicates = True
+    fail(failing)
+    for _ in range(heartbeat.ABANDON_LOOKS):
         hanging.look()
     assert not ended
     hanging.look()
-    for _ in range(2 * control.ABANDON_LOOKS):
+    for _ in range(2 * heartbeat.ABANDON_LOOKS):
         failing.look()
     assert ended == [BROKEN], "the one that has failed ends by itself"
 
@@ -251,19 +264,19 @@ def test_a_silent_rank_that_lives_is_named_and_ends_the_job_after_the_limit(
     silent: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may hold the GIL."""
-    pair = planes(limit_s=2 * control.SILENCE_LOOKS * control.BEAT_S, limit_name="A.LIMIT")
+    pair = planes(limit_s=2 * heartbeat.SILENCE_LOOKS * heartbeat.BEAT_S)
     watching = pair[1 - silent]
     pair[silent].update(lambda: f"{silent} works")
     watching.update("waiting")
-    for number in range(2 * control.SILENCE_LOOKS):
-        assert bool(caplog.records) == (number > control.SILENCE_LOOKS)
+    for number in range(2 * heartbeat.SILENCE_LOOKS):
+        assert bool(caplog.records) == (number > heartbeat.SILENCE_LOOKS)
         watching.look()
     assert caplog.records[0].args[:2] == (silent, f"{silent} works")
     assert watching.failure is None
     watching.look()
     assert watching.failure is not None
-    assert (watching.failure.rank, watching.failure.is_hang) == (silent, True)
-    for text in ("A.LIMIT", f"rank {silent}: {silent} works", f"rank {1 - silent}: waiting"):
+    assert watching.failure.rank == silent
+    for text in (f"rank {silent}: {silent} works", f"rank {1 - silent}: waiting"):
         assert text in watching.failure.message
 
 
@@ -271,7 +284,7 @@ def test_a_silent_rank_that_lives_is_named_and_ends_the_job_after_the_limit(
 def test_a_rank_whose_process_is_stopped_ends_the_job_and_is_aborted(
     is_stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main, other = planes(end_process=nothing)
+    main, other = planes(kind=partial(JobControl, minutes=10))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         with as_process(process.pid, monkeypatch):
             other.update("trying 128")
@@ -279,11 +292,11 @@ def test_a_rank_whose_process_is_stopped_ends_the_job_and_is_aborted(
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         monkeypatch.setattr(os, "getppid", os.getpid)  # as if this process were a rank too
-        for _ in range(control.SILENCE_LOOKS):
+        for _ in range(heartbeat.SILENCE_LOOKS):
             main.look()
         assert main.failure is None
         main.look()
-        assert (main.failure is not None) == is_stopped
+        assert isinstance(main.failure, Hang) == is_stopped
         process.communicate()
     assert process.returncode == (-signal.SIGABRT if is_stopped else 0)
 
@@ -292,19 +305,20 @@ def test_a_rank_that_beats_or_has_left_is_not_silent(caplog: pytest.LogCaptureFi
     main, other, leaving, _ = planes(4)
     with leaving:
         main.look()
-    for number in range(3 * control.SILENCE_LOOKS):
+    for number in range(3 * heartbeat.SILENCE_LOOKS):
         main.look()
-        if number % (control.SILENCE_LOOKS - 1) == 0:
+        if number % (heartbeat.SILENCE_LOOKS - 1) == 0:
             other.look()
     assert main.failure is None
     assert not caplog.records
 
 
 def test_a_thread_looks_until_the_plane_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "BEAT_S", 0.001)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.001)
     before, has_ended = set(threading.enumerate()), threading.Event()
     store = HashStore()
-    watching = ControlPlane(store, 0, 2, end_process=lambda failure: has_ended.set())
+    watching = ending(lambda failure: has_ended.set())(store, 0, 2)
+    watching.communicates = True
     with watching, ControlPlane(store, 1, 2) as failing:
         fail(failing)
         assert has_ended.wait(forks.limit_s)

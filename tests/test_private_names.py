@@ -43,6 +43,7 @@ ATTRIBUTES: dict[Any, str] = {
     torch_dist.Logger: "_set_static_graph",
     torch_dist.ProcessGroup: "_device_types _register_backend _set_default_backend "
     "_set_group_desc _set_group_name",
+    torch.library.Library: "_destroy",
     FSDPModule: "_get_fsdp_state",
     ConfigRepository: "_create_defaults_list _extract_defaults_list",
     argparse._ActionsContainer: "_actions",

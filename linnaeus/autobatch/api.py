@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,13 +17,16 @@ from linnaeus.autobatch.arguments import check_bounds, check_choice, check_funct
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.observer import SearchObserver, check_observer
 from linnaeus.autobatch.optimizers import unlisted_optimizers_refused
-from linnaeus.autobatch.ranks.control import ControlPlane
-from linnaeus.autobatch.ranks.group import check_equal, together
+from linnaeus.autobatch.ranks.collectives import warm_up_collectives
+from linnaeus.autobatch.ranks.group import check_equal, joined_ranks, members
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.ranks.protocol import RankStatus, confirm_jointly, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import (
-    check_silenceable,
-    refusing_collectives,
+    check_can_step_alone,
+    check_members,
+    reducers_renewed,
     stepping_alone,
+    wrappers_in,
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import Objective, SearchSettings
@@ -58,7 +62,7 @@ def auto_find_batch_size(
     observer: SearchObserver | None = None,
     group: ProcessGroup | Literal[False] | None = None,
 ) -> AutoBatchResult:
-    """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
+    """Find the largest batch size that fits in `target_memory_fraction` of the memory, to within `tolerance`.
 
     Every size is really run, and the size found fits a budget that is read again. Afterwards parameters,
     buffers, gradients, plain attributes, hooks, modes, optimizers, scalers, global random number generators
@@ -79,10 +83,11 @@ def auto_find_batch_size(
         observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
         group: the ranks that search together; every one of them must call this, with the same arguments. Rank
             0 of the group searches while the others wait, then all run the size found, and all return the
-            largest that fits on each. So `step` must do without collectives; DistributedDataParallel in
-            `state` does without its own meanwhile. With a sharded model (`fully_shard`) each rank steps alone
-            in fake groups of the same size, and a joint step of all confirms the size. None is the default
-            process group if one is initialised; False searches on this rank alone.
+            largest that fits on each. So `step` must do without collectives; a DistributedDataParallel
+            wrapper in `state` uses a one-rank group during the search, and a sharded model (`fully_shard`)
+            fake groups of the same size. Then a joint step of all ranks, with the wrapper and its
+            communication hooks, confirms the size. None is the default process group if one is initialised;
+            False searches on this rank alone.
         target_memory_fraction and the others: settings of the search, as `SearchSettings` describes them.
 
     Raises:
@@ -92,7 +97,7 @@ def auto_find_batch_size(
             called this.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    with together(group) as control:
+    with joined_ranks(group) as control:
         check_functions(step, make_batch)
         check_observer(observer)
         check_bounds(bounds)
@@ -115,44 +120,75 @@ def auto_find_batch_size(
             objective,
             start,
         )
-        state = listed(state)
-        neighbours: Sequence[int] = ()
-        if control is not None:
-            bounds = _agreed_bounds(control, settings, mode, state, bounds or {})
-            neighbours = control.neighbours()
+        state = as_tuple(state)
         make_finder = partial(
             BatchSizeFinder,
+            step,
+            make_batch,
             state=state,
             mode=mode,
             device=device,
-            bounds=bounds,
             observer=observer,
-            neighbours=neighbours,
         )
+        if control is None:
+            with make_finder(settings, bounds=bounds) as finder:
+                return finder.find()
+        bounds = _agreed_bounds(control, settings, mode, state, bounds or {})
+        make_finder = partial(make_finder, bounds=bounds, neighbours=control.neighbours())
+        ranks = _GroupSearch(control, members(group), mode, state, settings, make_finder)
+        ranks.warm_up()
+        return ranks.confirm(ranks.search())
 
-        def search(**chosen: Any) -> AutoBatchResult:
-            alone, makes_alone = step, make_batch
-            if control is not None:
-                alone = refusing_collectives(step, steps_per_trial, "the step")
-                makes_alone = refusing_collectives(make_batch, steps_per_trial, "make_batch")
 
-            def finder_for(status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
-                def before_trial(size: int) -> None:
-                    status.update(f"{mode}: trying batch size {size}")
-                    renew_wrappers()
+@dataclass
+class _GroupSearch:
+    """The search of several ranks: rank 0 alone, then each rank alone, then all ranks together."""
 
-                return make_finder(alone, makes_alone, settings, before_trial=before_trial)
+    control: ControlPlane
+    group: Any
+    mode: Mode
+    state: Sequence[Any]
+    settings: SearchSettings
+    make_finder: Callable[..., BatchSizeFinder]
 
-            with stepping_alone(() if control is None else state) as renew_wrappers:
-                return search_on_ranks(finder_for, settings, control, **chosen)
+    def __post_init__(self) -> None:
+        self.wrappers = wrappers_in(self.state)
+        self.status = RankStatus(control=self.control)
 
-        found = search()
-        if control is None or not is_sharded(state):
+    def warm_up(self) -> None:
+        """Let backends allocate the buffers of training's collectives before a budget is read."""
+        check_members(self.wrappers, self.group)
+        device = self.make_finder(self.settings).memory.device
+        groups = [wrapper.process_group for wrapper in self.wrappers] or [self.group]
+        with self.status.joint_steps() as lockstep, lockstep:
+            for group in dict.fromkeys(groups):
+                warm_up_collectives(group, device)
+
+    def search(self, **chosen: Any) -> AutoBatchResult:
+        """Search on rank 0, and run the size found on every rank, each of them alone."""
+        with stepping_alone(self.state) as self._renew:
+            return search_on_ranks(self._finder, self.settings, self.control, **chosen)
+
+    def confirm(self, found: AutoBatchResult) -> AutoBatchResult:
+        """Run the size found in a joint step of all ranks, if the model communicates."""
+        if not self.wrappers and not is_sharded(self.state):
             return found
-        status = RankStatus(control=control)
-        return confirm_jointly(
-            found, partial(make_finder, step, make_batch), search, status, settings
-        )
+        return confirm_jointly(found, self._joint_finder, self.search, self.status, self.settings)
+
+    def _finder(self, status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
+        return self.make_finder(settings, before_trial=partial(self._begin_trial, status))
+
+    def _begin_trial(self, status: RankStatus, size: int) -> None:
+        status.update(f"{self.mode}: trying batch size {size}")
+        self._renew()
+
+    @contextmanager
+    def _joint_finder(self, settings: SearchSettings) -> Iterator[BatchSizeFinder]:
+        with (
+            reducers_renewed(self.wrappers) as renew,
+            self.make_finder(settings, before_trial=lambda size: renew()) as finder,
+        ):
+            yield finder
 
 
 def _agreed_bounds(
@@ -162,19 +198,26 @@ def _agreed_bounds(
     state: Sequence[Any],
     bounds: Mapping[str, int],
 ) -> dict[str, int]:
-    """Check that all ranks ask for the same and can step alone; of each upper bound, the lowest."""
+    """Check that all ranks pass equal arguments and can step alone.
+
+    Returns:
+        The minimum of each bound over the ranks.
+    """
     shared = asdict(replace(settings, memory_limit_gb=None))
     kinds = [type(part).__name__ for part in state]
     check_equal(control, {"mode": mode, **shared, "the kinds of objects in state": kinds})
     lowest: dict[str, int] = {}
     for name, bound in (item for each in control.gather(dict(bounds)) for item in each.items()):
         lowest[name] = min(bound, lowest.get(name, bound))
-    check_silenceable(state)
+    check_can_step_alone(state)
     return lowest
 
 
-def listed(state: Any) -> tuple[Any, ...]:
-    """The objects in `state`; modules and dictionaries can be iterated over too, but not to this end."""
+def as_tuple(state: Any) -> tuple[Any, ...]:
+    """Return the objects in `state`.
+
+    A single module or dict is refused: iterating over it does not give the objects to restore.
+    """
     if isinstance(state, nn.Module | Mapping | str) or not isinstance(state, Iterable):
         raise TypeError(
             f"state is {kind_of(state)}; it must be a sequence of all objects that the step changes, "
@@ -226,7 +269,7 @@ def predict_memory(
 
     check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))
-    state = listed(state)
+    state = as_tuple(state)
     snapshot = Snapshot(state, torch.device("cpu"))  # of what the step holds by itself too
     try:
         with unlisted_optimizers_refused(state, snapshot):

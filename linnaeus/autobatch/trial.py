@@ -143,6 +143,8 @@ class TrialRunner:
             self._undo(graphs)
             raise
         except Exception as error:
+            if isinstance(error, AutoBatchError):
+                raise
             if not self._has_drifted:
                 if not self._largest_fitted:
                     error.add_note(

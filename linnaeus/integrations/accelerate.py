@@ -18,7 +18,7 @@ from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.lengths import largest_first, stored_lengths
-from linnaeus.autobatch.ranks.group import together
+from linnaeus.autobatch.ranks.group import joined_ranks
 from linnaeus.integrations.common import checked_options
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
@@ -74,7 +74,7 @@ def find_batch_size(
     search["target_memory_fraction"] = target_memory_fraction
     search = checked_options("find_batch_size()", search, _OWN)
     parts = [model, optimizer, accelerator.scaler, *state]
-    with together(search.get("group")):  # what one process raises ends all of them
+    with joined_ranks(search.get("group")):  # what one process raises ends all of them
         kind = str(accelerator.distributed_type).rpartition(".")[2]
         if kind in _SHARDED:
             raise AutoBatchError(

@@ -20,7 +20,7 @@ from typing import Any
 from linnaeus.autobatch import AutoBatchResult
 from linnaeus.autobatch.arguments import check_count
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.ranks.group import of_main, together
+from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     checked_options,
@@ -153,7 +153,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
 
     def _find_sizes(self, trainer: Any, module: Any) -> None:
         started = time.monotonic()
-        with together() as control:  # what one rank raises ends all of them
+        with joined_ranks() as control:  # what one rank raises ends all of them
             search = _Search(self, of_main(control, self._earlier), trainer, module)
             with rehearsal(trainer):
                 search.run()

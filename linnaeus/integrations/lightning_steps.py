@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from torch.optim import Optimizer
 
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.ranks.control import group_of_this_rank
+from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.autobatch.snapshot import Contents, Snapshot
 from linnaeus.integrations.lightning_loaders import Loaders, library, restores_of_data
 

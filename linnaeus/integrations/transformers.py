@@ -17,8 +17,8 @@ from transformers import TrainerState
 
 from linnaeus.autobatch.arguments import check_count, kind_of
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.ranks.control import ControlPlane
-from linnaeus.autobatch.ranks.group import of_main, together
+from linnaeus.autobatch.ranks.group import joined_ranks, of_main
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
@@ -156,7 +156,7 @@ class _Search:
     def __call__(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Run the loop; `batch_size` is what the trainer was built with."""
         trainer = self.trainer
-        with together() as control:  # so that an error of one process ends all
+        with joined_ranks() as control:  # so that an error of one process ends all
             check_supported(trainer)  # arguments may have been set meanwhile
             self._find(keywords.get("resume_from_checkpoint"), control)
         del vars(trainer)[_LOOP]

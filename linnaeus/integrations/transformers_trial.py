@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.optimizers import UnlistedOptimizerError
-from linnaeus.autobatch.ranks.control import group_of_this_rank
+from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.autobatch.snapshot import Contents
 

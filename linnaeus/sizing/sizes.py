@@ -7,13 +7,14 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
 import torch
+import torch.distributed as torch_dist
 from rich.console import Console
 from torch import nn
 
@@ -22,6 +23,7 @@ from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.predict.prediction import Prediction, predict
 from linnaeus.autobatch.predict.trace import Buckets
+from linnaeus.autobatch.ranks.collectives import warm_up_collectives
 from linnaeus.autobatch.ranks.protocol import RankStatus, confirm_jointly, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import stepping_alone
 from linnaeus.autobatch.result import AutoBatchResult, Mode
@@ -36,7 +38,7 @@ from linnaeus.dist import World
 from linnaeus.sizing.bounds import max_batch_sizes
 from linnaeus.sizing.report import SearchProgress
 from linnaeus.training.build import Assembly
-from linnaeus.training.ddp import warm_up_collectives, wrap
+from linnaeus.training.ddp import wrap
 from linnaeus.training.noise_scale import GradientProbe
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
@@ -122,9 +124,11 @@ class SizeSearch:
             return next(self._batches(spec, size, num_batches=1))
 
         is_training = mode == "train"
-        is_silent = alone and self.is_sharded
+        sharded_state = (
+            self.assembly.state if self.is_sharded else ()
+        )  # others wrap it in each trial
         with (
-            stepping_alone(self.assembly.state if is_silent else ()),
+            stepping_alone(sharded_state) if alone else nullcontext(),
             self._frozen_as_in_last_epoch(),
             log_level(self.config.AUTOBATCH, mode),
             BatchSizeFinder(
@@ -152,7 +156,8 @@ class SizeSearch:
         self, mode: Mode, trained_at: int | None = None
     ) -> Iterator[Callable[..., AutoBatchResult]]:
         """`search_on_ranks` for one mode, with all but `found` and `size` given; every rank must enter it."""
-        warm_up_collectives(self.world)
+        if self.world.is_distributed:
+            warm_up_collectives(torch_dist.group.WORLD, self.world.device)
         with (
             log_level(self.config.AUTOBATCH, mode) as is_shown,
             StatusLine(self.console if is_shown else None) as line,

@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from linnaeus.dist import World
 from linnaeus.models.weights import BATCHNORM_STATISTICS
 
-_BUCKET_BYTES = 25 * 1024**2  # default of DistributedDataParallel
-
 
 def wrap(
     model: nn.Module,
@@ -95,21 +93,6 @@ def broadcast_batchnorm(model: nn.Module) -> None:
         return vector
 
     _replace_statistics(model, of_first)
-
-
-def warm_up_collectives(world: World) -> None:
-    """Run each kind of collective that training uses, so that the backend allocates its buffers now.
-
-    NCCL connects an algorithm when it uses it first, and chooses it by kind and size.
-    """
-    if world.is_distributed and world.device.type != "cpu":
-        for num_bytes in (8, _BUCKET_BYTES):
-            values = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
-            torch_dist.all_reduce(values)
-            torch_dist.broadcast(values, src=0)
-        torch_dist.all_gather(
-            [torch.empty_like(values[:8]) for _ in range(world.world_size)], values[:8]
-        )
 
 
 @torch.no_grad()

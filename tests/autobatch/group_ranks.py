@@ -23,15 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch import snapshot
-from linnaeus.autobatch.ranks import control, group, single_rank
-from linnaeus.autobatch.ranks.control import ControlPlane
-from linnaeus.autobatch.ranks.group import of_main, together
+from linnaeus.autobatch.ranks import exchange, group, heartbeat, single_rank
+from linnaeus.autobatch.ranks.group import joined_ranks, of_main
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.sharded import is_fake
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import Facts
@@ -122,7 +124,7 @@ def the_size_of_all_fits_on_each(rank: int) -> None:
 def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> None:
     def prepares() -> AutoBatchResult:
         """Rank 1 fails before its search, while rank 0 is in it."""
-        with together():
+        with joined_ranks():
             if rank == 1:
                 raise OSError("broken")
             return find()
@@ -152,7 +154,7 @@ def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> No
 def a_rank_that_does_not_call_is_named(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group, "ARRIVAL_S", 0.05)
-        patch.setattr(control, "FAREWELL_S", 0.0)
+        patch.setattr(exchange, "FAREWELL_S", 0.0)
         if rank == 0:
             refuses("rank 1", find)
     dist.barrier()
@@ -184,10 +186,10 @@ def searches_in_one_context_share_its_control_plane_which_is_gone_afterwards(ran
         return sorted(each.name for each in threading.enumerate()), len(connections)
 
     before = around()
-    with together() as plane:
+    with joined_ranks() as plane:
         assert of_main(plane, f"of {rank}") == "of 0"
         assert [find(max_batch_size=size).batch_size for size in (4, 8)] == [4, 8]
-        with together() as inner:
+        with joined_ranks() as inner:
             assert inner is plane
         inside = around()
     dist.barrier()
@@ -205,12 +207,55 @@ def a_collective_of_a_step_is_an_error_and_no_hang(rank: int) -> None:
         return lambda batch: functional_collectives.all_reduce(batch, "sum", group).sum()
 
     refuses("allreduce", find, lambda batch: dist.all_reduce(batch))
-    refuses("all_reduce", find, functional(dist.group.WORLD), max_batch_size=4)
+    refuses("allreduce", find, functional(dist.group.WORLD), max_batch_size=4)
     assert find(functional(group_of_one(rank)), max_batch_size=4).batch_size == 4
+
+
+def a_collective_of_a_later_step_is_an_error_and_no_hang(rank: int) -> None:
+    """Whichever group it names, whoever calls it, and only once in a search."""
+    others, one = dist.new_group(), group_of_one(rank)
+    communications: dict[str, Callable[[Any], object]] = {
+        "allreduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
+        "all": lambda group: functional_collectives.all_reduce(
+            torch.ones(2), "sum", group or dist.group.WORLD
+        ).sum(),
+        "barrier": lambda group: dist.barrier(group=group),
+        "broadcast": lambda group: dist.broadcast_object_list([1], group=group, group_src=0),
+    }
+    for word, communicate in communications.items():
+        for named in (None, others, one):
+            calls = 0
+
+            def step(batch: Any) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == 4:
+                    communicate(named)  # noqa: B023
+
+            if named is one:
+                assert find(step, max_batch_size=4).batch_size == 4
+            else:
+                refuses(word, find, step, max_batch_size=4)
+                assert calls == (0 if rank else 4), "it is not tried again"
+    refuses("allreduce", auto_find_batch_size, lambda batch: None, batch_of_all, max_batch_size=4)
+    batch_of_all(1)  # outside of a search it is as before
+
+
+def batch_of_all(n: int) -> torch.Tensor:
+    batch = samples(n)
+    dist.all_reduce(batch)
+    return batch
 
 
 def group_of_one(rank: int) -> Any:
     return [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+
+
+class Scaled:
+    """What a hook that is a method keeps."""
+
+    def hook(self, _, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+        return halved_allreduce(None, bucket)
 
 
 class DeepSpeedEngine(nn.Linear):
@@ -220,6 +265,10 @@ class DeepSpeedEngine(nn.Linear):
 def what_no_rank_can_step_alone_is_refused_by_name(rank: int) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+    stateful = DistributedDataParallel(nn.Linear(8, 8))
+    stateful.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+    method = DistributedDataParallel(nn.Linear(8, 8))
+    method.register_comm_hook(None, Scaled().hook)
     hooked = DistributedDataParallel(nn.Linear(8, 8))
     hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     parts = {
@@ -229,9 +278,14 @@ def what_no_rank_can_step_alone_is_refused_by_name(rank: int) -> None:
             hooked.parameters(), torch.optim.SGD, lr=0.1
         ),
         "a built-in communication hook": hooked,
+        "PowerSGDState": stateful,
+        "Scaled": method,
     }
     for name, part in parts.items():
         refuses(name, find, state=(part,))
+    stateless = DistributedDataParallel(nn.Linear(8, 8))
+    stateless.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+    assert find(state=(stateless,), max_batch_size=4).batch_size == 4
 
 
 def state_that_one_rank_refuses_is_named_before_any_collective(rank: int) -> None:
@@ -351,7 +405,71 @@ def without_the_reducer_of_all_ranks_training_differs(rank: int) -> None:
         assert not is_trained_the_same("plain", 0)
 
 
-def a_wrapper_that_state_does_not_hold_is_silent_too(rank: int) -> None:
+def the_hooks_of_a_wrapper_run_in_a_joint_step_and_count(rank: int) -> None:
+    """What the hook of the last rank allocates is in no trial of a rank alone."""
+    sizes: dict[int, int] = {}
+    for mib_per_sample in (0, 1, 50):
+        calls: list[int] = []
+        size = 1
+        wrapper = DistributedDataParallel(Residual(64))
+
+        def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+            mib = size * mib_per_sample if rank else 0  # noqa: B023
+            calls.append(torch.ones(mib * MIB // 4).numel())  # noqa: B023
+            return halved_allreduce(None, bucket)
+
+        def step(x: torch.Tensor) -> None:
+            nonlocal size
+            size = len(x)
+            backward_of(wrapper)(x)  # noqa: B023
+
+        if mib_per_sample:
+            wrapper.register_comm_hook(None, hook)
+        found = find(step, 2 * ROOM_MIB, state=(wrapper,), max_batch_size=4).batch_size
+        sizes[mib_per_sample] = found
+        assert len(set(of_all(found))) == 1
+        assert bool(calls) == bool(mib_per_sample)
+        num_calls = len(calls)
+        step(samples(1))
+        assert len(calls) == num_calls + bool(mib_per_sample), "training has its hook again"
+    assert sizes[0] == sizes[1] == 4
+    assert 1 <= sizes[50] < 4
+
+
+def backward_of(model: nn.Module) -> Step:
+    return lambda x: model(x.unflatten(1, (-1, 64))).square().mean().backward()
+
+
+def an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all(rank: int) -> None:
+    """In forward, in backward before a bucket is complete, and in a hook; training goes on afterwards."""
+    for place in ("forward", "backward", "hook"):
+        wrapper = DistributedDataParallel(nn.Sequential(Residual(64), Residual(64)))
+        step = backward_of(wrapper)
+        failures: list[str] = []
+
+        def fail(here: str, *_: Any) -> None:
+            is_joint = wrapper.process_group.size() > 1  # noqa: B023
+            if rank == 1 and is_joint and here == place and not failures:  # noqa: B023
+                failures.append(here)  # noqa: B023
+                raise KeyError("broken")
+
+        def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+            fail("hook")
+            return halved_allreduce(None, bucket)
+
+        wrapper.register_comm_hook(None, hook)
+        wrapper.module[0].register_forward_hook(lambda *_: fail("forward"))
+        wrapper.module[1].up.weight.register_hook(lambda _: fail("backward"))
+        refuses("rank 1: KeyError", find, step, state=(wrapper,), max_batch_size=2)
+        assert bool(failures) == bool(rank)
+        step(samples(2))
+        gradients = [parameter.grad for parameter in wrapper.parameters()]
+        assert all(grad is not None for grad in gradients)
+        first, second = of_all(gradients)
+        assert all(map(torch.equal, first, second)), place
+
+
+def a_wrapper_that_state_does_not_hold_is_refused_by_name(rank: int) -> None:
     model = WithoutUnused()
     wrapper = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -360,13 +478,17 @@ def a_wrapper_that_state_does_not_hold_is_silent_too(rank: int) -> None:
         wrapper(x, False).sum().backward()
         optimizer.step()
 
-    result = auto_find_batch_size(
-        step,
-        lambda n: torch.randn(n, 64),
-        state=(model, optimizer),
-        max_batch_size=8,
-        memory_limit_gb=8.0,
-    )
+    def search(*state: Any) -> AutoBatchResult:
+        return auto_find_batch_size(
+            step,
+            lambda n: torch.randn(n, 64),
+            state=(*state, optimizer),
+            max_batch_size=8,
+            memory_limit_gb=8.0,
+        )
+
+    refuses("DistributedDataParallel wrapper", search, model)
+    result = search(wrapper)
     assert (result.batch_size, result.ran_on_every_rank) == (8, (8,))
 
 
@@ -613,6 +735,13 @@ def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank: int) -> None:
         assert find_sizes(search)["train"].batch_size == 24
 
 
+def a_collective_of_a_model_of_a_run_is_an_error_and_no_hang(rank: int) -> None:
+    model = "MODEL._target_=tests.autobatch.faulty.ModelThatReduces"
+    with run_of(rank, model) as search:
+        if rank == 0:
+            refuses("allreduce", find_sizes, search)
+
+
 # --- four ranks ---
 
 
@@ -629,6 +758,8 @@ def two_groups_search_at_once(rank: int) -> None:
         refuses("rank 3: ", find, broken_on(3), group=mine, max_batch_size=4)
     else:
         assert isinstance(error_of(find, broken_on(3), group=mine, max_batch_size=4), KeyError)
+    wrapper = DistributedDataParallel(nn.Linear(8, 8))
+    refuses("2, 3" if rank < 2 else "0, 1", find, group=mine, state=(wrapper,), max_batch_size=4)
     refuses(
         "ranks 2 and 3" if rank > 1 else "ranks 0 and 1", find, group=mine, max_batch_size=4 + rank
     )
@@ -643,17 +774,21 @@ OF_TWO = (
     a_search_may_take_longer_than_the_timeout_of_the_group,
     searches_in_one_context_share_its_control_plane_which_is_gone_afterwards,
     a_collective_of_a_step_is_an_error_and_no_hang,
+    a_collective_of_a_later_step_is_an_error_and_no_hang,
     what_no_rank_can_step_alone_is_refused_by_name,
     state_that_one_rank_refuses_is_named_before_any_collective,
     training_after_a_search_is_that_without_one,
     without_the_reducer_of_all_ranks_training_differs,
-    a_wrapper_that_state_does_not_hold_is_silent_too,
+    the_hooks_of_a_wrapper_run_in_a_joint_step_and_count,
+    an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all,
+    a_wrapper_that_state_does_not_hold_is_refused_by_name,
     sync_batchnorm_normalises_over_one_rank_in_a_search,
     training_of_a_sharded_model_after_a_search_is_that_without_one,
     an_error_in_a_joint_step_is_tried_once_and_raised_on_all,
     a_size_whose_joint_step_is_above_the_budget_of_one_rank_is_lowered,
     a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
+    a_collective_of_a_model_of_a_run_is_an_error_and_no_hang,
 )
 BODIES = {
     2: OF_TWO,
@@ -721,6 +856,23 @@ def search_until_one_dies(rank: int, dead: int, folder: Path, joint: bool = Fals
         find, step, 512, max_batch_size=2, state=state
     )  # with room for what joins hold
     (folder / "error.json").write_text(json.dumps([type(error).__mro__[0].__name__, str(error)]))
+
+
+def search_until_one_fails_within_a_collective(rank: int, folder: Path) -> None:
+    """Rank 1 fails where rank 0 waits for it already, and stays until rank 0 has ended."""
+    join(rank, 2, folder)
+    pid = of_all(os.getpid())[0]
+    heartbeat.BEAT_S = 0.05
+    wrapper = DistributedDataParallel(Residual(64))
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+        op = dist.ReduceOp.BAND if rank else dist.ReduceOp.SUM  # of floats there is none
+        return dist.all_reduce(bucket.buffer(), op, async_op=True).get_future()
+
+    wrapper.register_comm_hook(None, hook)
+    error = error_of(find, backward_of(wrapper), 512, state=(wrapper,), max_batch_size=2)
+    (folder / "error.txt").write_text(str(error))
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def spawned(rank: int, folder: Path) -> None:

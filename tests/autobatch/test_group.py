@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.autobatch.group_ranks import BODIES
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.processes import compute
+from tests.helpers.runs import wait_until
 
 pytestmark = pytest.mark.distributed
 
@@ -40,24 +43,45 @@ def test_four_ranks(tmp_path: Path) -> None:
         assert rank == {body.__name__: "" for body in BODIES[4]}
 
 
-@pytest.mark.parametrize(("dead", "joint"), [(0, False), (1, False), (1, True)])
-def test_a_killed_rank_ends_the_other_with_the_cause(
-    tmp_path: Path, dead: int, joint: bool
-) -> None:
-    """Two ranks that no launcher ends when one of them dies."""
-    call = f"p.search_until_one_dies({{}}, {dead}, pathlib.Path('.'), {joint})"
-    program = f"import {PROGRAM} as p, pathlib; {call}"
-    with (tmp_path / "log.txt").open("w") as log:
-        ranks = [
+def ranks_that_run(call: str, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Two ranks that no launcher ends; each calls a function of the program."""
+    program = f"import {PROGRAM} as p, pathlib; p.{call}"
+    with (folder / "log.txt").open("w") as log:
+        return [
             forks.start(
                 ["-c", program.format(rank)],
-                cwd=tmp_path,
+                cwd=folder,
                 env={"PYTHONPATH": str(ROOT)},
                 stdout=log,
                 stderr=log,
             )
             for rank in range(2)
         ]
+
+
+def test_a_rank_in_a_collective_that_never_ends_is_ended(tmp_path: Path) -> None:
+    call = "search_until_one_fails_within_a_collective({}, pathlib.Path('.'))"
+    ranks = ranks_that_run(call, tmp_path)
+    try:
+        assert ranks[0].poll() is None
+        wait_until(lambda: (tmp_path / "error.txt").exists())
+        assert ranks[1].poll() is None, "it does not end the other one by its own end"
+        pid = ranks[0].pid
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        assert [rank.wait(forks.limit_s) for rank in ranks] == [1, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert (tmp_path / "error.txt").read_text(), "what rank 1 raises"
+    assert "AutoBatch: rank 1: " in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("dead", "joint"), [(0, False), (1, False), (1, True)])
+def test_a_killed_rank_ends_the_other_with_the_cause(
+    tmp_path: Path, dead: int, joint: bool
+) -> None:
+    call = f"search_until_one_dies({{}}, {dead}, pathlib.Path('.'), {joint})"
+    ranks = ranks_that_run(call, tmp_path)
     try:
         files = (tmp_path / "log.txt", tmp_path / "error.json")
         code = ranks[dead].wait(forks.limit_s)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +25,14 @@ from linnaeus.autobatch.memory.host import CpuMemory
 from linnaeus.autobatch.predict.gpus import device_that_would_do, find_gpu
 from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import trace
-from linnaeus.autobatch.ranks.control import BEAT_S, SILENCE_LOOKS, ControlPlane, Failure
-from linnaeus.autobatch.ranks.group import check_equal, members, together
+from linnaeus.autobatch.ranks.collectives import collectives_refused
+from linnaeus.autobatch.ranks.exchange import Failure
+from linnaeus.autobatch.ranks.group import check_equal, joined_ranks, members
+from linnaeus.autobatch.ranks.heartbeat import BEAT_S, SILENCE_LOOKS, ControlPlane
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
-from linnaeus.autobatch.ranks.single_rank import CollectivesRefused, check_silenceable
+from linnaeus.autobatch.ranks.single_rank import check_can_step_alone
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.dist import agree_on_attempt
+from linnaeus.dist import JobControl, agree_on_attempt
 from linnaeus.sizing.sizes import find_sizes, keys
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.planes import Script, planes, ranks
@@ -38,11 +41,14 @@ from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
 
 def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     messages = {}
-    main, other = planes(limit_s=SILENCE_LOOKS * BEAT_S, limit_name="DIST.TIMEOUT_MINUTES 0.5")
+    main, other = planes(limit_s=SILENCE_LOOKS * BEAT_S)
     other.update("train: trying batch size 128")
     for _ in range(SILENCE_LOOKS + 1):
         main.look()
     messages["a silent rank"] = error_of(main.check).replace(str(os.getpid()), "<pid>")
+    main, _ = planes(kind=partial(JobControl, minutes=0.5))
+    main.declare_hang(0, "a collective has taken too long")
+    messages["a collective of a run that hangs"] = error_of(main.check)
     main, other = planes()
     process = subprocess.Popen(["true"])
     process.wait()
@@ -79,14 +85,14 @@ def of_groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         messages["no group"] = error_of(members, 5)
         messages["a group of others"] = error_of(members, dist.GroupMember.NON_GROUP_MEMBER)
         monkeypatch.setattr("linnaeus.autobatch.ranks.group.ARRIVAL_S", 0.0)
-        monkeypatch.setattr("linnaeus.autobatch.ranks.control.FAREWELL_S", 0.0)
-        with CollectivesRefused():
+        monkeypatch.setattr("linnaeus.autobatch.ranks.exchange.FAREWELL_S", 0.0)
+        with collectives_refused():
             messages["a collective"] = error_of(dist.all_reduce, torch.ones(1))
-        messages["a rank that does not call"] = error_of(together().__enter__)
+        messages["a rank that does not call"] = error_of(joined_ranks().__enter__)
     finally:
         dist.destroy_process_group()
     sharded = type("DeepSpeedEngine", (nn.Linear,), {})(1, 1)
-    messages["state that no rank can step alone"] = error_of(check_silenceable, (sharded,))
+    messages["state that no rank can step alone"] = error_of(check_can_step_alone, (sharded,))
     return messages
 
 

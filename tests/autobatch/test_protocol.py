@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from linnaeus.autobatch.ranks.control import ControlPlane, Failure, JobFailedError
+from linnaeus.autobatch.ranks.exchange import Failure, JobFailedError
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings

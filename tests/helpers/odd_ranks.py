@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from linnaeus.autobatch.ranks import control
+from linnaeus.autobatch.ranks import heartbeat
 from linnaeus.dist import World
 from linnaeus.main import cli
 from linnaeus.training import checkpoint
@@ -97,7 +97,7 @@ def watch(doing: Doing) -> None:
         if kind == "error":
             raise ValueError("this rank is broken")
         if kind == "deaf":  # calls a C function with the GIL held
-            ctypes.PyDLL(None).usleep(int(1.5e6 * control.SILENCE_LOOKS * control.BEAT_S))
+            ctypes.PyDLL(None).usleep(int(1.5e6 * heartbeat.SILENCE_LOOKS * heartbeat.BEAT_S))
         elif kind == "hang":
             threading.Event().wait()
         else:
@@ -105,7 +105,7 @@ def watch(doing: Doing) -> None:
 
 
 def main() -> int:
-    update, write, tell = World.update, checkpoint.write_atomically, control.ControlPlane.update
+    update, write, tell = World.update, checkpoint.write_atomically, heartbeat.ControlPlane.update
 
     def watched_update(world: World, doing: Doing) -> None:
         update(world, doing)
@@ -124,10 +124,10 @@ def main() -> int:
         write(path, watched_fill, **options)
 
     World.update = watched_update  # type: ignore[method-assign]
-    control.ControlPlane.update = watched_tell  # type: ignore[method-assign]
+    heartbeat.ControlPlane.update = watched_tell  # type: ignore[method-assign]
     checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]
     if os.environ.get("QUICK_BEATS"):
-        control.BEAT_S = 0.1
+        heartbeat.BEAT_S = 0.1
     other = setting("OTHER")
     return cli([*sys.argv[1:], other] if other else sys.argv[1:])
 

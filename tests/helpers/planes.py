@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import HashStore, Store
 
-from linnaeus.autobatch.ranks.control import ControlPlane
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.errors import LinnaeusError
 from tests.helpers.threads import together
 
@@ -38,12 +38,15 @@ def nothing() -> None:
     """A pause without an event."""
 
 
-def planes(num_ranks: int = 2, store: Store | None = None, **options: Any) -> list[ControlPlane]:
+def planes(
+    num_ranks: int = 2,
+    store: Store | None = None,
+    kind: Callable[..., ControlPlane] = ControlPlane,
+    **options: Any,
+) -> list[ControlPlane]:
     """Control planes with a clock each, whose heartbeats only come when the test calls `look`."""
     store = store or HashStore()
-    return [
-        ControlPlane(store, rank, num_ranks, clock=Script(), **options) for rank in range(num_ranks)
-    ]
+    return [kind(store, rank, num_ranks, clock=Script(), **options) for rank in range(num_ranks)]
 
 
 def script(plane: ControlPlane, *events: Callable[[], object]) -> Script:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from linnaeus.autobatch.ranks.control import ControlPlane
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.dist import World
 from tests.helpers import forks
 from tests.helpers.forks import ROOT

@@ -253,7 +253,7 @@ import os
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from linnaeus.autobatch.ranks.control import group_of_this_rank
+from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", timeout=timedelta(seconds=60))
@@ -300,6 +300,36 @@ def test_a_collective_of_nccl_that_never_ends_tells_what_each_rank_does() -> Non
     shown = on_phantoms(*ON_TWO_RANKS, HANGS, gpus=2)
     for text in ("DIST.TIMEOUT_MINUTES 0.05", "rank 0: step 7", "rank 1: step 8"):
         assert text in shown
+
+
+CONNECTED = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from linnaeus.autobatch import auto_find_batch_size
+from linnaeus.autobatch.observer import SearchObserver
+from linnaeus.autobatch.memory.device import CudaMemory
+device = torch.device("cuda", int(os.environ["RANK"]))
+torch.cuda.set_device(device)
+dist.init_process_group("nccl")
+model = DistributedDataParallel(nn.Linear(64, 64).to(device), init_sync=False)
+torch.zeros(1, device=device)
+class Look(SearchObserver):
+    budget = 0
+    def search_started(self, limits):
+        self.budget = self.budget or limits.budget_bytes
+look, before = Look(), CudaMemory(device).budget(0.8, None)
+auto_find_batch_size(lambda x: model(x).sum().backward(), lambda n: torch.ones(n, 64, device=device),
+                     state=(model,), max_batch_size=4, observer=look)
+os.write(1, b"%d " % round((before - look.budget) / 2**30))  # one write: those of two ranks may mix
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("gib", [0, 3])
+def test_the_buffers_of_nccl_are_there_when_a_budget_is_read(gib: int) -> None:
+    shown = on_phantoms(*ON_TWO_RANKS, CONNECTED, gpus=2, nccl_mib=1024 * gib)
+    assert shown.split() == [str(2 * gib)] * 2, "of the two ranks, and of the group of one rank"
 
 
 JOINT = """

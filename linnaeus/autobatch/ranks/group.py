@@ -10,12 +10,8 @@ from typing import Any, Literal
 import torch.distributed as torch_dist
 
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.ranks.control import (
-    ControlPlane,
-    JobFailedError,
-    OverdueError,
-    first_difference,
-)
+from linnaeus.autobatch.ranks.exchange import JobFailedError, OverdueError, first_difference
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 
 Group = torch_dist.ProcessGroup | Literal[False] | None
 
@@ -23,11 +19,11 @@ ARRIVAL_S = 1800.0
 """How long the first ranks wait for the others to call: those may still load their data."""
 
 _open: dict[torch_dist.ProcessGroup, ControlPlane] = {}
-"""The control planes of the groups that are together."""
+"""The control planes of the groups that have joined."""
 
 
 def members(group: Group) -> torch_dist.ProcessGroup | None:
-    """The process group to search with; None where this process searches alone.
+    """Return the process group to search with; None where this process searches alone.
 
     Args:
         group: None for the default group, if one is initialised; False for this process alone.
@@ -56,14 +52,15 @@ def members(group: Group) -> torch_dist.ProcessGroup | None:
 
 
 @contextlib.contextmanager
-def together(group: Group = None) -> Iterator[ControlPlane | None]:
-    """The control plane of a group's ranks; None for a process alone.
+def joined_ranks(group: Group = None) -> Iterator[ControlPlane | None]:
+    """Join the ranks of a group: `with joined_ranks(group) as control: ...`.
 
-    Every rank of the group must enter and leave it; entering waits until all have. An error of one rank is
-    told to all before it is raised. So what prepares a search belongs inside: searches in it, and the same
-    context entered once more, use the same control plane. Use it in the same order on every rank.
+    Yields the control plane of the ranks; None for a process alone. Every rank of the group must enter and
+    leave it; entering waits until all have. An error of one rank is published before it is raised. So what
+    prepares a search belongs inside: searches in it, and the same context entered once more, use the same
+    control plane. Use it in the same order on every rank.
 
-        with together(group) as control:
+        with joined_ranks(group) as control:
             loader = ...  # may raise on one rank
             checkpoint = of_main(control, newest_checkpoint())
             result = auto_find_batch_size(step, make_batch, group=group)
@@ -82,28 +79,31 @@ def together(group: Group = None) -> Iterator[ControlPlane | None]:
     if ranks is None:
         yield None
     elif ranks in _open:
-        with _telling(_open[ranks]):
+        with sharing_errors(_open[ranks]):
             yield _open[ranks]
     else:
-        with _joined(ranks) as control:
+        with _new_plane(ranks) as control:
             yield control
 
 
 def of_main(control: ControlPlane | None, value: Any) -> Any:
-    """Rank 0's value, on every rank, which must all call this; the value itself without a control plane."""
+    """Return rank 0's value on every rank, which must all call this; without a control plane `value`."""
     return value if control is None else control.broadcast(value)
 
 
 @contextlib.contextmanager
-def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
-    """A new control plane for a group, once all its ranks have come."""
+def _new_plane(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
+    """Make a control plane for a group, once all its ranks have come."""
     rank = group.rank()
     # No public function returns the store of a group.
     store = torch_dist.distributed_c10d._get_process_group_store(group)
     number = store.add(f"linnaeus/searches/{rank}", 1)  # each rank counts its own calls
     store = torch_dist.PrefixStore(f"linnaeus/{number}", store)
     name_of = partial(torch_dist.get_global_rank, group)
-    with ControlPlane(store, rank, group.size(), name_of=name_of) as control, _telling(control):
+    with (
+        ControlPlane(store, rank, group.size(), name_of=name_of) as control,
+        sharing_errors(control),
+    ):
         try:
             control.gather(None, limit_s=ARRIVAL_S)
         except OverdueError as error:
@@ -122,8 +122,8 @@ def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
 
 
 @contextlib.contextmanager
-def _telling(control: ControlPlane) -> Iterator[None]:
-    """Publish this rank's exception; raise the failure of another rank as `AutoBatchError`."""
+def sharing_errors(control: ControlPlane) -> Iterator[None]:
+    """Publish this rank's exception; raise another rank's as `AutoBatchError`."""
     try:
         try:
             yield

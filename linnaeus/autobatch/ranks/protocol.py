@@ -1,4 +1,4 @@
-"""One batch size for all ranks: rank 0 searches, then all run what it found, and none waits in a collective.
+"""One batch size for all ranks: rank 0 searches, then all run the size found; none waits in a collective.
 
 If the size does not fit everywhere, all run the size of the rank where the least fits, until one fits on all.
 Between two rounds the ranks exchange their results through the store.
@@ -16,8 +16,9 @@ from typing import Any
 from linnaeus.autobatch.errors import AutoBatchError, TooSmallError
 from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S, BatchSizeFinder
 from linnaeus.autobatch.observer import gib
-from linnaeus.autobatch.ranks.control import ControlPlane, JobFailedError, OverdueError
-from linnaeus.autobatch.ranks.lockstep import Lockstep
+from linnaeus.autobatch.ranks.collectives import lockstep
+from linnaeus.autobatch.ranks.exchange import JobFailedError, OverdueError
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings
@@ -31,11 +32,11 @@ logger = logging.getLogger("linnaeus.autobatch")
 
 
 class RankStatus:
-    """Says what this rank does, and gives its results to the others.
+    """Reports the activity of this rank, and exchanges results with the others.
 
     Args:
-        show: called with each new text, such as `train: trying batch size 128`, and with whom this rank waits
-            for.
+        show: called with each new activity, such as `train: trying batch size 128`, and with the rank that
+            this one waits for.
         control: the control plane of the ranks; None if there are no others.
     """
 
@@ -45,7 +46,7 @@ class RankStatus:
         self._show, self._control = show, control
 
     def update(self, text: str) -> None:
-        """Say what this rank does from now on.
+        """Set the activity of this rank.
 
         Raises:
             LinnaeusError: another rank has failed or died; with its message and exit code.
@@ -58,7 +59,7 @@ class RankStatus:
     def gather(
         self, result: Any, *, timeout_minutes: float = 60.0, names: Names = ARGUMENTS
     ) -> list[Any]:
-        """The picklable results of all ranks, in rank order; without a collective. All must call this.
+        """Return the picklable results of all ranks, in rank order; without a collective. All must call this.
 
         Args:
             timeout_minutes: deadline of the others' work; they are waited for `GRACE_S` longer.
@@ -91,15 +92,19 @@ class RankStatus:
         Raises:
             JobFailedError: the first failure, this rank's own included; its cause is this rank's error.
         """
-        if self._control is None:
+        control = self._control
+        if control is None:
             yield contextlib.nullcontext()
             return
+        before, control.communicates = control.communicates, True
         try:
-            yield Lockstep(self._control)
+            yield lockstep(control)
         except JobFailedError:
             raise
         except Exception as error:
-            self._control.publish(error, always_raise=True)
+            control.publish(error, always_raise=True)
+        finally:
+            control.communicates = before
 
 
 def search_on_ranks(
@@ -120,7 +125,7 @@ def search_on_ranks(
             status.
         settings: of the search, the same on every rank.
         control, show: see `RankStatus`.
-        found: what an earlier call has returned: all run `size`, once, and look below it where it does not
+        found: result of an earlier call; each rank runs `size` once and searches below it if it does not
             fit. Memory does not always grow with the size: a smaller size may not fit either.
         size: chosen earlier. It is tried first, and no larger one is.
         agree: where a rank finds no size, all ranks raise a `TooSmallError`, and can go on.
@@ -153,7 +158,7 @@ def search_on_ranks(
         found = (
             verdicts[0]
             if found is None or size is None
-            else _joined(found, verdicts, size, control)
+            else _merged(found, verdicts, size, control)
         )
         if control is None or is_once or size in found.ran_on_every_rank:
             return found
@@ -172,9 +177,9 @@ def confirm_jointly(
 ) -> AutoBatchResult:
     """Run the size found in a joint step of all ranks, and less until it is within every rank's budget.
 
-    A rank alone does not see what real collectives allocate. In a joint step every rank takes the same steps,
-    whatever it measures; the peak is compared with the budget afterwards. The first failure, such as a device
-    that is really full, is what all ranks raise. All must call this.
+    A rank alone does not see the memory of real collectives and communication hooks. In a joint step every
+    rank takes the same steps, whatever it measures; the peak is compared with the budget afterwards. All
+    ranks raise the first failure, such as a device that is really full. All must call this.
 
     Args:
         found: what `search` has returned; each rank has run its size alone.
@@ -226,13 +231,13 @@ def confirm_jointly(
             )
 
 
-def _joined(
+def _merged(
     found: AutoBatchResult,
     verdicts: Sequence[AutoBatchResult],
     size: int,
     control: ControlPlane | None,
 ) -> AutoBatchResult:
-    """The result, once every rank has run a size, or searched below it."""
+    """Return the result, once every rank has run a size, or searched below it."""
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
     own = verdicts[0]
     found = dataclasses.replace(

@@ -1,29 +1,22 @@
-"""Steps that one rank runs alone: what wraps a model for several ranks is kept from waiting for the others.
-
-In a search of several ranks, rank 0 steps while the others wait, so that a collective would never end.
-"""
+"""Steps that one rank runs alone while the others wait: wrappers of the model do without the other ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
-import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.memory.storages import WatchingMode
-from linnaeus.autobatch.optimizers import subclasses
-from linnaeus.autobatch.ranks.control import group_of_this_rank
-from linnaeus.autobatch.sharded import fake_groups, is_fake, modules_of
+from linnaeus.autobatch.ranks.collectives import collectives_refused
+from linnaeus.autobatch.sharded import fake_groups, modules_of
 from linnaeus.autobatch.snapshot import parameters_of
-
-A = TypeVar("A")
-T = TypeVar("T")
 
 _COMMUNICATING = frozenset(
     {
@@ -37,7 +30,7 @@ _COMMUNICATING = frozenset(
 """Classes, by name, that no rank can use alone. Their packages need not be installed."""
 
 
-def check_silenceable(state: Sequence[Any]) -> None:
+def check_can_step_alone(state: Sequence[Any]) -> None:
     """Check that one rank can run a step alone with what is in `state`.
 
     Raises:
@@ -45,22 +38,27 @@ def check_silenceable(state: Sequence[Any]) -> None:
     """
     inside = [getattr(part, "optimizer", None) for part in state]  # of wrappers
     parameters = (tensor for part in state for tensor in parameters_of(part))
-    for part in (*state, *inside, *_modules(state), *parameters):
-        for name in (
-            kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _COMMUNICATING
-        ):
+    for part in (*state, *inside, *modules_of(state), *parameters):
+        for name in _COMMUNICATING.intersection(kind.__name__ for kind in type(part).__mro__):
             raise AutoBatchError(
                 f"AutoBatch: {name} in state communicates in every step, but only one rank steps during a "
                 "search. Give a batch size of your own."
             )
-    for wrapper in _wrappers(state):
+    for wrapper in wrappers_in(state):
         has_builtin_hook = (
             wrapper._get_ddp_logging_data().get("comm_hook") and not wrapper._comm_hooks
         )
+        kept = [
+            held
+            for hook, hook_state in wrapper._comm_hooks
+            for held in (hook_state, getattr(hook, "__self__", None))
+            if held is not None and not isinstance(held, torch_dist.ProcessGroup)
+        ]
         options = {
-            "mixed_precision": wrapper.mixed_precision is not None,
-            "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),
-            "a built-in communication hook": bool(has_builtin_hook),
+            "mixed_precision": wrapper.mixed_precision,
+            "delay_all_reduce_named_params": wrapper._delay_all_reduce_params,
+            "a built-in communication hook": has_builtin_hook,
+            **{f"a communication hook that keeps a {type(held).__name__}": True for held in kept},
         }
         for option in (name for name, is_used in options.items() if is_used):
             raise AutoBatchError(
@@ -70,43 +68,84 @@ def check_silenceable(state: Sequence[Any]) -> None:
             )
 
 
+def check_members(
+    wrappers: Sequence[DistributedDataParallel], group: torch_dist.ProcessGroup
+) -> None:
+    """Check that the wrappers work over ranks of a group, which can take joint steps.
+
+    Raises:
+        AutoBatchError: a wrapper works over other ranks too.
+    """
+    members = set(torch_dist.get_process_group_ranks(group))
+    for wrapper in wrappers:
+        outside = {*torch_dist.get_process_group_ranks(wrapper.process_group)} - members
+        if outside:
+            raise AutoBatchError(
+                "AutoBatch: DistributedDataParallel in state works over ranks that do not search, "
+                f"{', '.join(map(str, sorted(outside)))}. Give group the process group of the wrapper."
+            )
+
+
 @contextlib.contextmanager
 def stepping_alone(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Inside the context, this rank alone can run steps with what is in `state`.
+    """Let this rank run steps with what is in `state` while the others wait.
 
     DistributedDataParallel and SyncBatchNorm work over a group of this rank alone, with the same buckets, but
-    without communication hooks. Afterwards a reducer is as it was when its wrapper was made. What shards a
-    model (FSDP2, DTensor) works over fake groups of the same size.
-
-    Wrappers are found by their module too, so that `state` may hold a model without its wrapper.
+    without communication hooks. What shards a model (FSDP2, DTensor) works over fake groups of the same size.
+    Any other collective of several ranks is refused.
 
     Yields:
-        Makes the reducers anew. Call it before each trial: buckets are laid anew in the second step of
-        training, and a reducer is unusable after an error in the middle of a step.
+        A function for before each trial, see `reducers_renewed`.
     """
-    gc.collect()  # wrappers that nothing uses any more
-    wrappers = _wrappers(state)
-    modules = modules_of([*state, *wrappers])
+    modules, wrappers = modules_of(state), wrappers_in(state)
     norms = [module for module in modules if isinstance(module, nn.SyncBatchNorm)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_groups(modules))
-        if not wrappers and not norms:
-            yield lambda: None
-            return
-        alone = group_of_this_rank()
-        stack.callback(torch_dist.destroy_process_group, alone)
-        for wrapper in wrappers:
-            stack.callback(_make_reducer, wrapper, wrapper.process_group, wrapper._comm_hooks)
+        if torch_dist.is_available() and torch_dist.is_initialized():
+            stack.enter_context(collectives_refused())
+        alone = None
+        if wrappers or norms:
+            alone = group_of_this_rank()
+            stack.callback(torch_dist.destroy_process_group, alone)
         for norm in norms:
             stack.callback(setattr, norm, "process_group", norm.process_group)
             norm.process_group = alone
+        yield stack.enter_context(reducers_renewed(wrappers, alone))
 
-        def renew() -> None:
-            for wrapper in wrappers:
-                _make_reducer(wrapper, alone, ())
 
+def wrappers_in(state: Sequence[Any]) -> list[DistributedDataParallel]:
+    """Return the DistributedDataParallel wrappers in `state`."""
+    return [module for module in modules_of(state) if isinstance(module, DistributedDataParallel)]
+
+
+@contextlib.contextmanager
+def reducers_renewed(
+    wrappers: Sequence[DistributedDataParallel], alone: torch_dist.ProcessGroup | None = None
+) -> Iterator[Callable[[], None]]:
+    """Give wrappers new reducers. On exit each wrapper gets another new reducer over its own group.
+
+    Args:
+        wrappers: the wrappers.
+        alone: the group that they work over inside the context, without communication hooks; None is the
+            group of each, with its hooks.
+
+    Yields:
+        A function that makes the reducers anew. Call it before each trial: buckets are laid anew in the
+        second step of training, and a reducer is unusable after an error in the middle of a step.
+    """
+    own = [partial(_make_reducer, each, each.process_group, each._comm_hooks) for each in wrappers]
+    used = [partial(_make_reducer, each, alone, ()) for each in wrappers] if alone else own
+
+    def renew() -> None:
+        for make in used:
+            make()
+
+    try:
         renew()
         yield renew
+    finally:
+        for make in own:
+            make()
 
 
 def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[Any]) -> None:
@@ -126,86 +165,17 @@ def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[
         torch_dist._register_comm_hook(made.reducer, hook_state, hook)
 
 
-class CollectivesRefused(WatchingMode):
-    """Inside the mode, a collective of several ranks raises an error, which says where, and does not wait."""
-
-    def __init__(self, where: str = "the step") -> None:
-        super().__init__()
-        self._where = where
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if num_ranks(group_of_collective(func, args)) > 1:
-            name = str(getattr(func, "_opname", func)).removesuffix("_")
-            raise AutoBatchError(
-                f"AutoBatch: {self._where} runs a collective, {name}, but only one rank steps during a "
-                "search, so that it would wait for the others for ever. Leave reductions and gathers (of "
-                f"losses, of metrics) out of {self._where} of the search, and give state the "
-                "DistributedDataParallel wrapper, whose own collectives are switched off."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def num_ranks(group: torch_dist.ProcessGroup | None) -> int:
-    """How many ranks a collective over a group waits for, this one included."""
-    return 1 if group is None or is_fake(group) else group.size()
-
-
-def group_of_collective(func: Any, args: tuple[Any, ...]) -> torch_dist.ProcessGroup | None:
-    """The process group among the arguments of a collective; None for any other operator.
-
-    Functional collectives name their group; those of their operators that name none wait for no rank. Any
-    other collective without a group is one of all ranks.
-    """
-    namespace = getattr(func, "namespace", "")
-    is_functional = namespace.startswith("_c10d_functional")
-    if not is_functional and namespace != "c10d":
-        return None
-    for argument in args:
-        with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
-            named: Any = argument
-            if isinstance(argument, torch.ScriptObject):
-                return torch_dist.ProcessGroup.unbox(argument)
-            if is_functional and isinstance(argument, str):  # the name of a reduction is no group's
-                return torch_dist.distributed_c10d._resolve_process_group(named)
-    return None if is_functional else torch_dist.group.WORLD
-
-
-def refusing_collectives(
-    function: Callable[[A], T], num_calls: int, where: str
-) -> Callable[[A], T]:
-    """The function, whose first calls refuse collectives; looking for them would slow down all."""
-    calls = iter(range(num_calls))
-
-    def guarded(argument: A) -> T:
-        with contextlib.nullcontext() if next(calls, None) is None else CollectivesRefused(where):
-            return function(argument)
-
-    return guarded
-
-
-def _modules(state: Sequence[Any]) -> list[nn.Module]:
-    return [module for part in state if isinstance(part, nn.Module) for module in part.modules()]
-
-
-def _wrappers(state: Sequence[Any]) -> list[DistributedDataParallel]:
-    """The wrappers in `state`, and those of modules in `state` in the order of these modules."""
-    modules = _modules(state)
-    found = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    places = {id(module): place for place, module in enumerate(modules)}
-    kinds = {
-        id(kind) for kind in subclasses(DistributedDataParallel)
-    }  # quicker than to ask each object
-    outside = [
-        existing
-        for existing in gc.get_objects()
-        if id(type(existing)) in kinds
-        and id(existing) not in places
-        and id(existing.module) in places
-    ]
-    return [*found, *sorted(outside, key=lambda wrapper: places[id(wrapper.module)])]
+def group_of_this_rank(
+    backend: str | None = None, timeout: timedelta | None = None
+) -> torch_dist.ProcessGroup:
+    """Make a process group of this rank alone, by default with the backend of the default group."""
+    name = backend or torch_dist.get_backend_config()
+    if hasattr(
+        torch_dist, "ProcessGroupNCCL2"
+    ):  # torch 2.15: "nccl" would wait for the ranks of that group
+        name = re.sub(r"\bnccl[\w-]*", "nccl-legacy", name)
+    group = torch_dist.new_group(
+        [torch_dist.get_rank()], timeout, name, use_local_synchronization=True
+    )
+    assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
+    return group

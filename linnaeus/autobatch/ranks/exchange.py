@@ -1,17 +1,11 @@
-"""The control plane: what ranks tell each other on the host, through the store of the process group.
+"""What ranks tell each other on the host, through the store of the process group: values, the first failure.
 
     each rank                       store                       rank that waits
-    heartbeat every second ───────▶ beat/<rank>: "trying 128"   looks whether the others still live
     its value of an exchange ─────▶ value/<number>/<rank> ────▶ returns the values of all
     its error, if it ends ────────▶ failure ──────────────────▶ raises it
                                     read/<rank> ◀────────────── then the failed rank may exit
 
 No collective takes part, so that no timeout of the process group applies while ranks wait.
-
-Rank 0 looks after all ranks, and each of them after rank 0. A process of this machine that has died ends the
-job at once, one that is stopped after `SILENCE_LOOKS` looks. A silent process that runs may hold the GIL: it
-is logged then, and ends the job after `limit_s`. Launchers see processes of other machines die. Looks are
-counted, not seconds: a process that was suspended itself finds nobody silent on waking up.
 """
 
 from __future__ import annotations
@@ -20,16 +14,12 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 import pickle
-import re
 import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +28,6 @@ import torch.distributed as torch_dist
 
 from linnaeus.autobatch.errors import AutoBatchError, LinnaeusError
 
-BEAT_S = 1.0
-"""Time between two heartbeats, and between two looks at those of others."""
-SILENCE_LOOKS = 30
-"""Looks without a new heartbeat after which a rank is named, or ends the job because it is stopped."""
 POLL_S = (0.001, 1.0)
 """Shortest and longest pause between two reads of a value; the pause grows with the time waited."""
 REPORT_S = 30.0
@@ -50,27 +36,24 @@ FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
 CAUSE_S = 1.5
 """Seconds to wait for a heartbeat that shows whether another rank's death caused an error."""
-ABANDON_LOOKS = 10
-"""Looks after the first failure until a rank that has not met it is ended: it hangs in a collective."""
 
-_GONE = -1
+GONE = -1
 """The count of heartbeats of a rank that has not begun them, or has left."""
 _PART_BYTES = 1 << 20
 """Longer values are split: the store refuses those above 8 MiB."""
 
 OnWait = Callable[[int, str], object]
 
-logger = logging.getLogger("linnaeus.autobatch.ranks.control")
+logger = logging.getLogger("linnaeus.autobatch.ranks")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of the job: the rank that met it, its exit code, and whether that rank hangs."""
+    """The first error of the job: the rank that met it, what it says, and its exit code."""
 
     rank: int
     message: str
     exit_code: int = 1
-    is_hang: bool = False
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -96,19 +79,16 @@ class OverdueError(AutoBatchError):
         super().__init__(f"AutoBatch: rank {rank} takes too long: it is {doing}")
 
 
-class ControlPlane:
-    """Exchanges between ranks, each rank's heartbeat, and the first failure of the job.
+class Exchange:
+    """Exchanges of values between ranks, and the first failure of the job.
 
     Every rank calls `gather`, `collect` and `broadcast` in the same order. These, and `check`, raise a
-    `JobFailedError` if another rank has failed or died. Use it as a context.
+    `JobFailedError` if another rank has failed.
 
     Args:
         store: of the process group, with a prefix of this attempt's own. A blocking call needs a clone,
             because it shuts out those of other threads.
-        end_process: called with the first failure of the job if this rank does not meet it by itself; None
-            never ends it, nor a rank that hangs.
-        limit_s: a rank without a heartbeat for so long hangs, although its process lives.
-        limit_name: what messages call this limit.
+        limit_s: a rank that others wait for at a barrier for so long hangs, although its process lives.
         name_of: the number that messages give to a rank, such as that among all ranks of the job.
         clock: has the functions `monotonic` and `sleep`.
     """
@@ -119,136 +99,24 @@ class ControlPlane:
         rank: int,
         world_size: int,
         *,
-        end_process: Callable[[Failure], object] | None = None,
         limit_s: float = 600.0,
-        limit_name: str = "its limit",
         name_of: Callable[[int], int] = lambda rank: rank,
         clock: Any = time,
     ) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.limit_s = rank, world_size, limit_s
         self.name_of, self.clock = name_of, clock
-        self.limit_s, self.limit_name = limit_s, limit_name
-        self._doing: str | Callable[[], str] = "starting"
         self.store, self.keys = store, Keys(store)
+        self.is_ending = False
         self._numbers = itertools.count()
         self._own_values: list[str] = []
         self._num_barriers = Counter[str]()
-        self._pulse_keys = Keys(store.clone())
-        self._end_process = end_process
-        self._counts = itertools.count()
-        # For each rank that this one looks after: the count of its last heartbeat, and the looks since.
-        self._watched = dict.fromkeys(range(1, world_size) if rank == 0 else range(1), (_GONE, 0))
-        self._looks_after_failure, self._is_ending = 0, False
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> ControlPlane:
-        self._beat(self._pulse_keys)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
-        self._thread.join(FAREWELL_S)
-        if not self._thread.is_alive():  # else the store does not answer
-            self._pulse_keys = self.keys  # lets the thread's connection go
-            with contextlib.suppress(torch_dist.DistError):
-                self._beat(self.keys)  # says that it leaves
-
-    @property
-    def failure(self) -> Failure | None:
-        """The first failure of the job, this rank's own included; None while there is none."""
-        return self.keys.get("failure")  # type: ignore[no-any-return]
-
-    # --- heartbeat ---
-
-    def update(self, doing: str | Callable[[], str]) -> None:
-        """Say what this rank does from now on; a function is asked at each heartbeat."""
-        self._doing = doing
-        with contextlib.suppress(torch_dist.DistError):
-            self._beat(self.keys)
-
-    def look(self) -> None:
-        """Send a heartbeat and look at those of others: a thread does so every `BEAT_S` seconds."""
-        keys = self._pulse_keys
-        self._beat(keys)
-        failure = keys.get("failure")
-        if failure is None:
-            self._look_for_silence(keys)
-            return
-        keys.put(f"read/{self.rank}", True)
-        self._looks_after_failure += 1
-        if self._end_process and not self._is_ending and self._looks_after_failure > ABANDON_LOOKS:
-            self._end_process(failure)
-
-    def _run(self) -> None:
-        # Once the process that hosts the store has ended, no rank can be heard any more. What training still
-        # does, such as a last checkpoint, needs no store.
-        with contextlib.suppress(torch_dist.DistError):
-            while not self._closed.wait(BEAT_S):
-                with contextlib.suppress(
-                    MemoryError
-                ):  # a trial's memory cap applies to this thread too
-                    self.look()
-
-    def _beat(self, keys: Keys) -> None:
-        count = _GONE if self._closed.is_set() else next(self._counts)
-        doing = self._doing if isinstance(self._doing, str) else self._doing()
-        keys.put(f"beat/{self.rank}", _Beat(count, doing, _namespace(), os.getpid()))
-
-    def _look_for_silence(self, keys: Keys) -> None:
-        for rank, (last_count, looks) in self._watched.items():
-            beat = keys.get(f"beat/{rank}") or _Beat()
-            if beat.count == _GONE:
-                continue
-            looks = looks + 1 if beat.count == last_count else 0
-            self._watched[rank] = beat.count, looks
-            if death := beat.death(rank):
-                keys.put_first("failure", death)
-            elif looks and looks % SILENCE_LOOKS == 0:
-                status, seconds = beat.status() or "on another machine", looks * BEAT_S
-                is_overdue = seconds >= self.limit_s
-                over = f", longer than {self.limit_name}" if is_overdue else ""
-                silence = (
-                    f"no heartbeat for {seconds:.0f} s{over}; its process {beat.pid} is {status}"
-                )
-                if is_overdue or status == psutil.STATUS_STOPPED:
-                    self.declare_hang(rank, silence)
-                else:
-                    logger.warning(
-                        "rank %d (%s): %s; waiting", self.name_of(rank), beat.doing, silence
-                    )
-
-    def declare_hang(self, rank: int, why: str) -> Failure:
-        """Publish that a rank, or its collective, hangs, with what each did last; return the first failure.
-
-        Silent ranks of this launcher are aborted: faulthandler, where it is on, prints their stacks.
-        """
-        ranks: dict[str, list[str]] = {}
-        for each in range(self.world_size):
-            ranks.setdefault(self._beat_of(each).doing, []).append(str(self.name_of(each)))
-        lines = (f"\n  rank {', '.join(names)}: {doing}" for doing, names in ranks.items())
-        message = f"{why}. Last heard of:{''.join(lines)}"
-        first: Failure = self.keys.put_first("failure", Failure(rank, message, is_hang=True))
-        for each, (_, looks) in self._watched.items():
-            beat = self._beat_of(each)
-            if self._end_process is None or looks < SILENCE_LOOKS or not beat.is_on_this_machine():
-                continue
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(beat.pid)
-                if (
-                    process.ppid() == os.getppid()
-                ):  # else the number is that of another process by now
-                    process.send_signal(signal.SIGABRT)
-                    process.resume()
-        return first
-
-    # --- exchanges ---
+    # --- values ---
 
     def gather(
         self, value: Any, *, limit_s: float | None = None, on_wait: OnWait = lambda *_: None
     ) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank. They must be picklable.
+        """Return the values of all ranks, in rank order, on every rank. They must be picklable.
 
         Args:
             limit_s: how long to wait for each of the others; None waits as long as they live.
@@ -267,14 +135,14 @@ class ControlPlane:
         return values
 
     def collect(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, in rank order, on rank 0; None on the others, which do not wait."""
+        """Return the values of all ranks, in rank order, on rank 0; None on the others, which do not wait."""
         number = self._publish(value)
         return (
             None if self.rank else [self._wait_for(number, rank) for rank in range(self.world_size)]
         )
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. It must be picklable."""
+        """Return rank 0's value on every rank. It must be picklable."""
         if self.rank == 0:
             self._publish(value)
             return value
@@ -288,19 +156,11 @@ class ControlPlane:
         """
         self._num_barriers[name] += 1
         key, wanted = f"barrier/{name}", self._num_barriers[name] * num_ranks
-        started = self.clock.monotonic()
         self.store.add(key, 1)
-        while True:
-            has_failed = self.failure is not None  # read first, as in `_wait_for`
-            if int(self.store.get(key)) >= wanted:
-                return
-            if has_failed:
-                self._raise_failure()
-            waited_s = self.clock.monotonic() - started
+        for waited_s in self._pauses(lambda: int(self.store.get(key)) >= wanted):
             if waited_s > self.limit_s:
                 why = f"not all ranks reached the same collective within {self.limit_s:.0f} s"
                 self.declare_hang(self.rank, why)
-            self.clock.sleep(min(max(POLL_S[0], waited_s / 4), POLL_S[1]))
 
     def _publish(self, value: Any) -> int:
         self._raise_failure()
@@ -317,27 +177,52 @@ class ControlPlane:
         on_wait: OnWait = lambda *_: None,
     ) -> Any:
         key, name = f"value/{number}/{rank}", self.name_of(rank)
-        started = looked = reported = self.clock.monotonic()
+        looked = reported = 0.0
+        for waited_s in self._pauses(lambda: self.keys.exist([key])):
+            if limit_s is not None and waited_s > limit_s:
+                raise OverdueError(name, self.beat_of(rank).doing)
+            if waited_s - looked > POLL_S[1]:
+                looked, doing = waited_s, self.beat_of(rank).doing
+                on_wait(name, doing)
+                if waited_s - reported > REPORT_S:
+                    reported = waited_s
+                    logger.info("waiting %.0f s for rank %d: %s", waited_s, name, doing)
+        return self.keys.get(key)
+
+    def _pauses(self, is_there: Callable[[], bool]) -> Iterator[float]:
+        """Pause until something is there; yield the seconds waited before each pause."""
+        started = self.clock.monotonic()
         while True:
             has_failed = (
                 self.failure is not None
-            )  # read first: what a rank has sent before it failed counts
-            if self.keys.exist([key]):
-                return self.keys.get(key)
+            )  # first: what a rank has sent before it failed counts
+            if is_there():
+                return
             if has_failed:
                 self._raise_failure()
-            now = self.clock.monotonic()
-            if limit_s is not None and now - started > limit_s:
-                raise OverdueError(name, self._beat_of(rank).doing)
-            if now - looked > BEAT_S:
-                looked, doing = now, self._beat_of(rank).doing
-                on_wait(name, doing)
-                if now - reported > REPORT_S:
-                    reported = now
-                    logger.info("waiting %.0f s for rank %d: %s", now - started, name, doing)
-            self.clock.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
+            waited_s = self.clock.monotonic() - started
+            yield waited_s
+            self.clock.sleep(min(max(POLL_S[0], waited_s / 4), POLL_S[1]))
 
     # --- failures ---
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of the job, this rank's own included; None while there is none."""
+        return self.keys.get("failure")  # type: ignore[no-any-return]
+
+    def declare_hang(self, rank: int, why: str) -> Failure:
+        """Publish that a rank, or its collective, hangs; return the first failure."""
+        first: Failure = self.keys.put_first("failure", Failure(rank, self.last_heard(why)))
+        return first
+
+    def last_heard(self, why: str) -> str:
+        """Return a message that says why the job ends, and the last activity of each rank."""
+        ranks: dict[str, list[str]] = {}
+        for rank in range(self.world_size):
+            ranks.setdefault(self.beat_of(rank).doing, []).append(str(self.name_of(rank)))
+        lines = (f"\n  rank {', '.join(names)}: {doing}" for doing, names in ranks.items())
+        return f"{why}. Last heard of:{''.join(lines)}"
 
     def publish(self, error: BaseException, *, always_raise: bool = False) -> None:
         """Publish an error of this rank.
@@ -377,12 +262,12 @@ class ControlPlane:
 
         The others have `FAREWELL_S` seconds to read it: the launcher ends them as soon as this process exits.
         """
-        self._is_ending = True
+        self.is_ending = True
         first: Failure = self.keys.put_first("failure", failure)
         self.keys.put(f"read/{self.rank}", True)
         deadline = self.clock.monotonic() + FAREWELL_S
         while self.clock.monotonic() < deadline:
-            states = ((rank, self._beat_of(rank).status()) for rank in range(self.world_size))
+            states = ((rank, self.beat_of(rank).status()) for rank in range(self.world_size))
             alive = [rank for rank, state in states if state != psutil.STATUS_ZOMBIE]
             if self.keys.exist([f"read/{rank}" for rank in alive]):
                 break
@@ -390,19 +275,14 @@ class ControlPlane:
         return first
 
     def death(self) -> Failure | None:
-        """The death of a rank on this machine whose process has ended without a failure, if there is one."""
+        """Return the death of a rank whose process on this machine has ended without a failure, if any."""
         deaths = (
-            self._beat_of(rank).death(rank) for rank in range(self.world_size) if rank != self.rank
+            self.beat_of(rank).death(rank) for rank in range(self.world_size) if rank != self.rank
         )
         return next(filter(None, deaths), None)
 
-    def neighbours(self) -> list[int]:
-        """Process ids of the ranks on this machine that have begun their heartbeat, this one's included."""
-        beats = map(self._beat_of, range(self.world_size))
-        return [beat.pid for beat in beats if beat.is_on_this_machine()]
-
     def check(self) -> None:
-        """Raise the failure of another rank, if there is one: what this rank does is in vain then."""
+        """Raise the failure of another rank, if there is one."""
         with contextlib.suppress(torch_dist.DistError):
             self._raise_failure()
 
@@ -411,21 +291,23 @@ class ControlPlane:
             self.keys.put(f"read/{self.rank}", True)
             raise JobFailedError(failure, self.name_of(failure.rank))
 
-    def _beat_of(self, rank: int) -> _Beat:
-        return self.keys.get(f"beat/{rank}") or _Beat()
+    def beat_of(self, rank: int) -> Beat:
+        """Return the last heartbeat of a rank."""
+        return self.keys.get(f"beat/{rank}") or Beat()
 
 
 @dataclass(frozen=True)
-class _Beat:
+class Beat:
     """One heartbeat. A PID is valid within one PID namespace of one boot."""
 
-    count: int = _GONE
+    count: int = GONE
     doing: str = "starting"
     namespace: str = ""
     pid: int = 0
 
     def is_on_this_machine(self) -> bool:
-        return self.namespace == _namespace() != ""
+        """Whether the PID is one of this machine and namespace."""
+        return self.namespace == pid_namespace() != ""
 
     def status(self) -> str:
         """The state of the process, as psutil calls it: a zombie once it has ended. Empty if unknown."""
@@ -440,7 +322,7 @@ class _Beat:
 
     def death(self, rank: int) -> Failure | None:
         """The failure of a rank whose process has ended, and which has not left before."""
-        if self.count == _GONE or self.status() != psutil.STATUS_ZOMBIE:
+        if self.count == GONE or self.status() != psutil.STATUS_ZOMBIE:
             return None
         return Failure(rank, f"its process died ({self.doing}), so the job ends")
 
@@ -483,22 +365,6 @@ class Keys:
         return pickle.loads(bytes.fromhex(b"".join([text, *rest]).decode()))
 
 
-def group_of_this_rank(
-    backend: str | None = None, timeout: timedelta | None = None
-) -> torch_dist.ProcessGroup:
-    """A process group of this rank alone, by default with the backend of the default group."""
-    name = backend or torch_dist.get_backend_config()
-    if hasattr(
-        torch_dist, "ProcessGroupNCCL2"
-    ):  # torch 2.15: "nccl" would wait for the ranks of that group
-        name = re.sub(r"\bnccl[\w-]*", "nccl-legacy", name)
-    group = torch_dist.new_group(
-        [torch_dist.get_rank()], timeout, name, use_local_synchronization=True
-    )
-    assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
-    return group
-
-
 def first_difference(
     rows: Sequence[Mapping[str, Any]],
 ) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
@@ -511,7 +377,7 @@ def first_difference(
 
 
 @functools.cache
-def _namespace() -> str:
+def pid_namespace() -> str:
     """Identifies the machine, since its boot, and the PID namespace of this process; empty if unknown."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

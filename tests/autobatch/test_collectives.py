@@ -1,0 +1,99 @@
+"""What runs before collectives of a group that communicates nothing; real groups are in test_group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # torch has no other group of one process
+from torch import Tensor
+from torch.distributed import HashStore
+from torch.distributed import _functional_collectives as functional
+
+from linnaeus.autobatch.ranks.collectives import BeforeCollectives, collectives_refused
+from linnaeus.errors import AutoBatchError
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup | None]:
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def kinds() -> dict[str, Callable[[], object]]:
+    """Each kind of collective, by the name of its operator."""
+    one, two = torch.ones(2), [torch.ones(2), torch.ones(2)]
+    return {
+        "allreduce_": lambda: dist.all_reduce(one),
+        "broadcast_": lambda: dist.broadcast(one, 0),
+        "reduce_": lambda: dist.reduce(one, 0),
+        "allgather_": lambda: dist.all_gather(two, one),
+        "gather_": lambda: dist.gather(one, two, 0),
+        "scatter_": lambda: dist.scatter(one, two, 0),
+        "reduce_scatter_": lambda: dist.reduce_scatter(one, two),
+        "_reduce_scatter_base_": lambda: dist.reduce_scatter_tensor(one, torch.ones(4)),
+        "_allgather_base_": lambda: dist.all_gather_into_tensor(torch.ones(4), one),
+        "alltoall_": lambda: dist.all_to_all(two, two),
+        "alltoall_base_": lambda: dist.all_to_all_single(one, one),
+        "barrier": dist.barrier,
+        "send": lambda: dist.send(one, 1),
+        "recv_": lambda: dist.recv(one, 1),
+    }
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_each_kind_of_collective_is_seen_and_then_runs(name: str, world: object) -> None:
+    seen: list[str] = []
+    collective = kinds()[name]
+    with BeforeCollectives(lambda name, group: seen.append(name)), torch.inference_mode():
+        collective()
+    assert seen == [name]
+    collective()
+    assert seen == [name], "outside of the context it is not seen"
+
+
+def test_collectives_in_compiled_code_and_in_backward_are_refused(world: object) -> None:
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            dist.all_reduce(gradient)
+            return gradient
+
+    @torch.compile(backend="aot_eager")
+    def compiled(x: Tensor) -> Tensor:
+        return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+
+    def backward() -> None:
+        Summed.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+    for step in (partial(compiled, torch.ones(2)), backward):
+        step()
+        with collectives_refused(), pytest.raises(AutoBatchError, match="allreduce"):
+            step()
+        step()
+
+
+def test_other_operators_run_as_always(world: object) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            graphs.append(len(graphs))
+            return graph(*arguments)
+
+        return run
+
+    compiled = torch.compile(lambda x: (x * 2).sin(), backend=backend)
+    x = torch.ones(2)
+    expected = compiled(x)
+    with collectives_refused():
+        assert torch.equal(compiled(x), expected)
+    assert graphs == [0, 1], "the compiled code has run inside, too"
