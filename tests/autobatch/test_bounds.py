@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from linnaeus.autobatch.memory import loader
+from linnaeus.autobatch.memory.loader import HOST_MEMORY_FRACTION, num_host_batches
 from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import (
     AutoBatchConfig,
@@ -18,14 +20,7 @@ from linnaeus.config.schema import (
 )
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
-from linnaeus.sizing import bounds
-from linnaeus.sizing.bounds import (
-    HOST_MEMORY_FRACTION,
-    largest_host_batch,
-    max_batch_sizes,
-    max_for_steps,
-    num_host_batches,
-)
+from linnaeus.sizing.bounds import max_batch_sizes, max_for_steps
 from tests.helpers.configs import FACTS, plan_of
 
 CONFIG = DataConfig(
@@ -98,7 +93,7 @@ def test_the_bound_is_the_largest_size_with_so_many_steps(
 
 
 def test_host_memory_is_divided_by_batches_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "_available_bytes", lambda num_workers: 10**6)
+    monkeypatch.setattr(loader, "available_bytes", lambda num_workers: 10**6)
     for workers, held in [(0, 3), (4, 17)]:
         assert num_host_batches(workers, CONFIG.PREFETCH_FACTOR) == held
         bound = bounds_of(workers=workers)["host_memory"]
@@ -107,33 +102,11 @@ def test_host_memory_is_divided_by_batches_and_processes(monkeypatch: pytest.Mon
         assert divided == max(1, int(HOST_MEMORY_FRACTION * 10**6 / 2 / (held * 1000)))
 
 
-def test_pinned_copies_count_as_the_next_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "_available_bytes", lambda num_workers: 10**6)
-    # 17 batches in 500 000 bytes leave 29 411 for each: 13 samples with 16 384 of pinned memory, not 14.
-    assert bounds_of(workers=4, device="cuda")["host_memory"] == 13
-    assert (
-        bounds_of(workers=4, device="cuda", world_size=2)["host_memory"] == 6
-    )  # 6000 + 8192 of 14 705
-
-
-@pytest.mark.parametrize("available_bytes", [0, 10**7])
-@pytest.mark.parametrize("tensor_bytes", [[1024], [100, 8], [3 * 224 * 224 * 4, 16, 0]])
-def test_the_largest_host_batch_is_the_last_that_fits(
-    available_bytes: int, tensor_bytes: list[int]
-) -> None:
-    def pinned_bytes(num_bytes: int) -> int:
-        block = 1
-        while block < num_bytes:
-            block *= 2
-        return block if num_bytes else 0
-
-    def needed_bytes(size: int) -> int:
-        return sum(size * bytes_ + pinned_bytes(size * bytes_) for bytes_ in tensor_bytes)
-
-    size = largest_host_batch(tensor_bytes, available_bytes, pinned=True)
-    assert size == 1 or needed_bytes(size) <= available_bytes
-    assert needed_bytes(size + 1) > available_bytes
-    assert size <= largest_host_batch(tensor_bytes, available_bytes, pinned=False)
+def test_a_pinned_copy_counts_as_up_to_twice_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "available_bytes", lambda num_workers: 10**6)
+    for ranks in (1, 2):
+        bound = bounds_of(workers=4, device="cuda", world_size=ranks)["host_memory"]
+        assert bound == int(HOST_MEMORY_FRACTION * 10**6 / ranks / (17 * 3000))
 
 
 def test_available_memory_is_measured_and_bounds_are_one_at_least() -> None:
