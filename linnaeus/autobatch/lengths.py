@@ -5,23 +5,37 @@ from __future__ import annotations
 import copy
 import heapq
 import logging
+import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import cycle, islice, pairwise
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain, cycle, islice, pairwise
 from numbers import Integral
 from operator import itemgetter
+from random import Random
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Subset
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import check_count
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.rng import preserved_generators
 
 STORED = ("length", "lengths")
 """Columns in which the samples' lengths are looked for."""
 PROBED = 64
 """Samples whose batches tell whether samples differ in size."""
+LOOKED_AT, LOOK_S = 2000, 30.0
+"""The most samples that are looked at where they differ, and for how long."""
+PARTS = 8
+"""Parts of the samples looked at: how their largest differ from that of all tells how far it may grow."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of each tensor in a batch."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -71,68 +85,206 @@ def longest(
     return list(islice(cycle(samples), n))
 
 
-def largest_first(
-    dataset: Any, collate: Callable[[list[Any]], Any], lengths: Sequence[Any] | None = None
-) -> torch.Tensor | None:
-    """The indices of a dataset's samples, those that make the largest batch first; shape (samples,).
+class Largest:
+    """The samples of a dataset that make its largest batches.
 
-    The collate function gets up to `PROBED` samples, spread evenly, each twice in a batch of its own. Where
-    all these batches have the same shapes, there is no order: None. Else it goes by `lengths`, or by
-    `num_values` of every sample, if a probed batch is never smaller where that is larger; or else by the
-    batch of every sample, and the samples with most values in one of its tensors come first of all. The log
-    says which. Global random number generators on the CPU are left as they were.
+    Up to `LOOKED_AT` samples, drawn evenly, are read and collated, each with a copy of itself. Where the
+    first `PROBED` of these batches have the same shapes, any samples will do. Else the samples with the most
+    in each dimension of each tensor come first, then the others by their values. Stored `lengths` decide
+    instead if a probed batch is never smaller where they are larger. The log says which. Global random number
+    generators on the CPU are left as they were.
 
     >>> texts = ["a", "abcd", "ab"]
-    >>> largest_first(texts, lambda samples: torch.zeros(len(samples), max(map(len, samples)))).tolist()
-    [1, 2, 0]
-    >>> largest_first(texts, lambda samples: torch.zeros(len(samples), 8))
+    >>> Largest(texts, lambda samples: torch.zeros(len(samples), max(map(len, samples)))).indices(4)
+    [1, 2, 0, 1]
 
     Args:
         dataset: samples by index.
-        collate: makes a batch of samples, with tensors or arrays.
+        collate: makes a batch of samples.
         lengths: one number for each sample, which may be about something else.
+        remedy: what to do where the largest batch cannot be known, for the messages.
+        seconds: after so many no further sample is looked at.
+        **loading: arguments of the `DataLoader` that reads the samples, such as `num_workers`.
+
+    Attributes:
+        are_alike: whether all samples make the same shapes.
+        margin: how many times as large the largest batch of all samples may be, compared with that of the
+            samples looked at. It is estimated from how the largest grows with their number.
+        seconds: how long the look took.
 
     Raises:
+        AutoBatchError: no tensors are found in a batch, or equal batches differ in size.
         ValueError: the dataset is empty.
     """
-    num_samples = len(dataset)
-    if not num_samples:
-        raise ValueError("dataset is empty; it must have a sample")
-    with preserved_generators():
-        probed = sorted({place * num_samples // PROBED for place in range(PROBED)})
-        samples = [dataset[index] for index in probed]
-        values = [num_values(sample) for sample in samples]
-        shapes = [_batch_values(collate, sample) for sample in samples]
-        if len(set(shapes)) == 1:
-            return None
-        text = "samples differ in size: trials use the largest of %d, by %s"
-        if lengths is not None and _follow([_integer(lengths[index]) for index in probed], shapes):
-            logger.info(text, num_samples, "the lengths that are stored")
-            return _descending(lengths)
-        if _follow(values, shapes):
-            logger.info(text, num_samples, "the values of each, for which all are read")
-            return _descending(num_values(dataset[index]) for index in range(num_samples))
-        logger.info(text, num_samples, "the batch of each, for which all are read")
-        sizes = [_batch_values(collate, dataset[index]) for index in range(num_samples)]
-        # Of batches that differ in their number of tensors, those that all have are compared.
-        worst = [
-            max(range(num_samples), key=each.__getitem__) for each in zip(*sizes, strict=False)
-        ]
-        return torch.tensor(list(dict.fromkeys([*worst, *_descending(map(sum, sizes)).tolist()])))
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        lengths: Sequence[Any] | None = None,
+        *,
+        remedy: str = "make the largest batch by hand",
+        seconds: float = LOOK_S,
+        **loading: Any,
+    ) -> None:
+        if not len(dataset):
+            raise ValueError("dataset is empty; it must have a sample")
+        started = time.monotonic()
+        self.margin = self._share = 1.0
+        self._num_needed = 1
+        with preserved_generators():
+            indices, shapes = _look(dataset, collate, lengths, seconds, remedy, loading)
+            self.are_alike = len(set(shapes)) == 1
+            text = "samples differ in size: trials use the largest of %d, by %s"
+            if self.are_alike:
+                self._order = sorted(indices)
+            elif lengths is not None and _follow(lengths, indices, shapes):
+                logger.info(text, len(dataset), "the lengths that are stored")
+                self._order = _descending(lengths).tolist()
+            else:
+                self._order_by_shapes(indices, shapes, len(dataset))
+                logger.info(text, len(dataset), f"the batches of {len(shapes)} of them")
+                for index in self._order[:3]:
+                    (again,) = _look(dataset, collate, None, 0.0, remedy, {}, [index])[1]
+                    if _num_values(again) < 0.9 * _num_values(shapes[indices.index(index)]):
+                        raise _refusal("sample", remedy)
+        self.seconds = time.monotonic() - started
+
+    def indices(self, size: int) -> list[int]:
+        """The samples of a batch of so many; where few were looked at or there are few, they repeat.
+
+        Of a share of all samples, the share of the size is as large as the size is of all.
+        """
+        count = max(math.ceil(size * self._share), self._num_needed)
+        return list(islice(cycle(self._order[: min(count, size)]), size))
+
+    def _order_by_shapes(self, indices: list[int], shapes: list[Shapes], num_samples: int) -> None:
+        if len({tuple(map(len, shape)) for shape in shapes}) > 1:  # different tensors
+            shapes = [((_num_values(shape),),) for shape in shapes]
+        most = max(map(len, shapes[0]))
+        rows = torch.tensor(
+            [[dims + (1,) * (most - len(dims)) for dims in shape] for shape in shapes]
+        )
+        rows = rows[torch.tensor(indices).argsort()].double().clamp(min=1)
+        largest, held = rows.amax(0), torch.zeros(())
+        first: list[int] = []
+        while not first or not torch.equal(held, largest):
+            grown = torch.maximum(rows, held)
+            first.append(int(_descending(grown.prod(-1).sum(-1))[0]))
+            held = grown[first[-1]]
+        order = dict.fromkeys([*first, *_descending(rows.prod(-1).sum(-1)).tolist()])
+        self._order, self._num_needed = [sorted(indices)[place] for place in order], len(first)
+        if len(shapes) < num_samples:
+            self._share = len(shapes) / num_samples
+            parts = torch.stack([rows[part::PARTS].amax(0) for part in range(PARTS)])
+            growth = 1 - float(parts.prod(-1).sum(-1).mean() / largest.prod(-1).sum())
+            self.margin += growth * math.log(1 / self._share, PARTS)
 
 
-def _batch_values(collate: Callable[[list[Any]], Any], sample: Any) -> tuple[int, ...]:
-    """Values of each tensor and array in a batch of a sample and its copy; else the number of all leaves."""
-    leaves = list(nest.leaves(collate([copy.copy(sample), copy.copy(sample)])))
-    found = [
-        num_values(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) or nest.is_array(leaf)
-    ]
-    return tuple(found) or (len(leaves),)
+def _look(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    lengths: Sequence[Any] | None,
+    seconds: float,
+    remedy: str,
+    loading: Mapping[str, Any],
+    indices: list[int] | None = None,
+) -> tuple[list[int], list[Shapes]]:
+    """Measure samples until it is known whether they differ and how; their indices, and shapes."""
+    if indices is None:
+        indices = Random(0).sample(range(len(dataset)), min(len(dataset), LOOKED_AT))
+    deadline = time.monotonic() + seconds
+    shapes: list[Shapes] = []
+    read = DataLoader(
+        Subset(dataset, indices), batch_size=None, collate_fn=_Measure(collate), **loading
+    )
+    for one, other in read:
+        if not one:
+            raise AutoBatchError(
+                f"AutoBatch: no tensor is found in a batch of the dataset {type(dataset).__name__}, so the "
+                f"largest batch is not known; {remedy}"
+            )
+        if one != other:
+            raise _refusal("batch", remedy)
+        shapes.append(one)
+        count = len(shapes)
+        if count == PROBED < len(indices):
+            if len(set(shapes)) == 1 or (lengths is not None and _follow(lengths, indices, shapes)):
+                break
+            logger.info(
+                "samples differ in size: looking at %d of %d, for %.3g s at most. A column `length` or "
+                "samples of your own (`longest`) save this",
+                len(indices),
+                len(dataset),
+                seconds,
+            )
+        if count >= PARTS and time.monotonic() > deadline:
+            break
+        if count % 500 == 0:
+            logger.info("looked at %d of %d samples", count, len(indices))
+    return indices[: len(shapes)], shapes
 
 
-def _follow(lengths: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether no batch has fewer values in a tensor than one of a shorter sample; equal ones are the same."""
-    pairs = sorted(zip(lengths, shapes, strict=True))
+def _refusal(what: str, remedy: str) -> AutoBatchError:
+    return AutoBatchError(
+        f"AutoBatch: a {what} made twice has two sizes: its size is drawn at random, and the largest is not "
+        f"known; {remedy}"
+    )
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Collates a sample with a copy of itself, twice; the shapes of both batches."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, sample: Any) -> tuple[Shapes, Shapes]:
+        batches = (self.collate([copied(sample), copied(sample)]) for _ in range(2))
+        one, other = (tuple(map(_shape, leaves(batch))) for batch in batches)
+        return one, other
+
+
+def copied(sample: Any) -> Any:
+    """A shallow copy, out of which a collate function may take items; an array itself: its copy has data."""
+    return sample if nest.is_array(sample) else copy.copy(sample)
+
+
+def leaves(value: Any, depth: int = 4) -> Iterator[Any]:
+    """The tensors and arrays in a batch or in its objects; outside of objects, texts and lists of numbers."""
+    if isinstance(value, torch.Tensor | str | bytes) or nest.is_array(value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        if isinstance(value, list) and value and isinstance(value[0], int | float):
+            yield value
+        else:
+            for part in value.values() if isinstance(value, Mapping) else value:
+                yield from leaves(part, depth)
+    elif depth and not isinstance(value, type | ModuleType | torch.nn.Module):
+        content = list(getattr(value, "__dict__", {}).values())
+        if is_dataclass(value):  # also with slots
+            content = [getattr(value, field.name) for field in fields(value)]
+        found = [each for each in leaves(content, depth - 1) if hasattr(each, "shape")]
+        if not found and hasattr(value, "to_dict"):
+            found = list(leaves(value.to_dict(), 0))
+        yield from found
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return (leaf.values().numel(),)
+    return tuple(leaf.shape) if hasattr(leaf, "shape") else (len(leaf),)
+
+
+def _num_values(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _follow(lengths: Sequence[Any], indices: Sequence[int], shapes: Sequence[Shapes]) -> bool:
+    """Whether no batch is smaller in a dimension than one of a shorter sample; equal ones are the same."""
+    pairs = sorted(
+        (_integer(lengths[index]), tuple(chain.from_iterable(shape)))
+        for index, shape in zip(indices, shapes, strict=False)
+    )
     return all(
         a == b if short == long else len(a) == len(b) and all(map(operator.le, a, b))
         for (short, a), (long, b) in pairwise(pairs)
@@ -141,9 +293,8 @@ def _follow(lengths: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> bool:
 
 def _descending(lengths: Iterable[Any]) -> torch.Tensor:
     """The indices of these lengths, the largest first; of equal ones, in their order."""
-    return torch.tensor([_integer(number) for number in lengths]).argsort(
-        descending=True, stable=True
-    )
+    numbers = lengths if isinstance(lengths, torch.Tensor) else list(map(_integer, lengths))
+    return torch.as_tensor(numbers).argsort(descending=True, stable=True)
 
 
 def num_values(sample: Any) -> int:
@@ -191,9 +342,9 @@ def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> S
             )
             raise ValueError(f"length must be {needed}")
         return length
-    if isinstance(dataset, torch.utils.data.Subset):
+    if isinstance(dataset, Subset):
         inner = stored_lengths(dataset.dataset)
-        return None if inner is None else [list(inner)[index] for index in dataset.indices]
+        return None if inner is None else list(map(list(inner).__getitem__, dataset.indices))
     if not isinstance(columns, list) or not hasattr(dataset, "__len__"):
         return None
     return next((dataset[name] for name in STORED if name in columns), None)
