@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from linnaeus.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, longest, predict_memory
+    from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, predict_memory
     from linnaeus.inference.trained import load_run
+    from linnaeus.integrations.samples import longest
 
 __all__ = ["AutoBatchResult", "auto_find_batch_size", "load_run", "longest", "predict_memory"]
 

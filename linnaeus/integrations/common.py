@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.lengths import LOOK_S, Largest, leaves, stored_lengths
 from linnaeus.autobatch.memory.loader import largest_host_batch
 from linnaeus.autobatch.observer import check_observer
 from linnaeus.autobatch.ranks.control import ControlPlane
@@ -25,6 +24,7 @@ from linnaeus.autobatch.ranks.group import of_main
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
+from linnaeus.integrations.samples import LOOK_S, Largest, leaves, stored_lengths
 
 SET_BY_TRAINER = frozenset(
     {"step", "make_batch", "state", "mode", "device", "bounds", "start", "group"}

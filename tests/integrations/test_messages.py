@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 from transformers import Trainer
 
-from linnaeus.autobatch.lengths import Largest
 from linnaeus.autobatch.split import Split
 from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.integrations.common import (
@@ -30,6 +29,7 @@ from linnaeus.integrations.common import (
     warn_of_many_steps,
 )
 from linnaeus.integrations.lightning import AutoBatch
+from linnaeus.integrations.samples import Largest
 from linnaeus.integrations.transformers import autobatch
 from tests.helpers.messages import Golden, raised
 from tests.integrations.hugging import Text, collate, trainer

@@ -18,8 +18,8 @@ import datasets
 from transformers import Trainer, TrainerCallback
 
 from linnaeus.errors import AutoBatchError
-from linnaeus.integrations import transformers_data, transformers_trial
-from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
+from linnaeus.integrations.transformers import autobatch, size_in_checkpoint, trial
+from linnaeus.integrations.transformers.data import trial_data
 from tests.helpers.bits import bits, differences
 from tests.helpers.forks import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for, room
@@ -111,9 +111,7 @@ def test_modules_and_optimizers_of_the_trainer_are_put_back(
 ) -> None:
     if not is_found:
         nothing = torch.nn.ModuleList()
-        monkeypatch.setattr(
-            transformers_trial, "held_by", lambda made: (nothing, [made.judge_optimizer])
-        )
+        monkeypatch.setattr(trial, "held_by", lambda made: (nothing, [made.judge_optimizer]))
     found, other = (trainer(WithJudge, per_device_train_batch_size=4) for _ in range(2))
     autobatch(found, **FOUR).train()
     other.train()
@@ -222,8 +220,8 @@ def test_training_takes_no_more_memory_than_a_trial_of_its_size() -> None:
             if not is_trial:
                 made.train()
             else:
-                with transformers_trial.Rehearsal(made) as rehearsal:
-                    data = transformers_data.trial_data(made, "train", None, {})
+                with trial.Rehearsal(made) as rehearsal:
+                    data = trial_data(made, "train", None, {})
                     make = rehearsal.batch_maker(data.up_to(16), data.collate, lambda _: 4)
                     for _ in range(2):
                         rehearsal.train(make(16))
@@ -333,7 +331,7 @@ def test_stored_lengths_are_used_where_they_tell_the_size() -> None:
     for lengths in (range(20), map(len, rows)):
         table = datasets.Dataset.from_dict({"input_ids": rows, "length": list(lengths)})
         made.train_dataset = table
-        data = transformers_data.trial_data(made, "train", None, {})
+        data = trial_data(made, "train", None, {})
         assert data.up_to(1)(1) == [{"input_ids": own}]
 
 

@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.transformers import autobatch, check_supported
-from linnaeus.integrations.transformers_data import trial_data
+from linnaeus.integrations.transformers.data import trial_data
 from tests.helpers.bits import differences
 from tests.helpers.ledger import room
 from tests.integrations.hugging import Calls, outcome, trainer, trl_trainer

@@ -17,9 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.lengths import PROBED, Largest, copied
 from linnaeus.autobatch.rng import restore_of_generator
 from linnaeus.integrations.common import look_for_largest
+from linnaeus.integrations.samples import PROBED, Largest, copied
 
 PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""

@@ -30,8 +30,8 @@ from linnaeus.integrations.common import (
     warn_of_growth,
     warn_of_many_steps,
 )
-from linnaeus.integrations.transformers_data import trial_data
-from linnaeus.integrations.transformers_trial import Rehearsal
+from linnaeus.integrations.transformers.data import trial_data
+from linnaeus.integrations.transformers.trial import Rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
 

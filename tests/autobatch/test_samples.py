@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from linnaeus.autobatch import longest
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.lengths import LOOKED_AT, PROBED, Largest, copied, stored_lengths
 from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.integrations.samples import LOOKED_AT, PROBED, Largest, copied, stored_lengths
 
 
 class Rows(Dataset[dict[str, Any]]):

@@ -21,7 +21,7 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.snapshot import Contents, Snapshot
 from linnaeus.integrations.common import WholeLoop
-from linnaeus.integrations.lightning_loaders import Loaders, library, restores_of_data
+from linnaeus.integrations.lightning.loaders import Loaders, library, restores_of_data
 
 logger = logging.getLogger("linnaeus.autobatch")
 

@@ -32,8 +32,8 @@ from linnaeus.integrations.common import (
     warn_of_growth,
     warn_of_many_steps,
 )
-from linnaeus.integrations.lightning_loaders import Loaders, Mode, holders, library
-from linnaeus.integrations.lightning_steps import (
+from linnaeus.integrations.lightning.loaders import Loaders, Mode, holders, library
+from linnaeus.integrations.lightning.steps import (
     ValidationStep,
     rehearsal,
     train_step,

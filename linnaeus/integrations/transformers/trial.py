@@ -18,12 +18,12 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.autobatch.lengths import copied
 from linnaeus.autobatch.optimizers import UnlistedOptimizerError
 from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.autobatch.snapshot import Contents
 from linnaeus.integrations.common import WholeLoop
+from linnaeus.integrations.samples import copied
 
 _PROCESS_STATES: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
 

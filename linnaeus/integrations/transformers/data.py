@@ -10,9 +10,9 @@ from torch.utils.data import ConcatDataset
 
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.lengths import Largest, stored_lengths
 from linnaeus.autobatch.result import Mode
 from linnaeus.integrations.common import look_for_largest
+from linnaeus.integrations.samples import Largest, stored_lengths
 
 _REMEDY = "set the batch size by hand, or search with a data_collator that makes the largest batch"
 
