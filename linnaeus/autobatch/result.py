@@ -57,7 +57,8 @@ class AutoBatchResult:
         within: upper bound of (largest size that may fit - size) / size, for the largest size that ran within
             the budget; 0.0 if certified.
         limited_by: why the size is not larger: `memory`, `max_batch_size`, `dataset`, `effective_batch`,
-            `host_memory`, `checkpoint` (a resumed run tries no more), `max_trials` or `timeout`;
+            `host_memory`, `checkpoint` (a resumed run tries no more), `unread_samples` (those may be larger
+            than the samples of trials), `max_trials` or `timeout`;
             `throughput` for a size below the largest that fits.
         target_memory_fraction: fraction of the device's memory that may be in use.
         budget_bytes: what this process may hold on the device.

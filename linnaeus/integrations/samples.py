@@ -79,7 +79,7 @@ def longest(
             measured = ((_integer(measure(sample)), sample) for sample in rows)
             samples = [sample for _, sample in heapq.nlargest(n, measured, key=itemgetter(0))]
         else:
-            samples = [dataset[index] for index in _descending(lengths)[:n].tolist()]
+            samples = [dataset[index] for index in _descending(lengths)[:n]]
     if not samples:
         raise ValueError("dataset is empty; it must have a sample")
     return list(islice(cycle(samples), n))
@@ -131,23 +131,46 @@ class Largest:
             raise ValueError("dataset is empty; it must have a sample")
         started = time.monotonic()
         self.margin = self._share = 1.0
-        self._num_needed = 1
+        self._num_needed, self._remedy = 1, remedy
         with preserved_generators():
-            indices, shapes = _look(dataset, collate, lengths, seconds, remedy, loading)
+            indices = Random(0).sample(range(len(dataset)), min(len(dataset), LOOKED_AT))
+            measure = _Measure(collate)
+            read = DataLoader(
+                Subset(dataset, indices), batch_size=None, collate_fn=measure, **loading
+            )
+            shapes: list[Shapes] = []
+            for measured in read:
+                shapes.append(self._checked(measured))
+                count = len(shapes)
+                if count == PROBED < len(indices):
+                    if len(set(shapes)) == 1 or _follow(lengths, indices, shapes):
+                        break
+                    logger.info(
+                        "samples differ in size: looking at %d of %d, for %.3g s at most. A column `length` "
+                        "or samples of your own (`longest`) save this",
+                        len(indices),
+                        len(dataset),
+                        seconds,
+                    )
+                if count >= PARTS and time.monotonic() > started + seconds:
+                    break
+                if count % 500 == 0:
+                    logger.info("looked at %d of %d samples", count, len(indices))
+            del indices[len(shapes) :]
             self.are_alike = len(set(shapes)) == 1
             text = "samples differ in size: trials use the largest of %d, by %s"
             if self.are_alike:
                 self._order = sorted(indices)
             elif lengths is not None and _follow(lengths, indices, shapes):
                 logger.info(text, len(dataset), "the lengths that are stored")
-                self._order = _descending(lengths).tolist()
+                self._order = _descending(lengths)
             else:
                 self._order_by_shapes(indices, shapes, len(dataset))
                 logger.info(text, len(dataset), f"the batches of {len(shapes)} of them")
                 for index in self._order[:3]:
-                    (again,) = _look(dataset, collate, None, 0.0, remedy, {}, [index])[1]
+                    again = self._checked(measure(dataset[index]))
                     if _num_values(again) < 0.9 * _num_values(shapes[indices.index(index)]):
-                        raise _refusal("sample", remedy)
+                        raise self._refusal("a sample made twice has two sizes")
         self.seconds = time.monotonic() - started
 
     def indices(self, size: int) -> list[int]:
@@ -166,70 +189,29 @@ class Largest:
             [[dims + (1,) * (most - len(dims)) for dims in shape] for shape in shapes]
         )
         rows = rows[torch.tensor(indices).argsort()].double().clamp(min=1)
-        largest, held = rows.amax(0), torch.zeros(())
-        first: list[int] = []
-        while not first or not torch.equal(held, largest):
+        largest, held, first = rows.amax(0), torch.zeros(()), list[int]()
+        while not torch.equal(held, largest):
             grown = torch.maximum(rows, held)
-            first.append(int(_descending(grown.prod(-1).sum(-1))[0]))
+            first.append(_descending(_products(grown))[0])
             held = grown[first[-1]]
-        order = dict.fromkeys([*first, *_descending(rows.prod(-1).sum(-1)).tolist()])
+        order = dict.fromkeys([*first, *_descending(_products(rows))])
         self._order, self._num_needed = [sorted(indices)[place] for place in order], len(first)
         if len(shapes) < num_samples:
             self._share = len(shapes) / num_samples
             parts = torch.stack([rows[part::PARTS].amax(0) for part in range(PARTS)])
-            growth = 1 - float(parts.prod(-1).sum(-1).mean() / largest.prod(-1).sum())
+            growth = 1 - float(_products(parts).mean() / _products(largest))
             self.margin += growth * math.log(1 / self._share, PARTS)
 
-
-def _look(
-    dataset: Any,
-    collate: Callable[[list[Any]], Any],
-    lengths: Sequence[Any] | None,
-    seconds: float,
-    remedy: str,
-    loading: Mapping[str, Any],
-    indices: list[int] | None = None,
-) -> tuple[list[int], list[Shapes]]:
-    """Measure samples until it is known whether they differ and how; their indices, and shapes."""
-    if indices is None:
-        indices = Random(0).sample(range(len(dataset)), min(len(dataset), LOOKED_AT))
-    deadline = time.monotonic() + seconds
-    shapes: list[Shapes] = []
-    read = DataLoader(
-        Subset(dataset, indices), batch_size=None, collate_fn=_Measure(collate), **loading
-    )
-    for one, other in read:
+    def _checked(self, measured: tuple[Shapes, Shapes]) -> Shapes:
+        one, other = measured
         if not one:
-            raise AutoBatchError(
-                f"AutoBatch: no tensor is found in a batch of the dataset {type(dataset).__name__}, so the "
-                f"largest batch is not known; {remedy}"
-            )
+            raise self._refusal("no tensor is found in a batch")
         if one != other:
-            raise _refusal("batch", remedy)
-        shapes.append(one)
-        count = len(shapes)
-        if count == PROBED < len(indices):
-            if len(set(shapes)) == 1 or (lengths is not None and _follow(lengths, indices, shapes)):
-                break
-            logger.info(
-                "samples differ in size: looking at %d of %d, for %.3g s at most. A column `length` or "
-                "samples of your own (`longest`) save this",
-                len(indices),
-                len(dataset),
-                seconds,
-            )
-        if count >= PARTS and time.monotonic() > deadline:
-            break
-        if count % 500 == 0:
-            logger.info("looked at %d of %d samples", count, len(indices))
-    return indices[: len(shapes)], shapes
+            raise self._refusal("a batch made twice has two sizes")
+        return one
 
-
-def _refusal(what: str, remedy: str) -> AutoBatchError:
-    return AutoBatchError(
-        f"AutoBatch: a {what} made twice has two sizes: its size is drawn at random, and the largest is not "
-        f"known; {remedy}"
-    )
+    def _refusal(self, why: str) -> AutoBatchError:
+        return AutoBatchError(f"AutoBatch: {why}, so the largest is not known; {self._remedy}")
 
 
 @dataclass(frozen=True)
@@ -239,9 +221,16 @@ class _Measure:
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, sample: Any) -> tuple[Shapes, Shapes]:
-        batches = (self.collate([copied(sample), copied(sample)]) for _ in range(2))
-        one, other = (tuple(map(_shape, leaves(batch))) for batch in batches)
+        one, other = (
+            tuple(map(_shape, leaves(self.collate([copied(sample), copied(sample)]))))
+            for _ in range(2)
+        )
         return one, other
+
+
+def _products(rows: torch.Tensor) -> torch.Tensor:
+    """The values of all tensors together."""
+    return rows.prod(-1).sum(-1)
 
 
 def copied(sample: Any) -> Any:
@@ -254,7 +243,11 @@ def leaves(value: Any, depth: int = 4) -> Iterator[Any]:
     if isinstance(value, torch.Tensor | str | bytes) or nest.is_array(value):
         yield value
     elif isinstance(value, Mapping | list | tuple):
-        if isinstance(value, list) and value and isinstance(value[0], int | float):
+        if (
+            value
+            and not isinstance(value, Mapping)
+            and all(isinstance(part, int | float) for part in value)
+        ):
             yield value
         else:
             for part in value.values() if isinstance(value, Mapping) else value:
@@ -275,12 +268,16 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape) if hasattr(leaf, "shape") else (len(leaf),)
 
 
-def _num_values(shapes: Shapes) -> int:
+def _num_values(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes))
 
 
-def _follow(lengths: Sequence[Any], indices: Sequence[int], shapes: Sequence[Shapes]) -> bool:
+def _follow(
+    lengths: Sequence[Any] | None, indices: Sequence[int], shapes: Sequence[Shapes]
+) -> bool:
     """Whether no batch is smaller in a dimension than one of a shorter sample; equal ones are the same."""
+    if lengths is None:
+        return False
     pairs = sorted(
         (_integer(lengths[index]), tuple(chain.from_iterable(shape)))
         for index, shape in zip(indices, shapes, strict=False)
@@ -291,35 +288,21 @@ def _follow(lengths: Sequence[Any], indices: Sequence[int], shapes: Sequence[Sha
     )
 
 
-def _descending(lengths: Iterable[Any]) -> torch.Tensor:
+def _descending(lengths: Iterable[Any]) -> list[int]:
     """The indices of these lengths, the largest first; of equal ones, in their order."""
     numbers = lengths if isinstance(lengths, torch.Tensor) else list(map(_integer, lengths))
-    return torch.as_tensor(numbers).argsort(descending=True, stable=True)
+    return torch.as_tensor(numbers).argsort(descending=True, stable=True).tolist()
 
 
 def num_values(sample: Any) -> int:
     """The length of a sample: of `input_ids` in a dictionary, of a text, or else the values that it holds.
 
-    >>> num_values({"input_ids": [1, 2, 3], "labels": [0] * 9}), num_values({"a": 5, "b": [1, 2]})
+    >>> num_values({"input_ids": [1, 2, 3], "labels": [0] * 9}), num_values({"a": "5", "b": [1, 2]})
     (3, 3)
     """
-    if isinstance(sample, Mapping):
-        return sum(
-            map(num_values, [sample["input_ids"]] if "input_ids" in sample else sample.values())
-        )
-    if isinstance(sample, str | bytes):
-        return len(sample)
-    if isinstance(sample, torch.Tensor):
-        return sample.numel()
-    if nest.is_array(sample):
-        return int(sample.size)
-    if isinstance(sample, list | tuple):
-        return (
-            len(sample)
-            if sample and isinstance(sample[0], int | float)
-            else sum(map(num_values, sample))
-        )
-    return 1
+    if isinstance(sample, Mapping) and "input_ids" in sample:
+        sample = sample["input_ids"]
+    return _num_values(map(_shape, leaves(sample)))
 
 
 def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> Sequence[Any] | None:

@@ -228,8 +228,8 @@ def test_a_batch_without_a_tensor_and_one_of_random_size_are_refused() -> None:
 
     refused = {
         "no tensor": (rows, lambda samples: Opaque()),
-        "batch": (rows, lambda samples: torch.zeros(len(samples), next(sizes))),
-        "sample": (Drawing([1] * 100), padded),
+        "a batch": (rows, lambda samples: torch.zeros(len(samples), next(sizes))),
+        "a sample": (Drawing([1] * 100), padded),
     }
     for text, (dataset, collate) in refused.items():
         with pytest.raises(AutoBatchError, match=f"{text}.*; ask"):

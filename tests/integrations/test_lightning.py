@@ -234,6 +234,21 @@ def test_trials_run_the_longest_samples_and_the_log_says_so(
     assert "differ in size" in caplog.text
 
 
+class Tailed(Texts):
+    """Most of its texts are not looked at, and the longest are few."""
+
+    lengths = [int(1 / (1e-3 + index * 7919 % 9000 / 9000)) for index in range(9000)]  # noqa: RUF012
+
+
+def test_a_size_is_reduced_where_samples_that_nobody_read_may_be_larger() -> None:
+    callback, module = small(val=False), Tailed()
+    fit(module, callbacks=[callback], max_epochs=1, limit_train_batches=1)
+    result = callback.results["train"]
+    assert result.limited_by == "unread_samples"
+    assert 8 < module.batch_size == result.batch_size < LARGE
+    assert result.batch_size in {trial.size for trial in result.trials}
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

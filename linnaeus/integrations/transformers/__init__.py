@@ -30,6 +30,7 @@ from linnaeus.integrations.common import (
     warn_of_growth,
     warn_of_many_steps,
 )
+from linnaeus.integrations.samples import copied
 from linnaeus.integrations.transformers.data import trial_data
 from linnaeus.integrations.transformers.trial import Rehearsal
 
@@ -233,7 +234,9 @@ class _Search:
                 args.dataloader_prefetch_factor,
                 args.dataloader_pin_memory,
             )
-            bounds |= host_bound(control, data.collate(samples(2)), loading, args.device)
+            bounds |= host_bound(
+                control, data.collate(list(map(copied, samples(2)))), loading, args.device
+            )
 
             def num_batches(size: int) -> int:
                 if "effective_batch" in bounds:
