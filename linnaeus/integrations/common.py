@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.finder import smallest_size
 from linnaeus.autobatch.memory.loader import largest_host_batch
 from linnaeus.autobatch.observer import check_observer
 from linnaeus.autobatch.ranks.control import ControlPlane
@@ -111,7 +112,8 @@ def find_size(
     rest = max(settings.timeout_minutes - spent_s / 60, settings.timeout_minutes / 2)
     options = {**options, **asdict(replace(settings, timeout_minutes=rest)), **arguments}
     result = auto_find_batch_size(step, make_batch, **options, bounds=bounds)
-    size = max(int(result.batch_size / margin), options["min_batch_size"])
+    smallest = (options["state"], result.mode, options["min_batch_size"], result.batch_size)
+    size = max(int(result.batch_size / margin), smallest_size(*smallest))
     if size < result.batch_size:
         logger.warning(
             "warning: the largest batch of all samples is estimated at %.2f times that of those looked at: "
@@ -218,13 +220,13 @@ def tensor_bytes(device: torch.device) -> int:
     """Bytes of the tensors on a device that have come since the search began."""
     gc.collect()
     # The search freezes what was there before it.
-    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    sizes = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+    storages = (
+        each.untyped_storage()
         for each in tensors
         if each.device.type == device.type and each.layout is torch.strided
-    }
-    return sum(sizes.values())
+    )
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def warn_of_growth(before: int, after: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
+import numpy as np
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,6 +35,7 @@ from tests.integrations.lightning_runs import (
     InHyperparameters,
     Large,
     Net,
+    Stream,
     data,
     fit,
     loader,
@@ -232,6 +234,22 @@ def test_trials_run_the_longest_samples_and_the_log_says_so(
     fit(module, callbacks=[small(val=False)], max_epochs=1, limit_train_batches=1)
     assert (LARGE, 60) in module.seen
     assert "differ in size" in caplog.text
+
+
+def test_memory_maps_of_a_stream_are_not_copied(tmp_path: Path) -> None:
+    class Mapped(Stream):
+        def __init__(self) -> None:
+            super().__init__()
+            self.images = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(8,))
+
+        def __iter__(self) -> Any:
+            assert self.images is images
+            return super().__iter__()
+
+    stream = Mapped()
+    images, callback = stream.images, small()
+    fit(Bare(), DataLoader(stream, 4), callbacks=[callback], max_steps=2)
+    assert callback.batch_size == LARGE
 
 
 class Tailed(Texts):

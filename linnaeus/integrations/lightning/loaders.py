@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.rng import restore_of_generator
 from linnaeus.integrations.common import look_for_largest
@@ -105,12 +106,14 @@ class SizedLoader:
             if not hasattr(dataset, "__len__"):
                 raise self._refusal("has no length")
             return dataset
+        held = getattr(dataset, "__dict__", {}).values()
+        mapped = {id(each): each for each in held if nest.is_array(each) and nest.is_mapped(each)}
         try:  # a copy, so that training still gets what trials read
             with contextlib.suppress(
                 RuntimeError
             ):  # one of Hugging Face fills a cache that it iterates over
-                copy.deepcopy(dataset)
-            stream = copy.deepcopy(dataset)
+                copy.deepcopy(dataset, {**mapped})
+            stream = copy.deepcopy(dataset, {**mapped})
         except Exception as error:
             raise self._refusal(f"cannot be copied ({error})") from None
         return list(islice(stream, PROBED))
