@@ -131,7 +131,7 @@ class Largest:
             raise ValueError("dataset is empty; it must have a sample")
         started = time.monotonic()
         self.margin = self._share = 1.0
-        self._num_needed, self._remedy = 1, remedy
+        self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
         with preserved_generators():
             indices = Random(0).sample(range(len(dataset)), min(len(dataset), LOOKED_AT))
             measure = _Measure(collate)
@@ -211,7 +211,9 @@ class Largest:
         return one
 
     def _refusal(self, why: str) -> AutoBatchError:
-        return AutoBatchError(f"AutoBatch: {why}, so the largest is not known; {self._remedy}")
+        return AutoBatchError(
+            f"AutoBatch: dataset {self._name}: {why}, so the largest is not known; {self._remedy}"
+        )
 
 
 @dataclass(frozen=True)
