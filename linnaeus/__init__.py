@@ -13,10 +13,10 @@ if TYPE_CHECKING:
         AutoBatchError,
         AutoBatchResult,
         auto_find_batch_size,
-        longest,
         predict_memory,
     )
     from linnaeus.inference.trained import load_run
+    from linnaeus.integrations.samples import longest
 
 __all__ = [
     "AutoBatchError",

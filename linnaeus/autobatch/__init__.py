@@ -1,5 +1,6 @@
 """AutoBatch: the largest memory-safe batch size, found before training."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from linnaeus.autobatch.errors import AutoBatchError
@@ -7,7 +8,6 @@ from linnaeus.autobatch.result import AutoBatchResult
 
 if TYPE_CHECKING:
     from linnaeus.autobatch.api import auto_find_batch_size, predict_memory
-    from linnaeus.autobatch.lengths import longest
 
 __all__ = ["AutoBatchError", "AutoBatchResult", "auto_find_batch_size", "longest", "predict_memory"]
 
@@ -16,6 +16,6 @@ def __getattr__(name: str) -> Any:
     """Import the functions, and torch with them, on first use: the pure search needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from linnaeus.autobatch import api, lengths
-
-    return getattr(lengths if name == "longest" else api, name)
+    # `longest` had this path before it moved out of the library, which imports no integration.
+    home = "integrations.samples" if name == "longest" else "autobatch.api"
+    return getattr(import_module(f"linnaeus.{home}"), name)

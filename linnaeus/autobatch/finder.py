@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +58,8 @@ FULL_FRACTION = 0.97
 """Above this fraction of the device, or of a limit, a search warns that its budget leaves no room."""
 CONFIRMATION_GRACE_S = 30.0
 """Time beyond the deadline of a search in which the size found is confirmed, or others below it tried."""
+NOTABLE_FALL = 0.02
+"""Fraction by which the peak of a larger size has to be smaller for peaks to be called random."""
 NOTABLE_GROWTH = 0.01
 """Fraction of the device by which the budget has to shrink during a search to be logged; and fraction of the
 budget by which what the process holds has to grow for a warning."""
@@ -222,6 +226,12 @@ class BatchSizeFinder:
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, fraction, tolerance, deadline)
+        if self._peaks_fall():
+            logger.warning(
+                "warning: a batch size needed less memory than a smaller one, so what a step needs varies at "
+                "random: the size found has run three times, and is not certified"
+            )
+            found = replace(found, certified=False)
         if self._has_grown():  # no part of `state` holds it
             logger.warning(
                 "warning: the process holds %.3g MiB more than when the search began, although each trial is "
@@ -252,6 +262,8 @@ class BatchSizeFinder:
             else:
                 found = self._without_further_trials()
         while found.size is not None:
+            if self._peaks_fall():
+                self._run_twice_more(found.size, deadline)
             newest = self._known[found.size]
             if newest.fits(self.budget_bytes):
                 break
@@ -270,6 +282,24 @@ class BatchSizeFinder:
                 found = self._without_further_trials()
             self._read_budget_again(fraction)
         return found
+
+    def _peaks_fall(self) -> bool:
+        """Whether a size has needed notably less than a smaller one."""
+        measured = sorted(
+            (each.size, each.peak_bytes) for each in self._known.values() if each.peak_bytes
+        )
+        peaks = [peak_bytes for _, peak_bytes in measured]
+        largest = itertools.accumulate(peaks, max)
+        return any(
+            peak < (1 - NOTABLE_FALL) * most for peak, most in zip(peaks, largest, strict=True)
+        )
+
+    def _run_twice_more(self, size: int, deadline: float) -> None:
+        """Let the largest peak of three runs count: with other random numbers, a step needs more."""
+        runs = [self._known[size]]
+        while len(runs) < 3 and time.monotonic() < deadline:
+            runs.append(self._one_trial(size, "confirmation"))
+        self._known[size] = max(runs, key=lambda run: run.peak_bytes or math.inf)
 
     def _without_further_trials(self) -> SearchResult:
         """The largest size that fits according to its newest trial, with what has come to be held since."""

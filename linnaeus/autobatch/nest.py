@@ -47,6 +47,13 @@ def is_array(value: Any) -> bool:
     return np is not None and isinstance(value, np.ndarray)
 
 
+def is_mapped(array: Any) -> bool:
+    """Whether an array, or the one that it is a view of, is a file mapped into memory."""
+    while array is not None and not isinstance(array, sys.modules["numpy"].memmap):
+        array = getattr(array, "base", None)
+    return array is not None
+
+
 def local(value: Any) -> Any:
     """What this process holds of a DTensor; anything else as it is."""
     return getattr(value, "_local_tensor", value)

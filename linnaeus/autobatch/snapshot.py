@@ -253,7 +253,7 @@ class Contents:
                         value.is_leaf and value.requires_grad
                     )
                     self.tensors.append(_ParameterCopy(value) if learns else _TensorCopy(value))
-            elif nest.is_array(value) and value.flags.writeable:
+            elif nest.is_array(value) and value.flags.writeable and not nest.is_mapped(value):
                 self._writes.append(partial(operator.setitem, value, ..., value.copy()))
             elif write := restore_of_generator(value):
                 self._writes.append(write)

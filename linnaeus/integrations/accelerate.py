@@ -5,8 +5,7 @@ batch_size = find_batch_size(accelerator, model, optimizer, loss_fn, dataset)   
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import cycle, islice
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,15 +13,16 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch.utils.data import default_collate
 
-from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.lengths import largest_first, stored_lengths
 from linnaeus.autobatch.ranks.group import joined_ranks
-from linnaeus.integrations.common import checked_options
+from linnaeus.integrations.common import checked_options, find_size, host_bound, look_for_largest
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _OWN = {"step", "make_batch", "mode", "device"}
+_REMEDY = (
+    "give a list of the largest samples as dataset, or a collate_fn that makes the largest batch"
+)
 
 
 def find_batch_size(
@@ -34,6 +34,7 @@ def find_batch_size(
     target_memory_fraction: float = 0.8,
     *,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
+    num_workers: int = 0,
     state: Iterable[Any] = (),
     **search: Any,
 ) -> int:
@@ -50,7 +51,7 @@ def find_batch_size(
         dataset: read by index. Where the collate function gives batches of different shapes for its samples,
             a batch of n is made of the n largest: see `docs/accelerate.md`. Fewer samples than n repeat.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        collate_fn: the loader's.
+        collate_fn, num_workers: the loader's. Workers bound the size by host memory and `/dev/shm`.
         state: what else a step changes, as for `auto_find_batch_size`.
         search: further arguments of `auto_find_batch_size`: `min_batch_size`, `max_batch_size` (None is no
             upper bound), `memory_limit_gb`, `multiple_of` and others.
@@ -74,7 +75,7 @@ def find_batch_size(
     search["target_memory_fraction"] = target_memory_fraction
     search = checked_options("find_batch_size()", search, _OWN)
     parts = [model, optimizer, accelerator.scaler, *state]
-    with joined_ranks(search.get("group")):  # what one process raises ends all of them
+    with joined_ranks(search.get("group")) as control:  # what one process raises ends all of them
         kind = str(accelerator.distributed_type).rpartition(".")[2]
         if kind in _SHARDED:
             raise AutoBatchError(
@@ -86,27 +87,39 @@ def find_batch_size(
                 "AutoBatch: with split_batches the loader's batch size is not that of a process; leave it "
                 "out, and give the loader the size of one process"
             )
-        order = largest_first(dataset, collate_fn, stored_lengths(dataset))
+        largest = look_for_largest(
+            dataset, collate_fn, search, remedy=_REMEDY, num_workers=num_workers
+        )
         num_batches = min(accelerator.gradient_accumulation_steps, 2)
 
-        def make_batch(size: int) -> list[Any]:
-            indices = range(len(dataset)) if order is None else order[:size].tolist()
-            samples = [dataset[index] for index in islice(cycle(indices), size)]
-            return [
-                send_to_device(collate_fn(samples), accelerator.device) for _ in range(num_batches)
-            ]
+        def read(size: int) -> Any:
+            return collate_fn([dataset[index] for index in largest.indices(size)])
 
-        def step(batches: list[Any]) -> None:
-            while batches:
-                accelerator.backward(loss_fn(model, batches.pop(0)))
-            optimizer.step()
-            optimizer.zero_grad()
+        def make_batches(size: int) -> Iterator[Any]:
+            following = read(size)
+            for _ in range(num_batches):  # as accelerate's loader, which reads ahead
+                batch, following = send_to_device(following, accelerator.device), read(size)
+                yield batch
 
-        result = auto_find_batch_size(
+        def step(batches: Iterator[Any]) -> None:
+            for number, batch in enumerate(batches, start=1):
+                loss = loss_fn(model, batch)
+                accelerator.backward(loss)
+                if number == num_batches:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        result = find_size(
             step,
-            make_batch,
+            make_batches,
+            search,
+            control=control,
+            looks=[largest],
+            bounds={
+                **(search.pop("bounds", None) or {}),
+                **host_bound(control, read(2), (num_workers, None, True), accelerator.device),
+            },
             state=[part for part in parts if part is not None],
             device=accelerator.device,
-            **search,
         )
     return result.batch_size

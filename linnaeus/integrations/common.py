@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
+import gc
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base of all
 
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.finder import smallest_size
+from linnaeus.autobatch.memory.loader import largest_host_batch
 from linnaeus.autobatch.observer import check_observer
+from linnaeus.autobatch.ranks.group import of_main
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
+from linnaeus.integrations.samples import LOOK_S, Largest, leaves, stored_lengths
 
 SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "group"})
 """Arguments of `auto_find_batch_size` that an integration with a framework's trainer sets itself."""
+
+NOTABLE_GROWTH = 4
+"""A batch that has grown by more than this factor asks for another learning rate."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -65,25 +76,52 @@ def find_size(
     step: Callable[[Any], object],
     make_batch: Callable[[int], Any],
     options: Mapping[str, Any],
-    known: int | None,
-    source: str,
+    known: int | None = None,
+    source: str = "",
+    *,
+    control: ControlPlane | None = None,
+    looks: Collection[Largest] = (),
+    bounds: Mapping[str, int] | None = None,
     **arguments: Any,
 ) -> AutoBatchResult:
     """Search; where a size is known, run this once, and search below it only if it must be.
 
+    Where larger samples may exist than those looked at, the size found is divided by the estimated margin,
+    and the smaller size is run.
+
     Args:
-        step, make_batch, arguments: as for `auto_find_batch_size`.
+        step, make_batch, bounds, arguments: as for `auto_find_batch_size`.
         options: of the user, with `max_batch_size`.
         known: a size, the same on every rank.
         source: what has the known size, for the warning of a smaller one.
+        control: of the ranks that search together.
+        looks: at the samples of which batches are made.
 
     Raises:
         AutoBatchError: no size fits.
     """
-    if known is not None:
-        settings = SearchSettings.of(options).at_most(min(known, options["max_batch_size"]))
-        options = {**options, **dataclasses.asdict(settings)}
-    result = auto_find_batch_size(step, make_batch, **{**arguments, **options})
+    settings = SearchSettings.of(options)
+    spent_s, margin = sum(look.seconds for look in looks), 1.0
+    if known is None:
+        margin = max((look.margin for look in looks), default=1.0)
+    else:
+        settings = settings.at_most(min(known, options["max_batch_size"]))
+    spent_s, margin = of_main(control, (spent_s, margin))  # the ranks look for as long as they may
+    rest = max(settings.timeout_minutes - spent_s / 60, settings.timeout_minutes / 2)
+    options = {**options, **asdict(replace(settings, timeout_minutes=rest)), **arguments}
+    result = auto_find_batch_size(step, make_batch, **options, bounds=bounds)
+    smallest = (options["state"], result.mode, options["min_batch_size"], result.batch_size)
+    size = max(int(result.batch_size / margin), smallest_size(*smallest))
+    if size < result.batch_size:
+        logger.warning(
+            "warning: the largest batch of all samples is estimated at %.2f times that of those looked at: "
+            "batch size %d is reduced to %d",
+            margin,
+            result.batch_size,
+            size,
+        )
+        options |= {"start": size, "bounds": {**(bounds or {}), "unread_samples": size}}
+        result = auto_find_batch_size(step, make_batch, **options)
     if known is not None and result.batch_size < known:
         logger.warning(
             "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, that of %s",
@@ -94,6 +132,111 @@ def find_size(
             source,
         )
     return result
+
+
+def look_for_largest(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    options: Mapping[str, Any],
+    lengths: Sequence[Any] | None = None,
+    **others: Any,
+) -> Largest:
+    """Look at samples for at most half of the time that a search has."""
+    seconds = 30 * SearchSettings.of(options).timeout_minutes
+    lengths = stored_lengths(dataset) if lengths is None else lengths
+    return Largest(dataset, collate, lengths, seconds=min(LOOK_S, seconds), **others)
+
+
+def host_bound(
+    control: ControlPlane | None,
+    batch: Any,
+    loading: tuple[int, int | None, bool],
+    device: torch.device,
+) -> dict[str, int]:
+    """The bound of a size by host memory.
+
+    Args:
+        control: of the ranks that search together.
+        batch: of two samples.
+        loading: the loader's `num_workers`, `prefetch_factor` and `pin_memory`.
+        device: of the training.
+    """
+    workers, prefetch_factor, is_pinned = loading
+    size = largest_host_batch(
+        sum(getattr(leaf, "nbytes", 0) for leaf in leaves(batch)) / 2,
+        workers,
+        prefetch_factor,
+        pinned=is_pinned and device.type == "cuda",
+        num_ranks=1 if control is None else max(len(control.neighbours()), 1),
+    )
+    return {"host_memory": size}
+
+
+class WholeLoop:
+    """Runs batches of validation while as much memory is held as its loop keeps by its end.
+
+    Two batches run first: the second one shows the tensors that each batch leaves behind.
+
+    Args:
+        device: whose tensors count.
+        joins: whether the loop joins what it keeps, for which it takes as much again.
+    """
+
+    def __init__(self, device: torch.device, *, joins: bool = False) -> None:
+        self._device, self._joins = device, joins
+        self._told_bytes = 2**20  # less is not worth a line
+
+    def __call__(self, run: Callable[[], Any], num_batches: int) -> None:
+        """Run up to three batches.
+
+        Args:
+            run: runs one, and returns what the loop keeps of it beside what the step itself keeps.
+            num_batches: of the loop.
+        """
+        kept = [run()]
+        before_bytes = tensor_bytes(self._device)
+        kept += [run()] if num_batches > 1 else []
+        kept_bytes = tensor_bytes(self._device) - before_bytes
+        if num_batches < 3 or kept_bytes <= 0:
+            return
+        total_bytes = kept_bytes * num_batches
+        if total_bytes > 2 * self._told_bytes:
+            self._told_bytes = total_bytes
+            logger.warning(
+                "warning: validation keeps %.0f MiB of its batches until it ends. The search counts them%s",
+                total_bytes / 2**20,
+                "" if self._joins else ", but not as much again that joining them takes",
+            )
+        empty = partial(torch.empty, dtype=torch.uint8, device=self._device)
+        rest = empty(total_bytes - 3 * kept_bytes)
+        kept += run(), rest
+        if self._joins:
+            empty(total_bytes)
+
+
+def tensor_bytes(device: torch.device) -> int:
+    """Bytes of the tensors on a device that have come since the search began."""
+    gc.collect()
+    # The search freezes what was there before it.
+    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+    storages = (
+        each.untyped_storage()
+        for each in tensors
+        if each.device.type == device.type and each.layout is torch.strided
+    )
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def warn_of_growth(before: int, after: int) -> None:
+    """Say where the samples of a step have become so many that the learning rate is another question."""
+    if after > NOTABLE_GROWTH * before:
+        logger.warning(
+            "warning: a step takes %d samples now, %.3g times as many as before (%d), for which the learning "
+            "rate was tuned; where it does not follow the batch size, tune it again",
+            after,
+            after / before,
+            before,
+        )
 
 
 def split_effective_batch(
@@ -135,7 +278,7 @@ def split_effective_batch(
         if rest:
             return None
         split = split_samples(multiples, largest // multiple_of)
-        split = dataclasses.replace(split, micro_batch_size=split.micro_batch_size * multiple_of)
+        split = replace(split, micro_batch_size=split.micro_batch_size * multiple_of)
         return split if split.micro_batch_size >= smallest else None
 
     split = split_of(effective_batch_size)

@@ -62,6 +62,27 @@ def record_of(result: AutoBatchResult, size: int) -> Any:
 # --- the size found ---
 
 
+@pytest.mark.parametrize("worst", [1, 2])
+def test_peaks_that_fall_are_no_certificate(worst: int) -> None:
+    """The first size needs five times its memory; after some steps, all need `worst` times theirs."""
+    num_runs = 0
+
+    def step(batch: Tensor) -> None:
+        nonlocal num_runs
+        num_runs += 1
+        factor = 5 if len(batch) == 16 else worst if num_runs > 7 else 1
+        torch.empty(len(batch) * factor, WIDTH)
+
+    options = room(200, max_batch_size=300, steps_per_trial=1)
+    result = find_on_cpu(step, make_batch, **options)
+    peaks = [trial.peak_bytes for trial in result.trials if trial.size == result.batch_size]
+    assert not result.certified
+    assert len(peaks) >= 3
+    assert max(peak or 0 for peak in peaks) <= result.budget_bytes
+    most = 100 if worst == 1 else 66
+    assert 0.97 * most <= result.batch_size <= most
+
+
 @pytest.mark.parametrize(
     ("strategy", "multiple_of"), [("guided", 1), ("binary", 8), ("binsearch", 1)]
 )

@@ -181,7 +181,7 @@ def test_the_samples_of_one_process_bound_both_sizes() -> None:
 def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_per_batch = 8 * (3 * 32 * 32 * 4 + 2 * 8)
     monkeypatch.setattr(
-        "linnaeus.sizing.bounds._available_bytes", lambda workers: 2 * 6 * bytes_per_batch
+        "linnaeus.autobatch.memory.loader.available_bytes", lambda workers: 2 * 6 * bytes_per_batch
     )
     search, _ = prepared(*BARE, OWN_MODEL, "DATA.NUM_WORKERS=1")
     for result in find_sizes(search).values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -148,6 +149,27 @@ def lengths() -> Any:
     return sorted(seen)
 
 
+def alive() -> list[bool]:
+    """Whether the batch is still held when the optimizer steps: in a trial, then in a loop."""
+    accelerator, held, batches = fresh(), list[bool](), list[Any]()
+    model, optimizer = accelerator.prepare(*parts()[:2])
+    optimizer.optimizer.register_step_pre_hook(
+        lambda *_: held.append(bool(batches) and batches[-1]() is not None)
+    )
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        batches.append(weakref.ref(batch[0]))
+        return loss_of(model, batch)
+
+    search = {"memory_limit_gb": 8.0, "max_batch_size": 4, "num_workers": 0}
+    find_batch_size(accelerator, model, optimizer, loss, dataset(), **search)
+    in_trials = held[-1]
+    for batch in accelerator.prepare(DataLoader(dataset(), 1024)):
+        accelerator.backward(loss(model, batch))
+        optimizer.step()
+    return [in_trials, held[-1]]
+
+
 class Broken:
     """A dataset that the last process cannot read."""
 
@@ -180,6 +202,10 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     )
     for precision in ("no", "bf16"):  # loads what training needs, so that limits are exact
         train(fresh(mixed_precision=precision), 8)
-    own = {} if num_ranks > 1 else {"not restored": not_restored(), "lengths": lengths()}
+    own = (
+        {}
+        if num_ranks > 1
+        else {"not restored": not_restored(), "lengths": lengths(), "alive": alive()}
+    )
     found = {"found": find_first(), "broken": broken(), **own}
     return {**found, "processes": [fresh().num_processes, num_ranks]}

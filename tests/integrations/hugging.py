@@ -199,7 +199,7 @@ def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
         "random": [random.random(), float(np.random.rand()), torch.rand(3)],
         "calls": [] if calls is None else calls.seen,
         "mode": trained.model.training,
-        "attributes": sorted(set(vars(trained)) - {"autobatch_results"}),
+        "attributes": sorted(set(vars(trained)) - {"autobatch_results", "_inner_training_loop"}),
         "model attributes": sorted(vars(trained.model)),
     }
 

@@ -55,6 +55,10 @@ def test_batches_of_trials_hold_the_longest_samples(one: dict[str, Any]) -> None
     assert one["lengths"] == [56]
 
 
+def test_a_trial_holds_its_batch_as_long_as_a_loop_does(one: dict[str, Any]) -> None:
+    assert one["alive"] == [True, True]
+
+
 def test_an_error_of_the_data_is_told_to_all(
     one: dict[str, Any], two: list[dict[str, Any]]
 ) -> None:

@@ -5,27 +5,37 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("lightning")
 
+import numpy as np
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+)
 from torch.utils.data import DataLoader
 
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.integrations.lightning import AutoBatch
 from tests.helpers.bits import differences
 from tests.helpers.ledger import Ledger, room
 from tests.integrations.lightning_runs import (
     CASES,
+    WIDTH,
     Bare,
     Data,
     InHyperparameters,
     Large,
     Net,
+    Stream,
     data,
     fit,
     loader,
@@ -232,6 +242,37 @@ def test_trials_run_the_longest_samples_and_the_log_says_so(
     assert "differ in size" in caplog.text
 
 
+def test_memory_maps_of_a_stream_are_not_copied(tmp_path: Path) -> None:
+    class Mapped(Stream):
+        def __init__(self) -> None:
+            super().__init__()
+            self.images = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(8,))
+
+        def __iter__(self) -> Any:
+            assert self.images is images
+            return super().__iter__()
+
+    stream = Mapped()
+    images, callback = stream.images, small()
+    fit(Bare(), DataLoader(stream, 4), callbacks=[callback], max_steps=2)
+    assert callback.batch_size == LARGE
+
+
+class Tailed(Texts):
+    """Most of its texts are not looked at, and the longest are few."""
+
+    lengths = [int(1 / (1e-3 + index * 7919 % 9000 / 9000)) for index in range(9000)]  # noqa: RUF012
+
+
+def test_a_size_is_reduced_where_samples_that_nobody_read_may_be_larger() -> None:
+    callback, module = small(val=False), Tailed()
+    fit(module, callbacks=[callback], max_epochs=1, limit_train_batches=1)
+    result = callback.results["train"]
+    assert result.limited_by == "unread_samples"
+    assert 8 < module.batch_size == result.batch_size < LARGE
+    assert result.batch_size in {trial.size for trial in result.trials}
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -257,6 +298,138 @@ def test_a_module_without_a_validation_step_is_searched_and_no_file_written(tmp_
     fit(NoValidation(), callbacks=[callback], default_root_dir=tmp_path)
     assert set(callback.results) == {"train"}
     assert not list(tmp_path.iterdir())
+
+
+# --- what comes later, and the host ---
+
+
+class Keeping(Plain):
+    """Validation keeps a quarter of a MiB of each sample: in a list, or in the state of a metric."""
+
+    def __init__(self, batch_size: int = 4, keeps: str = "") -> None:
+        super().__init__(batch_size)
+        self.kept, self.metric, self.keeps = [], torchmetrics.CatMetric(), keeps
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        output = batch[0].new_ones(len(batch[0]), 2**16)
+        if self.keeps == "list":
+            self.kept.append(output)
+        elif self.keeps == "metric":
+            self.metric.update(output)
+
+    def on_validation_epoch_end(self) -> None:
+        assert len(self.kept) in (0, -(-64 // self.batch_size)), "nothing of the trials is left"
+        self.kept.clear()
+        self.metric.reset()
+
+    def val_dataloader(self) -> Any:
+        return loader_of(64, self.batch_size)
+
+
+def loader_of(num_samples: int, size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data(num_samples), size, **options)
+
+
+@pytest.mark.parametrize("keeps", ["", "list", "metric"])
+def test_validation_counts_what_its_whole_loop_keeps(keeps: str) -> None:
+    callback = AutoBatch(max_batch_size=4, min_batch_size=4)
+    fit(Keeping(keeps=keeps), callbacks=[callback], num_sanity_val_steps=0)
+    result = callback.results["val"]
+    grown_mib = ((result.peak_bytes or 0) - result.held_bytes) / 2**20
+    expected = 64 / 4 if keeps else 1  # in a loop of 16 batches, or while a step runs
+    assert expected <= grown_mib < expected + 2
+
+
+def test_validation_whose_loop_does_not_fit_is_no_result() -> None:
+    callback = AutoBatch(**room(12), max_batch_size=4)
+    with pytest.raises(AutoBatchError, match="val"):
+        fit(Keeping(keeps="list"), callbacks=[callback])
+
+
+class Backbone(Plain):
+    """Most of its parameters are frozen at first."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__(batch_size)
+        self.backbone = torch.nn.Linear(WIDTH, 2**16)
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) + self.backbone(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(filter(lambda each: each.requires_grad, self.parameters()))
+
+
+def test_layers_that_a_callback_unfreezes_later_are_trained_in_trials() -> None:
+    grown = []
+    for others in ([], [BackboneFinetuning(1)]):
+        callback, module = AutoBatch(max_batch_size=4, min_batch_size=4, val=False), Backbone()
+        fit(module, callbacks=[*others, callback], max_epochs=1)
+        assert module.backbone.weight.requires_grad == (not others)
+        result = callback.results["train"]
+        grown.append((result.peak_bytes or 0) - result.held_bytes)
+    assert grown[0] == pytest.approx(grown[1], rel=0.01)
+
+
+def test_accumulation_that_a_schedule_begins_later_is_in_trials() -> None:
+    class Counted(Plain):
+        num_calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            type(self).num_calls += 1
+            return super().training_step(batch, batch_idx)
+
+    found = []
+    for others in ([], [GradientAccumulationScheduler({1: 4})]):
+        callback, Counted.num_calls = AutoBatch(max_batch_size=4, min_batch_size=4), 0
+        fit(Counted(), callbacks=[*others, callback], max_epochs=1, limit_train_batches=1)
+        found.append(Counted.num_calls - 1)
+    assert found[1] == 2 * found[0] > 0
+
+
+def test_samples_that_trials_hold_are_no_memory_of_the_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = [(torch.zeros(2**16), 0) for _ in range(200)]
+
+    class Copies(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> Any:
+            return rows[index][0].clone()[:WIDTH], torch.zeros(2**16)
+
+    class Two(Plain):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Copies(), self.batch_size, num_workers=1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0]).sum()
+
+    callback = AutoBatch(**room(100), max_batch_size=100, val=False)
+    fit(Two(), callbacks=[callback], max_epochs=1, limit_train_batches=1)
+    assert "from call to call" not in caplog.text
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_shared_memory_bounds_the_size_where_there_are_workers(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample_bytes = 4 * WIDTH + 8
+    usage = SimpleNamespace(free=2 * 5 * 7 * sample_bytes)
+    monkeypatch.setattr("linnaeus.autobatch.memory.loader.shutil.disk_usage", lambda path: usage)
+    callback, given = small(), loader_of(96, 4, num_workers=num_workers)
+    fit(Bare(), given, callbacks=[callback], max_epochs=1, limit_train_batches=1)
+    found = (callback.batch_size, callback.results["train"].limited_by)
+    assert found == ((7, "host_memory") if num_workers else (LARGE, "max_batch_size"))
+
+
+@pytest.mark.parametrize(("before", "is_said"), [(4, True), (5, False)])
+def test_a_batch_that_grows_by_more_than_four_is_a_line_on_the_learning_rate(
+    caplog: pytest.LogCaptureFixture, before: int, is_said: bool
+) -> None:
+    fit(Net(before), callbacks=[small()])
+    assert ("learning rate" in caplog.text) == is_said
 
 
 # --- resumption ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,8 +22,14 @@ from transformers import Trainer
 
 from linnaeus.autobatch.split import Split
 from linnaeus.integrations.accelerate import find_batch_size
-from linnaeus.integrations.common import checked_options, split_effective_batch, warn_of_many_steps
+from linnaeus.integrations.common import (
+    checked_options,
+    split_effective_batch,
+    warn_of_growth,
+    warn_of_many_steps,
+)
 from linnaeus.integrations.lightning import AutoBatch
+from linnaeus.integrations.samples import Largest
 from linnaeus.integrations.transformers import autobatch
 from tests.helpers.messages import Golden, raised
 from tests.integrations.hugging import Text, collate, trainer
@@ -40,8 +47,16 @@ def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     warn_of_many_steps(Split(128, 32), 1, 128)
     assert not caplog.records, "no other size takes fewer steps"
     warn_of_many_steps(Split(1, 257), 2, 40)
+    many_steps = caplog.records[-1].message
+    warn_of_growth(8, 32)
+    assert caplog.records[-1].message == many_steps, "four times as many is usual"
+    warn_of_growth(8, 33)
+    rows, sizes = [torch.ones(3)] * 9, itertools.count(1)
     return {
-        "many steps": caplog.records[-1].message,
+        "many steps": many_steps,
+        "a larger step": caplog.records[-1].message,
+        "batches without tensors": raised(Largest, rows, lambda samples: object()),
+        "batches of random size": raised(Largest, rows, lambda samples: torch.ones(next(sizes))),
         "an unknown option": raised(checked_options, "val_options", {"size": 1}),
         "tolerance 2": raised(checked_options, "autobatch()", {"tolerance": 2}),
         "97 on 2 processes": split(97, 2, 512),

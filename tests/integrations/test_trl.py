@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.transformers import autobatch, check_supported
-from linnaeus.integrations.transformers_data import trial_data
+from linnaeus.integrations.transformers.data import trial_data
 from tests.helpers.bits import differences
 from tests.helpers.ledger import room
 from tests.integrations.hugging import Calls, outcome, trainer, trl_trainer
@@ -58,8 +58,8 @@ def test_training_is_that_of_the_size_given_by_hand(case: str) -> None:
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward"])
 def test_the_worst_batch_is_that_of_the_longest_texts(name: str) -> None:
-    data = trial_data(trl_trainer(name), "train", None)
-    batch = data.collate(data.largest(2))
+    data = trial_data(trl_trainer(name), "train", None, {})
+    batch = data.collate(data.up_to(2)(2))
     assert batch["input_ids"].shape[-1] == 128
     own = batch["attention_mask"].sum(-1)[:2].tolist()
     assert own == sorted(own, reverse=True)

@@ -21,19 +21,22 @@ from linnaeus.autobatch import AutoBatchResult
 from linnaeus.autobatch.arguments import check_count
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
+from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     checked_options,
     find_size,
+    host_bound,
     split_effective_batch,
+    warn_of_growth,
     warn_of_many_steps,
 )
-from linnaeus.integrations.lightning_loaders import Loaders, Mode, holders, library
-from linnaeus.integrations.lightning_steps import (
+from linnaeus.integrations.lightning.loaders import Loaders, Mode, holders, library
+from linnaeus.integrations.lightning.steps import (
+    ValidationStep,
     rehearsal,
     train_step,
     trial_state,
-    validation_step,
 )
 
 try:
@@ -154,7 +157,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
     def _find_sizes(self, trainer: Any, module: Any) -> None:
         started = time.monotonic()
         with joined_ranks() as control:  # what one rank raises ends all of them
-            search = _Search(self, of_main(control, self._earlier), trainer, module)
+            search = _Search(self, of_main(control, self._earlier), trainer, module, control)
             with rehearsal(trainer):
                 search.run()
             self.results, self._earlier = search.results, {}
@@ -183,14 +186,25 @@ class _Search:
     """
 
     def __init__(
-        self, callback: AutoBatch, earlier: Mapping[str, int], trainer: Any, module: Any
+        self,
+        callback: AutoBatch,
+        earlier: Mapping[str, int],
+        trainer: Any,
+        module: Any,
+        control: ControlPlane | None,
     ) -> None:
         self.loaders: dict[Mode, Loaders] = {}
         self.results: dict[str, AutoBatchResult] = {}
         self.sizes: dict[str, int] = {}
         self.accumulation_steps: int | None = None
         self._callback, self._earlier = callback, earlier
-        self._trainer, self._module = trainer, module
+        self._trainer, self._module, self._control = trainer, module, control
+        schedule = library(trainer, "callbacks").GradientAccumulationScheduler
+        scheduled = [each for each in trainer.callbacks if isinstance(each, schedule)]
+        self._num_batches = max(
+            [trainer.accumulate_grad_batches]
+            + [number for each in scheduled for number in each.scheduling.values()]
+        )
         self._options = {mode: dict(options) for mode, options in callback._options.items()}
         name, val_name = callback._names["train"], callback._names["val"]
         has_own_loaders = not trainer.fit_loop.epoch_loop.val_loop._data_source.is_module()
@@ -214,16 +228,11 @@ class _Search:
         """Find the sizes; inside of `rehearsal`."""
         callback, trainer = self._callback, self._trainer
         train, val = self._look_at_loaders()
+        bounds = {} if train.most is None else {"dataset": train.most}
+        effective = callback._effective_batch_size
         for mode, loaders in self.loaders.items():
             if callback._make_batch[mode] is None:
-                for (
-                    sized
-                ) in loaders.sized:  # now, because the memory that this takes is no part of a trial
-                    sized.order  # noqa: B018
-        bounds, effective = (
-            {} if train.most is None else {"dataset": train.most},
-            callback._effective_batch_size,
-        )
+                loaders.prepare(self._options[mode]["max_batch_size"])
         if (
             val is not None
             and not self._has_own_val
@@ -236,7 +245,7 @@ class _Search:
                 effective, self._options["train"]["max_batch_size"], bounds.get("dataset")
             )
             bounds["effective_batch"] = split.samples_per_rank  # an error comes before the search
-        is_accumulating = trainer.accumulate_grad_batches > 1 or effective is not None
+        is_accumulating = self._num_batches > 1 or effective is not None
         num_batches = 2 if is_accumulating and self._module.automatic_optimization else 1
         trainer.accumulate_grad_batches = num_batches
         make = callback._make_batch["train"] or train.batch
@@ -247,20 +256,25 @@ class _Search:
             bounds,
         )
         if val is not None:
-            step = partial(validation_step, trainer, val)
-            given = callback._make_batch["val"]
-            make_val = (
-                val.numbered_batches if given is None else lambda size: iter([(given(size), 0)])
-            )
+            step, given = ValidationStep(trainer, val), callback._make_batch["val"]
+
+            def make_loop(size: int) -> Any:
+                def make_batches() -> Any:
+                    return val.numbered_batches(size) if given is None else [(given(size), 0)]
+
+                return make_batches, val.num_rounds(size)
+
             if self._has_own_val:
                 val_bounds = {} if val.most is None else {"dataset": val.most}
-                self.sizes["val"] = self._find("val", step, make_val, val_bounds)
+                self.sizes["val"] = self._find("val", step, make_loop, val_bounds)
             else:
-                size = self._find("val", step, make_val, {})
+                size = self._find("val", step, make_loop, {})
         if effective is not None:
             split = self._split(effective, size)
             warn_of_many_steps(split, trainer.world_size, size)
             size, self.accumulation_steps = split.micro_batch_size, split.accumulation_steps
+        elif isinstance(train.size_before, int) and "train" not in self._earlier:
+            warn_of_growth(train.size_before * self._num_batches, size * self._num_batches)
         self.sizes["train"] = size
         train.check(size, may_be_smaller=False)
         if val is not None:  # which may take less of a size that it shares, such as all samples
@@ -268,7 +282,9 @@ class _Search:
 
     def _look_at_loaders(self) -> tuple[Loaders, Loaders | None]:
         name = self._callback._names["train"]
-        train = self.loaders["train"] = Loaders(self._trainer, "train", name)
+        train = self.loaders["train"] = Loaders(
+            self._trainer, "train", name, self._options["train"]
+        )
         if not train.follow:
             raise AutoBatchError(
                 f"AutoBatch: train_dataloader gives the same batch size whatever {name} is; let it take the "
@@ -276,7 +292,7 @@ class _Search:
             )
         if not self._callback._val or not self._trainer.enable_validation:
             return train, None
-        val = Loaders(self._trainer, "val", self._val_name)
+        val = Loaders(self._trainer, "val", self._val_name, self._options["val"])
         if not val.follow:
             return train, None
         self.loaders["val"] = val
@@ -305,15 +321,20 @@ class _Search:
             self.loaders[mode].set_size(size)  # the module may use it in its steps
             return make_batch(size)
 
+        loaders, given = self.loaders[mode], self._callback._make_batch[mode]
+        device = self._trainer.strategy.root_device
+        bounds |= host_bound(self._control, (given or loaders.batch)(2), loaders.loading, device)
         self.results[mode] = find_size(
             step,
             make,
             self._options[mode],
             known,
             source,
+            control=self._control,
+            looks=[] if given else [sized.look for sized in loaders.sized if sized.follows],
             state=trial_state(self._trainer),
             mode=mode,
-            device=self._trainer.strategy.root_device,
+            device=device,
             bounds=bounds,
         )
         return self.results[mode].batch_size

@@ -9,7 +9,8 @@ that the other ranks can wait.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from torch.optim import Optimizer
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.autobatch.snapshot import Contents, Snapshot
-from linnaeus.integrations.lightning_loaders import Loaders, library, restores_of_data
+from linnaeus.integrations.common import WholeLoop
+from linnaeus.integrations.lightning.loaders import Loaders, library, restores_of_data
+
+logger = logging.getLogger("linnaeus.autobatch")
 
 
 def train_step(trainer: Any, num_batches: int, batches: Iterator[Any]) -> None:
@@ -46,27 +50,50 @@ def train_step(trainer: Any, num_batches: int, batches: Iterator[Any]) -> None:
                 ) from None
 
 
-@torch.no_grad()
-def validation_step(trainer: Any, loaders: Loaders, batches: Iterator[tuple[Any, int]]) -> None:
-    """One batch of each validation loader, or one batch of all where they are combined.
+class ValidationStep:
+    """Batches of validation, beside what the whole loop keeps of its batches.
+
+    What a call leaves in attributes of the module and its metrics, it takes out again.
 
     Args:
         trainer: the trainer.
         loaders: the loaders of validation.
-        batches: are made when they are asked for, each with the number of its loader.
     """
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    trainer.validating = True
-    try:
-        with _own_world(trainer):
-            loop._combined_loader = loaders.combined
-            loop._data_fetcher = _Fetcher(iter(()))
-            _begin(trainer, loop, "on_validation_start", "on_validation_epoch_start")
-            for batch, number in batches:
+
+    def __init__(self, trainer: Any, loaders: Loaders) -> None:
+        self._trainer, self._loaders = trainer, loaders
+        self._run_loop = WholeLoop(trainer.strategy.root_device)
+        module = trainer.lightning_module
+        values = {*map(id, module.parameters()), *map(id, module.buffers())}
+        self._before = Contents((vars(part) for part in module.modules()), values)
+
+    @torch.no_grad()
+    def __call__(self, loop_of: tuple[Callable[[], Iterable[tuple[Any, int]]], int]) -> None:
+        """Run batches.
+
+        Args:
+            loop_of: makes a batch of each loader, or one of all where they are combined, with the number of
+                the loader; and how often the loop does so.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
+        make_batches, num_batches = loop_of
+
+        def run() -> None:
+            for batch, number in make_batches():
                 loop._evaluation_step(batch, 0, number, None)
                 del batch
-    finally:
-        trainer.training = True
+
+        trainer.validating = True
+        try:
+            with _own_world(trainer):
+                loop._combined_loader = self._loaders.combined
+                loop._data_fetcher = _Fetcher(iter(()))
+                _begin(trainer, loop, "on_validation_start", "on_validation_epoch_start")
+                self._run_loop(run, num_batches)
+        finally:
+            trainer.training = True
+            self._before.restore()
+            trainer.lightning_module.eval()
 
 
 class _Fetcher:
@@ -116,6 +143,15 @@ def rehearsal(trainer: Any) -> Iterator[None]:
         for restore in restores_of_data(roots):
             stack.callback(restore)
         stack.callback(Contents(_bookkeeping(trainer)).restore)
+        thaws = library(trainer, "callbacks").BaseFinetuning
+        if any(isinstance(each, thaws) for each in trainer.callbacks):
+            logger.info(
+                "AutoBatch: trials train all layers, because a callback unfreezes some later"
+            )
+            for parameter in module.parameters():
+                if not parameter.requires_grad and parameter.is_floating_point():
+                    stack.callback(parameter.requires_grad_, False)
+                    parameter.requires_grad_()
         # Callbacks, loggers and the profiler see nothing.
         trainer.callbacks, trainer.profiler = (
             [],

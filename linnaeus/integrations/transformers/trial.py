@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, recursively_apply, send_to_device
+from accelerate.utils import (
+    DistributedType,
+    find_batch_size,
+    recursively_apply,
+    send_to_device,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +22,8 @@ from linnaeus.autobatch.optimizers import UnlistedOptimizerError
 from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.autobatch.snapshot import Contents
+from linnaeus.integrations.common import WholeLoop
+from linnaeus.integrations.samples import copied
 
 _PROCESS_STATES: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
 
@@ -39,6 +45,7 @@ class Rehearsal:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._accelerator = trainer.accelerator
+        self._run_loop = WholeLoop(trainer.args.device, joins=trainer.args.eval_do_concat_batches)
         self._stack = contextlib.ExitStack()
         self._group: torch_dist.ProcessGroup | None = None
         self._prepared = self._wrapped = nn.Module()
@@ -126,36 +133,50 @@ class Rehearsal:
         for module, is_training in self._modes:
             module.training = is_training
 
-    def predict(self, batches: Sequence[Any]) -> None:
-        """Run one prediction step as the trainer's evaluation does.
+    def predict(self, num_samples: int | None, batches: Sequence[Any]) -> None:
+        """Run prediction steps as the trainer's evaluation does, beside what its whole loop keeps.
 
         Args:
+            num_samples: of the loop; None where it is not known.
             batches: the batch, and one more.
         """
-        trainer = self._trainer
+        trainer, args = self._trainer, self._trainer.args
         self._set_modes()
         self._model()  # with its buckets, which training keeps
-        loss_only = True if trainer.compute_metrics is None else trainer.args.prediction_loss_only
-        _, logits, labels = trainer.prediction_step(self._prepared, batches[0], loss_only)
-        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
-            trainer.preprocess_logits_for_metrics(logits, labels)
+        loss_only = True if trainer.compute_metrics is None else args.prediction_loss_only
+        num_batches = -(-(num_samples or 1) // (find_batch_size(batches[0]) or 1))
+
+        def run() -> Any:
+            _, logits, labels = trainer.prediction_step(self._prepared, batches[0], loss_only)
+            if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+                logits = trainer.preprocess_logits_for_metrics(logits, labels)
+            # The labels of the next batch are others.
+            return (
+                None
+                if args.batch_eval_metrics
+                else (logits, recursively_apply(torch.clone, labels))
+            )
+
+        if args.device.type != "cpu":  # to which the loop moves what it keeps
+            num_batches = min(num_batches, args.eval_accumulation_steps or num_batches)
+        self._run_loop(run, num_batches)
 
     def batch_maker(
         self,
-        samples: Sequence[Any],
+        samples: Callable[[int], list[Any]],
         collate: Callable[[list[Any]], Any],
         num_batches: Callable[[int], int],
     ) -> Callable[[int], list[Any]]:
-        """A `make_batch` that makes the batches of one step, and one more, from the first n samples.
+        """A `make_batch` that makes the batches of one step, and one more.
 
         Args:
-            samples: as many as the largest size takes, the longest first.
+            samples: so many samples, as `TrialData.up_to` gives them.
             collate: makes a batch.
             num_batches: micro-batches of a step, for a batch size.
         """
 
         def make(size: int) -> list[Any]:
-            ahead = collate([copy.copy(sample) for sample in samples[:size]])
+            ahead = collate(list(map(copied, samples(size))))
             # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
             copies = (recursively_apply(Tensor.clone, ahead) for _ in range(num_batches(size)))
             return [send_to_device(each, self._accelerator.device) for each in copies] + [ahead]

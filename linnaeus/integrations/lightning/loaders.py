@@ -8,22 +8,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from itertools import count, cycle, islice
+from itertools import count, islice
 from typing import Any, Literal
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.lengths import PROBED, largest_first, stored_lengths
 from linnaeus.autobatch.rng import restore_of_generator
+from linnaeus.integrations.common import look_for_largest
+from linnaeus.integrations.samples import PROBED, Largest, copied
 
 PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
 
 Mode = Literal["train", "val"]
+
+_REMEDY = "give a function that makes the worst batch of n samples: make_batch=, or make_val_batch="
 
 
 def library(trainer: Any, name: str) -> Any:
@@ -40,43 +44,59 @@ class SizedLoader:
 
     Args:
         loader: batches samples of a dataset.
+        options: of the search.
         follows: whether it takes the size searched; else it has its own.
         searches_cpu: whether the memory searched is that of the host, in which samples are loaded.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, follows: bool, searches_cpu: bool) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        options: Mapping[str, Any],
+        *,
+        follows: bool,
+        searches_cpu: bool,
+    ) -> None:
         self.loader = loader
         self.follows = follows
+        self._options = options
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
         self._is_fresh = searches_cpu and loader.num_workers == 0 and not self._is_iterable
-        self._samples: list[Any] = []
+        self._held: dict[int, Any] = {}
 
     def batch(self, size: int) -> Any:
         """A batch of real samples, made as the loader makes it: of the largest where they differ in size."""
-        count = size if self.follows else self.loader.batch_size
-        assert count is not None
-        order = self.order[:count]
-        samples = self._samples
-        if len(samples) < len(order):
-            samples = [self._source[index] for index in order]
-        if not self._is_fresh:  # on the host, what the loader reads for each batch counts
-            self._samples = samples
-        # Shallow copies: a collate function may take items out of its samples.
-        return self.loader.collate_fn(
-            [copy.copy(sample) for sample in islice(cycle(samples), count)]
-        )
+        indices = self.prepare(size)
+        if self._is_fresh:  # on the host, what the loader reads for each batch counts
+            return self.loader.collate_fn([self._source[index] for index in indices])
+        return self.loader.collate_fn([copied(self._held[index]) for index in indices])
+
+    def prepare(self, size: int) -> list[int]:
+        """Read the samples of a batch, unless each batch reads its own; gives their indices."""
+        indices = self.look.indices(self.count(size))
+        if not self._is_fresh:
+            self._held |= {index: self._source[index] for index in {*indices} - {*self._held}}
+        return indices
+
+    def count(self, size: int) -> int:
+        """Samples of a batch where the size searched is this."""
+        return size if self.follows else self.loader.batch_size or 1
 
     @cached_property
-    def order(self) -> Sequence[int]:
-        """Indices of samples that batches are made of: the largest first, where they differ in size."""
-        order = largest_first(self._source, self.loader.collate_fn, stored_lengths(self._source))
-        if order is None:  # any will do
-            return range(len(self._source))[: None if self._is_fresh else PROBED]
-        if self._is_iterable:
+    def look(self) -> Largest:
+        """Which samples make the largest batches."""
+        loader, loading = self.loader, dict[str, Any]()
+        if loader.num_workers and not self._is_iterable:
+            names = ("num_workers", "multiprocessing_context", "worker_init_fn")
+            loading = {name: getattr(loader, name) for name in names}
+        look = look_for_largest(
+            self._source, loader.collate_fn, self._options, remedy=_REMEDY, **loading
+        )
+        if self._is_iterable and not look.are_alike:
             raise self._refusal(
                 "has samples that differ in size, the largest of which nobody knows"
             )
-        return order.tolist()
+        return look
 
     @cached_property
     def _source(self) -> Any:
@@ -86,20 +106,21 @@ class SizedLoader:
             if not hasattr(dataset, "__len__"):
                 raise self._refusal("has no length")
             return dataset
+        held = getattr(dataset, "__dict__", {}).values()
+        mapped = {id(each): each for each in held if nest.is_array(each) and nest.is_mapped(each)}
         try:  # a copy, so that training still gets what trials read
             with contextlib.suppress(
                 RuntimeError
             ):  # one of Hugging Face fills a cache that it iterates over
-                copy.deepcopy(dataset)
-            stream = copy.deepcopy(dataset)
+                copy.deepcopy(dataset, {**mapped})
+            stream = copy.deepcopy(dataset, {**mapped})
         except Exception as error:
             raise self._refusal(f"cannot be copied ({error})") from None
         return list(islice(stream, PROBED))
 
     def _refusal(self, why: str) -> AutoBatchError:
         return AutoBatchError(
-            f"AutoBatch: the dataset {type(self.loader.dataset).__name__} {why}. Give a function that makes "
-            "the worst batch of n samples: AutoBatch(make_batch=...), or make_val_batch"
+            f"AutoBatch: the dataset {type(self.loader.dataset).__name__} {why}; {_REMEDY}"
         )
 
 
@@ -110,12 +131,16 @@ class Loaders:
         trainer: the trainer.
         mode: `train` or `val`.
         name: the attribute that the loaders' sizes follow, unless they were handed to `fit`.
+        options: of the search.
+
+    Attributes:
+        size_before: the batch size that the user has given; None where there is none.
 
     Raises:
         AutoBatchError: a loader whose batch size cannot be set; the message names it.
     """
 
-    def __init__(self, trainer: Any, mode: Mode, name: str) -> None:
+    def __init__(self, trainer: Any, mode: Mode, name: str, options: Mapping[str, Any]) -> None:
         self._trainer = trainer
         self._mode = mode
         self._name = name
@@ -125,9 +150,14 @@ class Loaders:
         self._where = f"{self.source.name}() of {type(self.source.instance).__name__}"
         if self._is_given:
             self._where = f"the {mode} loaders handed to fit"
+        held = [
+            holder[name] if isinstance(holder, dict) else getattr(holder, name)
+            for holder in holders(trainer, name)
+        ]
         self.set_size(PROBE)
         self.combined = self._request()
         sizes = self._sizes(self.combined)
+        self.size_before = next(iter(sizes if self._is_given else held), None)
         if self._is_given and len(set(sizes)) > 1:
             raise AutoBatchError(
                 f"AutoBatch: {self._where} have different batch sizes, {sizes}. Return them from a "
@@ -135,7 +165,12 @@ class Loaders:
             )
         searches_cpu = trainer.strategy.root_device.type == "cpu"
         self.sized = [
-            SizedLoader(loader, follows=self._is_given or size == PROBE, searches_cpu=searches_cpu)
+            SizedLoader(
+                loader,
+                options,
+                follows=self._is_given or size == PROBE,
+                searches_cpu=searches_cpu,
+            )
             for loader, size in zip(self.combined.flattened, sizes, strict=True)
         ]
         self.check(PROBE + 1, may_be_smaller=False)
@@ -165,12 +200,34 @@ class Loaders:
         needed = self.num_batches
         limits = []
         for sized in self.sized:
-            if (num_samples := self._num_samples(sized)) is not None:
+            if sized.follows and (num_samples := self._num_samples(sized)) is not None:
                 most = num_samples // needed
                 if needed > 1 and not sized.loader.drop_last:
                     most = (num_samples - 1) // (needed - 1)
                 limits.append(max(most, 1))
         return min(limits, default=None)
+
+    @property
+    def loading(self) -> tuple[int, int | None, bool]:
+        """The most workers of a loader, the batches that they make ahead, and whether any pins them."""
+        loaders = [sized.loader for sized in self.sized]
+        most = max(loaders, key=lambda loader: loader.num_workers)
+        return most.num_workers, most.prefetch_factor, any(each.pin_memory for each in loaders)
+
+    def num_rounds(self, size: int) -> int:
+        """The most batches that one of the loaders of validation gives; 1 where nobody knows."""
+        limit, rounds = self._trainer.limit_val_batches, [1]
+        for sized in self.sized:
+            if (num_samples := self._num_samples(sized)) is not None:
+                num_batches = -(-num_samples // sized.count(size))
+                share = int(num_batches * limit) if isinstance(limit, float) else limit
+                rounds.append(min(num_batches, share))
+        return max(rounds)
+
+    def prepare(self, largest: int) -> None:
+        """Read the samples of trials up to a size, whose memory is no part of any."""
+        for sized in self.sized:
+            sized.prepare(min(largest, self.most or PROBED))
 
     def batch(self, size: int) -> Any:
         """What the loaders of a training step give together: one batch, or the user's structure of them."""
@@ -248,13 +305,13 @@ class Loaders:
         self.source.instance = combined if is_combined else combined.iterables
 
     def _num_samples(self, sized: SizedLoader) -> int | None:
-        """Samples of an epoch of this rank, where they limit the size; else None."""
+        """Samples of an epoch of this rank; None where nobody knows."""
         sampler: Any = sized.loader.sampler
         connector = self._trainer._accelerator_connector
         is_endless = isinstance(sized.loader.dataset, IterableDataset) or not hasattr(
             sampler, "__len__"
         )
-        if not sized.follows or is_endless:
+        if is_endless:
             return None
         is_divided = connector.is_distributed and connector.use_distributed_sampler
         is_whole = not is_divided or isinstance(sampler, DistributedSampler)

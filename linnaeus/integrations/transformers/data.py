@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import cycle, islice
 from typing import Any
 
 from torch.utils.data import ConcatDataset
 
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.lengths import largest_first, stored_lengths
 from linnaeus.autobatch.result import Mode
+from linnaeus.integrations.common import look_for_largest
+from linnaeus.integrations.samples import Largest, stored_lengths
+
+_REMEDY = "set the batch size by hand, or search with a data_collator that makes the largest batch"
 
 
 @dataclass(frozen=True)
@@ -22,15 +24,25 @@ class TrialData:
     Attributes:
         collate: makes a batch of samples, as the trainer's loader does.
         num_samples: samples in the dataset; the largest of several. None where it is not known.
-        largest: the n largest samples; any where all are alike.
+        look: which samples make the largest batches.
+        samples: all samples, by index.
     """
 
     collate: Callable[[list[Any]], Any]
     num_samples: int | None
-    largest: Callable[[int], list[Any]]
+    look: Largest
+    samples: Any
+
+    def up_to(self, largest: int) -> Callable[[int], list[Any]]:
+        """Read the samples of batches up to a size; gives the samples of a batch of a size."""
+        held = {
+            index: self.samples[index]
+            for index in {*self.look.indices(min(largest, len(self.samples)))}
+        }
+        return lambda size: [held[index] for index in self.look.indices(size)]
 
 
-def trial_data(trainer: Any, mode: Mode, samples: Any) -> TrialData:
+def trial_data(trainer: Any, mode: Mode, samples: Any, options: Mapping[str, Any]) -> TrialData:
     """Trial data from the training set or the evaluation set(s), or of these samples.
 
     Raises:
@@ -63,7 +75,7 @@ def trial_data(trainer: Any, mode: Mode, samples: Any) -> TrialData:
         columns = getattr(read[0], "column_names", None)
         if columns is not None:
             samples = [{name: row[name] for name in row if name in columns} for row in samples]
-        return TrialData(collate, num_samples, lambda n: list(islice(cycle(samples), n)))
+        return TrialData(collate, num_samples, Largest(samples, collate, remedy=_REMEDY), samples)
     if num_samples is None:
         raise AutoBatchError(
             f"AutoBatch: the dataset is {kind_of(datasets[0])}, which is not read by index, so that its "
@@ -77,9 +89,15 @@ def trial_data(trainer: Any, mode: Mode, samples: Any) -> TrialData:
         stored = stored_lengths(dataset, column if has_column else None)
         lengths += () if stored is None else stored
     whole: Any = read[0] if len(read) == 1 else ConcatDataset(read)
-    order = largest_first(whole, collate, lengths if len(lengths) == len(whole) else None)
-    indices = range(len(whole)) if order is None else order
-    return TrialData(collate, num_samples, lambda n: [whole[int(index)] for index in indices[:n]])
+    look = look_for_largest(
+        whole,
+        collate,
+        options,
+        lengths if len(lengths) == len(whole) else None,
+        remedy=_REMEDY,
+        num_workers=trainer.args.dataloader_num_workers,
+    )
+    return TrialData(collate, num_samples, look, whole)
 
 
 def _checked_loader(trainer: Any) -> Any:

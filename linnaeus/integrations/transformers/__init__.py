@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,11 +25,14 @@ from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     checked_options,
     find_size,
+    host_bound,
     split_effective_batch,
+    warn_of_growth,
     warn_of_many_steps,
 )
-from linnaeus.integrations.transformers_data import trial_data
-from linnaeus.integrations.transformers_trial import Rehearsal
+from linnaeus.integrations.samples import copied
+from linnaeus.integrations.transformers.data import trial_data
+from linnaeus.integrations.transformers.trial import Rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
 
@@ -58,7 +62,8 @@ def autobatch(
     longer fits, a warning says so, and a smaller one is searched.
 
     The sizes are written to `trainer.args`, and the results to `trainer.autobatch_results` by their mode,
-    `train` and `val`. The search happens once, in the first `train()`.
+    `train` and `val`. The search happens once, in the first `train()`; with `model_init` it happens in each,
+    such as those of `hyperparameter_search`.
 
     Args:
         trainer: a `Trainer`, of a subclass of your own or of TRL's `SFTTrainer`, `DPOTrainer` or
@@ -159,14 +164,16 @@ class _Search:
         with joined_ranks() as control:  # so that an error of one process ends all
             check_supported(trainer)  # arguments may have been set meanwhile
             self._find(keywords.get("resume_from_checkpoint"), control)
-        del vars(trainer)[_LOOP]
-        return trainer._inner_training_loop(trainer._train_batch_size, *arguments, **keywords)
+        if trainer.model_init is None:  # else the next model may be another one
+            del vars(trainer)[_LOOP]
+        loop = getattr(type(trainer), _LOOP)
+        return loop(trainer, trainer._train_batch_size, *arguments, **keywords)
 
     def _find(self, checkpoint: str | None, control: ControlPlane | None) -> None:
         trainer, args = self.trainer, self.trainer.args
         # Not every machine need see the checkpoint's folder.
         earlier = of_main(control, None if checkpoint is None else size_in_checkpoint(checkpoint))
-        results = {"train": self._search("train", earlier)}
+        results = {"train": self._search("train", control, earlier)}
         size = results["train"].batch_size
         if self.effective_batch_size is not None:
             split = self._split(self.effective_batch_size, size)
@@ -175,11 +182,14 @@ class _Search:
                 split.micro_batch_size,
                 split.accumulation_steps,
             )
+        elif earlier is None:
+            steps = args.gradient_accumulation_steps
+            warn_of_growth(args.per_device_train_batch_size * steps, size * steps)
         trainer._train_batch_size = args.per_device_train_batch_size = size
         source = "as in the run that is resumed" if size == earlier else "found"
         logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
         if self._evaluates:
-            results["val"] = self._search("val")
+            results["val"] = self._search("val", control)
             args.per_device_eval_batch_size = results["val"].batch_size
             logger.info(
                 "AutoBatch: per_device_eval_batch_size is %d, found", results["val"].batch_size
@@ -200,14 +210,17 @@ class _Search:
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
         return bool(self.evaluation or ((strategy != "no" or args.eval_on_start) and not generates))
 
-    def _search(self, mode: Mode, earlier: int | None = None) -> AutoBatchResult:
+    def _search(
+        self, mode: Mode, control: ControlPlane | None, earlier: int | None = None
+    ) -> AutoBatchResult:
         """Search one mode; where an earlier run has used a size, run this, and search below if it must be."""
         trainer, options, bounds = self.trainer, self.options[mode], dict[str, int]()
+        args = trainer.args
         with Rehearsal(trainer) as rehearsal:
-            data = trial_data(trainer, mode, self.samples[mode])
+            data = trial_data(trainer, mode, self.samples[mode], options)
             if data.num_samples is not None:  # a batch cannot have more
                 whole, rest = divmod(data.num_samples, trainer.accelerator.num_processes)
-                is_dropped = mode == "train" and trainer.args.dataloader_drop_last
+                is_dropped = mode == "train" and args.dataloader_drop_last
                 bounds["dataset"] = whole if is_dropped else whole + bool(rest)
             if (
                 mode == "train" and self.effective_batch_size is not None
@@ -215,22 +228,34 @@ class _Search:
                 largest = options["max_batch_size"]
                 split = self._split(self.effective_batch_size, largest, bounds.get("dataset"))
                 bounds["effective_batch"] = split.samples_per_rank
-            samples = data.largest(max(min([options["max_batch_size"], *bounds.values()]), 1))
+            samples = data.up_to(max(min([options["max_batch_size"], *bounds.values()]), 1))
+            loading = (
+                args.dataloader_num_workers,
+                args.dataloader_prefetch_factor,
+                args.dataloader_pin_memory,
+            )
+            bounds |= host_bound(
+                control, data.collate(list(map(copied, samples(2)))), loading, args.device
+            )
 
             def num_batches(size: int) -> int:
                 if "effective_batch" in bounds:
                     return -(-bounds["effective_batch"] // size)
-                return 1 if mode == "val" else int(trainer.args.gradient_accumulation_steps)
+                return 1 if mode == "val" else int(args.gradient_accumulation_steps)
 
             return find_size(
-                rehearsal.train if mode == "train" else rehearsal.predict,
+                rehearsal.train
+                if mode == "train"
+                else partial(rehearsal.predict, data.num_samples),
                 rehearsal.batch_maker(samples, data.collate, num_batches),
                 options,
                 earlier,
                 "the run that is resumed",
+                control=control,
+                looks=[data.look],
                 state=rehearsal.state,
                 mode=mode,
-                device=trainer.args.device,
+                device=args.device,
                 bounds=bounds,
             )
 

@@ -1,0 +1,341 @@
+"""The longest samples of a dataset: the worst batch that its own data can make."""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import logging
+import math
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain, cycle, islice, pairwise
+from numbers import Integral
+from operator import itemgetter
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from linnaeus.autobatch import nest
+from linnaeus.autobatch.arguments import check_count
+from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.rng import preserved_generators
+
+STORED = ("length", "lengths")
+"""Columns in which the samples' lengths are looked for."""
+PROBED = 64
+"""Samples whose batches tell whether samples differ in size."""
+LOOKED_AT, LOOK_S = 2000, 30.0
+"""The most samples that are looked at where they differ, and for how long."""
+PARTS = 8
+"""Parts of the samples looked at: how their largest differ from that of all tells how far it may grow."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of each tensor in a batch."""
+
+logger = logging.getLogger("linnaeus.autobatch")
+
+
+def longest(
+    dataset: Any, n: int, *, length: str | Callable[[Any], int] | Sequence[int] | None = None
+) -> list[Any]:
+    """The n longest samples of a dataset, the longest first; of equal ones, those that come first in it.
+
+    Stored lengths are read instead of the samples: a column `length` or `lengths` (of Hugging Face's
+    `datasets`), also through a `Subset`. Else every sample is read, once, and n of them are kept in memory.
+
+    >>> longest(["ab", "abcd", "a", "abc"], 2)
+    ['abcd', 'abc']
+    >>> longest([{"input_ids": [5]}, {"input_ids": [1, 2]}], 1)
+    [{'input_ids': [1, 2]}]
+    >>> longest(["ab", "c"], 3)
+    ['ab', 'c', 'ab']
+
+    Args:
+        dataset: samples by index, or to be iterated over (to the end).
+        n: how many samples; a dataset with fewer repeats.
+        length: where the lengths are: the name of a column, a function of a sample, or one number for each
+            sample in the dataset's order. By default a stored column, else `num_values` of each sample.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or out of its range, an empty dataset, or a
+            `length` that does not go with the dataset.
+    """
+    check_count("n", n)
+    with preserved_generators():
+        lengths = None if callable(length) else stored_lengths(dataset, length)
+        if lengths is None:
+            measure = length if callable(length) else num_values
+            # Not every dataset that is read by index says where it ends.
+            rows = (
+                dataset
+                if hasattr(dataset, "__iter__")
+                else map(dataset.__getitem__, range(len(dataset)))
+            )
+            measured = ((_integer(measure(sample)), sample) for sample in rows)
+            samples = [sample for _, sample in heapq.nlargest(n, measured, key=itemgetter(0))]
+        else:
+            samples = [dataset[index] for index in _descending(lengths)[:n]]
+    if not samples:
+        raise ValueError("dataset is empty; it must have a sample")
+    return list(islice(cycle(samples), n))
+
+
+class Largest:
+    """The samples of a dataset that make its largest batches.
+
+    Up to `LOOKED_AT` samples, drawn evenly, are read and collated, each with a copy of itself. Where the
+    first `PROBED` of these batches have the same shapes, any samples will do. Else the samples with the most
+    in each dimension of each tensor come first, then the others by their values. Stored `lengths` decide
+    instead if a probed batch is never smaller where they are larger. The log says which. Global random number
+    generators on the CPU are left as they were.
+
+    >>> texts = ["a", "abcd", "ab"]
+    >>> Largest(texts, lambda samples: torch.zeros(len(samples), max(map(len, samples)))).indices(4)
+    [1, 2, 0, 1]
+
+    Args:
+        dataset: samples by index.
+        collate: makes a batch of samples.
+        lengths: one number for each sample, which may be about something else.
+        remedy: what to do where the largest batch cannot be known, for the messages.
+        seconds: after so many no further sample is looked at.
+        **loading: arguments of the `DataLoader` that reads the samples, such as `num_workers`.
+
+    Attributes:
+        are_alike: whether all samples make the same shapes.
+        margin: how many times as large the largest batch of all samples may be, compared with that of the
+            samples looked at. It is estimated from how the largest grows with their number.
+        seconds: how long the look took.
+
+    Raises:
+        AutoBatchError: no tensors are found in a batch, or equal batches differ in size.
+        ValueError: the dataset is empty.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        lengths: Sequence[Any] | None = None,
+        *,
+        remedy: str = "make the largest batch by hand",
+        seconds: float = LOOK_S,
+        **loading: Any,
+    ) -> None:
+        if not len(dataset):
+            raise ValueError("dataset is empty; it must have a sample")
+        started = time.monotonic()
+        self.margin = self._share = 1.0
+        self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
+        with preserved_generators():
+            indices = Random(0).sample(range(len(dataset)), min(len(dataset), LOOKED_AT))
+            measure = _Measure(collate)
+            read = DataLoader(
+                Subset(dataset, indices), batch_size=None, collate_fn=measure, **loading
+            )
+            shapes: list[Shapes] = []
+            for measured in read:
+                shapes.append(self._checked(measured))
+                count = len(shapes)
+                if count == PROBED < len(indices):
+                    if len(set(shapes)) == 1 or _follow(lengths, indices, shapes):
+                        break
+                    logger.info(
+                        "samples differ in size: looking at %d of %d, for %.3g s at most. A column `length` "
+                        "or samples of your own (`longest`) save this",
+                        len(indices),
+                        len(dataset),
+                        seconds,
+                    )
+                if count >= PARTS and time.monotonic() > started + seconds:
+                    break
+                if count % 500 == 0:
+                    logger.info("looked at %d of %d samples", count, len(indices))
+            del indices[len(shapes) :]
+            self.are_alike = len(set(shapes)) == 1
+            text = "samples differ in size: trials use the largest of %d, by %s"
+            if self.are_alike:
+                self._order = sorted(indices)
+            elif lengths is not None and _follow(lengths, indices, shapes):
+                logger.info(text, len(dataset), "the lengths that are stored")
+                self._order = _descending(lengths)
+            else:
+                self._order_by_shapes(indices, shapes, len(dataset))
+                logger.info(text, len(dataset), f"the batches of {len(shapes)} of them")
+                for index in self._order[:3]:
+                    again = self._checked(measure(dataset[index]))
+                    if _num_values(again) < 0.9 * _num_values(shapes[indices.index(index)]):
+                        raise self._refusal("a sample made twice has two sizes")
+        self.seconds = time.monotonic() - started
+
+    def indices(self, size: int) -> list[int]:
+        """The samples of a batch of so many; where few were looked at or there are few, they repeat.
+
+        Of a share of all samples, the share of the size is as large as the size is of all.
+        """
+        count = max(math.ceil(size * self._share), self._num_needed)
+        return list(islice(cycle(self._order[: min(count, size)]), size))
+
+    def _order_by_shapes(self, indices: list[int], shapes: list[Shapes], num_samples: int) -> None:
+        if len({tuple(map(len, shape)) for shape in shapes}) > 1:  # different tensors
+            shapes = [((_num_values(shape),),) for shape in shapes]
+        most = max(map(len, shapes[0]))
+        rows = torch.tensor(
+            [[dims + (1,) * (most - len(dims)) for dims in shape] for shape in shapes]
+        )
+        rows = rows[torch.tensor(indices).argsort()].double().clamp(min=1)
+        largest, held, first = rows.amax(0), torch.zeros(()), list[int]()
+        while not torch.equal(held, largest):
+            grown = torch.maximum(rows, held)
+            first.append(_descending(_products(grown))[0])
+            held = grown[first[-1]]
+        order = dict.fromkeys([*first, *_descending(_products(rows))])
+        self._order, self._num_needed = [sorted(indices)[place] for place in order], len(first)
+        if len(shapes) < num_samples:
+            self._share = len(shapes) / num_samples
+            parts = torch.stack([rows[part::PARTS].amax(0) for part in range(PARTS)])
+            growth = 1 - float(_products(parts).mean() / _products(largest))
+            self.margin += growth * math.log(1 / self._share, PARTS)
+
+    def _checked(self, measured: tuple[Shapes, Shapes]) -> Shapes:
+        one, other = measured
+        if not one:
+            raise self._refusal("no tensor is found in a batch")
+        if one != other:
+            raise self._refusal("a batch made twice has two sizes")
+        return one
+
+    def _refusal(self, why: str) -> AutoBatchError:
+        return AutoBatchError(
+            f"AutoBatch: dataset {self._name}: {why}, so the largest is not known; {self._remedy}"
+        )
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Collates a sample with a copy of itself, twice; the shapes of both batches."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, sample: Any) -> tuple[Shapes, Shapes]:
+        one, other = (
+            tuple(map(_shape, leaves(self.collate([copied(sample), copied(sample)]))))
+            for _ in range(2)
+        )
+        return one, other
+
+
+def _products(rows: torch.Tensor) -> torch.Tensor:
+    """The values of all tensors together."""
+    return rows.prod(-1).sum(-1)
+
+
+def copied(sample: Any) -> Any:
+    """A shallow copy, out of which a collate function may take items; an array itself: its copy has data."""
+    return sample if nest.is_array(sample) else copy.copy(sample)
+
+
+def leaves(value: Any, depth: int = 4) -> Iterator[Any]:
+    """The tensors and arrays in a batch or in its objects; outside of objects, texts and lists of numbers."""
+    if isinstance(value, torch.Tensor | str | bytes) or nest.is_array(value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        if (
+            value
+            and not isinstance(value, Mapping)
+            and all(isinstance(part, int | float) for part in value)
+        ):
+            yield value
+        else:
+            for part in value.values() if isinstance(value, Mapping) else value:
+                yield from leaves(part, depth)
+    elif depth and not isinstance(value, type | ModuleType | torch.nn.Module):
+        content = list(getattr(value, "__dict__", {}).values())
+        if is_dataclass(value):  # also with slots
+            content = [getattr(value, field.name) for field in fields(value)]
+        found = [each for each in leaves(content, depth - 1) if hasattr(each, "shape")]
+        if not found and hasattr(value, "to_dict"):
+            found = list(leaves(value.to_dict(), 0))
+        yield from found
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return (leaf.values().numel(),)
+    return tuple(leaf.shape) if hasattr(leaf, "shape") else (len(leaf),)
+
+
+def _num_values(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _follow(
+    lengths: Sequence[Any] | None, indices: Sequence[int], shapes: Sequence[Shapes]
+) -> bool:
+    """Whether no batch is smaller in a dimension than one of a shorter sample; equal ones are the same."""
+    if lengths is None:
+        return False
+    pairs = sorted(
+        (_integer(lengths[index]), tuple(chain.from_iterable(shape)))
+        for index, shape in zip(indices, shapes, strict=False)
+    )
+    return all(
+        a == b if short == long else len(a) == len(b) and all(map(operator.le, a, b))
+        for (short, a), (long, b) in pairwise(pairs)
+    )
+
+
+def _descending(lengths: Iterable[Any]) -> list[int]:
+    """The indices of these lengths, the largest first; of equal ones, in their order."""
+    numbers = lengths if isinstance(lengths, torch.Tensor) else list(map(_integer, lengths))
+    return torch.as_tensor(numbers).argsort(descending=True, stable=True).tolist()
+
+
+def num_values(sample: Any) -> int:
+    """The length of a sample: of `input_ids` in a dictionary, of a text, or else the values that it holds.
+
+    >>> num_values({"input_ids": [1, 2, 3], "labels": [0] * 9}), num_values({"a": "5", "b": [1, 2]})
+    (3, 3)
+    """
+    if isinstance(sample, Mapping) and "input_ids" in sample:
+        sample = sample["input_ids"]
+    return _num_values(map(_shape, leaves(sample)))
+
+
+def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> Sequence[Any] | None:
+    """One length for each sample, without a look at the samples; None where there are none.
+
+    Raises:
+        ValueError: a `length` that does not go with the dataset; see `longest`.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(length, str):
+        if length not in (columns or ()):
+            raise ValueError(
+                f"length is {length!r}; the dataset's columns are {columns or 'unknown'}"
+            )
+        return dataset[length]  # type: ignore[no-any-return]
+    if length is not None:
+        if not hasattr(length, "__len__") or len(length) != len(dataset):
+            needed = (
+                f"a column's name, a function, or one number for each of the {len(dataset)} samples"
+            )
+            raise ValueError(f"length must be {needed}")
+        return length
+    if isinstance(dataset, Subset):
+        inner = stored_lengths(dataset.dataset)
+        return None if inner is None else list(map(list(inner).__getitem__, dataset.indices))
+    if not isinstance(columns, list) or not hasattr(dataset, "__len__"):
+        return None
+    return next((dataset[name] for name in STORED if name in columns), None)
+
+
+def _integer(number: Any) -> int:
+    if isinstance(number, bool) or not isinstance(number, Integral | torch.Tensor):
+        raise TypeError(f"length gives {number!r}; it must be an integer for each sample")
+    return int(number)

@@ -1,0 +1,297 @@
+"""`longest`: the samples that make the worst batch."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from linnaeus.autobatch import longest
+from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.integrations.samples import LOOKED_AT, PROBED, Largest, copied, stored_lengths
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Samples of given lengths, read by index, that remember who was read."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.sizes = lengths
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
+        return {"input_ids": [index] * self.sizes[index], "labels": 0}  # without an end of its own
+
+
+class Columns(Rows):
+    """With the lengths in a column, as `datasets` has it."""
+
+    column_names = ["input_ids", "length"]  # noqa: RUF012
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.sizes if index == "length" else super().__getitem__(index)
+
+
+def indices(samples: list[dict[str, Any]]) -> list[int]:
+    return [sample["input_ids"][0] for sample in samples]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 40))
+def test_it_is_what_sorting_gives_with_or_without_stored_lengths(
+    lengths: list[int], n: int
+) -> None:
+    ordered = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    expected = [ordered[place % len(ordered)] for place in range(n)]
+    given_lengths: list[Any] = [None, lengths, torch.tensor(lengths), np.array(lengths)]
+    for rows in (Rows(lengths), Columns(lengths)):
+        for length in (*given_lengths, lambda sample: len(sample["input_ids"])):
+            assert indices(longest(rows, n, length=length)) == expected
+
+
+def test_stored_lengths_save_the_reading() -> None:
+    lengths = [3, 9, 1, 7, 5]
+    column, named, sequence = Columns(lengths), Columns(lengths), Rows(lengths)
+    longest(column, 2)
+    longest(named, 2, length="length")
+    longest(sequence, 2, length=lengths)
+    assert column.read == named.read == sequence.read == [1, 3]
+    subset = Subset(Columns(lengths), [4, 0, 3])
+    assert indices(longest(subset, 2)) == [3, 4]
+    assert subset.dataset.read == [3, 4]  # type: ignore[attr-defined]
+
+
+def test_without_them_each_sample_is_read_once_and_few_are_kept() -> None:
+    class Sample(list[int]):
+        """A list that can be referred to weakly."""
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = reads = 0
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal most, reads
+            for index in range(500):
+                sample = Sample([index] * (index % 100))
+                sample.__class__.__hash__ = object.__hash__  # type: ignore[method-assign]
+                alive.add(sample)
+                reads += 1
+                most = max(most, len(alive))
+                yield sample
+
+    found = longest(Stream(), 4)
+    gc.collect()
+    assert [sample[0] for sample in found] == [99, 199, 299, 399]
+    assert reads == 500
+    assert most <= 4 + 3, "the heap's, and those on their way"
+
+
+def test_global_random_numbers_stay_where_they_were() -> None:
+    class Random(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            size = int(torch.randint(1, 9, ())) + random.randint(0, 3) + np.random.randint(3)
+            return {"input_ids": [index] * size}
+
+    def draws() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    first = longest(Random([1] * 20), 3)
+    assert longest(Random([1] * 20), 3) == first, "the same again"
+    after = draws()
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    assert draws() == after
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest_row = max(len(sample["input_ids"]) for sample in samples)
+    return {"ids": torch.zeros(len(samples), longest_row), "labels": torch.zeros(len(samples))}
+
+
+def test_the_largest_come_first_where_batches_differ_in_size() -> None:
+    sizes = [3, 9, 4, 9] * 50
+    expected = sorted(range(200), key=lambda index: -sizes[index])
+    assert Largest(Rows(sizes), padded).indices(200) == expected
+    rows = Rows(sizes)
+    assert Largest(rows, padded, lengths=sizes).indices(200) == expected
+    assert len(rows.read) == PROBED
+    unrelated = [1, 2, 3, 4, 5] * 40
+    assert Largest(Rows(sizes), padded, lengths=unrelated).indices(200) == expected
+    rows = Rows(sizes)
+    alike = Largest(rows, lambda samples: torch.zeros(len(samples), 9), lengths=unrelated)
+    assert alike.are_alike
+    assert len(rows.read) == len({*alike.indices(200)}) == PROBED
+    with pytest.raises(ValueError, match="empty"):
+        Largest([], padded)
+
+
+def test_what_the_collate_function_leaves_out_or_pads_on_its_own_is_seen() -> None:
+    texts = [
+        {"text": "x" * (1 + index % 9), "note": "y" * (index * 7 % 200)} for index in range(100)
+    ]
+    found = Largest(texts, lambda samples: torch.zeros(2, len(samples[0]["text"]))).indices(1)
+    assert len(texts[found[0]]["text"]) == 9
+
+    def sides(samples: list[tuple[int, int]]) -> list[torch.Tensor]:
+        return [torch.zeros(len(samples), max(side)) for side in zip(*samples, strict=True)]
+
+    pairs = [(index % 10, 50 - index % 10) for index in range(80)]
+    pairs[33], pairs[44] = (20, 0), (0, 60)
+    assert {*Largest(pairs, sides).indices(2)} == {33, 44}
+
+
+def images(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Padded to the largest height and the largest width."""
+    height, width = (max(each.shape[dim] for each in samples) for dim in (0, 1))
+    return torch.zeros(len(samples), height, width)
+
+
+def batch_of(largest: Largest, dataset: Any, collate: Any, size: int) -> Any:
+    return collate([dataset[index] for index in largest.indices(size)])
+
+
+def test_a_batch_has_the_maximum_of_each_dimension() -> None:
+    dataset = [torch.ones(40, 40)] * 300
+    dataset[50], dataset[70] = torch.ones(10, 100), torch.ones(100, 10)
+    largest = Largest(dataset, images)
+    assert batch_of(largest, dataset, images, 16).shape == (16, 100, 100)
+    assert batch_of(largest, dataset, images, 1).numel() == 1600
+    upright = [torch.ones(8, 13), torch.ones(13, 8)] * 40
+    assert batch_of(Largest(upright, images), upright, images, 2).shape == (2, 13, 13)
+
+
+class Graph:
+    """A sample or a batch that is an object."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+@dataclass
+class Plain:
+    x: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+
+
+class Hidden:
+    """An object that gives its content on request alone."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        return {"x": self._x}
+
+
+@pytest.mark.parametrize("kind", [Graph, Plain, Slots, Hidden])
+def test_batches_that_are_objects_are_looked_into(kind: Any) -> None:
+    def rows_of(graph: Any) -> torch.Tensor:
+        return graph.to_dict()["x"] if kind is Hidden else graph.x
+
+    graphs = [kind(torch.ones(10 + 37 * index % 90, 4)) for index in range(200)]
+    largest = Largest(graphs, lambda batch: kind(torch.cat([rows_of(each) for each in batch])))
+    sizes = [len(rows_of(graphs[index])) for index in largest.indices(200)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_batch_without_a_tensor_and_one_of_random_size_are_refused() -> None:
+    class Opaque:
+        __slots__ = ()
+
+    sizes = itertools.cycle([8, 16, 32])
+    rows = [torch.ones(3)] * 100
+
+    class Drawing(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"input_ids": [index] * next(sizes)}
+
+    refused = {
+        "no tensor": (rows, lambda samples: Opaque()),
+        "a batch": (rows, lambda samples: torch.zeros(len(samples), next(sizes))),
+        "a sample": (Drawing([1] * 100), padded),
+    }
+    for text, (dataset, collate) in refused.items():
+        with pytest.raises(AutoBatchError, match=f"{text}.*; ask"):
+            Largest(dataset, collate, remedy="ask")  # type: ignore[arg-type]
+
+
+def test_a_large_dataset_is_looked_at_in_part_and_the_rest_estimated() -> None:
+    class Many(Rows):
+        column_names = None
+
+    rows = Many([5 + index % 50 for index in range(30_000)])
+    largest = Largest(rows, padded)
+    assert len(rows.read) <= LOOKED_AT + 3
+    assert len(largest.indices(512)) == 512
+    assert len({*largest.indices(512)}) == 512 * LOOKED_AT // 30_000 + 1
+    assert largest.margin == 1, "the largest are many"
+    assert rows.sizes[largest.indices(1)[0]] == 54
+    heavy = [int(1 / (1e-3 + index * 7919 % 30_000 / 30_000)) for index in range(30_000)]
+    assert 1.02 < Largest(Many(heavy), padded).margin < 3
+    in_a_hurry = Many(rows.sizes)
+    Largest(in_a_hurry, padded, seconds=0)
+    assert len(in_a_hurry.read) < PROBED
+
+
+def test_workers_look_at_the_samples() -> None:
+    """The process itself reads the largest alone."""
+    rows = Rows([3, 9, 4, 9] * 50)
+    largest = Largest(rows, padded, num_workers=1)
+    assert largest.indices(2) == [1, 3]
+    assert {*rows.read} == {*largest.indices(3)}
+
+
+def test_lengths_of_a_subset_are_read_once() -> None:
+    class Counted(Columns):
+        num_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.num_read += index == "length"
+            found = super().__getitem__(index)
+            return Once(found) if index == "length" else found
+
+    class Once(list[int]):
+        """A column that can be gone through once."""
+
+        num_iterated = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.num_iterated += 1
+            assert self.num_iterated == 1
+            return super().__iter__()
+
+    subset = Subset(Counted([3, 9, 1, 7, 5]), [4, 0, 3])
+    assert stored_lengths(subset) == [5, 3, 7]
+
+
+def test_memory_maps_are_not_copied(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(4, 8))
+    assert copied(mapped) is mapped
+    module = torch.nn.Linear(1, 1)
+    module.images, module.mean = mapped, np.zeros(3)  # type: ignore[assignment]
+    snapshot = Snapshot([module], torch.device("cpu"))
+    mapped[0], module.mean[0] = 1, 1  # type: ignore[index]
+    snapshot.restore()
+    assert mapped[0, 0] == 1
+    assert module.mean[0] == 0, "a small array of one's own is"  # type: ignore[index]
