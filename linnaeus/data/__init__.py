@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib.util import find_spec
 
+from linnaeus.words import several
+
 EXTENSIONS = frozenset(
     ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2 .npy".split()  # noqa: SIM905
 )
 """Endings, in lower case, of the files in a folder that are taken for images."""
-LISTED = ", ".join(sorted(EXTENSIONS))
+EXTENSIONS_TEXT = ", ".join(sorted(EXTENSIONS))
 """The endings for messages."""
 _HEIC = frozenset((".heic", ".heif"))
 
 if find_spec("pillow_heif") is not None:
     EXTENSIONS |= _HEIC
 
-_OF_SYSTEMS = frozenset(
+_SYSTEM_NAMES = frozenset(
     (
         *("@eadir", "__macosx", "lost+found", "$recycle.bin", "system volume information"),
         *("#recycle", "thumbs.db", "desktop.ini"),
@@ -28,7 +30,7 @@ _OF_SYSTEMS = frozenset(
 
 def is_ignored(name: str) -> bool:
     """Whether a folder or file is hidden, or one that a system makes: thumbnails, archives, lost files."""
-    return name.startswith(".") or name.casefold() in _OF_SYSTEMS
+    return name.startswith(".") or name.casefold() in _SYSTEM_NAMES
 
 
 def is_image(name: str, unread: Counter[str]) -> bool:
@@ -50,9 +52,7 @@ def unread_note(unread: Mapping[str, int]) -> str:
     number = sum(unread.values())
     if not number:
         return ""
-    counts = Counter(unread).most_common(8)
-    shown = ", ".join(f"{ending or 'no ending'} {count}" for ending, count in counts)
-    rest = f" and {len(unread) - 8} more endings" if len(unread) > 8 else ""
+    endings = [f"{ending or 'no ending'} {n}" for ending, n in Counter(unread).most_common()]
     remedy = "; pip install pillow-heif" if _HEIC & unread.keys() else ""
     files = "file with another ending is" if number == 1 else "files with other endings are"
-    return f"{number} {files} not read: {shown}{rest}{remedy}"
+    return f"{number} {files} not read: {several(endings)}{remedy}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from operator import call
 from os.path import exists
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,36 +16,33 @@ from torch.utils.data import Subset
 
 from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
-from linnaeus.data import unread_note
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
 from linnaeus.data.image_files import (
-    EvaluatedFiles,
-    ImageFiles,
     Listing,
+    build_files,
     encode,
     hold_out,
-    name_unknown,
-    report_coarse,
+    leave_out,
+    make_split,
     require_files,
-    without_damaged,
 )
-from linnaeus.data.imagefolder import INAT_RANKS, build_imagefolder, evaluated_folder
-from linnaeus.data.manifest import build_manifest, evaluated_manifest
+from linnaeus.data.imagefolder import read_folders
+from linnaeus.data.manifest import read_evaluated_manifest, read_manifest
 from linnaeus.data.mixing import build_mixing
 from linnaeus.data.split_file import read_split
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_dataset, build_user_val
+from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_dataset
 from linnaeus.errors import ConfigError, DataError
-from linnaeus.words import counted, several
+from linnaeus.words import counted
 
 _BUILT_IN = {
     "digits": build_digits,
     "fashion_mnist": build_fashion_mnist,
     "synthetic": build_synthetic,
 }
-_FILES = {"imagefolder": build_imagefolder, "manifest": build_manifest}
+_FILES = {"imagefolder": read_folders, "manifest": read_manifest}
 _KEYS_OF = {
     **dict.fromkeys(("LABEL_SEPARATOR", "SPLIT_COLUMN", "GROUP_COLUMN"), ("manifest",)),
     "FOLD": ("imagefolder", "manifest"),
@@ -78,7 +77,7 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     elif dataset.NAME in _BUILT_IN:
         data = _BUILT_IN[dataset.NAME](data_config)
     else:
-        data = _FILES[dataset.NAME](data_config, on_main)
+        data = build_files(_FILES[dataset.NAME](dataset), data_config, on_main)
     data.report.insert(0, data.description)
     # A user's collate function may give a batch that it keeps.
     is_fresh = not isinstance(data.collate, UserCollate)
@@ -119,18 +118,23 @@ class EvaluationRequest:
         index: the run's classes; None where its dataset declared none.
         preprocessing: how an image becomes an input; None where the run's dataset gave tensors.
         seed: of the run; seeds the random numbers that a user's dataset draws when it is made.
-        is_own: whether `config.DATASET` is the run's own.
-        skips_unknown: leave out samples of classes that the run does not know.
-        split_file: of the run, where it has written one; read where `is_own`.
+        is_run_dataset: whether `config.DATASET` is the run's own.
+        skip_unknown: leave out samples of classes that the run does not know.
+        split_file: of the run, where it has written one; read where `is_run_dataset`.
     """
 
     config: DataConfig
     index: LabelIndex | None
     preprocessing: Preprocessing | None
     seed: int
-    is_own: bool
-    skips_unknown: bool = False
+    is_run_dataset: bool
+    skip_unknown: bool = False
     split_file: Path | None = None
+
+    @property
+    def remedy(self) -> str | None:
+        """What helps against samples of unknown classes; None where they are left out."""
+        return None if self.skip_unknown else "--unknown skip evaluates the others"
 
 
 def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) -> EvaluationData:
@@ -143,7 +147,7 @@ def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) ->
     dataset = request.config.DATASET
     if isinstance(dataset, Mapping):
         return _user_data(request, on_main)
-    if dataset.NAME in ("imagefolder", "manifest"):
+    if dataset.NAME in _FILES:
         return _files(request, on_main)
     bundle = build_data(request.config, seed=request.seed)
     if request.index is None or bundle.taxonomy != request.index.taxonomy:
@@ -185,57 +189,63 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
             f"DATA.DATASET.NAME: {dataset.NAME!r} has files and class names, but the dataset of the run "
             "gave tensors or declared no classes: evaluate the run on a `_target_` dataset like its own"
         )
-    saved = _saved_validation(request) if request.is_own else None
+    report: list[str] = []
+    part, level_names = _VALIDATION, None
+    saved = _saved_validation(request) if request.is_run_dataset else None
     if saved is not None:
-        files, index = EvaluatedFiles([saved], None, is_val=True), LabelIndex.of(index.taxonomy)
-    elif dataset.NAME == "imagefolder":
-        files = evaluated_folder(dataset, len(index.lookup) if request.is_own else None)
+        listings, index = [saved], LabelIndex.of(index.taxonomy)
     else:
-        files = evaluated_manifest(
-            dataset,
-            _source_names(index),
-            is_own=request.is_own,
-            separator=index.taxonomy.separator,
-        )
-    report = [*filter(None, [unread_note(Listing.joined(files.listings).unread)])]
-    part = _VALIDATION if files.is_val else "all samples, as there is no validation split"
-    listing = Listing.joined(files.listings)
-    if files.index is not None:
-        if files.index != index:
-            raise DataError(
-                f"{listing.source}: its classes are not those of the run any more, so the samples that "
-                "it held out cannot be told from others; name the data to evaluate in DATA.DATASET.VAL"
-            )
-        held_out = [hold_out(each, dataset, report, index.taxonomy)[1] for each in files.listings]
-        listing, part = Listing.joined(held_out), "samples held out of training"
-    listing, missing = _aligned(listing, files.level_names, index, report)
-    if config.ON_BAD_IMAGE == "skip":
-        listing = without_damaged(
-            listing, preprocessing.channels, preprocessing.decoding, on_main, report
-        )
+        listings, part, level_names = _found_listings(request, index, report)
+    listing = Listing.joined(listings)
+    listing, missing = _aligned(listing, level_names, index, report)
     require_files(listing, config)
-    targets, unknown = encode(listing.lineages, index)
-    left_out = {position for positions in unknown.values() for position in positions}
-    if unknown:
-        kept = [position for position in range(len(listing.paths)) if position not in left_out]
-        names = name_unknown(unknown, listing)
-        _leave_out(listing.source, names, len(left_out), request, report, is_all=not kept)
-        listing, targets = listing.take(kept), targets[kept]
-    if not listing.paths:
-        raise DataError(f"{listing.source}: no sample to evaluate")
-    report_coarse(listing, report)
-    _fill_missing(targets, missing, index.taxonomy)
-    channels = preprocessing.channels
-    images = ImageFiles(
-        listing.root,
-        listing.paths,
-        targets,
-        channels,
-        preprocessing.transform(),
-        preprocessing.decoding,
+    images, num_left_out = make_split(
+        [listing],
+        index=index,
+        config=config,
+        channels=preprocessing.channels,
+        decoding=preprocessing.decoding,
+        on_main=on_main,
+        report=report,
+        remedy=request.remedy,
+        needs_labels=False,
     )
-    bundle = DataBundle(images, images, index.taxonomy, channels, preprocessing.size, collate_pairs)
-    return _evaluated(bundle, request, listing.source, part, report, len(left_out))
+    images.transform = preprocessing.transform()
+    _fill_missing(images.targets, missing, index.taxonomy)
+    bundle = DataBundle(
+        images, images, index.taxonomy, images.channels, preprocessing.size, collate_pairs
+    )
+    return _evaluated(bundle, request, listing.source, part, report, num_left_out)
+
+
+def _found_listings(
+    request: EvaluationRequest, index: LabelIndex, report: list[str]
+) -> tuple[list[Listing], str, tuple[str, ...] | None]:
+    """The files to evaluate, the part of the dataset that they are, and the names of their levels."""
+    dataset, is_run_dataset = request.config.DATASET, request.is_run_dataset
+    taxonomy = index.taxonomy
+    if dataset.NAME == "imagefolder":
+        depth = len(taxonomy.levels) if is_run_dataset else None
+        files = read_folders(dataset, evaluated=True, num_run_levels=depth)
+    else:
+        files = read_evaluated_manifest(dataset, taxonomy, is_run_dataset=is_run_dataset)
+    split = next((split for split in ("val", "test", "train") if files.splits[split]), None)
+    if split is None:
+        raise DataError("; ".join(files.notes))
+    listings = files.splits[split]
+    report += files.notes
+    if split != "train":
+        return listings, _VALIDATION, files.level_names
+    if not is_run_dataset:
+        return listings, "all samples, as there is no validation split", files.level_names
+    if files.make_index() != index:
+        raise DataError(
+            f"{Listing.joined(listings).source}: its classes are not those of the run any more, so the "
+            "samples that it held out cannot be told from others; name the data to evaluate in "
+            "DATA.DATASET.VAL"
+        )
+    held_out = [hold_out(each, dataset, report, taxonomy)[1] for each in listings]
+    return held_out, "samples held out of training", files.level_names
 
 
 def _saved_validation(request: EvaluationRequest) -> Listing | None:
@@ -244,15 +254,9 @@ def _saved_validation(request: EvaluationRequest) -> Listing | None:
     if file is None or not file.is_file():
         return None
     paths, lineages = read_split(file, "val")
-    return Listing(str(file), Path(), paths, lineages) if any(map(exists, paths)) else None
-
-
-def _source_names(index: LabelIndex) -> list[str | None]:
-    """Names of the levels that lineages have, coarse to fine; None where the run has left a level out."""
-    names: list[str | None] = [None] * len(index.lookup)
-    for name, column in zip(index.taxonomy.names, index.columns, strict=True):
-        names[column] = name
-    return names
+    if not any(map(exists, paths)):
+        return None
+    return Listing(str(file), Path(), paths, lineages, is_table=True)
 
 
 def _columns(
@@ -263,24 +267,22 @@ def _columns(
     Where the source names none (None), as nested folders, its finest level is the finest of the run.
 
     Returns:
-        For each element of the run's lineages, the position of that level in the source, -1 where it has
-        none; and the positions of the run's levels that the source does not have.
+        For each level of the run its position in the source, -1 where it has none; and the positions of the
+        run's levels that the source does not have.
 
     Raises:
         DataError: no level of the source is one of the run.
     """
-    depth = len(index.lookup)
+    wanted = index.taxonomy.names
     if names is None:
-        columns = [level + num_names - depth for level in range(depth)]
-    elif names == INAT_RANKS and depth == len(INAT_RANKS):  # also those that the run has left out
-        columns = list(range(depth))
+        columns = [max(-1, level + num_names - len(wanted)) for level in range(len(wanted))]
     else:
-        columns = [names.index(name) if name in names else -1 for name in _source_names(index)]
-    missing = [position for position, column in enumerate(index.columns) if columns[column] < 0]
-    if len(missing) == len(index.columns):
+        columns = [names.index(name) if name in names else -1 for name in wanted]
+    missing = [level for level, column in enumerate(columns) if column < 0]
+    if len(missing) == len(wanted):
         raise DataError(
             f"{source}: its taxonomic ranks {', '.join(names or ())} are not those of the run, "
-            f"{', '.join(index.taxonomy.names)}"
+            f"{', '.join(wanted)}"
         )
     return columns, missing
 
@@ -313,44 +315,28 @@ def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -
             targets[:, level] = parents[targets[:, level + 1]]
 
 
-def _leave_out(
-    source: str,
-    classes: Sequence[str],
-    num_samples: int,
-    request: EvaluationRequest,
-    report: list[str],
-    *,
-    is_all: bool,
-) -> None:
-    """Report unknown samples as left out; a `DataError` if they are not to be skipped, or all are unknown."""
-    counts = f"{counted(len(classes), 'class')} with {counted(num_samples, 'sample')}"
-    text = f"the run does not know {counts}: {several(classes)}"
-    if is_all:
-        raise DataError(f"{source}: {text}; these are all samples, so there is nothing to evaluate")
-    if not request.skips_unknown:
-        raise DataError(f"{source}: {text}; --unknown skip evaluates the other samples")
-    report.append(f"left out: {text}")
-
-
 def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
-    dataset, bundle = build_user_val(request.config, request.preprocessing, seed=request.seed)
-    name, index, declared = dataset.name, request.index, bundle.taxonomy
+    preprocessing = request.preprocessing
+    bundle = build_user_dataset(
+        request.config, seed=request.seed, splits=("val",), preprocessing=preprocessing
+    )
+    dataset: Any = bundle.val
+    name, index, declared = bundle.source, request.index, bundle.taxonomy
     report: list[str] = []
     num_left_out = 0
-    if index is None and declared is not None:
-        raise DataError(f"{name}: has classes, but the dataset of the run declared none")
-    if index is not None and declared is None:
-        report.append(f"{name}: declares no classes, so its labels are taken for those of the run")
+    if bundle.preprocessing is not None and preprocessing is None:
+        raise DataError(f"{name}: gives Pillow images, but the dataset of the run gave tensors")
+    if index is None:
+        if declared is not None:
+            raise DataError(f"{name}: has classes, but the dataset of the run declared none")
+    elif declared is None:
+        report.append(f"{name}: declares no classes; its labels are assumed to be the run's")
         dataset.taxonomy = index.taxonomy
         if isinstance(bundle.collate, UserCollate):
             bundle.collate.taxonomy = index.taxonomy
-    elif (
-        index is not None
-        and declared is not None
-        and (
-            declared.levels != index.taxonomy.levels
-            or declared.is_multilabel != index.taxonomy.is_multilabel
-        )
+    elif (declared.levels, declared.is_multilabel) != (
+        index.taxonomy.levels,
+        index.taxonomy.is_multilabel,
     ):
         if declared.is_multilabel or index.taxonomy.is_multilabel:
             raise DataError(
@@ -381,7 +367,7 @@ def _relabel(
         )
         num_left_out = len(dataset) - len(kept)
     if num_left_out:
-        _leave_out(dataset.name, relabel.unknown, num_left_out, request, report, is_all=not kept)
+        leave_out(dataset.name, relabel.unknown, num_left_out, len(kept), report, request.remedy)
         dataset.dataset = Subset(dataset.dataset, kept)
     dataset.relabel = relabel
     return num_left_out
@@ -400,25 +386,24 @@ class Relabel:
     """
 
     def __init__(self, declared: Taxonomy, index: LabelIndex, name: str) -> None:
-        names = None if len(declared.levels) == len(index.columns) == 1 else declared.names
+        is_flat = len(declared.levels) == len(index.lookup) == 1
+        names = None if is_flat else declared.names
         columns, self._missing = _columns(name, names, len(declared.levels), index)
         self._taxonomy = index.taxonomy
         self._tables: dict[int, tuple[int, Tensor]] = {}
         """For levels of the run that the dataset has: the column there, and the label of each class there."""
         unknown: dict[str, None] = {}
-        classes = [
-            (*level.classes, None) for level in declared.levels
-        ]  # the last one is that of -1
-        for level, low in enumerate(columns[column] for column in index.columns):
+        classes = [(*x.classes, None) for x in declared.levels]  # the last one is that of -1
+        for level, low in enumerate(columns):
             if low < 0:
                 continue
             rows = [
-                [None] * len(declared.levels[low].classes)
+                repeat(None)
                 if column < 0
-                else [classes[column][label] for label in declared.ancestors(low, column)]
+                else map(classes[column].__getitem__, declared.ancestors(low, column))
                 for column in columns
             ]
-            targets, lacking = encode(list(zip(*rows, strict=True)), index)
+            targets, lacking = encode([*zip(*rows, strict=False)], index)
             unknown |= dict.fromkeys(lacking)
             self._tables[level] = low, torch.cat([targets[:, level], torch.tensor([UNKNOWN])])
         self.unknown = list(unknown)

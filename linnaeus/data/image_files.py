@@ -6,10 +6,12 @@ import math
 import os
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -20,7 +22,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data import unread_note
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import find_damaged
@@ -42,21 +43,21 @@ class Listing:
         root: folder that relative paths start from.
         paths: path of each image, relative to `root` or absolute.
         lineages: class names of each image, coarse to fine.
-        unread: files of other endings beside them, by ending.
         groups: the group of each image, which a hold-out must not divide; None where there is none.
+        is_table: whether a table lists the files, so that some may be missing.
     """
 
     source: str
     root: Path
     paths: list[str]
     lineages: list[Lineage]
-    unread: Counter[str] = field(default_factory=Counter)
     groups: list[str] | None = None
+    is_table: bool = False
 
     @property
     def files(self) -> list[str]:
         """The path of each image."""
-        return [str(self.root / path) for path in self.paths]
+        return [os.path.join(self.root, path) for path in self.paths]  # noqa: PTH118 (hot path)
 
     def take(self, positions: Sequence[int]) -> Listing:
         """The listing of some of the samples."""
@@ -75,27 +76,28 @@ class Listing:
         return cls(
             ", ".join(each.source for each in listings),
             Path(),
-            [str(each.root / path) for each in listings for path in each.paths],
+            [file for each in listings for file in each.files],
             [lineage for each in listings for lineage in each.lineages],
-            sum((each.unread for each in listings), Counter()),
+            is_table=any(each.is_table for each in listings),
         )
 
 
 @dataclass(frozen=True)
-class EvaluatedFiles:
-    """The files of a dataset that a trained model is to be evaluated on.
+class FoundFiles:
+    """The files of a dataset, as they lie on disk.
 
     Attributes:
-        listings: the files of each root.
-        level_names: what the elements of a lineage are, coarse to fine; None where the source does not say.
-        is_val: whether they are a validation split; otherwise they are all samples of the dataset.
-        index: the classes of the run's own training data, of which it held out samples; else None.
+        splits: the listings of each split, one for each root; empty where there is no such split.
+        level_names: names of the elements of a lineage, coarse to fine; None where the source gives none.
+        notes: sentences for the user about what is not read.
+        make_index: gives the classes of the training samples. Raises a `DataError` where these cannot be
+            learned: a level with one class, or columns from fine to coarse.
     """
 
-    listings: list[Listing]
+    splits: dict[str, list[Listing]]
     level_names: tuple[str, ...] | None
-    is_val: bool
-    index: LabelIndex | None = None
+    notes: list[str]
+    make_index: Callable[[], LabelIndex]
 
 
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
@@ -109,6 +111,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         targets: [N, R], int64, one column per level; -1 is unknown. Of several labels per sample [N, C],
             int8, which items have as float32.
         channels: of an image; every image is converted to 1 (grey) or 3 (RGB), or has another number.
+        transform: turns an image into an input; set before the first access.
         decoding: how a file becomes pixels.
     """
 
@@ -118,7 +121,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         paths: Sequence[str],
         targets: Tensor,
         channels: int,
-        transform: Transform,
+        transform: Transform | None = None,
         decoding: Decoding = AS_CONFIGURED,
     ) -> None:
         self.root = str(root)
@@ -129,8 +132,11 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         self.channels = channels
         self.transform = transform
         self.decoding = decoding
-        self.smallest = transform.smallest if isinstance(transform, Pipeline) else None
-        self.normalises_batches = isinstance(transform, Pipeline) and transform.erasing is None
+
+    @property
+    def normalises_batches(self) -> bool:
+        """Whether `collate_pixels` normalises, so that the loader calls `read_pixels`."""
+        return isinstance(self.transform, Pipeline) and self.transform.erasing is None
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -141,11 +147,11 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return [os.path.join(self.root, os.fsdecode(path)) for path in self.paths]  # noqa: PTH118
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.transform(self._load(index)), self._target(index)
+        return self.transform(self._load(index)), self._target(index)  # type: ignore[misc]
 
     def read_pixels(self, index: int) -> tuple[Tensor, Tensor]:
         """The pixels of a sample before normalisation, uint8 [C, height, width], and its labels [R]."""
-        return self.transform.pixels(self._load(index)), self._target(index)  # type: ignore[attr-defined]
+        return self.transform.pixels(self._load(index)), self._target(index)  # type: ignore[union-attr]
 
     def collate_pixels(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
         """The batch of samples that `read_pixels` gave."""
@@ -160,7 +166,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
                 .view(shape)
             )
         for image, place in zip(images, inputs, strict=True):
-            self.transform.normalise.write(image, place)  # type: ignore[attr-defined]
+            self.transform.normalise.write(image, place)  # type: ignore[union-attr]
         return Batch(inputs, default_collate(list(targets)))
 
     def _target(self, index: int) -> Tensor:
@@ -169,7 +175,8 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     def _load(self, index: int) -> Tensor:
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
-        return load_image(path, self.channels, self.decoding, self.smallest)
+        smallest = self.transform.smallest if isinstance(self.transform, Pipeline) else None
+        return load_image(path, self.channels, self.decoding, smallest)
 
 
 def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
@@ -178,14 +185,19 @@ def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
     return [replace(dataset, ROOT=None if root is None else str(root)) for root in roots]
 
 
-def build_files(
-    listings: Mapping[str, Sequence[Listing]],
-    index: LabelIndex,
-    config: DataConfig,
-    on_main: OnMain,
-    notes: Sequence[str] = (),
-) -> DataBundle:
-    """Datasets from the listings of each split, one for each root.
+@contextmanager
+def optional_test(notes: list[str], split: str, dataset: DatasetConfig) -> Iterator[None]:
+    """Note why there is no test split instead of raising, where the configuration names none."""
+    try:
+        yield
+    except DataError as error:
+        if split != "test" or dataset.TEST is not None:
+            raise
+        notes.append(f"no test split: {error}")
+
+
+def build_files(files: FoundFiles, config: DataConfig, on_main: OnMain) -> DataBundle:
+    """Datasets from the listings of each split.
 
     Without a validation split, the test split takes its place. Without either, a stratified part of each
     root's training samples is held out.
@@ -194,91 +206,136 @@ def build_files(
 
     Raises:
         ConfigError: the augmentation does not fit.
-        DataError: a split without a sample or a label, a validation class without a training sample, or a
-            manifest that names files that do not exist.
+        DataError: a split without a label, a validation class without a training sample, or a manifest that
+            names files that do not exist.
     """
-    channels, taxonomy = config.DATASET.CHANNELS, index.taxonomy
+    index = files.make_index()
+    dataset, taxonomy = config.DATASET, index.taxonomy
     size = as_size(config.IMG_SIZE, (224, 224))
-    report = list(notes)
-    trains, vals, tests = (list(listings.get(split, ())) for split in SPLITS)
-    unread = Listing.joined([*trains, *vals, *tests]).unread
-    report += filter(None, [unread_note(unread)])
-    tests = _known_tests(tests, index, report)
-    if tests and not vals and config.DATASET.FOLD is None:
-        report.append(
-            f"no validation split: the test split {tests[0].source} is used for validation"
-        )
-        vals, tests = tests, []
-    if not vals:
-        pairs = [hold_out(each, config.DATASET, report, taxonomy) for each in trains]
-        trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
-    found = {
-        split: Listing.joined(parts)
-        for split, parts in (("train", trains), ("val", vals), ("test", tests))
-        if parts
-    }
-    for listing in found.values():
-        if not listing.paths:
-            raise DataError(f"{listing.source}: no sample")
+    report = [*files.notes]
+    trains, vals, tests = (files.splits[split] for split in SPLITS)
+    source = Listing.joined(trains).source
+    for listing in [*trains, *vals, *tests]:
         require_files(listing, config)
-    files = found["train"].files
-    decoding = with_bit_depth(Decoding.of(config), files, config, on_main, report)
-    if config.ON_BAD_IMAGE == "skip":
-        found = {
-            split: without_damaged(listing, channels, decoding, on_main, report)
-            for split, listing in found.items()
-        }
-    augment = _with_statistics(config.AUGMENT, found["train"], channels, decoding, on_main, report)
-    transform, preprocessing = build_transforms(augment, size, channels, decoding)
-    splits: dict[str, ImageFiles] = {}
-    for split, listing in found.items():
-        report_coarse(listing, report)
-        targets, unknown = encode(listing.lineages, index)
-        if unknown:
-            raise DataError(
-                f"{listing.source}: {counted(len(unknown), 'validation class')} without a training sample: "
-                f"{several(name_unknown(unknown, listing))}"
-            )
-        if split == "train":
-            report += homonyms(index, targets)
-            report += without_images(taxonomy, targets)
-        finest = targets if taxonomy.is_multilabel else targets[:, -1]
-        if not (finest != UNKNOWN).any():
-            raise DataError(
-                f"{listing.source}: no image has a label of rank {taxonomy.names[-1]!r}"
-            )
-        each = transform if split == "train" else preprocessing.transform()
-        splits[split] = ImageFiles(listing.root, listing.paths, targets, channels, each, decoding)
+    train_files = [file for listing in trains for file in listing.files]
+    decoding = with_bit_depth(Decoding.of(config), train_files, config, on_main, report)
+    make = partial(
+        make_split,
+        index=index,
+        config=config,
+        channels=dataset.CHANNELS,
+        decoding=decoding,
+        on_main=on_main,
+        report=report,
+    )
+    val = test = None
+    if tests:
+        with optional_test(report, "test", dataset):
+            test, _ = make(tests, remedy=None)
+    if test is not None and not vals and dataset.FOLD is None:
+        report.append(f"no validation split: {Listing.joined(tests).source} is used")
+        val, test = test, None
+    elif not vals:
+        pairs = [hold_out(each, dataset, report, taxonomy) for each in trains]
+        trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
+    train, _ = make(trains)
+    report_homonyms(Listing.joined(trains).lineages, report)
+    if lacking := classes_without_images(taxonomy, train.targets):
+        report.append(f"no training image is left of: {several(lacking)}")
+    val = val or make(vals)[0]
+    augment = _with_statistics(
+        config.AUGMENT, train.files, dataset.CHANNELS, decoding, on_main, report
+    )
+    train.transform, preprocessing = build_transforms(augment, size, dataset.CHANNELS, decoding)
+    val.transform = preprocessing.transform()
+    if test is not None:
+        test.transform = preprocessing.transform()
     return DataBundle(
-        splits["train"],
-        splits["val"],
+        train,
+        val,
         taxonomy,
-        channels,
+        dataset.CHANNELS,
         size,
         collate_pairs,
         report,
         preprocessing,
         index,
-        test=splits.get("test"),
-        source=Listing.joined(trains).source,
+        test=test,
+        source=source,
     )
 
 
-def _known_tests(tests: Sequence[Listing], index: LabelIndex, report: list[str]) -> list[Listing]:
-    """The test samples of the classes of training; notes others, such as images without a label."""
-    known = []
-    for listing in tests:
-        _, unknown = encode(listing.lineages, index)
-        left_out = {position for positions in unknown.values() for position in positions}
-        kept = [i for i in range(len(listing.paths)) if i not in left_out]
-        if left_out:
-            report.append(
-                f"{listing.source}: {counted(len(left_out), 'test sample')} left out, of "
-                f"{counted(len(unknown), 'class')} without a training sample: {several([*unknown])}"
-            )
-        if kept:
-            known.append(listing.take(kept))
-    return known
+def make_split(
+    listings: Sequence[Listing],
+    *,
+    index: LabelIndex,
+    config: DataConfig,
+    channels: int,
+    decoding: Decoding,
+    on_main: OnMain,
+    report: list[str],
+    remedy: str | None = "remove them, or add training samples",
+    needs_labels: bool = True,
+) -> tuple[ImageFiles, int]:
+    """Give the samples of all roots their labels, and leave out damaged files with `ON_BAD_IMAGE skip`.
+
+    Args:
+        listings: the files of each root, in the form of the index.
+        report: gets sentences on what is left out and on labels that are unknown.
+        remedy: ends the error for samples of classes that the index lacks; None leaves these samples out.
+        needs_labels: refuse samples without any label of the finest level.
+
+    Returns:
+        The samples, without a transform, and the number that is left out for their classes.
+
+    Raises:
+        DataError: no file can be read, no label is known, or classes are unknown.
+    """
+    listing = Listing.joined(listings)
+    if config.ON_BAD_IMAGE == "skip":
+        listing = without_damaged(listing, channels, decoding, on_main, report)
+    targets, unknown = encode(listing.lineages, index)
+    left_out = {position for positions in unknown.values() for position in positions}
+    if unknown:
+        kept = _without(len(listing.paths), left_out)
+        names = [
+            f"{name} (first in {listing.root / listing.paths[positions[0]]})"
+            for name, positions in unknown.items()
+        ]
+        leave_out(listing.source, names, len(left_out), len(kept), report, remedy)
+        listing, targets = listing.take(kept), targets[kept]
+    report_coarse(listing, report)
+    finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
+    if needs_labels and not (finest != UNKNOWN).any():
+        raise DataError(
+            f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}"
+        )
+    split = ImageFiles(listing.root, listing.paths, targets, channels, decoding=decoding)
+    return split, len(left_out)
+
+
+def leave_out(
+    source: str,
+    classes: Sequence[str],
+    num_samples: int,
+    num_kept: int,
+    report: list[str],
+    remedy: str | None,
+) -> None:
+    """Report samples of classes without a training sample as left out.
+
+    Raises:
+        DataError: there is a remedy, which ends the message, or no sample is kept.
+    """
+    text = (
+        f"{source}: {counted(num_samples, 'sample')} of {counted(len(classes), 'class')} without a training "
+        f"sample: {several(classes)}"
+    )
+    if not num_kept:
+        raise DataError(f"{text}; these are all samples")
+    if remedy is not None:
+        raise DataError(f"{text}; {remedy}")
+    report.append(f"{text}; left out")
 
 
 def stratified_split(
@@ -342,9 +399,8 @@ def grouped_split(
     """
     own = [group or f"\0{key}" for group, key in zip(groups, keys, strict=True)]
     order = sorted(range(len(keys)), key=lambda i: (_digest(own[i]), own[i], keys[i]))
-    names = {stratum: number for number, stratum in enumerate(sorted({*strata}, key=repr))}
     division = StratifiedGroupKFold(num_folds).split(
-        order, [names[strata[i]] for i in order], [own[i] for i in order]
+        order, [repr(strata[i]) for i in order], [own[i] for i in order]
     )
     try:
         with warnings.catch_warnings(action="ignore"):  # classes with few samples
@@ -397,11 +453,11 @@ def hold_out(
             "them for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in "
             "DATA.DATASET.VAL"
         )
-    held_out = counted(len(val), "sample")
     of_fold = "" if fold is None else f", fold {fold} of {num_folds}"
     by_group = "" if listing.groups is None else ", groups undivided"
     report.append(
-        f"no validation data of its own: {held_out} held out, stratified by class{of_fold}{by_group}"
+        f"no validation split: held out {len(val)} of {counted(len(listing.paths), 'sample')}, stratified by "
+        f"class{of_fold}{by_group}"
     )
     return listing.take(train), listing.take(val)
 
@@ -418,42 +474,35 @@ def report_coarse(listing: Listing, report: list[str]) -> None:
         report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
 
 
-def homonyms(index: LabelIndex, targets: Tensor) -> list[str]:
-    """A note on the classes that stand under several parents, the smallest first: one may be a typo."""
+def report_homonyms(lineages: Iterable[Lineage], report: list[str]) -> None:
+    """Report classes of one name under several parents, the smallest first: one may be a typo."""
     found: list[tuple[int, str]] = []
-    for level, depth in enumerate(index.columns):
-        if depth == 0 or index.taxonomy.is_multilabel:
-            continue
-        above = [name for _, name in index.lookup[depth - 1]]
-        counts = targets[:, level].clamp(min=UNKNOWN).add(1).bincount(minlength=1).tolist()[1:]
-        places: dict[str, list[tuple[int, str]]] = defaultdict(list)
-        for (parent, name), label in index.lookup[depth].items():
-            if parent != UNKNOWN:
-                number = counts[label] if label < len(counts) else 0
-                places[name].append((number, above[parent]))
-        for name, held in sorted(places.items()):
-            if len(held) > 1:
+    for above, below in pairwise(zip(*lineages, strict=True)):
+        places: dict[str | None, list[tuple[int, str]]] = defaultdict(list)
+        for (parent, name), number in Counter(zip(above, below, strict=True)).items():
+            if parent is not None:
+                places[name].append((number, parent))
+        for name, held in places.items():
+            if name is not None and len(held) > 1:
                 shown = ", ".join(f"{parent} {number}" for number, parent in sorted(held))
                 found.append((min(held)[0], f"{name} (images: {shown})"))
-    if not found:
-        return []
-    names = "; ".join(text for _, text in sorted(found)[:5])
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    return [
-        f"{counted(len(found), 'name')} under several parents, different classes: {names}{more}"
-    ]
+    if found:
+        names = several([text for _, text in sorted(found)])
+        report.append(
+            f"{counted(len(found), 'name')} under several parents, different classes: {names}"
+        )
 
 
-def without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
-    """A note on the classes that no training image has, such as where all of theirs are damaged."""
+def classes_without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
+    """The classes that no training image has, such as where all of theirs are damaged."""
     lacking: list[str] = []
     for column, level in enumerate(taxonomy.levels):
         if taxonomy.is_multilabel:
-            numbers = (targets == 1).sum(dim=0)
+            held = {*(targets == 1).any(dim=0).nonzero().flatten().tolist()}
         else:
-            numbers = (targets[:, column] + 1).bincount(minlength=len(level.classes) + 1)[1:]
-        lacking += [n for n, num in zip(level.classes, numbers.tolist(), strict=True) if not num]
-    return [f"no training image is left of: {several(lacking)}"] if lacking else []
+            held = {*targets[:, column].tolist()}
+        lacking += [name for label, name in enumerate(level.classes) if label not in held]
+    return lacking
 
 
 def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:
@@ -462,31 +511,22 @@ def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict
     With several labels per sample, targets are [N, C], int8: 1, 0, or -1 where unknown. The targets of those
     samples are unknown at every level.
     """
-    is_multilabel = index.taxonomy.is_multilabel
-    num_columns = len(index.lookup[0] if is_multilabel else index.columns)
-    labels: dict[Lineage, Tensor] = {}
+    dtype = torch.int8 if index.taxonomy.is_multilabel else torch.int64
+    numbers = {lineage: number for number, lineage in enumerate(dict.fromkeys(lineages))}
     lacking: dict[Lineage, str] = {}
-    unknown: dict[str, list[int]] = {}
+    rows: list[Tensor] = []
+    for lineage in numbers:
+        try:
+            row = index.encode(lineage)
+        except UnknownClassError as error:
+            lacking[lineage] = error.args[0]
+            row = index.encode((None,) * len(lineage))
+        rows.append(torch.tensor(row, dtype=dtype))
+    unknown: dict[str, list[int]] = defaultdict(list)
     for position, lineage in enumerate(lineages):
-        if lineage not in labels:
-            try:
-                row = index.encode(lineage)
-            except UnknownClassError as error:
-                row, lacking[lineage] = (UNKNOWN,) * num_columns, error.args[0]
-            labels[lineage] = torch.tensor(row, dtype=torch.int8 if is_multilabel else torch.int64)
         if lineage in lacking:
-            unknown.setdefault(lacking[lineage], []).append(position)
-    positions = {lineage: position for position, lineage in enumerate(labels)}
-    rows = torch.stack([*labels.values()])
-    return rows[[positions[lineage] for lineage in lineages]], unknown
-
-
-def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> list[str]:
-    """The unknown classes, each with its first sample."""
-    return [
-        f"{name} (first in {listing.root / listing.paths[found[0]]})"
-        for name, found in unknown.items()
-    ]
+            unknown[lacking[lineage]].append(position)
+    return torch.stack(rows)[[numbers[lineage] for lineage in lineages]], dict(unknown)
 
 
 def with_bit_depth(
@@ -509,7 +549,7 @@ def with_bit_depth(
 
 def _with_statistics(
     augment: AugmentConfig,
-    train: Listing,
+    files: Sequence[str],
     channels: int,
     decoding: Decoding,
     on_main: OnMain,
@@ -518,12 +558,12 @@ def _with_statistics(
     """The node with MEAN and STD that rank 0 measures, where they are null and channels are no colors."""
     if channels in (1, 3) or None not in (augment.MEAN, augment.STD):
         return augment
-    found = on_main(lambda: measure_channels(train.files, channels, decoding))
+    found = on_main(lambda: measure_channels(files, channels, decoding))
     if found is None:
         return augment
-    num_images = counted(min(MOST_IMAGES, len(train.paths)), "training image")
-    measured = dict(zip(("MEAN", "STD"), found, strict=True))
-    measured = {key: value for key, value in measured.items() if getattr(augment, key) is None}
+    num_images = counted(min(MOST_IMAGES, len(files)), "training image")
+    pairs = zip(("MEAN", "STD"), found, strict=True)
+    measured = {key: value for key, value in pairs if getattr(augment, key) is None}
     values = " and ".join(f"{key} {value}" for key, value in measured.items())
     report.append(f"{values}: measured on {num_images}; DATA.AUGMENT sets others")
     return replace(augment, **measured)
@@ -551,17 +591,17 @@ def without_damaged(
 
 
 def require_files(listing: Listing, config: DataConfig) -> None:
-    """Refuse a manifest with files that do not exist, unless damaged files are left out.
+    """Refuse a table with files that do not exist, unless damaged files are left out.
 
     The first rank of each machine looks.
 
     Raises:
         DataError: counts the files, and names some of them.
     """
-    is_listed = config.DATASET.NAME != "manifest" or config.ON_BAD_IMAGE == "skip"
-    if is_listed or os.environ.get("LOCAL_RANK", "0") != "0":
+    is_found = not listing.is_table or config.ON_BAD_IMAGE == "skip"
+    if is_found or os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    files = [os.path.join(listing.root, path) for path in listing.paths]  # noqa: PTH118 (hot path)
+    files = listing.files
     with ThreadPool(32) as pool:  # a network file system answers many at once
         found = pool.map(os.path.isfile, files, chunksize=256)
     missing = [file for file, is_file in zip(files, found, strict=True) if not is_file]

@@ -9,13 +9,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median_high
 from unicodedata import normalize
 
-from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data import LISTED, is_ignored, is_image, unread_note
-from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, roots_of
-from linnaeus.data.splits import SPLITS, find_folders, find_inside, only_folder, read_name
+from linnaeus.config.schema import DatasetConfig
+from linnaeus.data import EXTENSIONS_TEXT, is_ignored, is_image, unread_note
+from linnaeus.data.image_files import FoundFiles, Listing, optional_test, roots_of
+from linnaeus.data.splits import (
+    SPLITS,
+    find_folders,
+    find_nested_splits,
+    parse_split_name,
+    pick_folder,
+)
 from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.files import suggest_path
@@ -26,69 +32,67 @@ INAT_RANKS = ("kingdom", "phylum", "class", "order", "family", "genus", "species
 _INAT_FOLDER = re.compile(r"\d+((?:_[^_]+){6})_(.+)")
 
 
-def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
-    """Image files whose folders are their classes.
+def read_folders(
+    dataset: DatasetConfig, *, evaluated: bool = False, num_run_levels: int | None = None
+) -> FoundFiles:
+    """Find the image files of a dataset whose folders are their classes.
 
     Each level of nested folders is a level of the taxonomy, but folders of splits are none. With
     `ALLOW_COARSE`, images in a coarser folder have unknown finer labels. Files and folders are read in sorted
     order. Hidden ones and files of other kinds are ignored; symbolic links are followed.
 
+    Args:
+        dataset: the DATA.DATASET node.
+        evaluated: find the images to evaluate alone: validation folders, else test folders, else all images.
+        num_run_levels: number of levels of the run that is evaluated, where the node is the run's.
+
     Raises:
         ConfigError: a folder that is missing, `RANKS` that do not fit the folders, or folders that look like
             splits and cannot be told apart.
-        DataError: a folder that is unreadable, empty or of another depth; a level with one class; a
-            validation class without a training sample.
+        DataError: a folder that is unreadable, empty or of another depth.
     """
-    dataset: DatasetConfig = config.DATASET
-    roots = [_split_folders(node) for node in roots_of(dataset)]
-    notes = []
-    for node, root in zip(roots_of(dataset), roots, strict=True):
+    notes: list[str] = []
+    unread = Counter[str]()
+    roots = [_split_folders(node, notes) for node in roots_of(dataset)]
+    held_out = [split for split in ("val", "test") if any(split in root for root in roots)]
+    wanted = (held_out or ["train"])[:1] if evaluated else SPLITS
+    for root in roots if "train" in wanted else ():
         _require_training(root, dataset)
-        if beside := _beside(Path(str(node.ROOT)).expanduser(), root):
-            notes.append(f"{node.ROOT}: folders beside the splits are not read: {several(beside)}")
-    splits, inat, more = _read_roots(roots, dataset)
-    notes += more
-    train = Listing.joined(splits["train"])
-    if splits["val"] and dataset.FOLD is not None:
+    # The RANKS of a run need not be those of other data.
+    ranks = None if evaluated and num_run_levels is None else dataset.RANKS
+    splits: dict[str, list[Listing]] = {split: [] for split in SPLITS}
+    is_inat, depth = False, num_run_levels
+    for split in wanted:
+        pad_to = depth or 1
+        folders = {root[split]: len(root) == 1 for root in roots if split in root}
+        for folder, is_root in folders.items():
+            with optional_test(notes, split, dataset):
+                found, is_inat = _read_folder(
+                    folder, split, dataset, ranks, pad_to, unread, is_root=is_root
+                )
+                first = next(iter(found.values()))
+                num_levels = len(first.lineages[0])
+                depth = depth or num_levels
+                if not is_inat and num_levels != depth:
+                    raise DataError(
+                        f"{folder}: {counted(num_levels, 'level')} of class folders, but {depth} elsewhere, "
+                        f"such as for {first.paths[0]}"
+                    )
+                for part, listing in found.items():
+                    splits[part].append(listing)
+            dataset = replace(dataset, FOLDER_NAMES="inat2021" if is_inat else "nested")
+    if dataset.FOLD is not None and splits["val"] and not evaluated:
         raise ConfigError(
             f"DATA.DATASET.FOLD: {splits['val'][0].source} is the validation split; leave FOLD out, or name "
-            f"the folder of the folds in DATA.DATASET.ROOT, such as {train.source}"
+            f"the folder of the folds in DATA.DATASET.ROOT, such as {splits['train'][0].source}"
         )
-    if dataset.ALLOW_COARSE is None:
-        _check_coarse(train)
-    index = _index(train, dataset.RANKS, inat)
-    remedy = "add the folders of other classes"
-    if len(index.taxonomy.levels) > 1:
-        remedy = (
-            "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
-        )
-    require_classes(index.taxonomy, train.source, remedy)
-    return build_files(splits, index, config, on_main, notes)
+    notes += filter(None, [unread_note(unread)])
+    level_names = tuple(ranks or INAT_RANKS) if is_inat else None
+    make_index = functools.partial(_index, splits["train"], level_names or ranks, is_inat=is_inat)
+    return FoundFiles(splits, level_names, notes, make_index)
 
 
-def evaluated_folder(dataset: DatasetConfig, own_depth: int | None) -> EvaluatedFiles:
-    """The images that a trained model is to be evaluated on.
-
-    These are the validation folders where there are any, else test folders, else all images. `own_depth` is
-    the number of levels of the run's folders where the node is the run's. Errors are those of
-    `build_imagefolder`.
-    """
-    roots = [_split_folders(node) for node in roots_of(dataset)]
-    held = {split for root in roots for split in root}
-    wanted = next((split for split in ("val", "test") if split in held), "train")
-    for root in roots if wanted == "train" else ():
-        _require_training(root, dataset)
-    roots = [{split: root[split] for split in (wanted,) if split in root} for root in roots]
-    splits, inat, _ = _read_roots(roots, dataset, own_depth)
-    listings = splits["val"] or splits["test"]
-    index = None
-    if own_depth and not listings:
-        index = _index(Listing.joined(splits["train"]), dataset.RANKS, inat)
-    names = INAT_RANKS if inat else None
-    return EvaluatedFiles(listings or splits["train"], names, bool(listings), index)
-
-
-def _split_folders(dataset: DatasetConfig) -> dict[str, Path]:
+def _split_folders(dataset: DatasetConfig, notes: list[str]) -> dict[str, Path]:
     """The folder of each split that there is; ROOT itself is that of training where there is none.
 
     A TRAIN that is named may be missing.
@@ -96,53 +100,49 @@ def _split_folders(dataset: DatasetConfig) -> dict[str, Path]:
     if dataset.ROOT is None:
         raise ConfigError("DATA.DATASET.ROOT: name the folder that holds the images")
     root = Path(dataset.ROOT).expanduser()
-    try:
-        subfolders = _subfolders(root)
-    except OSError as error:
-        hint = "" if root.exists() else suggest_path(root)
-        raise ConfigError(
-            f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{hint}"
-        ) from error
+    subfolders = _subfolders(root)
     keys = {split: getattr(dataset, split.upper()) for split in SPLITS}
-    if len(subfolders) == 1 and not any(keys.values()):  # as an archive is unpacked
+    given = {split: root / name for split, name in keys.items() if name is not None}
+    if len(subfolders) == 1 and not given:  # as an archive is unpacked
         wrapped = root / subfolders[0]
         if len(find_folders(_subfolders(wrapped))) > 1:
-            return _split_folders(replace(dataset, ROOT=str(wrapped)))
-    given = {split: root / name for split, name in keys.items() if name is not None}
+            return _split_folders(replace(dataset, ROOT=str(wrapped)), notes)
     for split in given.keys() - {"train"}:
         _check_folder(given[split], split.upper())
     rest = [name for name in subfolders if root / name not in given.values()]
     named = find_folders(rest, is_given=bool(given))
     found = {
-        split: root / only_folder(split, named[split]) for split in named.keys() - given.keys()
+        split: root / pick_folder(split, named[split]) for split in named.keys() - given.keys()
     }
-    beside = {*rest} - {path.name for path in found.values()}
+    read = {os.path.relpath(path, root).split("/")[0] for path in (found | given).values()}
+    beside = sorted({*subfolders} - read)
     if not given and beside and not any(_subfolders(path) for path in found.values()):
         found = {}  # classes beside others, that are called like splits
-    folders = {split: _unwrapped(path, split) for split, path in found.items()} | given
+    folders = {split: _skip_single_folder(path, split) for split, path in found.items()} | given
+    if folders and beside and "." not in read:
+        notes.append(f"{root}: folders beside the splits are not read: {several(beside)}")
     return {split: folders[split] for split in SPLITS if split in folders} or {"train": root}
 
 
-def _beside(root: Path, folders: dict[str, Path]) -> list[str]:
-    """The folders of a root that hold nothing of a split."""
-    paths = [path.resolve() for path in folders.values()]
-    names = sorted(_subfolders(root))
-    return [n for n in names if not any(_overlap((root / n).resolve(), path) for path in paths)]
-
-
-def _overlap(one: Path, other: Path) -> bool:
-    return one.is_relative_to(other) or other.is_relative_to(one)
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        hint = "" if folder.exists() else suggest_path(folder)
+        raise ConfigError(
+            f"DATA.DATASET.ROOT: cannot read folder {folder}: {error.strerror}{hint}"
+        ) from error
 
 
 def _subfolders(folder: Path) -> list[str]:
-    return [p.name for p in folder.iterdir() if p.is_dir() and not is_ignored(p.name)]
+    return [path.name for path in _entries(folder) if path.is_dir() and not is_ignored(path.name)]
 
 
-def _unwrapped(folder: Path, split: str) -> Path:
+def _skip_single_folder(folder: Path, split: str) -> Path:
     """The only folder in a folder of a split, where it is called like that split too."""
-    inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    if len(inside) == 1 and inside[0].is_dir() and (read_name(inside[0].name) or "?")[0] == split:
-        return _unwrapped(inside[0], split)
+    match _entries(folder):
+        case [path] if path.is_dir() and (parse_split_name(path.name) or "?")[0] == split:
+            return _skip_single_folder(path, split)
     return folder
 
 
@@ -161,74 +161,53 @@ def _check_folder(folder: Path, key: str) -> None:
         raise ConfigError(f"DATA.DATASET.{key}: there is no folder {folder}{suggest_path(folder)}")
 
 
-def _read_roots(
-    roots: Sequence[dict[str, Path]], dataset: DatasetConfig, depth: int | None = None
-) -> tuple[dict[str, list[Listing]], bool, list[str]]:
-    """All images of each split of each root.
-
-    The folders have `depth` levels, or as many as the first of them.
-
-    Returns:
-        The listings of each split; whether class folders are named as in iNaturalist 2021; notes on what is
-        not read.
-    """
-    splits: dict[str, list[Listing]] = {split: [] for split in SPLITS}
-    notes: list[str] = []
-    inat, pad_to = False, depth or 1
-    for split in SPLITS:
-        for folder in dict.fromkeys(root[split] for root in roots if split in root):
-            is_root = {split: folder} in roots
-            try:
-                read, inat = _read_one(folder, split, dataset, pad_to, is_root=is_root)
-            except DataError as error:
-                if split != "test" or not splits["train"] or dataset.TEST is not None:
-                    raise
-                notes.append(f"no test split: {error}")
-                continue
-            for part, listing in read.items():
-                splits[part].append(listing)
-                levels = len(listing.lineages[0])
-                depth = depth or levels
-                if levels != depth:
-                    deepest = max(listing.paths, key=lambda path: path.count("/"))
-                    raise DataError(
-                        f"{folder}: {counted(levels, 'level')} of class folders, but {depth} elsewhere, such "
-                        f"as for {deepest}"
-                    )
-            dataset = replace(dataset, FOLDER_NAMES="inat2021" if inat else "nested")
-        pad_to = depth or 1
-    return splits, inat, notes
-
-
-def _read_one(
-    folder: Path, split: str, dataset: DatasetConfig, pad_to: int, *, is_root: bool
+def _read_folder(
+    folder: Path,
+    split: str,
+    dataset: DatasetConfig,
+    ranks: Sequence[str] | None,
+    pad_to: int,
+    unread: Counter[str],
+    *,
+    is_root: bool,
 ) -> tuple[dict[str, Listing], bool]:
-    """The images of a folder, which hold several splits where class folders are divided."""
-    images, unread = _find_images(folder, need_all=split == "train")
+    """The images of a folder, which hold several splits where class folders are divided.
+
+    Also returns whether class folders are named as in iNaturalist 2021. `unread` counts other files.
+    """
+    images = _walk(folder, unread, need_all=split == "train")
     parts = [_class_names(folder, path.rpartition("/")[0]) for path in images]
-    inside = find_inside({*parts}) if is_root else {}
-    if inside:
-        for image, part in zip(images, parts, strict=True):
-            if part not in inside:
-                raise DataError(
-                    f"{folder / image}: in no folder of a split, but other class folders are divided into "
-                    "splits; move or remove it"
-                )
-        members = {
-            name: [i for i, p in enumerate(parts) if inside[p][0] == name] for name in SPLITS
-        }
-        parts = [inside[part][1:] for part in parts]
-    else:
-        members = {split: list(range(len(images)))}
-        if is_root and dataset.RANKS is None:
-            _check_twins(folder, parts)
-    lineages, inat = _lineages(folder, images, parts, dataset, pad_to)
-    whole = Listing(str(folder), folder, images, lineages)
-    found = {name: whole.take(positions) for name, positions in members.items() if positions}
-    if inside:
-        found = {n: replace(each, source=f"{folder} ({n} folders)") for n, each in found.items()}
-    first = next(iter(found))
-    return found | {first: replace(found[first], unread=unread)}, inat
+    nested = find_nested_splits({*parts}) if is_root else {}
+    if is_root and not nested and dataset.RANKS is None:
+        _check_twins(folder, parts)
+    keys = [nested.get(part, ()) if nested else (split, *part) for part in parts]
+    for image, key in zip(images, keys, strict=True):
+        if len(key) < 2:
+            place = "folder of a split, but other class folders are divided into splits"
+            raise DataError(
+                f"{folder / image}: an image in no {place if nested else 'class folder'}; move it into that "
+                "of its class"
+            )
+    parts = [key[1:] for key in keys]
+    lineages = None
+    if dataset.FOLDER_NAMES != "nested":
+        lineages = _inat_lineages(folder, parts, dataset, ranks or INAT_RANKS)
+    is_inat = lineages is not None
+    if lineages is None:
+        coarse = dataset.ALLOW_COARSE
+        if coarse is False or (coarse is None and split == "train"):
+            _check_depth(folder, images, parts, only_deeper=coarse is None)
+        depth = max(1 if coarse is False else pad_to, *map(len, parts))
+        lineages = {part: part + (None,) * (depth - len(part)) for part in {*parts}}
+    whole = Listing(str(folder), folder, images, [lineages[part] for part in parts])
+    if not nested:
+        return {split: whole}, is_inat
+    found = {s: whole.take([i for i, key in enumerate(keys) if key[0] == s]) for s in SPLITS}
+    return {
+        s: replace(listing, source=f"{folder} ({s} folders)")
+        for s, listing in found.items()
+        if listing.paths
+    }, is_inat
 
 
 @functools.lru_cache(maxsize=1)
@@ -268,46 +247,69 @@ def _check_twins(folder: Path, parts: Iterable[tuple[str, ...]]) -> None:
         )
 
 
-def _lineages(
+def _check_depth(
+    folder: Path, images: list[str], parts: list[tuple[str, ...]], *, only_deeper: bool
+) -> None:
+    """Refuse images in another number of class folders than most, or in a larger one alone.
+
+    A stray folder inside of a class folder looks like a level.
+    """
+    usual = median_high(map(len, parts))
+    odd = [
+        (str(Path(image).parent), image)
+        for image, part in zip(images, parts, strict=True)
+        if len(part) > usual or (len(part) < usual and not only_deeper)
+    ]
+    if odd:
+        first = dict(reversed(odd))  # of each folder
+        raise DataError(
+            f"{folder}: {len(odd)} of {counted(len(images), 'image')} are not in "
+            f"{counted(usual, 'class folder')} like most: {several([*first.values()][::-1])}; every level of "
+            "folders is a level of the taxonomy. Move these images, or set DATA.DATASET.ALLOW_COARSE True "
+            "where finer labels are unknown"
+        )
+
+
+def _inat_lineages(
     folder: Path,
-    images: list[str],
-    parts: list[tuple[str, ...]],
+    parts: Iterable[tuple[str, ...]],
     dataset: DatasetConfig,
-    pad_to: int,
-) -> tuple[list[Lineage], bool]:
-    """The class names of each image, and whether they are named as in iNaturalist 2021."""
-    kind = dataset.FOLDER_NAMES
-    matches = {
-        name: _INAT_FOLDER.fullmatch(name) for name in sorted({"/".join(part) for part in parts})
-    }
-    others = [name for name, match in matches.items() if match is None]
-    if kind == "nested" or (kind == "auto" and len(others) == len(matches)):
-        allow_coarse = dataset.ALLOW_COARSE is not False
-        _check_depth(folder, images, parts, allow_coarse)
-        depth = max(pad_to if allow_coarse else 1, *map(len, parts))
-        padded = {part: part + (None,) * (depth - len(part)) for part in set(parts)}
-        return [padded[part] for part in parts], False
-    _check_depth(folder, images, parts, allow_coarse=False)
+    ranks: Sequence[str],
+) -> dict[tuple[str, ...], Lineage] | None:
+    """The class names of folders named as in iNaturalist 2021; None where they are others."""
+    lineages: dict[tuple[str, ...], Lineage] = {}
+    others: list[str] = []
+    for part in sorted({*parts}):
+        match = _INAT_FOLDER.fullmatch(part[0])
+        if match is None or len(part) > 1:
+            others.append("/".join(part))
+            continue
+        above = match[1].split("_")[1:]
+        # The last part is the epithet alone, which occurs in many genera.
+        names = [*above, f"{above[-1]} {match[2].replace('_', ' ')}"]
+        lineages[part] = tuple(
+            n for n, rank in zip(names, INAT_RANKS, strict=True) if rank in ranks
+        )
+    if not lineages and dataset.FOLDER_NAMES == "auto":
+        return None
     if others:
         raise DataError(
             f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
             f"{several(others)}; rename, or set DATA.DATASET.FOLDER_NAMES nested"
         )
-    lineages = {}
-    for name, match in matches.items():
-        above = match[1].split("_")[1:]  # type: ignore[index]
-        # The last part is the epithet alone, which occurs in many genera.
-        lineages[name] = (*above, f"{above[-1]} {match[2].replace('_', ' ')}")  # type: ignore[index]
-    return [lineages["/".join(part)] for part in parts], True
+    if [rank for rank in INAT_RANKS if rank in ranks] != [*ranks]:
+        raise ConfigError(
+            f"DATA.DATASET.RANKS: [{', '.join(ranks)}] must be some of {', '.join(INAT_RANKS)}, in this order"
+        )
+    return lineages
 
 
-def _find_images(folder: Path, *, need_all: bool) -> tuple[list[str], Counter[str]]:
+def _walk(folder: Path, unread: Counter[str], *, need_all: bool) -> list[str]:
     """The paths of all images, relative to the folder, files before folders and each sorted.
 
-    Also returns the number of files with each other ending.
+    `unread` counts the files with other endings.
     """
     found: list[str] = []
-    unread = Counter[str]()
     empty: list[str] = []
 
     def fail(error: OSError) -> None:
@@ -323,64 +325,33 @@ def _find_images(folder: Path, *, need_all: bool) -> tuple[list[str], Counter[st
         for name in sorted(files):
             if is_image(name, unread):
                 found.append(os.path.join(inside, name))  # noqa: PTH118 (hot path)
-        if len(found) == num_before and not folders and read_name(Path(path).name) is None:
+        if len(found) == num_before and not folders and parse_split_name(Path(path).name) is None:
             empty.append(path)
     note = f"; {unread_note(unread)}" if unread else ""
     if not found:
-        raise DataError(f"{folder}: no image in it or below (looked for {LISTED}){note}")
+        raise DataError(f"{folder}: no image in it or below (looked for {EXTENSIONS_TEXT}){note}")
     if empty and need_all:
         raise DataError(
             f"no image in class folder {several(empty)}; remove the folder or put images into it{note}"
         )
-    return found, unread
+    return found
 
 
-def _check_depth(
-    folder: Path, images: list[str], parts: list[tuple[str, ...]], allow_coarse: bool
-) -> None:
-    """Check that all images lie in the same number of nested class folders, or in any; at least in one."""
-    usual = Counter(map(len, parts)).most_common(1)[0][0]
-    for image, names in zip(images, parts, strict=True):
-        if not names:
-            raise DataError(
-                f"{folder / image}: an image outside of any class folder; move it into that of its class"
-            )
-        if len(names) != usual and not allow_coarse:
-            raise DataError(
-                f"{folder / image}: in {counted(len(names), 'class folder')}, but other images in {usual}; "
-                "every level of folders is a taxonomic rank. Move it, or leave finer ranks unknown with "
-                "DATA.DATASET.ALLOW_COARSE True"
-            )
-
-
-def _check_coarse(train: Listing) -> None:
-    """Refuse a level that most images lack: a stray folder inside of a class folder looks like one."""
-    for depth in range(1, len(train.lineages[0])):
-        deep = [i for i, names in enumerate(train.lineages) if names[depth] is not None]
-        if 2 * len(deep) < len(train.lineages):
-            found = dict.fromkeys(str(Path(train.paths[i]).parent) for i in deep)
-            raise DataError(
-                f"{train.source}: {len(deep)} of {counted(len(train.lineages), 'image')} are in folders "
-                f"deeper than the others: {several([*found])}; move these images up, or set "
-                "DATA.DATASET.ALLOW_COARSE True where the others have unknown finer labels"
-            )
-
-
-def _index(train: Listing, level_names: list[str] | None, inat: bool) -> LabelIndex:
-    if inat:
-        index = index_labels(INAT_RANKS, train.lineages)
-        wrong = [name for name in level_names or () if name not in INAT_RANKS]
-        if wrong:
-            raise ConfigError(
-                f"DATA.DATASET.RANKS: {several(wrong)} not among {', '.join(INAT_RANKS)}"
-            )
-        return index.select(level_names) if level_names else index
+def _index(trains: Sequence[Listing], names: Sequence[str] | None, *, is_inat: bool) -> LabelIndex:
+    """The classes of the training folders."""
+    train = Listing.joined(trains)
     depth = len(train.lineages[0])
-    names = level_names or (
-        ["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)]
-    )
+    if names is None:
+        names = ["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)]
     if len(names) != depth:
         raise ConfigError(
             f"DATA.DATASET.RANKS: {len(names)} names for the {depth} level(s) of folders in {train.source}"
         )
-    return index_labels(names, train.lineages)
+    index = index_labels(names, train.lineages)
+    remedy = "add the folders of other classes"
+    if is_inat:
+        remedy = "leave it out with DATA.DATASET.RANKS"
+    elif depth > 1:
+        remedy = "leave out that level of folders"
+    require_classes(index.taxonomy, train.source, remedy)
+    return index

@@ -1,28 +1,30 @@
 """Manifests: tables with a column of image paths, and one of class names per level.
 
-An empty cell is unknown. With `DATA.DATASET.LABEL_SEPARATOR` a cell holds several names; the separator alone
-is a sample of no class. Columns of 0 and 1, one for each class, are labels too.
+An empty cell is unknown. With `DATA.DATASET.LABEL_SEPARATOR` a cell holds several names. A cell with only the
+separator marks a sample without any class. Columns of 0 and 1, one for each class, are labels too.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import pairwise, product
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from unicodedata import normalize
 
 import pandas as pd
 
-from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.config.schema import DatasetConfig
 from linnaeus.data import EXTENSIONS
-from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.image_files import EvaluatedFiles, Listing, build_files, roots_of
+from linnaeus.data.image_files import FoundFiles, Listing, optional_test, roots_of
+from linnaeus.data.split_file import UNKNOWN_WORDS, unescape
 from linnaeus.data.splits import SPLITS, find_column, is_flags, is_true
-from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
+from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError, first_line
 from linnaeus.files import suggest_path
 from linnaeus.words import counted, several
@@ -34,8 +36,6 @@ _IMAGE_COLUMNS = (
 _PARQUET = (".parquet", ".pq")
 _UNNAMED = re.compile(r"(unnamed: \d+)?", re.IGNORECASE)
 """The header of the row numbers that pandas writes."""
-_UNKNOWN_WORDS = frozenset(("nan", "none", "na", "n/a", "<na>", "null", "-"))
-"""Cells that mean an unknown label, case-folded, as does an empty one."""
 _LABEL_COLUMNS = frozenset(("label", "labels", "class", "target", "category", "y"))
 """Columns, case-folded, whose 0 and 1 are two classes."""
 _SET_SEPARATORS = (";", "|", "/", "\t")
@@ -43,11 +43,19 @@ _SET_SEPARATORS = (";", "|", "/", "\t")
 
 @dataclass(frozen=True)
 class _Table:
-    """A manifest: its rows as text, by number of line, and the node of its root."""
+    """A manifest, or its rows of one split.
+
+    Attributes:
+        path: the file.
+        rows: the cells as text, by number of line.
+        dataset: the node of its root.
+        split: the split that a column gives to the rows, where it is not the split of the file.
+    """
 
     path: Path
     rows: pd.DataFrame
     dataset: DatasetConfig
+    split: str | None = None
 
     @property
     def image_column(self) -> str:
@@ -111,6 +119,8 @@ class _Labels:
             DataError: a column that is missing, or none with labels.
         """
         table, dataset = tables[0], tables[0].dataset
+        for each in tables:
+            each.require([*filter(None, [dataset.GROUP_COLUMN])], "DATA.DATASET.GROUP_COLUMN")
         levels = dataset.RANKS or table.others
         columns = table.require(levels, "DATA.DATASET.RANKS")
         if not levels:
@@ -128,12 +138,21 @@ class _Labels:
             _check_levels(tables, columns)
         return cls(list(levels), columns, separator=dataset.LABEL_SEPARATOR)
 
-    def train(self, tables: Sequence[_Table], notes: list[str]) -> tuple[list[Listing], LabelIndex]:
-        """The training samples of each root, and the classes that they define."""
-        for table in tables:
-            groups = table.dataset.GROUP_COLUMN
-            table.require([] if groups is None else [groups], "DATA.DATASET.GROUP_COLUMN")
-        trains = [self.listing(table, notes) for table in tables]
+    def files(self, splits: Mapping[str, Sequence[_Table]], notes: list[str]) -> FoundFiles:
+        """The samples of each split."""
+        unknown: dict[Path, Counter[str]] = defaultdict(Counter)
+        found: dict[str, list[Listing]] = {split: [] for split in SPLITS}
+        for split, tables in splits.items():
+            for table in tables:
+                with optional_test(notes, split, table.dataset):
+                    found[split].append(self._listing(table, unknown[table.path]))
+        for path, words in unknown.items():
+            if shown := ", ".join(f"{number} {cell!r}" for cell, number in words.most_common()):
+                notes.append(f"{path}: cells read as unknown labels: {shown}")
+        return FoundFiles(found, tuple(self.levels), notes, partial(self._index, found["train"]))
+
+    def _index(self, trains: Sequence[Listing]) -> LabelIndex:
+        """The classes of the training manifests."""
         train = Listing.joined(trains)
         cells = {cell or "" for lineage in {*train.lineages} for cell in lineage}
         if self.separator and not self.are_flags and self.separator not in "".join(cells):
@@ -143,33 +162,28 @@ class _Labels:
         index = index_labels(self.levels, train.lineages, self.separator)
         remedy = "choose other columns with DATA.DATASET.RANKS"
         require_classes(index.taxonomy, train.source, remedy)
-        return trains, index
+        _check_nesting(self.levels, train.lineages, train.source)
+        return index
 
-    def are_in(self, table: _Table) -> bool:
-        """Whether a manifest has all columns."""
-        return all(table.find(column) is not None for column in self.columns)
-
-    def listing(self, table: _Table, notes: list[str]) -> Listing:
-        """The samples of a manifest."""
+    def _listing(self, table: _Table, unknown: Counter[str]) -> Listing:
+        """The samples of a manifest; counts the words for unknown labels."""
         columns = table.require(self.columns, "as in the training manifest")
-        groups = table.rows.groupby(columns, sort=False)
-        unknown = Counter[str]()
-        unique: list[Lineage] = []  # rows with the same labels share one tuple
-        cells = table.rows[columns].drop_duplicates().itertuples(index=False, name=None)
-        for row, number in zip(cells, groups.size(), strict=True):
+        rows = [*table.rows[columns].itertuples(index=False, name=None)]
+        found: dict[tuple[str, ...], Lineage] = {}  # rows with the same labels share one tuple
+        for row, number in Counter(rows).items():
             if self.are_flags:
-                unique.append((self._of_flags(table, row),))
+                found[row] = (self._of_flags(table, row),)
                 continue
-            words = [c for c in row if c.casefold() in _UNKNOWN_WORDS and c != self.separator]
+            words = [cell for cell in row if cell in UNKNOWN_WORDS and cell != self.separator]
             unknown.update({word: number * words.count(word) for word in words})
-            unique.append(tuple(normalize("NFC", c) if c and c not in words else None for c in row))
-        if unknown:
-            shown = ", ".join(f"{number} {cell!r}" for cell, number in unknown.most_common())
-            notes.append(f"{table.path}: cells read as unknown labels: {shown}")
+            names = (None if c in words else normalize("NFC", unescape(c)) or None for c in row)
+            found[row] = tuple(names)
         root, paths = _files(table)
-        lineages = [unique[number] for number in groups.ngroup()]
+        source = str(table.path) if table.split is None else f"{table.path} (split {table.split})"
         group = None if table.group_column is None else table.rows[table.group_column].tolist()
-        return Listing(str(table.path), root, paths, lineages, groups=group)
+        return Listing(
+            source, root, paths, [found[row] for row in rows], groups=group, is_table=True
+        )
 
     def _of_flags(self, table: _Table, row: Sequence[str]) -> str | None:
         held = [name for name, cell in zip(self.columns, row, strict=True) if is_true(cell)]
@@ -180,77 +194,59 @@ class _Labels:
         return held[0] if held else None
 
 
-def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
-    """Image files listed in manifests.
+def read_manifest(dataset: DatasetConfig) -> FoundFiles:
+    """Find the image files that manifests list.
 
     Relative image paths start from `ROOT`, or from the manifest's own folder where `ROOT` is null.
 
     Raises:
         ConfigError: a manifest that cannot be read, the image column among the `RANKS`, or columns that are
             no levels.
-        DataError: a manifest that is empty or malformed (the message names file and line); a level
-            with one class; columns from fine to coarse; a validation class without a training sample.
+        DataError: a manifest that is empty or malformed; the message names file and line.
     """
     notes: list[str] = []
-    splits = _splits([(node, _manifest_paths(node)) for node in roots_of(config.DATASET)], notes)
+    roots = [(node, _manifest_paths(node)) for node in roots_of(dataset)]
+    splits = _split_tables(roots, notes)
     if not splits["train"]:
-        raise DataError(f"{config.DATASET.TRAIN or 'train.csv'}: no row of the training split")
+        raise DataError(f"{dataset.TRAIN or 'train.csv'}: no row of the training split")
     labels = _Labels.of(splits["train"])
-    trains, index = labels.train(splits["train"], notes)
-    _check_nesting(index, trains[0].source)
-    listings = {"train": trains, "val": [], "test": []}
-    for table in splits["val"]:
-        listings["val"].append(labels.listing(table, notes))
-    for table in splits["test"]:
-        if config.DATASET.TEST is None and not labels.are_in(table):
-            notes.append(f"no test split: {table.path} lacks the columns of labels")
-        else:
-            listings["test"].append(labels.listing(table, notes))
-    return build_files(listings, index, config, on_main, notes)
+    return labels.files(splits, notes)
 
 
-def evaluated_manifest(
-    dataset: DatasetConfig,
-    level_names: Sequence[str | None],
-    *,
-    is_own: bool,
-    separator: str | None = None,
-) -> EvaluatedFiles:
-    """The images that a trained model is to be evaluated on.
+def read_evaluated_manifest(
+    dataset: DatasetConfig, taxonomy: Taxonomy, *, is_run_dataset: bool
+) -> FoundFiles:
+    """Find the image files that a trained model is to be evaluated on.
 
     These are the validation samples where there are any, else the test samples, else all of the training
     manifest. Columns of levels may be missing, but not in the run's own training manifest.
 
     Args:
         dataset: the DATA.DATASET node. As many RANKS as the run has levels name their columns.
-        level_names: names of the run's levels, coarse to fine; None where one has no name.
-        is_own: whether the node is that of the run.
-        separator: of several labels of a sample of the run.
+        taxonomy: the levels of the run.
+        is_run_dataset: whether the node is that of the run.
     """
     notes: list[str] = []
     roots = [(node, _manifest_paths(node)) for node in roots_of(dataset)]
     held = next((s for s in ("val", "test") if any(s in paths for _, paths in roots)), None)
-    if held is not None and not is_own:
+    if held is not None and not is_run_dataset:
         roots = [(node, {held: paths[held]}) for node, paths in roots if held in paths]
-    splits = _splits(roots, notes)
+    splits = _split_tables(roots, notes)
     wanted = next((split for split in ("val", "test", "train") if splits[split]), "train")
     tables = splits[wanted]
-    if wanted == "train" and is_own:
-        labels = _Labels.of(tables)
-        trains, index = labels.train(tables, notes)
-        return EvaluatedFiles(trains, tuple(labels.levels), is_val=False, index=index)
-    table, names = tables[0], [name for name in level_names if name is not None]
+    table, names = tables[0], taxonomy.names
     flags = dataset.RANKS or table.others
-    if len(names) == 1 and table.find(names[0]) is None and _are_flags(tables, flags):
-        labels = _Labels(names, flags, are_flags=True, separator=separator)
+    if wanted == "train" and is_run_dataset:
+        labels = _Labels.of(tables)
+    elif len(names) == 1 and table.find(names[0]) is None and _are_flags(tables, flags):
+        labels = _Labels([*names], flags, are_flags=True, separator=taxonomy.separator)
     else:
         columns = _columns_of_levels(table, dataset, names)
-        labels = _Labels(list(columns), list(columns.values()), separator=separator)
-    listings = [labels.listing(table, notes) for table in tables]
-    return EvaluatedFiles(listings, tuple(labels.levels), is_val=wanted != "train")
+        labels = _Labels(list(columns), list(columns.values()), separator=taxonomy.separator)
+    return labels.files({wanted: tables}, notes)
 
 
-def _splits(
+def _split_tables(
     roots: Sequence[tuple[DatasetConfig, Mapping[str, Path]]], notes: list[str]
 ) -> dict[str, list[_Table]]:
     """The rows of each split of each root: those of its manifests, divided by their column of splits.
@@ -264,25 +260,26 @@ def _splits(
                 f"DATA.DATASET.FOLD: {paths['val']} is the validation split; leave FOLD out"
             )
         for split, path in paths.items():
-            table = _read(path, node)
-            parts = _divided(table, is_train=split == "train") or {split: table}
-            if len(parts) == 1 and "train" not in parts:
-                parts = {split: next(iter(parts.values()))}
-            kept = {
-                name: part
-                for name, part in parts.items()
-                if name == split or (split == "train" and name not in paths)
-            }
-            if not kept:
-                raise DataError(
-                    f"{path}: no row of split {split}, but of {', '.join(parts)}; name the manifest "
-                    f"in DATA.DATASET.{split.upper()}"
-                )
-            if left_out := len(table.rows) - sum(len(part.rows) for part in kept.values()):
-                rows = counted(left_out, "row")
-                notes.append(f"{path}: {rows} left out, of other splits or of none")
-            for name, part in kept.items():
-                splits[name].append(part)
+            with optional_test(notes, split, node):
+                table = _read(path, node)
+                parts = _divided(table, is_train=split == "train") or {split: table}
+                if len(parts) == 1 and "train" not in parts:
+                    parts = {split: next(iter(parts.values()))}
+                kept = {
+                    name: part if name == split else replace(part, split=name)
+                    for name, part in parts.items()
+                    if name == split or (split == "train" and name not in paths)
+                }
+                if not kept:
+                    raise DataError(
+                        f"{path}: no row of split {split}, but of {', '.join(parts)}; name the manifest "
+                        f"in DATA.DATASET.{split.upper()}"
+                    )
+                if left_out := len(table.rows) - sum(len(part.rows) for part in kept.values()):
+                    rows = counted(left_out, "row")
+                    notes.append(f"{path}: {rows} left out, of other splits or of none")
+                for name, part in kept.items():
+                    splits[name].append(part)
     return splits
 
 
@@ -293,20 +290,24 @@ def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
         (given,) = table.require([given], "DATA.DATASET.SPLIT_COLUMN")
     elif given is not None:
         return {}
-    found = _column_of_folds(table, given or table.find("fold"))
-    if found is None:
-        ranks = {name.casefold() for name in dataset.RANKS or ()}
-        columns = [n for n in table.rows if n != table.image_column and n.casefold() not in ranks]
-        found = find_column({name: table.rows[name].unique() for name in columns}, given)
-        if found is not None and dataset.FOLD is not None:
-            raise ConfigError(
-                f"DATA.DATASET.FOLD: the column {found[0]!r} of {table.path} divides the samples; leave "
-                "FOLD out, or name the column of folds in DATA.DATASET.SPLIT_COLUMN"
-            )
-    if found is None:
+    folds = _column_of_folds(table, given or table.find("fold")) if is_train else None
+    taken = {table.image_column, *map(table.find, dataset.RANKS or ()), *(folds or ())[:1]}
+    columns = [name for name in table.rows if name not in taken]
+    if given is not None and folds is None:
+        columns = [given]
+    cells = {name: table.rows[name].unique() for name in columns}
+    found = find_column(cells, given if folds is None else None)
+    if found is not None and dataset.FOLD is not None and is_train and not (given and folds):
+        raise ConfigError(
+            f"DATA.DATASET.FOLD: the column {found[0]!r} of {table.path} divides the samples; leave "
+            "FOLD out, or name the column of folds in DATA.DATASET.SPLIT_COLUMN"
+        )
+    divisions = [*filter(None, (folds, found))]
+    if not divisions:
         return {}
-    column, meanings = found
-    parts = table.rows.drop(columns=column).groupby(table.rows[column].map(meanings))
+    column, meanings = divisions[0]
+    rows = table.rows.drop(columns=[name for name, _ in divisions])
+    parts = rows.groupby(table.rows[column].map(meanings))
     return {split: replace(table, rows=rows) for split, rows in parts}
 
 
@@ -349,26 +350,23 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
     Raises:
         ConfigError: says what the columns look like.
     """
-    rows = pd.concat([each.rows for each in tables]).reindex(columns=columns).fillna("")
+    rows = pd.concat([each.rows for each in tables]).reindex(columns=columns).replace("", None)
     looks: dict[str, str] = {}
     for name in columns:
-        known = rows[name][rows[name] != ""]
-        values = known.unique()
-        is_unique = len(known) >= 5 and len(values) > 0.8 * len(known)
-        are_numbers = pd.Series(pd.to_numeric(values, errors="coerce")).notna().all()
-        if len(values) and are_numbers and (len(columns) > 1 or is_unique):
-            looks[name] = counted(len(values), "number")
+        number, num_values = rows[name].count(), rows[name].nunique()
+        is_unique = number >= 5 and num_values > 0.8 * number
+        are_numbers = 0 < pd.to_numeric(rows[name], errors="coerce").count() == number
+        if are_numbers and (len(columns) > 1 or is_unique):
+            looks[name] = counted(num_values, "number")
             if name.casefold() == "fold":
                 looks[name] += " (DATA.DATASET.FOLD holds out one of them)"
-        elif len(values) == 1 and len(columns) > 1:
-            looks[name] = "1 value"
-        elif is_unique and len(columns) > 1:
-            looks[name] = f"{len(values)} values in {counted(len(known), 'row')}"
+        elif len(columns) > 1 and (is_unique or num_values == 1):
+            looks[name] = f"{counted(num_values, 'value')} in {counted(number, 'row')}"
     for above, below in pairwise(name for name in columns if name not in looks):
-        known = rows[(rows[above] != "") & (rows[below] != "")]
+        known = rows[[above, below]].dropna()
         nests = known.groupby(below)[above].nunique().eq(1)  # homonyms have several parents
         if nests.mean() < 0.5 and not known.groupby(above)[below].nunique().eq(1).all():
-            number = counted(rows[below].replace("", None).nunique(), "value")
+            number = counted(rows[below].nunique(), "value")
             looks[below] = f"{number} that do not nest in {above}"
     if looks:
         levels = [name for name in columns if name not in looks]
@@ -383,11 +381,9 @@ def _columns_of_levels(
     table: _Table, dataset: DatasetConfig, names: Sequence[str]
 ) -> dict[str, str]:
     """The column of each level that the manifest has."""
-    ranks = dataset.RANKS or names
-    if len(ranks) != len(names):
-        ranks = names
-    if ranks != names:
-        table.require(ranks, "DATA.DATASET.RANKS")
+    ranks = names
+    if dataset.RANKS not in (None, [*names]) and len(dataset.RANKS) == len(names):
+        ranks = table.require(dataset.RANKS, "DATA.DATASET.RANKS")
     found = {name: table.find(rank) for name, rank in zip(names, ranks, strict=True)}
     columns = {name: column for name, column in found.items() if column is not None}
     if not columns:
@@ -407,10 +403,11 @@ def _manifest_paths(dataset: DatasetConfig) -> dict[str, Path]:
     folder = paths["train"].parent if "train" in paths and not dataset.ROOT else root
     for split in SPLITS:
         beside = [folder / f"{split}{ending}" for ending in (".csv", ".tsv", *_PARQUET)]
-        if split not in paths:
-            found = [path for path in beside if path.is_file() and path not in paths.values()]
-            if found or split == "train":
-                paths[split] = (found or beside)[0]
+        found = [path for path in beside if path.is_file() and path not in paths.values()]
+        if split == "train":
+            found.append(beside[0])
+        if found:
+            paths.setdefault(split, found[0])
     return {split: paths[split] for split in SPLITS if split in paths}
 
 
@@ -487,32 +484,45 @@ def _files(table: _Table) -> tuple[Path, list[str]]:
         raise DataError(f"{table.path}, line {line}: no image path")
     given = table.dataset.ROOT
     root = Path(given).expanduser() if given is not None else table.path.parent
-    first, stem = names.iloc[0], table.path.stem
-    places = product(("", stem, f"{stem}_images", "images"), ("", *sorted(EXTENSIONS)))
-    for folder, ending in places:
-        if any((root / folder / f"{name}{ending}").is_file() for name in names[:100]):
-            break
-    else:
-        if not root.is_dir():
-            raise ConfigError(f"DATA.DATASET.ROOT: there is no folder {root}{suggest_path(root)}")
-        hint = f", nor in `images` or `{stem}` there; relative paths start from DATA.DATASET.ROOT, or from "
-        hint += "the manifest's folder where that is null"
-        if "\\" in first:
-            hint = "; the paths of the manifest have backslashes: replace them by /"
-        raise DataError(
-            f"{table.path}, line {names.index[0]}: no image {root / first}, with any ending{hint}"
-        )
-    if folder:
-        return root, [str(Path(folder, f"{name}{ending}")) for name in names]
-    return root, [f"{name}{ending}" for name in names]
+    stem = table.path.stem
+    for folder in ("", stem, f"{stem}_images", "images"):
+        paths = [os.path.join(folder, name) for name in names]  # noqa: PTH118 (hot path)
+        if any((root / path).is_file() for path in paths[:100]):
+            return root, paths
+        found = _with_endings(root, paths)
+        if any(path != name for path, name in zip(found[:100], paths, strict=False)):
+            return root, found
+    if not root.is_dir():
+        raise ConfigError(f"DATA.DATASET.ROOT: there is no folder {root}{suggest_path(root)}")
+    hint = f", nor in `images` or `{stem}` there; relative paths start from DATA.DATASET.ROOT, or from the "
+    hint += "manifest's folder where that is null"
+    first = names.iloc[0]
+    if "\\" in first:
+        hint = "; the paths of the manifest have backslashes: replace them by /"
+    raise DataError(
+        f"{table.path}, line {names.index[0]}: no image {root / first}, with any ending{hint}"
+    )
 
 
-def _check_nesting(index: LabelIndex, source: str) -> None:
+def _with_endings(root: Path, paths: Iterable[str]) -> list[str]:
+    """The paths, each with the ending of the image of this name, where there is one."""
+    images: dict[str, dict[str, str]] = {}
+    found = []
+    for path in paths:
+        folder, name = os.path.split(path)
+        if folder not in images:
+            files = sorted((root / folder).glob("*"), reverse=True)
+            images[folder] = {x.stem: x.name for x in files if x.suffix.lower() in EXTENSIONS}
+        found.append(os.path.join(folder, images[folder].get(name, name)))  # noqa: PTH118 (hot path)
+    return found
+
+
+def _check_nesting(names: Sequence[str], lineages: Iterable[Lineage], source: str) -> None:
     """Refuse columns from fine to coarse: each class has one name in the next, and not vice versa."""
-    for depth, (above, below) in enumerate(pairwise(index.taxonomy.names), start=1):
-        parents = [parent for parent, _ in index.lookup[depth] if parent >= 0]
-        names = [name for _, name in index.lookup[depth]]
-        if len(set(names)) < len(names) and len(parents) == len(set(parents)):
+    rows = pd.DataFrame([*{*lineages}], columns=names, dtype=object)
+    for above, below in pairwise(names):
+        fewer = rows.groupby(above)[below].nunique().le(1).all()
+        if fewer and rows.groupby(below)[above].nunique().gt(1).any():
             raise DataError(
                 f"{source}: {below!r} stands after {above!r}, but it groups the classes of {above!r}; "
                 "order the columns from coarse to fine with DATA.DATASET.RANKS"

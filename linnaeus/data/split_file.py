@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from linnaeus.data.splits import SPLITS
 from linnaeus.errors import DataError
 from linnaeus.files import not_written, write_atomically
 
@@ -18,6 +16,9 @@ if TYPE_CHECKING:
     from linnaeus.data.taxonomy import Lineage, Taxonomy
 
 SPLIT_FILE = "split.csv"
+
+UNKNOWN_WORDS = frozenset(("nan", "NaN", "NA", "N/A", "n/a", "<NA>", "None", "null", "NULL", "-"))
+"""Cells of a manifest that mean an unknown label, as does an empty one; after a backslash they are names."""
 
 
 def save_split(data: DataBundle, path: Path) -> None:
@@ -32,18 +33,17 @@ def save_split(data: DataBundle, path: Path) -> None:
     if taxonomy is None or not hasattr(data.train, "files"):
         return
 
-    def write(file: BinaryIO) -> None:
-        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow(["path", "split", *taxonomy.names])
-        for split in SPLITS:
-            if (dataset := getattr(data, split)) is not None:
-                table.writerows([path, split, *names] for path, names in _rows(dataset, taxonomy))
-        text.flush()
-        text.detach()
+    import pandas as pd
 
+    rows = [
+        (path, split, *names)
+        for split, dataset in data.splits.items()
+        for path, names in _rows(dataset, taxonomy)
+    ]
+    table = pd.DataFrame(rows, columns=["path", "split", *taxonomy.names], dtype=object)
+    save = partial(table.to_csv, index=False, errors="surrogateescape", lineterminator="\n")
     try:
-        write_atomically(path, write)
+        write_atomically(path, lambda file: save(file, mode="wb"))
     except OSError as error:
         raise not_written(path, error) from error
 
@@ -56,7 +56,22 @@ def _rows(dataset: Any, taxonomy: Taxonomy) -> Iterator[tuple[str, list[str]]]:
         else:
             held = [name for name, label in zip(classes[0], labels, strict=False) if label == 1]
             names = [taxonomy.separator.join(held) or ("" if -1 in labels else taxonomy.separator)]
-        yield os.path.abspath(path), names  # noqa: PTH100 (hot path)
+        yield os.path.abspath(path), [*map(escape, names)]  # noqa: PTH100 (hot path)
+
+
+def escape(name: str) -> str:
+    r"""The cell of a class name, which may be a word for an unknown label.
+
+    >>> escape("None"), unescape(escape("None")), escape("none")
+    ('\\None', 'None', 'none')
+    """
+    return f"\\{name}" if name.lstrip("\\") in UNKNOWN_WORDS else name
+
+
+def unescape(cell: str) -> str:
+    """The class name in a cell."""
+    is_escaped = cell.startswith("\\") and cell.lstrip("\\") in UNKNOWN_WORDS
+    return cell[1:] if is_escaped else cell
 
 
 def read_split(path: Path, split: str) -> tuple[list[str], list[Lineage]]:
@@ -65,16 +80,20 @@ def read_split(path: Path, split: str) -> tuple[list[str], list[Lineage]]:
     Raises:
         DataError: the file cannot be read, or has no image of the split.
     """
+    import pandas as pd  # takes seconds on a cold disk, and most commands read no split
+
     try:
-        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-            _, *rows = csv.reader(file)
-    except (OSError, ValueError, csv.Error) as error:
+        rows = pd.read_csv(
+            path, dtype=object, keep_default_na=False, encoding_errors="surrogateescape"
+        )
+        paths, splits = rows.pop("path"), rows.pop("split")
+    except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{path} cannot be read ({error}); it says which images a run trained on, and a run with image "
-            "files writes it"
+            f"{path} cannot be read ({error}); a run on image files writes it"
         ) from error
-    found = [row for row in rows if len(row) > 2 and row[1] == split]
-    if not found:
-        held = ", ".join(sorted({row[1] for row in rows if len(row) > 2}))
+    wanted = splits == split
+    if not wanted.any():
+        held = ", ".join(sorted({*splits}))
         raise DataError(f"{path}: no image of split {split!r}; it has {held}")
-    return [row[0] for row in found], [tuple(n or None for n in row[2:]) for row in found]
+    lineages = rows[wanted].itertuples(index=False, name=None)
+    return paths[wanted].tolist(), [tuple(unescape(n) or None for n in row) for row in lineages]

@@ -27,12 +27,12 @@ _TRUE, _FALSE = {"1", "1.0", "true", "yes", "t", "y"}, {"0", "0.0", "false", "no
 _COLUMNS = ("split", "fold", "subset", "set", "partition", "phase", "usage")
 
 
-def read_name(name: str) -> tuple[str, str] | None:
+def parse_split_name(name: str) -> tuple[str, str] | None:
     """The split that a name means, and the rest of the name; None where it means none.
 
-    >>> read_name("Training"), read_name("train2017"), read_name("ValSet"), read_name("cub_test_images")
-    (('train', ''), ('train', ''), ('val', ''), ('test', 'cub'))
-    >>> read_name("train_test"), read_name("trains")
+    >>> [parse_split_name(name) for name in ("Training", "train2017", "ValSet", "cub_test_images")]
+    [('train', ''), ('train', ''), ('val', ''), ('test', 'cub')]
+    >>> parse_split_name("train_test"), parse_split_name("trains")
     (None, None)
     """
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name))
@@ -65,7 +65,7 @@ def find_folders(names: Iterable[str], *, is_given: bool = False) -> dict[str, l
     names = sorted(names)
     by_rest: dict[str, dict[str, list[str]]] = {}
     for name in names:
-        if (meaning := read_name(name)) is not None:
+        if (meaning := parse_split_name(name)) is not None:
             by_rest.setdefault(meaning[1], {}).setdefault(meaning[0], []).append(name)
     for rest in sorted(by_rest):
         found = by_rest[rest]
@@ -75,7 +75,7 @@ def find_folders(names: Iterable[str], *, is_given: bool = False) -> dict[str, l
     return {}
 
 
-def only_folder(split: str, names: Sequence[str]) -> str:
+def pick_folder(split: str, names: Sequence[str]) -> str:
     """The one folder of a split; its plain name wins.
 
     Raises:
@@ -89,20 +89,20 @@ def only_folder(split: str, names: Sequence[str]) -> str:
     return split if split in names else names[0]
 
 
-def find_inside(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
+def find_nested_splits(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
     """The split of each path of folders whose class folders are divided: (split, the path without it).
 
     Empty where they are not: most paths need a folder such as `train`, and there must be another split. The
     name of a split may repeat that of the folder above it, as in `cat/cat_train`.
 
-    >>> find_inside([("cat", "train"), ("cat", "val")])
+    >>> find_nested_splits([("cat", "train"), ("cat", "val")])
     {('cat', 'train'): ('train', 'cat'), ('cat', 'val'): ('val', 'cat')}
     """
     paths = list(paths)
     found: dict[tuple[str, ...], tuple[str, ...]] = {}
     for path in paths:
         for place in reversed(range(1, len(path))):
-            meaning = read_name(path[place])
+            meaning = parse_split_name(path[place])
             above = re.findall(r"[^\W\d_]+", path[place - 1].casefold())
             if meaning is not None and set(meaning[1].split()) <= {*above}:
                 found[path] = (meaning[0], *path[:place], *path[place + 1 :])
@@ -121,20 +121,20 @@ def is_flags(cells: Iterable[str]) -> bool:
     return {cell.casefold() for cell in cells} - {""} <= _TRUE | _FALSE
 
 
-def read_cells(column: str, cells: Iterable[str]) -> dict[str, str] | None:
+def parse_split_cells(column: str, cells: Iterable[str]) -> dict[str, str] | None:
     """The split that each value of a manifest's column means; None where it is no column of splits.
 
-    >>> read_cells("Set", ["Training", "Test"]), read_cells("is_valid", ["True", "False"])
+    >>> parse_split_cells("Set", ["Training", "Test"]), parse_split_cells("is_valid", ["True", "False"])
     ({'Test': 'test', 'Training': 'train'}, {'False': 'train', 'True': 'val'})
-    >>> read_cells("label", ["train", "car"]), read_cells("fold", ["0", "1"])
+    >>> parse_split_cells("label", ["train", "car"]), parse_split_cells("fold", ["0", "1"])
     (None, None)
     """
     values = sorted({*cells} - {""})
-    meaning = read_name(column)
+    meaning = parse_split_name(column)
     if meaning is not None and is_flags(values):
         other = "val" if meaning[0] == "train" else "train"
         return {v: meaning[0] if is_true(v) else other for v in values}
-    found = {value: read_name(value) for value in values}
+    found = {value: parse_split_name(value) for value in values}
     return {v: each[0] for v, each in found.items() if each} if all(found.values()) else None
 
 
@@ -151,7 +151,7 @@ def find_column(
         ConfigError: values of the given column mean no split, or two columns are columns of splits.
     """
     if given is not None:
-        meanings = read_cells(given, columns[given])
+        meanings = parse_split_cells(given, columns[given])
         if not meanings:
             values = ", ".join(sorted({*columns[given]})[:5])
             raise ConfigError(
@@ -160,13 +160,13 @@ def find_column(
             )
         return given, meanings
     found = {}
-    named = {column: read_name(column) is not None for column in columns}
+    named = {column: parse_split_name(column) is not None for column in columns}
     has_flags = any(is_flags(cells) for column, cells in columns.items() if not named[column])
     for column, cells in columns.items():
         if has_flags and is_flags(cells) and not column.casefold().startswith("is"):
             continue  # one of several columns of classes, such as `train` beside `car`
         is_named = column.casefold() in _COLUMNS or named[column]
-        meanings = read_cells(column, cells) if is_named and any(cells) else None
+        meanings = parse_split_cells(column, cells) if is_named and any(cells) else None
         if meanings:
             found[column] = meanings
     if len(found) > 1:

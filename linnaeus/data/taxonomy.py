@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 from typing import Any
 
 from linnaeus.errors import DataError
@@ -126,13 +126,15 @@ class LabelIndex:
 
     Attributes:
         taxonomy: the levels that `encode` gives labels for.
-        lookup: for each level of the source, a mapping from (label of the parent, name) to label.
-        columns: for each level of the taxonomy, its position among the levels of the source.
+        lookup: for each level, a mapping from (label of the parent, name) to label.
     """
 
     taxonomy: Taxonomy
     lookup: tuple[Mapping[tuple[int, str], int], ...]
-    columns: tuple[int, ...]
+
+    @cached_property
+    def _unique(self) -> list[dict[str, int]]:
+        return [_unique_names(table) for table in self.lookup]
 
     @classmethod
     def of(cls, taxonomy: Taxonomy) -> LabelIndex:
@@ -142,12 +144,12 @@ class LabelIndex:
             {key: label for label, key in enumerate(zip(row, level.classes, strict=True))}
             for row, level in zip(parents, taxonomy.levels, strict=True)
         )
-        return cls(taxonomy, lookup, tuple(range(len(lookup))))
+        return cls(taxonomy, lookup)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a file; `from_dict` reads them.
 
-        `lookup` and `columns` are left out where classes go by their display names.
+        `lookup` is left out where classes go by their display names.
         """
         levels: list[dict[str, Any]] = [
             {"name": level.name, "classes": list(level.classes)} for level in self.taxonomy.levels
@@ -159,24 +161,29 @@ class LabelIndex:
         if self == LabelIndex.of(self.taxonomy):
             return {"levels": levels}
         lookup = [[list(key) for key in table] for table in self.lookup]
-        return {"levels": levels, "lookup": lookup, "columns": list(self.columns)}
+        return {"levels": levels, "lookup": lookup}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> LabelIndex:
-        """What `as_dict` returned."""
+        """Return the index that `as_dict` wrote.
+
+        A file of an older version may hold tables of levels that the taxonomy lacks (`columns`). Classes
+        then go by their display names.
+        """
         levels = content["levels"]
         taxonomy = Taxonomy(
             tuple(Level(level["name"], tuple(level["classes"])) for level in levels),
             tuple(tuple(level["parents"]) for level in levels[1:]),
             levels[0].get("separator"),
         )
-        if "lookup" not in content:
+        columns = [*range(len(levels))]
+        if "lookup" not in content or content.get("columns", columns) != columns:
             return cls.of(taxonomy)
         lookup = tuple(
             {(parent, name): label for label, (parent, name) in enumerate(table)}
-            for table in content["lookup"]
+            for table in content["lookup"][: len(levels)]
         )
-        return cls(taxonomy, lookup, tuple(content["columns"]))
+        return cls(taxonomy, lookup)
 
     def encode(self, lineage: Lineage) -> tuple[int, ...]:
         """Labels of a lineage, one per level; with several labels per sample, 1, 0 or -1 for each class.
@@ -189,11 +196,11 @@ class LabelIndex:
         labels: list[int] = []
         for depth, name in enumerate(lineage):
             parent = labels[-1] if labels else UNKNOWN
-            label = UNKNOWN if name is None else _find(self.lookup[depth], parent, name)
+            label = _find(self.lookup[depth], self._unique[depth], parent, name)
             if label is None:
                 raise UnknownClassError("/".join(part or "?" for part in lineage[: depth + 1]))
             labels.append(label)
-        return tuple(labels[column] for column in self.columns)
+        return tuple(labels)
 
     def _encode_set(self, cell: str | None) -> tuple[int, ...]:
         (table,) = self.lookup
@@ -203,13 +210,6 @@ class LabelIndex:
         if lacking := keys - table.keys():
             raise UnknownClassError(min(lacking)[1])
         return tuple(int(key in keys) for key in table)
-
-    def select(self, names: Sequence[str]) -> LabelIndex:
-        """The same classes with some of the levels, in the order given."""
-        columns = tuple(self.taxonomy.names.index(name) for name in names)
-        levels = tuple(self.taxonomy.levels[column] for column in columns)
-        parents = tuple(self.taxonomy.ancestors(low, high) for high, low in pairwise(columns))
-        return LabelIndex(Taxonomy(levels, parents), self.lookup, columns)
 
 
 def index_labels(
@@ -234,14 +234,15 @@ def index_labels(
         pairs = [(p, lineage[depth]) for p, lineage in zip(parents, unique, strict=True)]
         table = _number(level, [(p, name) for p, name in pairs if name is not None])
         lookup.append(table)
-        parents = [UNKNOWN if n is None else _find(table, p, n) for p, n in pairs]  # type: ignore[misc]
+        unique_names = _unique_names(table)
+        parents = [_find(table, unique_names, p, n) for p, n in pairs]  # type: ignore[misc]
     keys = [list(table) for table in lookup]
     taxonomy = Taxonomy(
         tuple(Level(name, _display_names(keys, depth)) for depth, name in enumerate(level_names)),
         tuple(tuple(parent for parent, _ in table) for table in lookup[1:]),
         separator,
     )
-    return LabelIndex(taxonomy, tuple(lookup), tuple(range(len(level_names))))
+    return LabelIndex(taxonomy, tuple(lookup))
 
 
 def require_classes(taxonomy: Taxonomy, source: str, remedy: str) -> None:
@@ -270,14 +271,24 @@ def _number(level: str, pairs: list[tuple[int, str]]) -> dict[tuple[int, str], i
     return {key: label for label, key in enumerate(sorted(keys))}
 
 
-def _find(table: Mapping[tuple[int, str], int], parent: int, name: str) -> int | None:
+def _unique_names(table: Mapping[tuple[int, str], int]) -> dict[str, int]:
+    """The label of each name that one class alone has, or one class alone without a known parent."""
+    counts = Counter(name for _, name in table)
+    return {n: label for (p, n), label in table.items() if counts[n] == 1 or p == UNKNOWN}
+
+
+def _find(
+    table: Mapping[tuple[int, str], int],
+    unique_names: Mapping[str, int],
+    parent: int,
+    name: str | None,
+) -> int | None:
     """Label of a name under a parent. Where either parent is unknown, the only class of that name matches."""
-    if (parent, name) in table:
-        return table[parent, name]
-    if parent != UNKNOWN:
-        return table.get((UNKNOWN, name))
-    labels = [label for (_, other), label in table.items() if other == name]
-    return labels[0] if len(labels) == 1 else None
+    if name is None:
+        return UNKNOWN
+    if parent == UNKNOWN:
+        return unique_names.get(name)
+    return table.get((parent, name), table.get((UNKNOWN, name)))
 
 
 def _display_names(keys: Sequence[Sequence[tuple[int, str]]], depth: int) -> tuple[str, ...]:

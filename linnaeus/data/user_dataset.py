@@ -121,8 +121,14 @@ class UserCollate:
         return Batch(inputs, targets)
 
 
-def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
-    """Both splits of a user's dataset.
+def build_user_dataset(
+    config: DataConfig,
+    *,
+    seed: int,
+    splits: tuple[str, ...] = ("train", "val"),
+    preprocessing: Preprocessing | None = None,
+) -> DataBundle:
+    """Both splits of a user's dataset. With one of them in `splits`, both are that one.
 
     The callable is called with `split="train"` and `split="val"` if it takes `split`, else with `train=True`
     and `train=False`; an argument that the node sets is not changed. The global generators are seeded before
@@ -132,17 +138,20 @@ def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
     class names or their number), `classes` (names) or `num_classes`; for a `Subset`, from the dataset in it.
     Its attribute `multilabel`, if true, says that a target is [C]: 1, 0, or -1 (unknown) for each class.
 
+    Pillow images become inputs as `preprocessing` says, if given, else with the augmentation of the
+    configuration.
+
     Raises:
         ConfigError: there is no such class, or an argument of it cannot be made.
         DataError: an unusable dataset, or an error of the user's own code; the message names the `_target_`.
     """
-    train, collate = _build_split(config, "train", seed)
-    val, _ = _build_split(config, "val", seed)
+    made = [_build_split(config, split, seed) for split in splits]
+    (train, collate), (val, _) = made[0], made[-1]
     name, taxonomy = train.name, train.taxonomy
     if taxonomy is not None and val.taxonomy is not None and taxonomy.levels != val.taxonomy.levels:
         raise DataError(f"{name}: training and validation have different classes")
     val.taxonomy, val.raw = taxonomy, train.raw
-    channels, size, preprocessing = _prepare_images(train, val, collate, config)
+    channels, size, preprocessing = _prepare_images(train, val, collate, config, preprocessing)
     report: list[str] = []
     if preprocessing is None and config.IMG_SIZE is not None:
         report.append(
@@ -157,29 +166,6 @@ def build_user_dataset(config: DataConfig, *, seed: int) -> DataBundle:
     return DataBundle(
         train, val, taxonomy, channels, size, collate, report, preprocessing, source=name
     )
-
-
-def build_user_val(
-    config: DataConfig, preprocessing: Preprocessing | None, *, seed: int
-) -> tuple[UserDataset, DataBundle]:
-    """The validation split of a user's dataset, for a trained model; the split of training is not made.
-
-    Both splits of the bundle are it, with the taxonomy that it declares. `preprocessing` says how an image
-    becomes an input of the model; None where it took tensors. Errors are those of `build_user_dataset`.
-    """
-    dataset, collate = _build_split(config, "val", seed)
-    with preserved_generators():
-        sample = dataset[0]
-    if not dataset.raw and isinstance(sample[0], Image):
-        if preprocessing is None:
-            raise DataError(
-                f"{dataset.name}: gives Pillow images, but the dataset of the run gave tensors"
-            )
-        dataset.channels, dataset.transform = preprocessing.channels, preprocessing.transform()
-        dataset.decoding = preprocessing.decoding
-    channels = None if preprocessing is None else preprocessing.channels
-    size = None if preprocessing is None else preprocessing.size
-    return dataset, DataBundle(dataset, dataset, dataset.taxonomy, channels, size, collate)
 
 
 def _build_split(config: DataConfig, split: str, seed: int) -> tuple[UserDataset, Collate]:
@@ -225,7 +211,11 @@ def _split_argument(
 
 
 def _prepare_images(
-    train: UserDataset, val: UserDataset, collate: Collate, config: DataConfig
+    train: UserDataset,
+    val: UserDataset,
+    collate: Collate,
+    config: DataConfig,
+    preprocessing: Preprocessing | None,
 ) -> tuple[int | None, tuple[int, int] | None, Preprocessing | None]:
     """Channels and size of an input, from a few samples; sets the transforms for Pillow images."""
     step = max(1, len(train) // _NUM_PROBED)
@@ -240,18 +230,17 @@ def _prepare_images(
             return None, None, None
         size = _only((value.shape[-2], value.shape[-1]) for value in inputs)
         return _only(value.shape[-3] for value in inputs), size, None
-    size = as_size(
-        config.IMG_SIZE, _only((image.height, image.width) for image in images) or (224, 224)
-    )
-    channels = 1 if all(image.mode in _GREY_MODES for image in images) else 3
-    train.channels = val.channels = channels
-    # Its files are decoded by the dataset itself, so that predict decodes all pixels too.
-    train.decoding = val.decoding = replace(Decoding.of(config), fast=False)
-    train.transform, preprocessing = build_transforms(
-        config.AUGMENT, size, channels, train.decoding
-    )
+    if preprocessing is None:
+        sizes = _only((image.height, image.width) for image in images)
+        channels = 1 if all(image.mode in _GREY_MODES for image in images) else 3
+        # Its files are decoded by the dataset itself, so that predict decodes all pixels too.
+        decoding = replace(Decoding.of(config), fast=False)
+        size = as_size(config.IMG_SIZE, sizes or (224, 224))
+        train.transform, preprocessing = build_transforms(config.AUGMENT, size, channels, decoding)
     val.transform = preprocessing.transform()
-    return channels, size, preprocessing
+    train.channels = val.channels = preprocessing.channels
+    train.decoding = val.decoding = preprocessing.decoding
+    return preprocessing.channels, preprocessing.size, preprocessing
 
 
 def _only(values: Iterable[T]) -> T | None:

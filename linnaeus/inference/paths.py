@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from linnaeus.data import LISTED, is_ignored, is_image, unread_note
+from linnaeus.data import EXTENSIONS_TEXT, is_ignored, is_image, unread_note
 
 STDIN = "-"
 """The word for a list of paths on standard input, one per line."""
@@ -66,7 +66,7 @@ def problem_of(word: str) -> str | None:
     if is_pattern:
         return "no file matches"
     note = f"; {unread_note(unread)}" if unread else ""
-    return f"no image in it or below (looked for {LISTED}){note}"
+    return f"no image in it or below (looked for {EXTENSIONS_TEXT}){note}"
 
 
 def _matching(pattern: str, unread: Counter[str]) -> Iterator[str | Unreadable]:

@@ -11,11 +11,18 @@ import torch
 from torch.utils.data import Dataset
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.datasets import EvaluationData, EvaluationRequest, Relabel, build_evaluation_data
-from linnaeus.data.imagefolder import INAT_RANKS
+from linnaeus.data.datasets import (
+    EvaluationData,
+    EvaluationRequest,
+    Relabel,
+    build_data,
+    build_evaluation_data,
+)
+from linnaeus.data.split_file import save_split
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.errors import DataError
+from tests.helpers.datasets import write_image
 
 PREPROCESSING = Preprocessing(3, (8, 8), 1.0, (0.5,) * 3, (0.5,) * 3)
 NESTED = index_labels(
@@ -96,15 +103,52 @@ def test_the_split_that_is_evaluated(
 def test_names_as_in_inaturalist(tmp_path: Path, columns: list[str]) -> None:
     """Also on a run with some of the ranks, and on a manifest that names them."""
     names = ["00000_Animalia_C_M_K_F_Canis_lupus", "00001_Animalia_C_M_K_F_Vulpes_vulpes"]
-    lineages = [("Animalia", "C", "M", "K", "F", "Canis", "Canis lupus")]
-    lineages += [("Animalia", "C", "M", "K", "F", "Vulpes", "Vulpes vulpes")]
-    index = index_labels(INAT_RANKS, lineages).select(columns)
+    lineages = [("Canis", "Canis lupus"), ("Vulpes", "Vulpes vulpes")]
+    index = index_labels(columns, [line[-len(columns) :] for line in lineages])
     expected = [[1] * len(columns)]
     root = files(tmp_path / "images", f"{names[1]}/1.png")
     assert labels(build(index, NAME="imagefolder", ROOT=str(root))) == expected
     table = tmp_path / "val.csv"
     table.write_text(f"image,species\nimages/{names[1]}/1.png,Vulpes vulpes\n")
     assert labels(build(index, NAME="manifest", VAL=str(table))) == expected
+
+
+def test_what_is_not_read_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "val.csv").write_text("image,species\n1.png,fox\n1.png,nan\n")
+    files(tmp_path, "1.png")
+    data = build(FLAT, NAME="manifest", VAL=str(tmp_path / "val.csv"))
+    assert any("1 'nan'" in line for line in data.bundle.report)
+    root = files(tmp_path / "images", "train/fox/1.png", "val/fox/1.png", "more/fox/1.png")
+    files(root, "val/fox/notes.txt")
+    report = build(FLAT, NAME="imagefolder", ROOT=str(root)).bundle.report
+    assert any("more" in line for line in report)
+    assert any(".txt 1" in line for line in report)
+
+
+@pytest.mark.parametrize("bad", ["raise", "skip"])
+def test_images_of_the_runs_split_that_are_gone(tmp_path: Path, bad: str) -> None:
+    """They are an error at the start, or left out; where all are gone, the dataset is read instead."""
+    for i in range(8):
+        write_image(
+            tmp_path / "images" / f"{('fox', 'lion', 'lynx', 'wolf')[i % 4]}/{i}.png", seed=i
+        )
+    config = DataConfig(
+        DATASET=DatasetConfig(NAME="imagefolder", ROOT=str(tmp_path / "images"), VAL_FRACTION=0.5),
+        ON_BAD_IMAGE=bad,
+    )
+    bundle = build_data(config, seed=0)
+    held_out: list[str] = bundle.val.files  # type: ignore[attr-defined]
+    save_split(bundle, tmp_path / "split.csv")
+    request = EvaluationRequest(
+        config, bundle.index, PREPROCESSING, 0, True, split_file=tmp_path / "split.csv"
+    )
+    assert len(labels(build_evaluation_data(request))) == len(held_out) == 4
+    Path(held_out[0]).unlink()
+    if bad == "skip":
+        assert len(labels(build_evaluation_data(request))) == 3
+    else:
+        with pytest.raises(DataError, match="1 of 4 images not found"):
+            build_evaluation_data(request)
 
 
 def write_table(folder: Path, header: str, rows: Iterable[str], name: str = "test.csv") -> str:
@@ -119,6 +163,8 @@ def write_table(folder: Path, header: str, rows: Iterable[str], name: str = "tes
         ("image,species,family", ["wolf,dogs", ",cats", "lynx,"], None, [[1, 3], [0, -1], [-1, 1]]),
         ("image,species", ["wolf", ""], None, [[1, 3], [-1, -1]]),
         ("image,family", ["dogs"], None, [[1, -1]]),
+        ("image,species", ["wolf"], ["family", "species"], [[1, 3]]),
+        ("image,species", ["wolf"], ["order", "family", "species"], [[1, 3]]),
         ("image,a,b", ["dogs,fox"], ["a", "b"], [[1, 2]]),
     ],
 )

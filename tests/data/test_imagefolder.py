@@ -14,7 +14,7 @@ import torch
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
-from linnaeus.errors import DataError
+from linnaeus.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 
 
@@ -100,7 +100,7 @@ def test_images_in_a_coarser_folder_have_unknown_finer_labels(nested: Path, tmp_
     ]
     node = DatasetConfig(NAME="imagefolder", ROOT=str(root))
     request = EvaluationRequest(
-        DataConfig(DATASET=node), bundle.index, bundle.preprocessing, 0, is_own=True
+        DataConfig(DATASET=node), bundle.index, bundle.preprocessing, 0, is_run_dataset=True
     )
     assert labels(build_evaluation_data(request).bundle.val) == labels(bundle.val)
     assert [line for line in build(nested).report if "unknown for" in line] == []
@@ -123,7 +123,7 @@ def test_roots_are_joined_and_each_holds_out_what_it_would_alone(
     assert both.val[0][0].shape == (3, 16, 16)
     node = DatasetConfig(NAME="imagefolder", ROOT=[str(nested), str(more)])
     request = EvaluationRequest(
-        DataConfig(DATASET=node), both.index, both.preprocessing, 0, is_own=True
+        DataConfig(DATASET=node), both.index, both.preprocessing, 0, is_run_dataset=True
     )
     assert labels(build_evaluation_data(request).bundle.val) == labels(both.val)
     shutil.copytree(more, tmp_path / "split" / "train")
@@ -195,6 +195,25 @@ def test_folder_names_of_inaturalist_are_seven_ranks(inat: Path) -> None:
         labels = bundle.train[i][1].tolist()
         names = [level.classes[label] for level, label in zip(taxonomy.levels, labels, strict=True)]
         assert "_".join([*names[:-1], names[-1].split(" ")[1]]) == path.split("/")[0][6:]
+
+
+def test_some_ranks_of_inaturalist(inat: Path) -> None:
+    """Coarse to fine; the run is evaluated on its folders and on those of another data set."""
+    bundle = build(inat, RANKS=["kingdom", "genus"])
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.num_classes == {"kingdom": 2, "genus": 5}
+    assert bundle.taxonomy.parents == ((0, 0, 0, 1, 1),)
+    with pytest.raises(ConfigError, match=r"RANKS.*genus, kingdom"):
+        build(inat, RANKS=["genus", "kingdom"])
+    for is_run_dataset, ranks, num in ((True, ["kingdom", "genus"], 3), (False, None, 15)):
+        node = DatasetConfig(NAME="imagefolder", ROOT=str(inat), RANKS=ranks)
+        request = EvaluationRequest(
+            DataConfig(DATASET=node), bundle.index, bundle.preprocessing, 0, is_run_dataset
+        )
+        found = labels(build_evaluation_data(request).bundle.val)
+        known = labels(bundle.train) | labels(bundle.val)
+        assert found == {path: known[path] for path in found}
+        assert len(found) == num
 
 
 def test_mixed_folder_names_are_named_and_can_be_forced(inat: Path) -> None:

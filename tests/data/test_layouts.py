@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
+from linnaeus.data.split_file import save_split
 from linnaeus.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 from tests.helpers.layouts import CLASSES, build, folders, levels, paths, sizes, table
@@ -188,6 +190,82 @@ def test_words_for_nothing_are_unknown_labels(tmp_path: Path) -> None:
     assert any("4 'None'" in line for line in bundle.report)
 
 
+def notes(bundle: DataBundle, text: str) -> list[str]:
+    """The lines of the report with a text."""
+    return [line for line in bundle.report if text in line]
+
+
+def test_a_class_may_have_the_name_of_an_unknown_label(tmp_path: Path) -> None:
+    """With a backslash in front, or in another case."""
+    words = ("\\None", "none", "Na", "None", "-", "N/A")
+    table(tmp_path, "image,label", lambda i: words[i % 6])
+    bundle = build(tmp_path, "manifest")
+    assert levels(bundle) == {"label": ("Na", "None", "none")}
+    (line,) = notes(bundle, "unknown labels")
+    assert line.endswith(": 4 'None', 4 '-', 4 'N/A'")
+
+
+NAMES = ("none", "None", "NA", "-", "null", "\\None", "\\\\nan", "cat")
+
+
+@pytest.mark.parametrize("kind", ["folders", "flags", "sets"])
+def test_the_split_of_a_run_has_its_classes(tmp_path: Path, kind: str) -> None:
+    if kind == "folders":
+        bundle = build(folders(tmp_path / "images", ["{}"], NAMES, num=5))
+    else:
+        more = "1" if kind == "sets" else "0"
+        cells = [",".join("1" if j == i else "0" for j in range(8)) for i in range(7)]
+        cells += [f"0,{more},0,0,0,0,0,1"]
+        table(tmp_path, f"image,{','.join(NAMES)}", lambda i: cells[i % 8], num=80)
+        bundle = build(tmp_path, "manifest")
+    save_split(bundle, tmp_path / "split.csv")
+    sets = {"LABEL_SEPARATOR": ";"} if kind == "sets" else {}
+    again = build(tmp_path, "manifest", TRAIN="split.csv", **sets)
+    assert levels(again) == levels(bundle) == {"class": tuple(sorted(NAMES))}
+    for one, other in ((bundle.train, again.train), (bundle.val, again.val)):
+        assert one.targets.tolist() == other.targets.tolist()  # type: ignore[attr-defined]
+    assert not notes(again, "unknown")
+
+
+def test_an_unusable_test_split_is_noted(tmp_path: Path) -> None:
+    """Where the configuration does not name it."""
+    folders(tmp_path / "deep", ["train", "val"])
+    folders(tmp_path / "deep", ["test/x"], ["y"])
+    bundle = build(tmp_path / "deep")
+    assert (sizes(bundle), len(notes(bundle, "no test split"))) == ([12, 12], 1)
+    with pytest.raises(DataError, match="test: 2 levels"):
+        build(tmp_path / "deep", TEST="test")
+    table(tmp_path, "image,label", animal)
+    for content in ("", "image,label\n", "image,label\nimg/0.jpg,\n", "photo,label\nx,cat\n"):
+        (tmp_path / "test.csv").write_text(content)
+        bundle = build(tmp_path, "manifest")
+        assert (sum(sizes(bundle)), len(notes(bundle, "no test split"))) == (24, 1)
+        with pytest.raises(DataError, match=r"test\.csv"):
+            build(tmp_path, "manifest", TEST="test.csv")
+    words = ("train", "train", "val", "test")
+    table(
+        tmp_path, "image,label,split", lambda i: f"{animal(i) if i % 4 < 3 else ''},{words[i % 4]}"
+    )
+    (tmp_path / "test.csv").unlink()
+    assert sizes(build(tmp_path, "manifest")) == [12, 6]
+
+
+@pytest.mark.parametrize("endings", [[".JPG"], [".JPG", ".jpg", ".png"], [".Jpeg"]])
+@pytest.mark.parametrize("place", ["", "images", "train/more"])
+def test_names_without_an_ending(tmp_path: Path, endings: list[str], place: str) -> None:
+    files = [f"{i}.x{endings[i % len(endings)]}" for i in range(9)]
+    (tmp_path / place).mkdir(parents=True, exist_ok=True)
+    for file in files:
+        (tmp_path / place / file).touch()
+    folder = "more/" if "more" in place else ""
+    rows = "".join(f"\n{folder}{i}.x,{animal(i)}" for i in range(9))
+    (tmp_path / "train.csv").write_text(f"image_id,label{rows}")
+    bundle = build(tmp_path, "manifest", VAL_FRACTION=0.3)
+    assert sorted(paths(bundle.train) + paths(bundle.val)) == sorted(
+        str(Path(place, file)) for file in files
+    )
+
+
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("names", [("image", "label"), ("Image", "Label")])
 def test_dialects_of_csv(tmp_path: Path, separator: str, names: tuple[str, str]) -> None:
@@ -242,7 +320,7 @@ def test_parquet_is_a_manifest(tmp_path: Path) -> None:
 def test_a_level_that_most_images_lack_is_refused(tmp_path: Path) -> None:
     folders(tmp_path, ["{}"], num=9)
     folders(tmp_path, ["cat/new", "dog/old"], [""], num=5)
-    with pytest.raises(DataError, match=r"cat/new, dog/old.*ALLOW_COARSE"):
+    with pytest.raises(DataError, match=r"cat/new/0\.jpg, dog/old/0\.jpg;.*ALLOW_COARSE"):
         build(tmp_path)
     assert list(levels(build(tmp_path, ALLOW_COARSE=True))) == ["level1", "level2"]
     folders(tmp_path, ["cat/new", "dog/old", "fox/red"], [""], num=10)
@@ -362,6 +440,34 @@ def test_a_column_of_folds_is_used(tmp_path: Path) -> None:
         build(tmp_path, "manifest", FOLD=4)
 
 
+@pytest.mark.parametrize("ranks", [None, ["label"]])
+def test_columns_of_folds_and_of_splits_are_told_apart(
+    tmp_path: Path, ranks: list[str] | None
+) -> None:
+    words = ("train", "val", "train")
+    row = lambda i: f"{animal(i)},{i // 3 % 4},{words[i // 3 % 3]}"  # noqa: E731
+    table(tmp_path, "image,label,fold,split", row)
+    with pytest.raises(ConfigError, match=r"FOLD.*'split'.*SPLIT_COLUMN"):
+        build(tmp_path, "manifest", FOLD=2, RANKS=ranks)
+    bundle = build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold", RANKS=ranks)
+    assert (levels(bundle), sizes(bundle)) == ({"label": CLASSES}, [18, 6])
+    for name in ("split", "label", "image"):
+        with pytest.raises(ConfigError, match=r"FOLD|SPLIT_COLUMN"):
+            build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN=name, RANKS=ranks)
+    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i % 4}", name="test.csv", num=6)
+    table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i // 3 % 4}")
+    assert sizes(build(tmp_path, "manifest", FOLD=2)) == [18, 6, 6]
+
+
+def test_words_for_unknown_labels_are_counted_once(tmp_path: Path) -> None:
+    row = lambda i: f"{('cat', 'dog', 'nan')[i % 3]},{('train', 'val')[i // 3 % 2]}"  # noqa: E731
+    table(tmp_path, "image,label,split", row)
+    bundle = build(tmp_path, "manifest")
+    (line,) = notes(bundle, "unknown labels")
+    assert "8 'nan'" in line
+    assert len({*notes(bundle, "label unknown for 4 of 12")}) == 2
+
+
 def test_groups_stay_on_one_side(tmp_path: Path) -> None:
     """Whatever the order of the rows; a class in one group alone is trained on."""
 
@@ -386,7 +492,8 @@ def test_groups_stay_on_one_side(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("\n".join([header, *rows[::-1]]))
     backwards = build(tmp_path, "manifest", GROUP_COLUMN="camera")
     assert sorted(paths(backwards.val)) == sorted(expected)
-    with pytest.raises(DataError, match="GROUP_COLUMN"):
-        build(tmp_path, "manifest", GROUP_COLUMN="place")
+    for ranks in (None, ["label"]):
+        with pytest.raises(DataError, match="GROUP_COLUMN"):
+            build(tmp_path, "manifest", GROUP_COLUMN="place", RANKS=ranks)
     with pytest.raises(ConfigError, match="GROUP_COLUMN"):
         build(tmp_path, GROUP_COLUMN="camera")

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, UnknownClassError, index_labels
+from linnaeus.data.taxonomy import (
+    UNKNOWN,
+    LabelIndex,
+    Level,
+    Lineage,
+    Taxonomy,
+    UnknownClassError,
+    index_labels,
+)
 
 NAMES = st.sampled_from(["a", "b", "c", "unknown"])
 
@@ -42,16 +51,6 @@ def test_a_class_that_training_lacks_is_an_error(lineage: tuple[str | None, str]
         index.encode(lineage)
 
 
-def test_selected_levels_skip_to_the_right_ancestor() -> None:
-    lineages = [("K", "a", "x"), ("K", "b", "x"), ("L", "c", "y")]
-    index = index_labels(["kingdom", "family", "species"], lineages)
-    selected = index.select(["kingdom", "species"])
-    assert selected.taxonomy.names == ("kingdom", "species")
-    assert selected.taxonomy.parents == ((0, 0, 1),)  # a/x and b/x stay two classes
-    assert [selected.encode(lineage) for lineage in lineages] == [(0, 0), (0, 1), (1, 2)]
-    assert index.select(["species", "kingdom"]).taxonomy.parents == ((UNKNOWN, UNKNOWN),)
-
-
 @given(st.lists(st.tuples(NAMES, NAMES, NAMES), min_size=1))
 def test_labels_and_parents_agree(lineages: list[tuple[str, str, str]]) -> None:
     index = index_labels(["r1", "r2", "r3"], lineages)
@@ -74,12 +73,60 @@ LINEAGES = [
 ]
 
 
-@pytest.mark.parametrize("names", [None, ["kingdom", "species"]])
-def test_an_index_comes_back_from_a_file(names: list[str] | None) -> None:
+def test_an_index_comes_back_from_a_file() -> None:
     index = index_labels(["kingdom", "genus", "species"], LINEAGES)
-    index = index if names is None else index.select(names)
     again = LabelIndex.from_dict(json.loads(json.dumps(index.as_dict())))
     assert again == index
     assert [again.encode(lineage) for lineage in LINEAGES] == [
         index.encode(line) for line in LINEAGES
     ]
+
+
+def test_files_of_older_versions_with_columns_are_read() -> None:
+    """These kept the tables of all levels of the source, and the positions of the levels in use."""
+    index = index_labels(["kingdom", "genus", "species"], LINEAGES)
+    saved = json.loads(json.dumps(index.as_dict()))
+    assert LabelIndex.from_dict({**saved, "columns": [0, 1, 2]}) == index
+    kingdom, _, species = saved["levels"]
+    levels = [kingdom, {**species, "parents": [UNKNOWN] * len(species["classes"])}]
+    selected = LabelIndex.from_dict({**saved, "levels": levels, "columns": [0, 2]})
+    assert selected == LabelIndex.of(selected.taxonomy)
+    assert selected.encode(("Plantae", "catus")) == (1, species["classes"].index("catus"))
+
+
+def test_a_class_under_several_parents_needs_its_parent() -> None:
+    index = index_labels(["genus", "species"], [("Ficus", "alba"), ("Populus", "alba")])
+    assert index.encode(("Populus", "alba")) == (1, 1)
+    with pytest.raises(UnknownClassError):
+        index.encode((None, "alba"))
+    both = LabelIndex.of(
+        Taxonomy((Level("a", ("x", "y")), Level("b", ("z", "z"))), ((1, UNKNOWN),))
+    )
+    assert both.encode(("x", "z")) == (0, 1)
+    assert both.encode((None, "z")) == (UNKNOWN, 1)
+
+
+class CountedReads(dict[Any, int]):
+    """A table that counts the passes over all of its classes."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Any:
+        self.num_passes += 1
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.num_passes += 1
+        return super().items()
+
+
+def test_a_lookup_does_not_scan_all_classes() -> None:
+    """Names without parents are found in tables that are read once."""
+    num = 200
+    lineages: list[Lineage] = [(f"g{i}", f"s{i}") for i in range(num)]
+    index = index_labels(["genus", "species"], [*lineages, *((None, s) for _, s in lineages)])
+    tables = tuple(CountedReads(table) for table in index.lookup)
+    counted = LabelIndex(index.taxonomy, tables)
+    species = index.taxonomy.levels[1].classes
+    assert [counted.encode((None, name))[1] for name in species] == [*range(num)]
+    assert sum(table.num_passes for table in tables) <= 2 * len(tables)

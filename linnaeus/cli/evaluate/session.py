@@ -185,8 +185,8 @@ def _data(session: Session) -> EvaluationData:
         trained.spec.index,
         preprocessing,
         session.config.EXPERIMENT.SEED,
-        is_own=session.is_own_dataset,
-        skips_unknown=session.options.unknown == "skip",
+        is_run_dataset=session.is_own_dataset,
+        skip_unknown=session.options.unknown == "skip",
         split_file=None if trained.folder is None else trained.folder / SPLIT_FILE,
     )
     data = build_evaluation_data(request, world.on_main)

@@ -105,7 +105,9 @@ def _of_dataset(run: TrainedRun) -> tuple[list[Tensor], str]:
     named = dict(targets(config.DATA.DATASET, ("DATA", "DATASET")))
     check_targets(named, file, trust_code=run.trust_code)
     spec, seed = run.spec, config.EXPERIMENT.SEED
-    request = EvaluationRequest(config.DATA, spec.index, spec.preprocessing, seed, is_own=True)
+    request = EvaluationRequest(
+        config.DATA, spec.index, spec.preprocessing, seed, is_run_dataset=True
+    )
     data = build_evaluation_data(request)
     inputs, problems, num_samples = [], [], dataset_length(data.bundle.val)
     for index in range(0, num_samples, max(1, num_samples // NUM_IMAGES))[:NUM_IMAGES]:
