@@ -35,6 +35,16 @@ def suggest_path(path: Path) -> str:
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
+def other_spelling(path: Path) -> Path | None:
+    """The file or folder of this path in another case, or with another ending; None where there is none."""
+    if path.exists() or path == path.parent:
+        return path
+    beside = sorted((other_spelling(path.parent) or path).glob("*"))
+    names = {each.stem.casefold(): each for each in beside}
+    names |= {each.name.casefold(): each for each in beside}
+    return names.get(path.name.casefold(), names.get(path.stem.casefold()))
+
+
 def suggest_run(path: Path) -> str:
     """Suggest runs for a path that is none."""
     folders = (path if path.is_dir() else path.parent, path.parent / "runs")

@@ -30,6 +30,7 @@ from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
+from linnaeus.files import other_spelling
 from linnaeus.words import counted, several
 
 
@@ -237,6 +238,7 @@ def build_files(files: FoundFiles, config: DataConfig, on_main: OnMain) -> DataB
     elif not vals:
         pairs = [hold_out(each, dataset, report, taxonomy) for each in trains]
         trains, vals = [train for train, _ in pairs], [val for _, val in pairs]
+    report_repeated(Listing.joined(trains), [*vals, *tests], report)
     train, _ = make(trains)
     report_homonyms(Listing.joined(trains).lineages, report)
     if lacking := classes_without_images(taxonomy, train.targets):
@@ -492,6 +494,17 @@ def report_homonyms(lineages: Iterable[Lineage], report: list[str]) -> None:
         )
 
 
+def report_repeated(train: Listing, held_out: Sequence[Listing], report: list[str]) -> None:
+    """Report training files that have several labels, or that another split has too."""
+    labels: dict[str, Lineage] = {}
+    pairs = zip(train.files, train.lineages, strict=True)
+    found = [file for file, lineage in pairs if labels.setdefault(file, lineage) != lineage]
+    found += [file for listing in held_out for file in listing.files if file in labels]
+    if found:
+        number = counted(len({*found}), "training image")
+        report.append(f"{number} with several labels, or also held out, first {found[0]}")
+
+
 def classes_without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
     """The classes that no training image has, such as where all of theirs are damaged."""
     lacking: list[str] = []
@@ -608,8 +621,10 @@ def require_files(listing: Listing, config: DataConfig) -> None:
         found = pool.map(os.path.isfile, files, chunksize=256)
     missing = [file for file, is_file in zip(files, found, strict=True) if not is_file]
     if missing:
+        there = other_spelling(Path(missing[0]))
+        hint = "" if there is None else f"; there is {there}"
         raise DataError(
             f"{listing.source}: {len(missing)} of {counted(len(files), 'image')} not found: "
-            f"{several(missing)}. Correct the paths or DATA.DATASET.ROOT, or leave such images out with "
-            "DATA.ON_BAD_IMAGE skip"
+            f"{several(missing)}{hint}. Correct the paths or DATA.DATASET.ROOT, or leave such images out "
+            "with DATA.ON_BAD_IMAGE skip"
         )

@@ -19,16 +19,21 @@ from linnaeus.data.splits import (
     SPLITS,
     find_folders,
     find_nested_splits,
+    is_filler,
+    is_no_class,
     parse_split_name,
     pick_folder,
 )
 from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
-from linnaeus.files import suggest_path
+from linnaeus.files import STUDY, SWEEP, suggest_path
+from linnaeus.run_folder import CLAIMS, RUN
 from linnaeus.words import counted, several
 
 INAT_RANKS = ("kingdom", "phylum", "class", "order", "family", "genus", "species")
 
+_OF_RUNS = frozenset((RUN, CLAIMS, SWEEP, STUDY))
+"""What the folder of a run or a sweep holds as soon as the data are read."""
 _INAT_FOLDER = re.compile(r"\d+((?:_[^_]+){6})_(.+)")
 
 
@@ -39,7 +44,8 @@ def read_folders(
 
     Each level of nested folders is a level of the taxonomy, but folders of splits are none. With
     `ALLOW_COARSE`, images in a coarser folder have unknown finer labels. Files and folders are read in sorted
-    order. Hidden ones and files of other kinds are ignored; symbolic links are followed.
+    order. Hidden ones, files of other kinds and folders of runs are ignored; symbolic links are followed. A
+    level of folders with one name for all images, as in `crow/images/1.jpg`, is no level.
 
     Args:
         dataset: the DATA.DATASET node.
@@ -111,6 +117,9 @@ def _split_folders(dataset: DatasetConfig, notes: list[str]) -> dict[str, Path]:
         _check_folder(given[split], split.upper())
     rest = [name for name in subfolders if root / name not in given.values()]
     named = find_folders(rest, is_given=bool(given))
+    if not named and any(map(parse_split_name, rest)):  # such as `train` beside unlabeled images
+        has_classes = (name for name in rest if len(_subfolders(root / name)) > 1)
+        named = find_folders(name for name in has_classes if not is_no_class(name))
     found = {
         split: root / pick_folder(split, named[split]) for split in named.keys() - given.keys()
     }
@@ -135,7 +144,17 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _subfolders(folder: Path) -> list[str]:
-    return [path.name for path in _entries(folder) if path.is_dir() and not is_ignored(path.name)]
+    """The folders in a folder. Runs are left out where they could hide splits: beside a few others."""
+    found = [path for path in _entries(folder) if path.is_dir() and not is_ignored(path.name)]
+    return [path.name for path in found if len(found) > 9 or not _holds_runs(path)]
+
+
+def _holds_runs(folder: Path) -> bool:
+    """Whether a folder is that of a run or a sweep, or all folders below are."""
+    _, folders, files = next(os.walk(folder), ("", [], []))
+    below = [folder / name for name in folders if not is_ignored(name)]
+    is_run = not _OF_RUNS.isdisjoint([*folders, *files])
+    return is_run or (below != [] and all(map(_holds_runs, below)))
 
 
 def _skip_single_folder(folder: Path, split: str) -> Path:
@@ -177,8 +196,13 @@ def _read_folder(
     """
     images = _walk(folder, unread, need_all=split == "train")
     parts = [_class_names(folder, path.rpartition("/")[0]) for path in images]
+    constant = set(parts[0]).intersection(*{*parts})
+    if min(map(len, parts)) - len(constant) < pad_to:
+        constant = {*filter(is_filler, constant)}
+    if constant:
+        parts = [tuple(name for name in part if name not in constant) for part in parts]
     nested = find_nested_splits({*parts}) if is_root else {}
-    if is_root and not nested and dataset.RANKS is None:
+    if split == "train" and not nested and dataset.RANKS is None:
         _check_twins(folder, parts)
     keys = [nested.get(part, ()) if nested else (split, *part) for part in parts]
     for image, key in zip(images, keys, strict=True):
@@ -186,7 +210,7 @@ def _read_folder(
             place = "folder of a split, but other class folders are divided into splits"
             raise DataError(
                 f"{folder / image}: an image in no {place if nested else 'class folder'}; move it into that "
-                "of its class"
+                "of its class, or list images and classes in a manifest (data=manifest)"
             )
     parts = [key[1:] for key in keys]
     lineages = None
@@ -231,19 +255,20 @@ def _class_names(folder: Path, parents: str) -> tuple[str, ...]:
 
 
 def _check_twins(folder: Path, parts: Iterable[tuple[str, ...]]) -> None:
-    """Refuse two to four folders that hold nearly the same class folders: splits with unknown names."""
-    classes: dict[str, set[str]] = {}
-    for part in {*parts}:
-        classes.setdefault(part[0] if part else "", set()).update(n.casefold() for n in part[1:2])
-    if not 2 <= len(classes) <= 4:
-        return
-    shared = set.intersection(*classes.values())
-    smallest, union = min(map(len, classes.values())), len(set.union(*classes.values()))
-    if len(shared) >= max(2, 0.8 * smallest, 0.5 * union):
+    """Refuse folders that hold nearly the same class folders: splits with unknown names, folds, sites.
+
+    A name then stands in half of the other folders on average, or in two of them.
+    """
+    pairs = {(part[0], part[1].casefold()): part[1] for part in {*parts} if len(part) > 1}
+    above = sorted({name for name, _ in pairs})
+    counts = Counter(name for _, name in pairs)
+    shared = sorted({name for (_, key), name in pairs.items() if counts[key] > 1})
+    if len(shared) > 1 and len(pairs) >= len(counts) * (1 + min(2, (len(above) - 1) / 2)):
         raise ConfigError(
-            f"DATA.DATASET.ROOT: the folders {', '.join(sorted(classes))} of {folder} hold the same class "
-            f"folders ({several(sorted(shared))}), as splits do; name the splits in DATA.DATASET.TRAIN and "
-            "VAL, or where they are classes, both levels in DATA.DATASET.RANKS"
+            f"DATA.DATASET.ROOT: the folders {several(above)} of {folder} hold the same folders "
+            f"({several(shared)}). Splits: name them in DATA.DATASET.TRAIN and VAL; folds "
+            "(DATA.DATASET.FOLD) need a manifest. Data sets: name one here, or a list to join them. Classes: "
+            "name both levels in DATA.DATASET.RANKS"
         )
 
 
@@ -316,6 +341,9 @@ def _walk(folder: Path, unread: Counter[str], *, need_all: bool) -> list[str]:
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}") from error
 
     for path, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        if folders and path != str(folder) and _holds_runs(Path(path)):
+            folders.clear()
+            continue
         folders[:] = sorted(name for name in folders if not is_ignored(name))
         for link in (Path(path, name) for name in folders):
             if link.is_symlink() and Path(path).resolve().is_relative_to(link.resolve()):

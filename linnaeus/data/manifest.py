@@ -23,22 +23,33 @@ from linnaeus.config.schema import DatasetConfig
 from linnaeus.data import EXTENSIONS
 from linnaeus.data.image_files import FoundFiles, Listing, optional_test, roots_of
 from linnaeus.data.split_file import UNKNOWN_WORDS, unescape
-from linnaeus.data.splits import SPLITS, find_column, is_flags, is_true
+from linnaeus.data.splits import (
+    SPLITS,
+    find_column,
+    is_flags,
+    is_true,
+    names_attribute,
+    names_splits,
+)
 from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError, first_line
-from linnaeus.files import suggest_path
+from linnaeus.files import other_spelling, suggest_path
 from linnaeus.words import counted, several
 
-_IMAGE_COLUMNS = (
-    *("image", "path", "file", "filename", "file_name", "filepath", "file_path"),
-    *("image_path", "image_name", "image_id", "img", "id"),
+_IMAGE_COLUMNS = tuple(
+    "image path file filename file_name filepath file_path image_path image_name image_id img id".split()  # noqa: SIM905
 )
 _PARQUET = (".parquet", ".pq")
 _UNNAMED = re.compile(r"(unnamed: \d+)?", re.IGNORECASE)
 """The header of the row numbers that pandas writes."""
 _LABEL_COLUMNS = frozenset(("label", "labels", "class", "target", "category", "y"))
 """Columns, case-folded, whose 0 and 1 are two classes."""
+_FOLDS = re.compile(r"(.*[\W_])?k?folds?", re.IGNORECASE)
+_QUOTES = re.compile(r"""[][]|(?<=[\[ ])['"]|['"](?=[,\]])""")
+"""What stands around the names of a cell that is a Python list."""
 _SET_SEPARATORS = (";", "|", "/", "\t")
+_LONGEST_NAME = 255
+"""Of a file, in bytes; longer cells are images, or paths of many folders."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +98,8 @@ class _Table:
         found = [self.find(name) for name in names]
         for name, column in zip(names, found, strict=True):
             if column is None:
-                close = get_close_matches(name, self.rows, 1)
-                has = f"the file has {', '.join(map(repr, self.rows))}"
+                close = get_close_matches(name, self.rows, 1, 0.7)
+                has = f"the file has {several([*map(repr, self.rows)])}"
                 hint = f"did you mean {close[0]!r}?" if close else has
                 raise DataError(f"{self.path}, line 1: no column {name!r} ({key}); {hint}")
         return found  # type: ignore[return-value]
@@ -176,8 +187,9 @@ class _Labels:
                 continue
             words = [cell for cell in row if cell in UNKNOWN_WORDS and cell != self.separator]
             unknown.update({word: number * words.count(word) for word in words})
-            names = (None if c in words else normalize("NFC", unescape(c)) or None for c in row)
-            found[row] = tuple(names)
+            cells = (_QUOTES.sub("", c) if self.separator and c[:1] == "[" else c for c in row)
+            names = (None if c in words else normalize("NFC", unescape(c)) or None for c in cells)
+            found[row] = tuple(name and " ".join(name.splitlines()) for name in names)
         root, paths = _files(table)
         source = str(table.path) if table.split is None else f"{table.path} (split {table.split})"
         group = None if table.group_column is None else table.rows[table.group_column].tolist()
@@ -210,6 +222,9 @@ def read_manifest(dataset: DatasetConfig) -> FoundFiles:
     if not splits["train"]:
         raise DataError(f"{dataset.TRAIN or 'train.csv'}: no row of the training split")
     labels = _Labels.of(splits["train"])
+    table = splits["train"][0]
+    if rest := [name for name in table.others if name not in labels.columns]:
+        notes.append(f"{table.path}: columns not read: {several(rest)}")
     return labels.files(splits, notes)
 
 
@@ -290,13 +305,16 @@ def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
         (given,) = table.require([given], "DATA.DATASET.SPLIT_COLUMN")
     elif given is not None:
         return {}
-    folds = _column_of_folds(table, given or table.find("fold")) if is_train else None
-    taken = {table.image_column, *map(table.find, dataset.RANKS or ()), *(folds or ())[:1]}
+    usual = next(filter(_FOLDS.fullmatch, table.rows), None)
+    folds = _column_of_folds(table, given or usual) if is_train else None
+    named = map(table.find, dataset.RANKS or ())
+    taken = {table.image_column, table.group_column, *named, *(folds or ())[:1]}
     columns = [name for name in table.rows if name not in taken]
     if given is not None and folds is None:
         columns = [given]
     cells = {name: table.rows[name].unique() for name in columns}
-    found = find_column(cells, given if folds is None else None)
+    is_strict = is_train and given is None
+    found = find_column(cells, given if folds is None else None, is_strict=is_strict)
     if found is not None and dataset.FOLD is not None and is_train and not (given and folds):
         raise ConfigError(
             f"DATA.DATASET.FOLD: the column {found[0]!r} of {table.path} divides the samples; leave "
@@ -328,7 +346,7 @@ def _column_of_folds(table: _Table, column: str | None) -> tuple[str, dict[str, 
 def _are_flags(tables: Sequence[_Table], columns: Sequence[str]) -> bool:
     """Whether each column is a class, with 1 for its samples and 0 for others.
 
-    Two columns with flags are classes only where each row has one of them.
+    Two columns with flags are classes only where no row has both.
     """
     if len(columns) < 2 or {name.casefold() for name in columns} & _LABEL_COLUMNS:
         return False
@@ -336,7 +354,7 @@ def _are_flags(tables: Sequence[_Table], columns: Sequence[str]) -> bool:
         found = [table.find(name) for name in columns]
         if not all(name and is_flags(table.rows[name].unique()) for name in found):
             return False
-    return len(columns) > 2 or all(_num_set(table, columns).eq(1).all() for table in tables)
+    return len(columns) > 2 or all(_num_set(table, columns).le(1).all() for table in tables)
 
 
 def _num_set(table: _Table, columns: Sequence[str]) -> pd.Series[int]:
@@ -345,7 +363,7 @@ def _num_set(table: _Table, columns: Sequence[str]) -> pd.Series[int]:
 
 
 def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
-    """Refuse columns beside the labels, which are no levels: numbers, unique values, values that do not nest.
+    """Refuse columns that are no levels: numbers, groups, several labels, unique values, or no nesting.
 
     Raises:
         ConfigError: says what the columns look like.
@@ -353,15 +371,22 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
     rows = pd.concat([each.rows for each in tables]).reindex(columns=columns).replace("", None)
     looks: dict[str, str] = {}
     for name in columns:
+        cells = rows[name].dropna().unique()
         number, num_values = rows[name].count(), rows[name].nunique()
         is_unique = number >= 5 and num_values > 0.8 * number
         are_numbers = 0 < pd.to_numeric(rows[name], errors="coerce").count() == number
         if are_numbers and (len(columns) > 1 or is_unique):
             looks[name] = counted(num_values, "number")
-            if name.casefold() == "fold":
+            if names_splits(name):
                 looks[name] += " (DATA.DATASET.FOLD holds out one of them)"
+        elif len(columns) > 1 and names_attribute(name):
+            looks[name] = f"{counted(num_values, 'value')} of a group or an attribute"
         elif len(columns) > 1 and (is_unique or num_values == 1):
             looks[name] = f"{counted(num_values, 'value')} in {counted(number, 'row')}"
+        elif number and not tables[0].dataset.LABEL_SEPARATOR and (sign := _separator(cells)):
+            looks[name] = (
+                f"several labels in a cell (DATA.DATASET.LABEL_SEPARATOR {sign!r} parts them)"
+            )
     for above, below in pairwise(name for name in columns if name not in looks):
         known = rows[[above, below]].dropna()
         nests = known.groupby(below)[above].nunique().eq(1)  # homonyms have several parents
@@ -369,12 +394,29 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
             number = counted(rows[below].nunique(), "value")
             looks[below] = f"{number} that do not nest in {above}"
     if looks:
-        levels = [name for name in columns if name not in looks]
+        flags = [x for x in looks if is_flags(rows[x].dropna()) and not names_attribute(x)]
+        together = f", or all columns of 0 and 1: [{', '.join(flags)}]" if len(flags) > 1 else ""
         raise ConfigError(
             f"DATA.DATASET.RANKS: null, but columns of {tables[0].path} are no levels: "
-            + "; ".join(f"{name}: {look}" for name, look in looks.items())
-            + f". Name the columns of labels, coarse to fine, such as [{', '.join(levels or columns[:1])}]"
+            f"{several([f'{name}: {look}' for name, look in looks.items()])}. Name the columns of labels, "
+            f"coarse to fine{together}. DATA.DATASET.GROUP_COLUMN keeps the images of a group in one split"
         )
+
+
+def _separator(cells: Sequence[str]) -> str | None:
+    """The sign between several labels in a cell; None where each cell is one label.
+
+    Labels recur in other cells. A comma may be part of a name, such as `tench, Tinca tinca`: labels are then
+    no more than cells, or stand in brackets.
+    """
+    for sign in "|;,":
+        sets = [{part.strip(" []'\"") for part in cell.split(sign)} - {""} for cell in cells]
+        sizes = [*map(len, sets)]
+        is_name = sign == "," and not cells[0].startswith("[")
+        most = len(cells) if is_name else sum(sizes) - 1
+        if len(set[str]().union(*sets)) <= most and max(sizes) > 1:
+            return sign
+    return None
 
 
 def _columns_of_levels(
@@ -389,7 +431,7 @@ def _columns_of_levels(
     if not columns:
         raise DataError(
             f"{table.path}, line 1: no column {' or '.join(map(repr, names))} with labels, but "
-            f"{', '.join(map(repr, table.rows))}; name those of {', '.join(names)}, in this order, in "
+            f"{several([*map(repr, table.rows)])}; name those of {', '.join(names)}, in this order, in "
             "DATA.DATASET.RANKS"
         )
     return columns
@@ -474,7 +516,9 @@ def _read_parquet(path: Path) -> pd.DataFrame:
     rows = pd.read_parquet(path, dtype_backend="numpy_nullable").astype(object)
     header = pd.DataFrame([rows.columns], columns=rows.columns)
     rows = pd.concat([header, rows.where(rows.notna(), "")], ignore_index=True)
-    return rows.astype(str).set_axis(range(1, len(rows) + 1))
+    # Lists as Python writes them, and the beginning of images.
+    text = rows.map(lambda x: str(x.tolist() if hasattr(x, "tolist") else x)[: 2 * _LONGEST_NAME])
+    return text.set_axis(range(1, len(rows) + 1))
 
 
 def _files(table: _Table) -> tuple[Path, list[str]]:
@@ -484,6 +528,13 @@ def _files(table: _Table) -> tuple[Path, list[str]]:
         raise DataError(f"{table.path}, line {line}: no image path")
     given = table.dataset.ROOT
     root = Path(given).expanduser() if given is not None else table.path.parent
+    longest = max(map(os.fsencode, names), key=len)
+    # `Path.exists` raises for a name that is too long.
+    if len(longest) > _LONGEST_NAME and not os.path.exists(root / os.fsdecode(longest)):  # noqa: PTH110
+        raise DataError(
+            f"{table.path}: the column {table.image_column!r} holds images, not paths; write the images to "
+            "files, and name the column of their paths in DATA.DATASET.IMAGE_COLUMN"
+        )
     stem = table.path.stem
     for folder in ("", stem, f"{stem}_images", "images"):
         paths = [os.path.join(folder, name) for name in names]  # noqa: PTH118 (hot path)
@@ -494,14 +545,15 @@ def _files(table: _Table) -> tuple[Path, list[str]]:
             return root, found
     if not root.is_dir():
         raise ConfigError(f"DATA.DATASET.ROOT: there is no folder {root}{suggest_path(root)}")
-    hint = f", nor in `images` or `{stem}` there; relative paths start from DATA.DATASET.ROOT, or from the "
-    hint += "manifest's folder where that is null"
     first = names.iloc[0]
     if "\\" in first:
         hint = "; the paths of the manifest have backslashes: replace them by /"
-    raise DataError(
-        f"{table.path}, line {names.index[0]}: no image {root / first}, with any ending{hint}"
-    )
+    elif there := other_spelling(root / first):
+        hint = f"; there is {there}"
+    else:
+        hint = f", with any ending, nor in `images` or `{stem}` there; relative paths start from "
+        hint += "DATA.DATASET.ROOT, or from the manifest's folder where that is null"
+    raise DataError(f"{table.path}, line {names.index[0]}: no image {root / first}{hint}")
 
 
 def _with_endings(root: Path, paths: Iterable[str]) -> list[str]:

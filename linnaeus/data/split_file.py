@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SPLIT_FILE = "split.csv"
 
-UNKNOWN_WORDS = frozenset(("nan", "NaN", "NA", "N/A", "n/a", "<NA>", "None", "null", "NULL", "-"))
+UNKNOWN_WORDS = frozenset("nan NaN NA N/A n/a <NA> None NULL -".split())  # noqa: SIM905
 """Cells of a manifest that mean an unknown label, as does an empty one; after a backslash they are names."""
 
 

@@ -1,4 +1,4 @@
-"""Names of splits: which folders, manifest columns and cells mean training, validation or test data."""
+"""Words in names: which folders, columns and cells of manifests mean splits, groups or no class."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
 from linnaeus.errors import ConfigError
+from linnaeus.words import several
 
 SPLITS = ("train", "val", "test")
 
@@ -15,16 +16,59 @@ _WORDS = {
     for split, words in {
         "train": "train training trainval trn",
         "val": "val valid validation validate dev eval evaluation",
-        "test": "test testing tst",
+        "test": "test testing tst holdout",
     }.items()
     for word in words.split()
 }
 _FILLERS = (
-    *("sets", "set", "datasets", "dataset", "data", "subset", "split", "part", "folder"),
-    *("images", "image", "imgs", "img", "photos", "pictures", "samples", "is"),
+    "sets set datasets dataset data subset split part folder "  # noqa: SIM905
+    "images image imgs img photos pictures samples is".split()
 )
-_TRUE, _FALSE = {"1", "1.0", "true", "yes", "t", "y"}, {"0", "0.0", "false", "no", "f", "n"}
-_COLUMNS = ("split", "fold", "subset", "set", "partition", "phase", "usage")
+_TRUE, _FALSE = {*"1 1.0 true yes t y".split()}, {*"0 0.0 false no f n".split()}  # noqa: SIM905
+_BESIDE = "(data|image|train(ing)?|val(id|idation)?|test(ing)?|cv|k|id|index|no|name|number|type)"
+_SPLITS = re.compile(
+    rf"({_BESIDE} )*(split|set|subset|phase|partition|dataset|usage|k?fold)s?( {_BESIDE})*"
+)
+"""The words of a name of a column of splits."""
+_ATTRIBUTE = re.compile(
+    "(patient|subject|person|individual|location|site|place|station|camera|device|scanner|hospital|clinic"
+    "|institution|annotator|rater|reader|labell?er|photographer|observer|author|owner|user|username|session"
+    "|sequence|burst|video|clip|frame|slide|date|time|datetime|timestamp|month|year|source|sex|gender|age|url"
+    "|license|comment|note)s?|.*id"
+)
+"""A word of a column's name that says group, attribute or identifier."""
+is_filler = re.compile("(image|img|photo|picture|sample)s?", re.IGNORECASE).fullmatch
+"""Whether a folder is called by what it holds in any data set."""
+is_no_class = re.compile("unlabell?ed|extra|background|pred", re.IGNORECASE).match
+"""Whether a folder beside `train` has images without labels by its name."""
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name, case-folded and without digits.
+
+    >>> _words("PatientID"), _words("Hold-out_2")
+    (['patient', 'id'], ['holdout'])
+    """
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name)).casefold()
+    return re.findall(r"[^\W\d_]+", re.sub(r"h[eo]ld[\W_]*out", "holdout", spaced))
+
+
+def names_splits(column: str) -> bool:
+    """Whether the name of a column says that its cells are splits or folds.
+
+    >>> [names_splits(name) for name in ("data_split", "KFold", "split_id", "moon_phase", "label")]
+    [True, True, True, False, False]
+    """
+    return _SPLITS.fullmatch(" ".join(_words(column))) is not None
+
+
+def names_attribute(column: str) -> bool:
+    """Whether the name of a column says that its cells are groups, attributes, identifiers or splits.
+
+    >>> [names_attribute(name) for name in ("PatientID", "site2", "cameras", "family", "species")]
+    [True, True, True, False, False]
+    """
+    return names_splits(column) or any(map(_ATTRIBUTE.fullmatch, _words(column)))
 
 
 def parse_split_name(name: str) -> tuple[str, str] | None:
@@ -35,10 +79,9 @@ def parse_split_name(name: str) -> tuple[str, str] | None:
     >>> parse_split_name("train_test"), parse_split_name("trains")
     (None, None)
     """
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFC", name))
     found: list[str] = []
     rest: list[str] = []
-    for word in re.findall(r"[^\W\d_]+", spaced.casefold()):
+    for word in _words(name):
         bare = next((word.removesuffix(end) for end in _FILLERS if word.endswith(end)), word)
         split = _WORDS.get(word) or _WORDS.get(bare)
         if split is not None:
@@ -139,39 +182,44 @@ def parse_split_cells(column: str, cells: Iterable[str]) -> dict[str, str] | Non
 
 
 def find_column(
-    columns: Mapping[str, Sequence[str]], given: str | None
+    columns: Mapping[str, Sequence[str]], given: str | None, *, is_strict: bool
 ) -> tuple[str, dict[str, str]] | None:
     """The column of splits of a manifest, and the split of each of its values; None where it has none.
 
     Args:
         columns: the cells of each column.
         given: DATA.DATASET.SPLIT_COLUMN.
+        is_strict: refuse a column that is called like splits, but has other values, where no column divides.
 
     Raises:
-        ConfigError: values of the given column mean no split, or two columns are columns of splits.
+        ConfigError: values of a column mean no split, or two columns are columns of splits.
     """
-    if given is not None:
-        meanings = parse_split_cells(given, columns[given])
-        if not meanings:
-            values = ", ".join(sorted({*columns[given]})[:5])
-            raise ConfigError(
-                f"DATA.DATASET.SPLIT_COLUMN: the values of {given!r} ({values}) are not train, val and "
-                "test, or true and false in a column such as `is_valid`"
-            )
-        return given, meanings
-    found = {}
-    named = {column: parse_split_name(column) is not None for column in columns}
+    found, others = {}, [*filter(None, [given])]
+    named = {name: names_splits(name) or parse_split_name(name) is not None for name in columns}
     has_flags = any(is_flags(cells) for column, cells in columns.items() if not named[column])
     for column, cells in columns.items():
-        if has_flags and is_flags(cells) and not column.casefold().startswith("is"):
+        is_about = names_splits(column)
+        if has_flags and is_flags(cells) and not (is_about or column.casefold().startswith("is")):
             continue  # one of several columns of classes, such as `train` beside `car`
-        is_named = column.casefold() in _COLUMNS or named[column]
+        is_named = named[column] or column == given
         meanings = parse_split_cells(column, cells) if is_named and any(cells) else None
         if meanings:
             found[column] = meanings
+        elif is_about and is_strict and len({*cells} - {""}) > 1:
+            others.append(column)
     if len(found) > 1:
         raise ConfigError(
             f"DATA.DATASET.SPLIT_COLUMN: null, but the columns {', '.join(found)} all look like it; name "
             "one of them"
+        )
+    if others and not found:
+        values = sorted({*columns[others[0]]} - {""})
+        remedy = "correct them, or name another column"
+        if all(map(str.isdecimal, values)):
+            remedy = "for folds, name the column here, and the fold in DATA.DATASET.FOLD"
+        raise ConfigError(
+            f"DATA.DATASET.SPLIT_COLUMN: the values of {others[0]!r} ({several(values)}) are not train, val "
+            f"and test, or true and false in a column such as `is_valid`; {remedy}. Labels stand in a column "
+            "of DATA.DATASET.RANKS; rename a column that is neither"
         )
     return next(iter(found.items()), None)

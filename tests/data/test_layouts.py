@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,73 @@ def test_folders_that_hold_the_same_classes_are_refused(tmp_path: Path) -> None:
     assert list(levels(build(tmp_path, RANKS=["part", "animal"]))) == ["part", "animal"]
 
 
+@pytest.mark.parametrize("num", [2, 5, 30])
+def test_many_folders_with_nearly_the_same_classes_are_refused(tmp_path: Path, num: int) -> None:
+    """As folds, sites and patients have them, also in a folder of training; not as a taxonomy has them."""
+    for i in range(num):
+        classes = ["benign", "malign"] if i % 3 < 2 else ["benign"]
+        folders(tmp_path / "data/train", [f"patient{i}"], classes, num=1)
+        folders(tmp_path / "nested", [f"genus{i}"], [f"a{i}", f"b{i}", "vulgaris", "alba"[i % 2 :]])
+    for root in ("data", "data/train"):
+        with pytest.raises(ConfigError, match=r"ROOT.*patient0.*benign, malign.*FOLD.*RANKS"):
+            build(tmp_path / root)
+    folders(tmp_path / "data", ["val/patient0"], ["benign"])
+    with pytest.raises(ConfigError, match="patient0"):
+        build(tmp_path / "data")
+    assert len(levels(build(tmp_path / "data", RANKS=["patient", "tumor"]))["patient"]) == num
+    assert len(levels(build(tmp_path / "nested"))["level1"]) == num
+
+
+def test_folders_of_runs_are_no_classes(tmp_path: Path, run: Run) -> None:
+    """Such as those of a run that starts among the class folders; a class folder may hold such names."""
+    for seed, name in enumerate(("cat/0", "cat/1", "dog/0", "dog/1")):
+        write_image(tmp_path / f"{name}.png", seed=seed)
+    (tmp_path / "dog/config.yaml").touch()
+    command = [
+        *("train", "data=imagefolder", f"DATA.DATASET.ROOT={tmp_path}", "DATA.IMG_SIZE=16"),
+        *("DATA.DATASET.VAL_FRACTION=0.5", "DATA.BATCH_SIZE=2", "MODEL.NAME=test_resnet"),
+        *("TRAIN.EPOCHS=1", "EXPERIMENT.NAME=a", f"EXPERIMENT.OUTPUT_DIR={tmp_path}/runs/today"),
+    ]
+    for _ in range(2):
+        assert run(*command).code == 0
+        assert levels(build(tmp_path, VAL_FRACTION=0.5)) == {"class": ("cat", "dog")}
+        write_image(tmp_path / "runs/today/plot.png")
+    folders(tmp_path / "wrapped/birds", ["train", "val"])
+    shutil.copytree(tmp_path / "runs", tmp_path / "wrapped/runs")
+    assert sizes(build(tmp_path / "wrapped")) == [12, 12]
+    (tmp_path / "owl").mkdir()
+    with pytest.raises(DataError, match="owl"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("beside", ["unlabeled", "background/noise", "pred/x", "extra/{}", "car"])
+def test_train_beside_folders_without_classes_is_a_split(tmp_path: Path, beside: str) -> None:
+    folders(tmp_path, ["train"])
+    folders(tmp_path, [beside], CLASSES if "{}" in beside else [""], num=30)
+    bundle = build(tmp_path)
+    assert (levels(bundle), sum(sizes(bundle))) == (FLAT, 12)
+    assert notes(bundle, f"not read: {beside.split('/')[0]}")
+
+
+def test_train_beside_folders_with_classes_is_a_class(tmp_path: Path) -> None:
+    folders(tmp_path, ["train"], ["steam", "diesel"])
+    folders(tmp_path, ["car"], ["van", "taxi"])
+    assert levels(build(tmp_path))["level1"] == ("car", "train")
+
+
+@pytest.mark.parametrize("layout", ["{}/images", "images/{}", "all/{}/crops"])
+def test_a_level_with_one_name_is_no_level(tmp_path: Path, layout: str) -> None:
+    folders(tmp_path, [f"train/{layout}", f"val/{layout}"], num=4)
+    assert levels(build(tmp_path)) == levels(build(tmp_path / "train")) == FLAT
+    folders(tmp_path / "two", ["train/A", "train/B", "val/A"], ["x", "y"][:1])
+    folders(tmp_path / "two", ["train/B"], ["y"])
+    assert levels(build(tmp_path / "two"))["level1"] == ("A", "B")
+    folders(tmp_path / "flat", ["train"])
+    folders(tmp_path / "flat", ["val/images"], [""])
+    with pytest.raises(DataError, match=r"no class folder.*manifest"):
+        build(tmp_path / "flat")
+
+
 def test_several_folders_of_a_split_are_refused(tmp_path: Path) -> None:
     folders(tmp_path, ["train", "dev", "eval"])
     with pytest.raises(ConfigError, match=r"DATA\.DATASET\.VAL.*dev, eval"):
@@ -116,6 +183,7 @@ def animal(i: int) -> str:
         ("split", ("val", "train", "train", "train")),
         ("Split", ("Validation", "Training", "Training", "Training")),
         ("set", ("dev", "TRAIN", "TRAIN", "TRAIN")),
+        ("dataset", ("hold-out", "train", "train", "train")),
         ("subset", ("test", "train", "train", "train")),
         ("is_valid", ("True", "False", "False", "False")),
         ("is_valid", ("1", "0", "0", "0")),
@@ -129,6 +197,80 @@ def test_a_column_of_splits_is_no_level(
     bundle = build(tmp_path, "manifest")
     assert levels(bundle) == {"label": CLASSES}
     assert paths(bundle.val) == [f"img/{i}.jpg" for i in range(0, 24, 4)]
+
+
+@pytest.mark.parametrize("ranks", [None, ["label"]])
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("split", "01"), ("data_set", ("a", "b")), ("Phase", ("train", "extra")), ("kfold", "012")],
+)
+def test_a_column_named_like_splits_has_to_say_them(
+    tmp_path: Path, ranks: list[str] | None, column: str, values: Sequence[str]
+) -> None:
+    """Unless it is a label or the group, or another column is that of splits."""
+    cells = lambda i: f"{animal(i)},{values[i // 3 % len(values)]}"  # noqa: E731
+    table(tmp_path, f"image,label,{column}", cells)
+    with pytest.raises(ConfigError, match=rf"SPLIT_COLUMN.*{column}.*{values[0]}.*RANKS"):
+        build(tmp_path, "manifest", RANKS=ranks)
+    assert list(levels(build(tmp_path, "manifest", RANKS=[column]))) == [column]
+    bundle = build(tmp_path, "manifest", GROUP_COLUMN=column, VAL_FRACTION=0.5)
+    assert levels(bundle) == {"label": CLASSES}
+    if values[0] == "0":
+        bundle = build(tmp_path, "manifest", RANKS=ranks, FOLD=1, SPLIT_COLUMN=column)
+        assert paths(bundle.val)[0] == "img/3.jpg"
+    table(tmp_path, f"image,label,{column},is_val", lambda i: f"{cells(i)},{i % 2}")
+    assert sizes(build(tmp_path, "manifest", RANKS=["label"])) == [12, 12]
+    table(tmp_path, f"image,label,moon_{column}", cells)
+    assert levels(build(tmp_path, "manifest", RANKS=["label"])) == {"label": CLASSES}
+
+
+def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
+    table(tmp_path, "image,label,width,note", lambda i: f"{animal(i)},{i},x")
+    bundle = build(tmp_path, "manifest", RANKS=["label"])
+    assert [line.rpartition(": ")[2] for line in notes(bundle, "not read")] == ["width, note"]
+    table(tmp_path, "image,label,site", lambda i: f"{animal(i)},{i // 3}")
+    assert not notes(build(tmp_path, "manifest", GROUP_COLUMN="site"), "not read")
+
+
+@pytest.mark.parametrize("column", ["patient", "CameraType", "lesion_id", "uuid", "photo_date"])
+def test_groups_and_attributes_are_no_levels(tmp_path: Path, column: str) -> None:
+    """Whether they nest or not; alone, such a column is the label."""
+    row = lambda i: f"{animal(i)},{animal(i)}{i // 12}"  # noqa: E731
+    table(tmp_path, f"image,label,{column}", row)
+    with pytest.raises(ConfigError, match=rf"RANKS.*{column}: 6 values.*GROUP_COLUMN"):
+        build(tmp_path, "manifest")
+    assert levels(build(tmp_path, "manifest", GROUP_COLUMN=column)) == {"label": CLASSES}
+    assert list(levels(build(tmp_path, "manifest", RANKS=["label", column]))) == ["label", column]
+    table(tmp_path, f"image,{column},label", lambda i: f"{'AAB'[i % 3]},{animal(i)}")
+    with pytest.raises(ConfigError, match=rf"{column}: 2 values"):
+        build(tmp_path, "manifest")
+    table(tmp_path, f"image,{column}", animal)
+    assert levels(build(tmp_path, "manifest")) == {column: CLASSES}
+    table(tmp_path, "image,label,form", row)
+    assert list(levels(build(tmp_path, "manifest"))) == ["label", "form"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "separator"),
+    [
+        (("Mass|cat", "Mass|dog", "fox"), "|"),
+        (("a;b", "b", "a"), ";"),
+        (('"a,b"', "b", "a"), ","),
+        (("\"['a', 'it''s']\"", "\"['a', 'b']\"", "\"['b']\""), ","),
+    ],
+)
+def test_several_labels_in_a_cell_are_no_class(
+    tmp_path: Path, cells: tuple[str, ...], separator: str
+) -> None:
+    table(tmp_path, "image\tlabel", lambda i: cells[i % 3])
+    with pytest.raises(ConfigError, match=rf"label: .*LABEL_SEPARATOR '\{separator}'"):
+        build(tmp_path, "manifest")
+    assert len(levels(build(tmp_path, "manifest", RANKS=["label"]))["label"]) == 3
+    names = levels(build(tmp_path, "manifest", LABEL_SEPARATOR=separator))["label"]
+    assert not {*"".join(names)} & {*"[]|;,"}
+    names = ("tench, Tinca tinca", "crane, Grus", "crane, machine")
+    table(tmp_path, "image\tlabel", lambda i: names[i % 3])
+    assert len(levels(build(tmp_path, "manifest"))["label"]) == 3
 
 
 def test_the_column_of_splits_can_be_named(tmp_path: Path) -> None:
@@ -161,7 +303,6 @@ def test_splits_in_manifests_of_their_own(tmp_path: Path) -> None:
         ("label,source", lambda i: f"{animal(i)},{'ab'[i // 3 % 2]}", "source: 2 values"),
         ("label,part", lambda i: f"{animal(i)},one", "part: 1 value"),
         ("label,uuid", lambda i: f"{animal(i)},u{i}", "uuid: 24 values"),
-        ("label,fold", lambda i: f"{animal(i)},{i % 5}", "fold: 5 numbers"),
         ("score", lambda i: f"{i / 7}", "score: 24 numbers"),
     ],
 )
@@ -183,10 +324,10 @@ def test_columns_that_nest_are_levels(tmp_path: Path) -> None:
 
 
 def test_words_for_nothing_are_unknown_labels(tmp_path: Path) -> None:
-    words = ("cat", "dog", "nan", "None", "", "NA")
+    words = ("null", "dog", "nan", "None", "", "NA")
     table(tmp_path, "image,label", lambda i: words[i % 6])
     bundle = build(tmp_path, "manifest")
-    assert levels(bundle) == {"label": ("cat", "dog")}
+    assert levels(bundle) == {"label": ("dog", "null")}
     assert any("4 'None'" in line for line in bundle.report)
 
 
@@ -290,6 +431,17 @@ def test_columns_of_flags_are_classes(tmp_path: Path) -> None:
     assert {tuple(targets.get(f"img/{i}.jpg", (1, 1, 0))) for i in range(0, 24, 3)} == {(1, 1, 0)}
     table(tmp_path, "image,label", lambda i: str(i % 2))
     assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1")}
+    two = ("1,0", "0,1", "0,0")
+    table(tmp_path, "image,sick,rusty", lambda i: two[i % 3])
+    bundle = build(tmp_path, "manifest", RANKS=["sick", "rusty"])
+    assert levels(bundle) == {"class": ("rusty", "sick")}
+    table(tmp_path, "image,height,sick,rusty,sex", lambda i: f"{i},{two[i % 3]},{i % 2}")
+    with pytest.raises(ConfigError, match=r"\[sick, rusty\]"):
+        build(tmp_path, "manifest")
+    table(tmp_path, "image,height,label", lambda i: f"{i},{animal(i)}")
+    with pytest.raises(ConfigError) as caught:
+        build(tmp_path, "manifest")
+    assert "[" not in str(caught.value)
 
 
 def test_paths_with_backslashes_and_missing_roots_are_named(tmp_path: Path) -> None:
@@ -313,8 +465,15 @@ def test_parquet_is_a_manifest(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="pip install pyarrow"):
             build(tmp_path, "manifest")
         return
-    parquet.write_table(csv.read_csv(tmp_path / "old.csv"), tmp_path / "train.parquet")
+    old = csv.read_csv(tmp_path / "old.csv")
+    parquet.write_table(old, tmp_path / "train.parquet")
     assert paths(build(tmp_path, "manifest").train) == expected
+    data = [b"\xff\xd8" * 200] * len(old)
+    for images in (data, [{"bytes": each, "path": "0.jpg"} for each in data]):
+        table_of_images = old.set_column(0, "image", [images])
+        parquet.write_table(table_of_images, tmp_path / "train.parquet")
+        with pytest.raises(DataError, match=r"'image' holds images"):
+            build(tmp_path, "manifest")
 
 
 def test_a_level_that_most_images_lack_is_refused(tmp_path: Path) -> None:

@@ -175,3 +175,55 @@ def test_manifests_of_several_roots_are_joined(
     assert labels(bundle)[str(other / "new.jpg")] == [1, 2]
     assert bundle.val[0][1].tolist() == [1, 3]
     assert (len(bundle.train), len(bundle.val)) == (7, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "there"),
+    [
+        ("0.jpg", "0.JPG", "img/0.jpg"),
+        (".jpg", ".png", "img/0.jpg"),
+        ("img/", "Img/", "img/0.jpg"),
+        ("img/0.jpg", "IMG/0.tif", "img/0.jpg"),
+    ],
+)
+def test_a_file_of_another_case_or_ending_is_named(
+    folder: Path, old: str, new: str, there: str
+) -> None:
+    (folder / "train.csv").write_text(ROWS.replace(old, new))
+    with pytest.raises(DataError, match=rf"there is {folder}/{there}"):
+        build(folder)
+    (folder / "train.csv").write_text(ROWS.replace("0.jpg", "gone.jpg"))
+    with pytest.raises(DataError, match=r"gone\.jpg") as caught:
+        build(folder)
+    assert "there is" not in str(caught.value)
+
+
+def test_a_column_of_images_is_no_column_of_paths(folder: Path) -> None:
+    (folder / "train.csv").write_text(ROWS.replace("img/0.jpg", "12 " * 99))
+    with pytest.raises(DataError, match="'image' holds images"):
+        build(folder)
+    deep = "/".join(["a" * 99] * 3)
+    write_image(folder / deep / "0.jpg")
+    (folder / "train.csv").write_text(ROWS.replace("img/0.jpg", f"{deep}/0.jpg"))
+    assert f"{deep}/0.jpg" in labels(build(folder))
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_images_that_occur_twice_are_counted(folder: Path, split: str) -> None:
+    (folder / f"{split}.csv").write_text(ROWS.replace("img/", "img/../img/"))
+    assert "also held out" not in " ".join(build(folder).report)
+    (folder / f"{split}.csv").write_text(ROWS)
+    (line,) = (line for line in build(folder).report if "also held out" in line)
+    assert line.startswith("6 training images")
+    assert line.endswith("img/0.jpg")
+    (folder / f"{split}.csv").write_text("image,kingdom,species\nimg/0.jpg,Animalia,cat\n")
+    (folder / "train.csv").write_text(ROWS.replace("img/0", "img/1"))
+    (line,) = (line for line in build(folder).report if "several labels" in line)
+    assert line.startswith("1 training image ")
+
+
+def test_a_label_is_one_line(folder: Path) -> None:
+    (folder / "train.csv").write_text(ROWS.replace("cat", '"cat\nfish"'))
+    bundle = build(folder)
+    assert bundle.taxonomy is not None
+    assert "cat fish" in bundle.taxonomy.levels[1].classes

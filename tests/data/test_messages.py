@@ -76,7 +76,10 @@ FOLDERS: dict[str, Callable[[], object]] = {
     ],
     "an image outside": lambda: folders("images/0.jpg"),
     "a class without image": lambda: folders("images/Plants/ash/notes.txt"),
-    "one class at the top": lambda: folders(classes=CLASSES[:2]),
+    "one class below": lambda: folders(classes=CLASSES[:1]),
+    "folds": lambda: folders(
+        classes=tuple(f"fold{i}/{n}" for i in range(5) for n in ("cat", "dog"))
+    ),
     "one class": lambda: folders(classes=("cat",)),
     "number of ranks": lambda: folders(RANKS=["species"]),
     "channels": lambda: load_image(write_image(Path("photo.png")), 4),
@@ -137,6 +140,12 @@ MANIFESTS: dict[str, Callable[[], object]] = {
     "val column": lambda: manifest(ROWS, val="image,kingdom\nimg/0.jpg,Plantae\n"),
     "none": lambda: build(NAME="manifest"),
     "not there": lambda: manifest(ROWS, TRAIN="gone.csv"),
+    "values of a split": lambda: manifest("image,a,split\nimg/0.jpg,x,0\nimg/1.jpg,y,1\n"),
+    "a group": lambda: manifest("image,a,camera\nimg/0.jpg,x,p\nimg/1.jpg,y,q\n"),
+    "several labels": lambda: manifest("image,a\nimg/0.jpg,x|y\nimg/1.jpg,x\n"),
+    "flags": lambda: manifest("image,age,a,b\nimg/0.jpg,3,0,1\nimg/1.jpg,4,0,0\n"),
+    "images": lambda: manifest(f"image,a\n{'7 ' * 200},x\n"),
+    "another case": lambda: manifest("image,a\nIMG/0.JPG,x\n"),
     "images not there": lambda: manifest(ROWS + "gone.jpg,Plantae,oak\n", val=ROWS),
 }
 
