@@ -83,8 +83,8 @@ def load_image(
 
     For 1 (grey) or 3 (RGB) channels, palette, CMYK and grey images are converted. Other numbers need a file
     with as many. Transparent pixels show the background, the EXIF orientation is applied, and an animation
-    or a file of several pages gives its first image. Values of more than 8 bits are scaled as `_to_uint8`
-    says.
+    or a file of several pages gives its first image. Values of more than 8 bits are scaled as
+    `Decoding` says.
 
     Args:
         path: the file.
