@@ -6,7 +6,6 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import call
 
 from linnaeus.cli.parser import CommandParser, read_request
 from linnaeus.config.schema import Config
@@ -37,9 +36,9 @@ def run(_: Namespace, config: Config) -> int:
             "add data=imagefolder or data=manifest"
         )
     from linnaeus.data.bundle import never_call
-    from linnaeus.data.checked import find_damaged
+    from linnaeus.data.checked import find_damaged, measure_ranges
     from linnaeus.data.datasets import build_data
-    from linnaeus.data.image_files import ImageFiles, with_bit_depth
+    from linnaeus.data.image_files import ImageFiles
 
     started = time.monotonic()
     skipping = replace(config.DATA, ON_BAD_IMAGE="skip")  # all is read below
@@ -50,12 +49,13 @@ def run(_: Namespace, config: Config) -> int:
         )
     splits = {name: split for name, split in data.splits.items() if isinstance(split, ImageFiles)}
     files = [file for split in splits.values() for file in split.files]
-    decoding = with_bit_depth(data.train.decoding, data.train.files, config.DATA, call, data.report)
+    held = {name: split.files for name, split in splits.items()}
+    decoding, notes = measure_ranges(held, data.train.channels, data.train.decoding)
     damaged, num_known = find_damaged(files, data.train.channels, decoding)
     seconds = time.monotonic() - started
     names = [name for name, split in splits.items() for _ in split.files]
     labels = [tuple(row) for split in splits.values() for row in split.targets.tolist()]
-    print(*data.report, *_copies(files, names, labels), sep="\n")
+    print(*data.report, *notes, *_copies(files, names, labels), sep="\n")
     print(
         f"{counted(len(files), 'image')} checked in {seconds:.1f} s, {num_known} of them known from before"
     )

@@ -476,8 +476,8 @@ class DataConfig:
     )
     BIT_DEPTH: int | None = key(
         None,
-        "significant bits of the values in 16-bit files; null measures the training files, and is 16 "
-        "for a dataset of your own",
+        "significant bits of integers wider than 8 bits; null measures the training files, and is 16 for "
+        "the 16-bit images of a dataset of your own",
         ge=8,
         le=16,
     )

@@ -1,4 +1,4 @@
-"""Passes over image files: which are damaged, which are copies; significant bits, mean and deviation.
+"""Passes over image files: which are damaged, which are copies; range of values, mean and deviation.
 
 Readable files are remembered by path, size, time of modification and use.
 """
@@ -11,10 +11,12 @@ import logging
 import os
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +24,15 @@ import PIL
 import torch
 from torch import Tensor
 
-from linnaeus.data.image import Decoding, find_damage, load_image, significant_bits
+from linnaeus.data.image import (
+    Decoding,
+    bits_of,
+    file_range,
+    find_damage,
+    load_image,
+)
 from linnaeus.errors import DataError
+from linnaeus.words import counted
 
 T = TypeVar("T")
 
@@ -37,7 +46,7 @@ _READABLE = (
     "SELECT path FROM readable WHERE path = ? AND decoding = ? AND size = ? AND mtime_ns = ?"
 )
 MOST_IMAGES = 1000
-"""Images that bits, mean and standard deviation are measured on."""
+"""Images that ranges, mean and standard deviation are measured on."""
 
 _CHUNK = 4096
 """Files after which results are stored, so that an interrupted check goes on there."""
@@ -88,14 +97,45 @@ def find_copies(paths: Sequence[str]) -> list[list[int]]:
     return [positions for positions in by_content.values() if len(positions) > 1]
 
 
-def measure_bits(files: Sequence[str], channels: int) -> int:
-    """Return the significant bits of the values in 16-bit files, at least 8; 0 where no file has 16 bits.
+def measure_ranges(
+    splits: Mapping[str, Sequence[str]], channels: int, decoding: Decoding
+) -> tuple[Decoding, list[str]]:
+    """Return the decoding with the ranges of wide integers and of floats that it lacks, and notes.
 
-    At most `MOST_IMAGES` files are read, evenly spread. Damaged ones do not count.
+    The first split that has such values decides: the training files, as a rule. Notes say the range, and
+    which splits exceed it. At most `MOST_IMAGES` files of a split are read, evenly spread. Damaged ones do
+    not count.
+
+    Raises:
+        DataError: values are negative, or use little of the range; the message names a file.
     """
-    measure = partial(_or_none, significant_bits, channels)
-    with ThreadPool(_num_threads()) as pool:
-        return max(filter(None, pool.map(measure, _evenly_spread(files))), default=0)
+    notes: list[str] = []
+    for split, files in splits.items():
+        wide = [file for file in files if not file.lower().endswith((".jpg", ".jpeg"))]
+        found = _measured(file_range, wide, channels, decoding)
+        for key in ("bit_depth", "float_bits"):
+            ranges = [each for each in found if each[2] == key]
+            if not ranges:
+                continue
+            lowest, highest = min(ranges), max(ranges, key=itemgetter(1))
+            bits: Any = bits_of(highest[1], key)
+            known = getattr(decoding, key)
+            white = 2 ** (known or bits) - 1
+            if known is None:
+                is_negative = lowest[0] * 510 < -white  # which would not round to 0
+                if is_negative or highest[1] - lowest[0] < white / 20 or bits > 32:
+                    low, high, _, file = lowest if is_negative else highest
+                    raise DataError(
+                        f"{file}: its values, {low:g} to {high:g}, do not match the range 0 to {white:g}; "
+                        "scale the values of all files to 0..1 or 0..255"
+                    )
+                decoding = replace(decoding, **{key: bits})
+                notes.append(
+                    f"values 0 to {white} (measured on {counted(len(ranges), 'file')}) are scaled to 0 to 255"
+                )
+            elif bits > known:
+                notes.append(f"{split}: values above {white} are clipped, such as in {highest[3]}")
+    return decoding, notes
 
 
 def measure_channels(
@@ -108,13 +148,10 @@ def measure_channels(
     Raises:
         DataError: no image can be read.
     """
-    some = _evenly_spread(files)
-    moments = partial(_or_none, _moments, channels, decoding=decoding)
-    with ThreadPool(_num_threads()) as pool:
-        found = [each for each in pool.imap(moments, some) if each is not None]
+    found = _measured(_moments, files, channels, decoding)
     if not found:
-        load_image(some[0], channels, decoding)  # says why
-        raise DataError(f"{some[0]}: cannot be read twice")
+        load_image(files[0], channels, decoding)  # says why
+        raise DataError(f"{files[0]}: cannot be read twice")
     mean, square = torch.stack(found).mean(dim=0)
     std = (square - mean**2).clamp(min=0).sqrt().clamp(min=1 / 255)
     return [round(value, 6) for value in mean.tolist()], [round(value, 6) for value in std.tolist()]
@@ -125,15 +162,23 @@ def _num_threads() -> int:
     return min(32, len(os.sched_getaffinity(0)))
 
 
-def _evenly_spread(files: Sequence[str]) -> list[str]:
+def _measured(
+    function: Callable[..., T | None],
+    files: Sequence[str],
+    channels: int,
+    decoding: Decoding,
+) -> list[T]:
+    """What the function gives, other than None, for up to `MOST_IMAGES` intact files, evenly spread."""
+
+    def measure(file: str) -> T | None:
+        with suppress(Exception):  # whatever a damaged file raises
+            return function(file, channels, decoding)
+        return None
+
     number = min(len(files), MOST_IMAGES)
-    return [files[i * len(files) // number] for i in range(number)]
-
-
-def _or_none(function: Callable[..., T], channels: int, file: str, **arguments: Any) -> T | None:
-    with suppress(Exception):  # whatever a damaged file raises
-        return function(file, channels, **arguments)
-    return None
+    some = [files[i * len(files) // number] for i in range(number)]
+    with ThreadPool(_num_threads()) as pool:
+        return [each for each in pool.imap(measure, some) if each is not None]
 
 
 def _moments(file: str, channels: int, decoding: Decoding) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
@@ -35,8 +35,6 @@ _MODES = {1: "L", 3: "RGB"}
 _TIFF_MAGIC = frozenset((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"))
 _RUN_PROGRAMS = frozenset(("EPS",))
 """Pillow's formats for which it starts a program: PostScript, which Ghostscript executes."""
-SIXTEEN_BIT_EXTENSIONS = frozenset((".npy", ".pgm", ".png", ".pnm", ".tif", ".tiff"))
-"""Endings of the files whose 16-bit values may have fewer significant bits."""
 
 Array = np.ndarray[Any, Any]
 MinSize = Callable[[int, int], tuple[float, float]]
@@ -50,22 +48,25 @@ class Decoding:
     Attributes:
         background: red, green and blue behind transparent pixels; None drops transparency, as versions did
             that recorded no `Decoding`.
-        bit_depth: significant bits of the values in 16-bit files, 8 to 16.
+        bit_depth: significant bits of integers wider than 8 bits. None: 16 for 16-bit files; wider integers
+            have the range of their file.
+        float_bits: the same of floats, with 1 for fractions. None: the range of the file.
         fast: decode a JPEG file at the smallest scale that its use allows.
         max_pixels: height times width of the largest image that is read.
     """
 
     background: tuple[int, int, int] | None = (255, 255, 255)
-    bit_depth: int = 16
+    bit_depth: int | None = None
     fast: bool = False
     max_pixels: int = MAX_PIXELS
+    float_bits: int | None = None
 
     @classmethod
     def of(cls, config: DataConfig) -> Decoding:
-        """The decoding that the DATA node asks for; 16 bits where it asks for a measurement."""
+        """The decoding that the DATA node asks for, without what is measured."""
         red, green, blue = (config.BACKGROUND * 3)[:3]  # one value, or three
         is_fast = config.DECODE == "fast"
-        return cls((red, green, blue), config.BIT_DEPTH or 16, is_fast, config.MAX_PIXELS)
+        return cls((red, green, blue), config.BIT_DEPTH, is_fast, config.MAX_PIXELS)
 
 
 DEFAULT_DECODING = Decoding()
@@ -82,8 +83,8 @@ def load_image(
 
     For 1 (grey) or 3 (RGB) channels, palette, CMYK and grey images are converted. Other numbers need a file
     with as many. Transparent pixels show the background, the EXIF orientation is applied, and an animation
-    or a file of several pages gives its first image. Values of more than 8 bits are scaled as `_to_uint8`
-    says.
+    or a file of several pages gives its first image. Values of more than 8 bits are scaled as
+    `Decoding` says.
 
     Args:
         path: the file.
@@ -113,6 +114,13 @@ def decode(
             return array_to_tensor(opened, channels, decoding)
         with opened:
             _check_size(opened.height * opened.width, decoding)
+            if opened.format == "TIFF" and opened.mode[0] in "LIF":
+                pages = [(page.mode, page.size) for page in ImageSequence.Iterator(opened)]
+                if len(pages) > len({*pages}) == 1:
+                    raise DataError(
+                        f"its {len(pages)} pages are channels, but DATA.DATASET.CHANNELS is {channels}"
+                    )
+                opened.seek(0)
             return to_tensor(opened, channels, decoding, min_size)
 
 
@@ -136,7 +144,7 @@ def to_tensor(
 
     With `decoding.fast` and `min_size`, a JPEG file that is not loaded yet is decoded at a smaller scale.
     """
-    if decoding.bit_depth < 16 and _is_16_bit_color(image):
+    if _needs_all_bits(image, decoding):
         raise DataError(
             f"Pillow reads only the upper 8 bits of 16-bit colors, but the values have {decoding.bit_depth} "
             "bits: convert it to TIFF or to 8 bits, or set DATA.BIT_DEPTH 16"
@@ -160,20 +168,32 @@ def to_tensor(
     return tensor
 
 
-def significant_bits(path: str | Path, channels: int) -> int:
-    """Bits of the largest value in a file of 16-bit integers, at least 8; 0 for any other file."""
-    opened = _open(path, channels, DEFAULT_DECODING)
+def file_range(
+    path: str, channels: int, decoding: Decoding
+) -> tuple[float, float, str, str] | None:
+    """Return what `range_of` gives, the key of `Decoding` for such values, and the path; None for 8 bits."""
+    opened = _open(path, channels, decoding)
     if isinstance(opened, Image.Image):
         with opened:
-            if not _is_16_bit(opened):
-                return 0
-            opened.load()
-            if len(opened.getbands()) > 1:  # Pillow gives the upper byte
-                return 8 + int(np.asarray(opened).max(initial=0)).bit_length()
-            opened = np.asarray(opened.convert("I"))
-    elif opened.dtype.kind not in "iu" or opened.dtype.itemsize != 2:
-        return 0
-    return max(8, int(opened.max(initial=0)).bit_length())
+            factor = 257 if _is_16_bit_color(opened) else 1  # Pillow gives the upper byte
+            if factor == 1 and opened.mode[0] not in "IF":
+                return None
+            opened = np.asarray(opened) * np.uint16(factor)
+    kind = opened.dtype.kind
+    if kind not in "iuf" or opened.itemsize == 1:
+        return None
+    return *range_of(opened), "float_bits" if kind == "f" else "bit_depth", path
+
+
+def range_of(values: Array) -> tuple[float, float]:
+    """Return the least and the largest finite value without a thousandth at each end, such as hot pixels."""
+    low, high = np.quantile(values[np.isfinite(values)], (0.001, 0.999), method="lower").tolist()
+    return low, high
+
+
+def bits_of(high: float, key: str) -> int:
+    """Return the bits of the range up to a value: at least 8, but 1 for fractions."""
+    return 1 if key == "float_bits" and high < 1.005 else max(8, int(high).bit_length())
 
 
 @contextmanager
@@ -203,9 +223,7 @@ def _open(path: str | Path, channels: int, decoding: Decoding) -> Image.Image | 
             if file.read(4) not in _TIFF_MAGIC:
                 raise
         return _read_tiff(path, channels, decoding)
-    if image.format == "TIFF" and (
-        channels not in _MODES or (decoding.bit_depth < 16 and _is_16_bit_color(image))
-    ):
+    if image.format == "TIFF" and (channels not in _MODES or _needs_all_bits(image, decoding)):
         image.close()
         return _read_tiff(path, channels, decoding)
     return image
@@ -254,14 +272,14 @@ def _orientation(image: Image.Image) -> Any:
     return 1
 
 
-def _is_16_bit(image: Image.Image) -> bool:
-    """Whether an image that is not loaded yet has 16-bit integers."""
-    # Pillow has no public name for the depth of a file whose pixels it converts.
-    return image.mode.startswith("I;16") or any(";16" in repr(tile[3]) for tile in image.tile)  # type: ignore[attr-defined]
-
-
 def _is_16_bit_color(image: Image.Image) -> bool:
-    return len(image.getbands()) > 1 and _is_16_bit(image)
+    """Whether Pillow, which loads the upper 8 bits of 16-bit colors, loses some of this image."""
+    # Pillow has no public name for the depth of a file whose pixels it converts.
+    return image.mode[0] != "I" and any(";16" in repr(tile[3]) for tile in image.tile)  # type: ignore[attr-defined]
+
+
+def _needs_all_bits(image: Image.Image, decoding: Decoding) -> bool:
+    return (decoding.bit_depth or 16) < 16 and _is_16_bit_color(image)
 
 
 def array_to_tensor(values: Array, channels: int, decoding: Decoding) -> Tensor:
@@ -277,7 +295,7 @@ def array_to_tensor(values: Array, channels: int, decoding: Decoding) -> Tensor:
         )
     if len(places) > 1:
         raise DataError(f"{found}, whose first and last axis may both be the channels")
-    planes = _to_uint8(np.moveaxis(values, places.pop(), 0), decoding.bit_depth)
+    planes = _to_uint8(np.moveaxis(values, places.pop(), 0), decoding)
     if len(planes) == channels:
         return torch.from_numpy(np.array(planes, order="C"))
     picture = Image.merge(_MODES[len(planes)], [Image.fromarray(plane) for plane in planes])
@@ -287,9 +305,8 @@ def array_to_tensor(values: Array, channels: int, decoding: Decoding) -> Tensor:
 
 def _converted(image: Image.Image, mode: str, decoding: Decoding) -> Image.Image:
     """The image in a mode of 8 bits, without transparency."""
-    if image.mode.startswith("I") or image.mode == "F":
-        values = np.asarray(image if image.mode == "F" else image.convert("I"))
-        image = Image.fromarray(_to_uint8(values, decoding.bit_depth))
+    if image.mode[0] in "IF":
+        image = Image.fromarray(_to_uint8(np.asarray(image), decoding))
     elif image.has_transparency_data and (decoding.background is not None or image.mode == "P"):
         # Without this step, Pillow warns of palettes with transparency.
         image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
@@ -301,22 +318,25 @@ def _converted(image: Image.Image, mode: str, decoding: Decoding) -> Image.Image
     return image if image.mode == mode else image.convert(mode)
 
 
-def _to_uint8(values: Array, bit_depth: int) -> Array:
-    """uint8 of numbers of any type.
+def _to_uint8(values: Array, decoding: Decoding) -> Array:
+    """uint8 of numbers of any type; negative values become black, values above the range white.
 
-    Integers of more than 8 bits are read as 31-bit if any exceeds 65535, else as `bit_depth` bits; values
-    above are white. Floating-point values are read as fractions if none exceeds 1, else as 8-bit if none
-    exceeds 255, else as 16-bit. NaN, infinity and negative values become black.
+    NaN and infinity become black.
     """
     if values.dtype == np.uint8:
         return values
-    if values.dtype.kind == "b":
-        return values.astype(np.uint8) * np.uint8(255)
-    if values.dtype.kind == "f":
-        values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-        peak = values.max(initial=0.0)
-        factor = 255.0 if peak <= 1 else 1.0 if peak <= 255 else 1 / 257
-        values = np.rint(values * factor)
-    elif values.dtype.itemsize > 1:
-        values = values >> (23 if values.max(initial=0) > 0xFFFF else bit_depth - 8)
+    kind, size = values.dtype.kind, values.dtype.itemsize
+    if kind == "b":
+        values = values * np.uint8(255)
+    elif kind == "f":
+        finite = np.isfinite(values)
+        if not finite.any():
+            raise DataError("all its values are NaN or infinite")
+        bits = decoding.float_bits or bits_of(range_of(values)[1], "float_bits")
+        values = np.rint(np.where(finite, values, 0) * (255 / (2**bits - 1)))
+    elif size > 1:
+        bits = decoding.bit_depth or (
+            16 if size == 2 else bits_of(range_of(values)[1], "bit_depth")
+        )
+        values = values >> (bits - 8)
     return values.clip(0, 255).astype(np.uint8)

@@ -24,8 +24,8 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
-from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_bits, measure_channels
-from linnaeus.data.image import DEFAULT_DECODING, SIXTEEN_BIT_EXTENSIONS, Decoding, load_image
+from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_channels, measure_ranges
+from linnaeus.data.image import DEFAULT_DECODING, Decoding, load_image
 from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
@@ -217,8 +217,15 @@ def build_files(files: FoundFiles, config: DataConfig, on_main: OnMain) -> DataB
     source = Listing.joined(trains).source
     for listing in [*trains, *vals, *tests]:
         require_files(listing, config)
-    train_files = [file for listing in trains for file in listing.files]
-    decoding = with_bit_depth(Decoding.of(config), train_files, config, on_main, report)
+    decoding = Decoding.of(config)
+    measure = partial(
+        measure_ranges,
+        {split: Listing.joined(each).files for split, each in files.splits.items()},
+        dataset.CHANNELS,
+        decoding,
+    )
+    decoding, notes = on_main(measure) or (decoding, [])
+    report += notes
     make = partial(
         make_split,
         index=index,
@@ -539,27 +546,6 @@ def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict
         if lineage in lacking:
             unknown[lacking[lineage]].append(position)
     return torch.stack(rows)[[numbers[lineage] for lineage in lineages]], dict(unknown)
-
-
-def with_bit_depth(
-    decoding: Decoding,
-    files: Sequence[str],
-    config: DataConfig,
-    on_main: OnMain,
-    report: list[str],
-) -> Decoding:
-    """The decoding with the bits that rank 0 measures in 16-bit training files, where there are any."""
-    files = [file for file in files if Path(file).suffix.lower() in SIXTEEN_BIT_EXTENSIONS]
-    if config.BIT_DEPTH is not None or not files:
-        return decoding
-    bits: int | None = on_main(lambda: measure_bits(files, config.DATASET.CHANNELS))
-    if bits in (None, 0, 16):
-        return decoding
-    report.append(
-        f"16-bit files hold {bits}-bit values, measured on {min(MOST_IMAGES, len(files))}: scaled by "
-        f"{2**bits - 1}, larger ones are white; DATA.BIT_DEPTH sets another"
-    )
-    return replace(decoding, bit_depth=bits)
 
 
 def _with_statistics(

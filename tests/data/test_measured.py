@@ -1,4 +1,4 @@
-"""What is measured over the training files: significant bits, and mean and deviation of other channels."""
+"""What is measured over the training files: the range of values, and mean and deviation of other channels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from PIL import Image
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain, never_call
-from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_bits
+from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_ranges
 from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
+from linnaeus.data.image import DEFAULT_DECODING, Decoding
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.inference.images import Reader
@@ -34,9 +35,21 @@ def build(root: Path, channels: int = 1, on_main: OnMain = call, **keys: Any) ->
     return build_data(config, seed=0, on_main=on_main)
 
 
-def depth(bundle: DataBundle) -> int:
+def depth(bundle: DataBundle) -> int | None:
+    return decoding_of(bundle).bit_depth
+
+
+def decoding_of(bundle: DataBundle) -> Decoding:
     assert bundle.preprocessing is not None
-    return bundle.preprocessing.decoding.bit_depth
+    return bundle.preprocessing.decoding
+
+
+def range_lines(bundle: DataBundle) -> list[str]:
+    return [line for line in bundle.report if "are scaled to" in line]
+
+
+def clipped_lines(bundle: DataBundle) -> list[str]:
+    return [line for line in bundle.report if "are clipped" in line]
 
 
 def grey16(root: Path, peaks: dict[str, int]) -> Path:
@@ -57,7 +70,7 @@ def test_one_file_decides_on_the_significant_bits(tmp_path: Path, ending: str) -
     write_image(root / "train/a/photo.jpg")
     bundle = build(root)
     assert depth(bundle) == 12
-    [line] = [line for line in bundle.report if "12-bit" in line]
+    [line] = range_lines(bundle)
     assert {"40", "4095"} <= {*re.findall(r"\d+", line)}
     images: Any = bundle.train
     position = next(i for i, file in enumerate(images.files) if file.endswith(f"/17.{ending}"))
@@ -66,7 +79,11 @@ def test_one_file_decides_on_the_significant_bits(tmp_path: Path, ending: str) -
     grey16(root, {names[3]: 65535})
     bundle = build(root)
     assert depth(bundle) == 16
-    assert not any("16-bit files" in line for line in bundle.report)
+    assert "65535" in range_lines(bundle)[0]
+
+
+def bits_in(files: list[str]) -> int | None:
+    return measure_ranges({"train": files}, 1, DEFAULT_DECODING)[0].bit_depth
 
 
 def test_of_many_files_an_even_part_is_measured(tmp_path: Path) -> None:
@@ -74,21 +91,23 @@ def test_of_many_files_an_even_part_is_measured(tmp_path: Path) -> None:
     twelve, sixteen = (str(root / f"{bits}.tif") for bits in (12, 16))
     for repeats in (1, 2):
         alternating = [twelve, sixteen] * (MOST_IMAGES // 2 * repeats)
-        assert measure_bits(alternating, 1) == (16 if repeats == 1 else 12)
+        assert bits_in(alternating) == (16 if repeats == 1 else 12)
     (root / "12.tif").write_text("damaged")
-    assert measure_bits([twelve, sixteen], 1) == 16
-    assert measure_bits([twelve], 1) == measure_bits([], 1) == 0
+    assert bits_in([twelve, sixteen]) == 16
+    assert bits_in([twelve]) is bits_in([]) is None
 
 
 def test_files_of_8_bits_and_damaged_ones_are_not_measured(tmp_path: Path) -> None:
     for i in range(8):
         write_image(tmp_path / "ab"[i % 2] / f"{i}.png")
     (tmp_path / "a" / "bad.png").write_text("no image")
-    assert depth(build(tmp_path, ON_BAD_IMAGE="skip")) == 16
+    assert depth(build(tmp_path, ON_BAD_IMAGE="skip")) is None
 
 
-@pytest.mark.parametrize(("channels", "bits"), [(1, 12), (5, 16)])
-def test_data_is_built_without_reading_files(tmp_path: Path, channels: int, bits: int) -> None:
+@pytest.mark.parametrize(("channels", "bits"), [(1, 12), (5, None)])
+def test_data_is_built_without_reading_files(
+    tmp_path: Path, channels: int, bits: int | None
+) -> None:
     if channels == 1:
         grey16(tmp_path, {f"{'ab'[i % 2]}/{i}.tif": 4095 for i in range(8)})
     else:
@@ -97,7 +116,7 @@ def test_data_is_built_without_reading_files(tmp_path: Path, channels: int, bits
     read = build(tmp_path, channels).preprocessing
     assert unread is not None
     assert read is not None
-    assert (unread.decoding.bit_depth, unread.mean) == (16, (0.5,) * channels)
+    assert (unread.decoding.bit_depth, unread.mean) == (None, (0.5,) * channels)
     assert (read.decoding.bit_depth, read.mean == unread.mean) == (bits, channels == 1)
 
 
@@ -116,6 +135,129 @@ def test_the_check_reads_values_as_the_run_does(
         (replace(bundle.preprocessing.decoding, bit_depth=16), 0),
     ):
         assert find_damaged(images.files, 1, decoding) == ({}, num_known)
+
+
+def arrays(root: Path, make: Any, split: str = "", number: int = 8) -> Path:
+    """Array files of two classes; `make` gives the values of one from a random generator."""
+    for i in range(number):
+        path = root / split / "ab"[i % 2] / f"{i}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, make(np.random.default_rng(i)))
+    return root
+
+
+def integers(low: int, high: int, dtype: Any) -> Any:
+    return lambda generator: generator.integers(low, high, (40, 40)).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("make", "white"),
+    [
+        (integers(0, 256, np.int64), 255),
+        (integers(0, 256, np.int32), 255),
+        (integers(0, 4096, np.int16), 4095),
+        (integers(0, 100_000, np.int32), 2**17 - 1),
+        (lambda generator: generator.random((40, 40)), 1),
+        (lambda generator: generator.random((40, 40), np.float32) * 255, 255),
+        (integers(0, 4096, np.float32), 4095),
+        (integers(0, 4096, np.float16), 4095),
+    ],
+)
+def test_one_range_is_measured_for_all_files(tmp_path: Path, make: Any, white: int) -> None:
+    root = arrays(tmp_path, make)
+    bundle = build(root)
+    [line] = range_lines(bundle)
+    assert {str(white), "8"} <= {*re.findall(r"\d+", line)}
+    images: Any = bundle.train
+    pixels = torch.stack([images.read_pixels(i)[0] for i in range(len(images))])
+    assert pixels.float().mean().item() == pytest.approx(
+        127.5 * (100_000 / white if white > 2**16 else 1), rel=0.1
+    )
+    hot = np.load(images.files[0])
+    hot[0, 0] *= 0
+    hot[0, 0] += 30_000
+    np.save(images.files[0], hot)
+    assert decoding_of(build(root)) == decoding_of(bundle)
+    hot[:20] = hot[0, 0]  # a negative control: more than some pixels
+    np.save(images.files[0], hot)
+    if white < 30_000:
+        assert decoding_of(build(root)) != decoding_of(bundle)
+
+
+@pytest.mark.parametrize(
+    ("make", "ends"),
+    [
+        (integers(-1000, 3000, np.int16), ("-", "29")),
+        (lambda generator: generator.normal(size=(40, 40)), ("-", "2.")),
+        (lambda generator: generator.random((40, 40)) * -20 - 5, ("-24", "-5.")),
+        (lambda generator: generator.random((40, 40)) * 1.5, ("0.", "1.4")),
+        (integers(0, 2, np.int64), ("0", "1")),
+        (integers(30_000, 30_100, np.uint16), ("300", "300")),
+        (lambda generator: generator.random((40, 40)) * 1e38, ("", "e+37")),
+    ],
+)
+def test_values_of_no_range_end_training_and_check(
+    run: Run, tmp_path: Path, make: Any, ends: tuple[str, str]
+) -> None:
+    root = arrays(tmp_path / "images", make)
+    with pytest.raises(DataError) as caught:
+        build(root)
+    outcome = run("check-data", "data=imagefolder", f"DATA.DATASET.ROOT={root}")
+    assert outcome.code == 1
+    for message in (str(caught.value), outcome.err):
+        assert re.match(rf"{re.escape(str(root))}/[ab]/\d\.npy: ", message)
+        low, high = re.search(r"values, (\S+) to (\S+),", message).groups()  # type: ignore[union-attr]
+        assert low.startswith(ends[0])
+        assert ends[1] in high
+        assert "0..255" in message
+        assert len(message.splitlines()) == 1
+
+
+def test_some_negative_pixels_and_rounding_are_no_error(tmp_path: Path) -> None:
+    def make(generator: np.random.Generator) -> Any:
+        values = generator.random((40, 40)) * 1.004
+        values[0, 0] = -9999
+        values[1] = -0.001
+        return values
+
+    bundle = build(arrays(tmp_path, make))
+    assert decoding_of(bundle).float_bits == 1
+    images: Any = bundle.train
+    assert images.read_pixels(0)[0].float().mean().item() == pytest.approx(127.5, rel=0.1)
+
+
+def test_a_split_above_the_range_is_noted_and_clipped(tmp_path: Path) -> None:
+    arrays(tmp_path, integers(0, 4096, np.uint16), "train")
+    arrays(tmp_path, integers(0, 4096, np.uint16), "val")
+    assert clipped_lines(build(tmp_path)) == []
+    arrays(tmp_path, integers(0, 60_000, np.uint16), "val")
+    bundle = build(tmp_path)
+    assert depth(bundle) == 12
+    [line] = clipped_lines(bundle)
+    assert line.startswith("val")
+    assert str(tmp_path / "val") in line
+    images: Any = bundle.val
+    assert int(images.read_pixels(0)[0].max()) == 255
+    assert [line[:5] for line in clipped_lines(build(tmp_path, BIT_DEPTH=10))] == ["train", "val: "]
+
+
+def test_the_bit_depth_sets_the_range_of_integers_alone(tmp_path: Path) -> None:
+    arrays(tmp_path, integers(-100, 256, np.int32))
+    bundle = build(tmp_path, BIT_DEPTH=8)
+    assert (depth(bundle), range_lines(bundle)) == (8, [])
+    with pytest.raises(DataError):
+        build(tmp_path)
+    arrays(tmp_path, lambda generator: generator.random((40, 40)))
+    found = decoding_of(build(tmp_path, BIT_DEPTH=12))
+    assert (found.bit_depth, found.float_bits) == (12, 1)
+
+
+def test_integers_and_floats_have_ranges_apart(tmp_path: Path) -> None:
+    arrays(tmp_path, lambda generator: generator.random((40, 40)))
+    arrays(tmp_path, integers(0, 4096, np.uint16), number=4)
+    bundle = build(tmp_path)
+    assert (depth(bundle), decoding_of(bundle).float_bits) == (12, 1)
+    assert len(range_lines(bundle)) == 2
 
 
 def bands(root: Path, number: int = 12, channels: int = 5) -> list[np.ndarray]:
@@ -216,6 +358,24 @@ def photo(path: Path, size: tuple[int, int], seed: int = 0) -> Path:
 def as_written(spec: ModelSpec) -> ModelSpec:
     """The spec as a file keeps it."""
     return ModelSpec.from_dict(json.loads(json.dumps(spec.as_dict())), Path("last.pt"))
+
+
+def test_the_range_is_saved_and_older_decodings_load(tmp_path: Path) -> None:
+    arrays(tmp_path, integers(0, 4096, np.float32))
+    bundle = build(tmp_path)
+    content = ModelSpec({}, bundle.index, 1, (16, 16), bundle.preprocessing).as_dict()
+    saved = ModelSpec.from_dict(json.loads(json.dumps(content)), Path("last.pt"))
+    assert saved.preprocessing == bundle.preprocessing
+    dark = tmp_path / "dark.npy"
+    np.save(dark, np.full((16, 16), 255, np.float32))
+    assert Reader(saved)(dark).max() < -0.8
+    decoding = content["preprocessing"]["decoding"]
+    content["preprocessing"]["decoding"] = {**decoding, "bit_depth": 16}
+    del content["preprocessing"]["decoding"]["float_bits"]
+    older = ModelSpec.from_dict(json.loads(json.dumps(content)), Path("last.pt"))
+    assert older.preprocessing is not None
+    assert older.preprocessing.decoding.bit_depth == 16
+    assert Reader(older)(dark).min() == 1
 
 
 def spec_of(bundle: DataBundle) -> ModelSpec:

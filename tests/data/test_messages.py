@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec, batch_size
 from linnaeus.data.bundle import DataBundle, collate_pairs
+from linnaeus.data.checked import measure_ranges
 from linnaeus.data.datasets import (
     EvaluationData,
     EvaluationRequest,
@@ -85,6 +87,10 @@ FOLDERS: dict[str, Callable[[], object]] = {
     "channels": lambda: load_image(write_image(Path("photo.png")), 4),
     "channels of an array": lambda: load_image(array(5, 8, 9), 4),
     "two axes of channels": lambda: load_image(array(4, 8, 4), 4),
+    "values of no range": lambda: measure_ranges({"train": [numbers(1.5)]}, 1, Decoding()),
+    "negative values": lambda: measure_ranges({"train": [numbers(-1000)]}, 1, Decoding()),
+    "no finite value": lambda: load_image(numbers(np.nan), 1),
+    "pages": lambda: load_image(pages(), 3),
     "too large": lambda: load_image(write_image(Path("photo.png")), 3, Decoding(max_pixels=9)),
     "policy of colors": lambda: build_transforms(AugmentConfig(POLICY="randaugment"), (8, 8), 4),
     "unknown classes of val": lambda: folders(
@@ -104,6 +110,17 @@ FOLDERS: dict[str, Callable[[], object]] = {
 def array(*shape: int) -> Path:
     np.save("array.npy", np.zeros(shape, np.uint8))
     return Path("array.npy")
+
+
+def numbers(value: float) -> str:
+    np.save("numbers.npy", np.full((40, 40), value, np.float32))
+    return "numbers.npy"
+
+
+def pages() -> Path:
+    page = Image.new("L", (8, 8))
+    page.save("pages.tif", save_all=True, append_images=[page])
+    return Path("pages.tif")
 
 
 def manifest(text: str | bytes, **dataset: Any) -> DataBundle:
