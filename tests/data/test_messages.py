@@ -90,7 +90,6 @@ FOLDERS: dict[str, Callable[[], object]] = {
     "values of no range": lambda: measure_ranges({"train": [numbers(1.5)]}, 1, Decoding()),
     "negative values": lambda: measure_ranges({"train": [numbers(-1000)]}, 1, Decoding()),
     "no finite value": lambda: load_image(numbers(np.nan), 1),
-    "pages": lambda: load_image(pages(), 3),
     "too large": lambda: load_image(write_image(Path("photo.png")), 3, Decoding(max_pixels=9)),
     "policy of colors": lambda: build_transforms(AugmentConfig(POLICY="randaugment"), (8, 8), 4),
     "unknown classes of val": lambda: folders(
@@ -115,12 +114,6 @@ def array(*shape: int) -> Path:
 def numbers(value: float) -> str:
     np.save("numbers.npy", np.full((40, 40), value, np.float32))
     return "numbers.npy"
-
-
-def pages() -> Path:
-    page = Image.new("L", (8, 8))
-    page.save("pages.tif", save_all=True, append_images=[page])
-    return Path("pages.tif")
 
 
 def manifest(text: str | bytes, **dataset: Any) -> DataBundle:
