@@ -155,7 +155,7 @@ def step(x):
 
 try:
     found = auto_find_batch_size(step, lambda n: torch.empty(n, 8, device="cuda:1"), max_batch_size=8,
-                                 state=(first, model, optimizer), predict=False)
+                                 state=(first, model, optimizer))
     print(found.batch_size, found.total_bytes >> 30)
 except AutoBatchError as error:
     print(*(name for name in ("cuda:0", "cuda:1") if name in str(error)))
