@@ -262,12 +262,13 @@ class BatchSizeFinder:
             else:
                 found = self._without_further_trials()
         while found.size is not None:
-            if self._peaks_fall():
+            if are_random := self._peaks_fall():
                 self._run_twice_more(found.size, deadline)
             newest = self._known[found.size]
             if newest.fits(self.budget_bytes):
                 break
-            logger.info("batch size %d no longer fits: %s", found.size, self._outside())
+            reason = "its peak differs from run to run" if are_random else self._outside()
+            logger.info("batch size %d no longer fits: %s", found.size, reason)
             candidates = Candidates(self.min_size, newest.size, self.settings.multiple_of)
             last = len(candidates) - 1
             found = self._search(

@@ -163,13 +163,20 @@ def host_bound(
     """
     workers, prefetch_factor, is_pinned = loading
     size = largest_host_batch(
-        sum(getattr(leaf, "nbytes", 0) for leaf in leaves(batch)) / 2,
+        sum(_num_bytes(leaf) for leaf in leaves(batch)) / 2,
         workers,
         prefetch_factor,
         pinned=is_pinned and device.type == "cuda",
         num_ranks=1 if control is None else max(len(control.neighbours()), 1),
     )
     return {"host_memory": size}
+
+
+def _num_bytes(leaf: Any) -> int:
+    """Bytes of a tensor or array; a sparse tensor counts as its values, other objects as nothing."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.sparse_coo:
+        leaf = leaf.coalesce().values()
+    return int(getattr(leaf, "nbytes", 0))
 
 
 class WholeLoop:

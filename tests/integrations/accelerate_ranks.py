@@ -149,6 +149,23 @@ def lengths() -> Any:
     return sorted(seen)
 
 
+def sparse() -> Any:
+    """The size for batches with a sparse tensor."""
+    accelerator = fresh()
+    model, optimizer, _ = parts()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(torch.sparse.mm(batch["near"], batch["x"])).sum()
+
+    def collate(samples: list[torch.Tensor]) -> Any:
+        return {"x": torch.stack(samples), "near": torch.eye(len(samples)).to_sparse()}
+
+    search = {"collate_fn": collate, "memory_limit_gb": 8.0, "max_batch_size": 4}
+    samples = [torch.ones(16) for _ in range(64)]
+    prepared = accelerator.prepare(model, optimizer)
+    return find_batch_size(accelerator, *prepared, loss, samples, **search)
+
+
 def alive() -> list[bool]:
     """Whether the batch is still held when the optimizer steps: in a trial, then in a loop."""
     accelerator, held, batches = fresh(), list[bool](), list[Any]()
@@ -205,7 +222,12 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     own = (
         {}
         if num_ranks > 1
-        else {"not restored": not_restored(), "lengths": lengths(), "alive": alive()}
+        else {
+            "not restored": not_restored(),
+            "lengths": lengths(),
+            "sparse": sparse(),
+            "alive": alive(),
+        }
     )
     found = {"found": find_first(), "broken": broken(), **own}
     return {**found, "processes": [fresh().num_processes, num_ranks]}

@@ -55,6 +55,10 @@ def test_batches_of_trials_hold_the_longest_samples(one: dict[str, Any]) -> None
     assert one["lengths"] == [56]
 
 
+def test_a_batch_may_hold_a_sparse_tensor(one: dict[str, Any]) -> None:
+    assert one["sparse"] == 4
+
+
 def test_a_trial_holds_its_batch_as_long_as_a_loop_does(one: dict[str, Any]) -> None:
     assert one["alive"] == [True, True]
 
