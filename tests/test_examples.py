@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from tests.helpers.ledger import held_bytes
 from tests.helpers.runs import assert_same_bits
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+LLM = EXAMPLES / "llm_memory.py"
 GPT = EXAMPLES / "gpt.py"
 GIB = 1024**3
 
@@ -36,3 +38,30 @@ def test_the_search_leaves_no_trace_in_the_training_that_follows(run: Any) -> No
 def test_training_learns(run: Any) -> None:
     losses = run("cpu", 12, 16, None).losses
     assert losses[-1] < 0.9 * losses[0]
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.integrations
+def test_the_memory_of_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What saves memory leaves room for more samples."""
+    pytest.importorskip("peft")
+    main = runpy.run_path(str(LLM))["main"]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    remedies = ["--lora"], ["--checkpointing"], ["--sequence", "128"]
+    plain, *better = (
+        main([str(config), "--sequence", "256", "--gib", "2", *words]) for words in ([], *remedies)
+    )
+    assert 0 < plain < min(better)
+    assert f"batch size {plain}," in capsys.readouterr().out
+    assert main([str(config), "--gib", "0.1"]) is None

@@ -58,11 +58,13 @@ FULL_FRACTION = 0.97
 """Above this fraction of the device, or of a limit, a search warns that its budget leaves no room."""
 CONFIRMATION_GRACE_S = 30.0
 """Time beyond the deadline of a search in which the size found is confirmed, or others below it tried."""
+LEAK_TRIALS = 4
+"""Trials of the smallest size that all have to keep tensors before a step is said to leak."""
 NOTABLE_FALL = 0.02
 """Fraction by which the peak of a larger size has to be smaller for peaks to be called random."""
 NOTABLE_GROWTH = 0.01
-"""Fraction of the device by which the budget has to shrink during a search to be logged; and fraction of the
-budget by which what the process holds has to grow for a warning."""
+"""Fraction of the device by which the budget has to shrink during a search to be logged. Also the fraction of
+the budget, less the memory held at the start, by which the memory held has to grow for a warning."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -203,6 +205,7 @@ class BatchSizeFinder:
                 each.size: each for each in known if not low < (each.peak_bytes or 0) <= high
             }
         self._outside_bytes, self._held_at_start = self.memory.outside(), self.held_bytes
+        self._kept_at_start = self.memory.tensor_bytes(), self._runner.num_calls
         self._observer.search_started(self._limits(fraction))
         found: SearchResult | None = None
         while found is None:
@@ -233,10 +236,11 @@ class BatchSizeFinder:
             )
             found = replace(found, certified=False)
         if self._has_grown():  # no part of `state` holds it
+            self._check_leak()
             logger.warning(
                 "warning: the process holds %.3g MiB more than when the search began, although each trial is "
-                "undone: the step keeps tensors from call to call, such as losses in a list without .item(). "
-                "What it keeps so in training comes on top of what a trial shows",
+                "undone: the step keeps tensors from call to call, as a cache does. Tensors that it keeps "
+                "only in training come on top of the peak of a trial",
                 (self.held_bytes - self._held_at_start) / 1024**2,
             )
         result = self._result(found, settings, num_before, started)
@@ -330,7 +334,39 @@ class BatchSizeFinder:
     def _has_grown(self) -> bool:
         """Whether the process holds notably more than when the search began."""
         grown_bytes = self.held_bytes - self._held_at_start
-        return grown_bytes > NOTABLE_GROWTH * self.budget_bytes + self.memory.placement_bytes
+        room_bytes = max(self.budget_bytes - self._held_at_start, 0)
+        return grown_bytes > NOTABLE_GROWTH * room_bytes + self.memory.placement_bytes
+
+    def _check_leak(self) -> None:
+        """Raise if the step keeps more tensors with every call: in training, no size fits for long.
+
+        A cache that is full grows no more. So the smallest size runs again, with the whole device as its
+        budget. A leak grows by as much per sample as in the search, or by as much per call. Growth that is
+        less, such as that of losses in a list, does not explain the memory held.
+        """
+        kept_bytes, num_calls = self._kept_at_start
+        num_calls = max(self._runner.num_calls - num_calls, 1)
+        per_call = (self.memory.tensor_bytes() - kept_bytes) / num_calls
+        largest = max((trial.size for trial in self.trials), default=self.min_size)
+        self._runner.budget_bytes = self.memory.budget(1.0, None)
+        for _ in range(LEAK_TRIALS):
+            kept_bytes, num_calls = self.memory.tensor_bytes(), self._runner.num_calls
+            self._observer.trial_started(self.min_size, "warm-up")
+            try:
+                self._runner(self.min_size)
+            except OutOfMemory:  # the device is full: no size is left to find
+                continue
+            grown = self.memory.tensor_bytes() - kept_bytes
+            num_calls = self._runner.num_calls - num_calls
+            if grown <= 0 or grown / num_calls * largest < per_call * self.min_size:
+                self._runner.budget_bytes = self.budget_bytes
+                return
+        raise AutoBatchError(
+            f"AutoBatch ({self.mode}): the step keeps {per_call / 1024**2:.3g} MiB of tensors more after "
+            "each call (the mean over all trials), so no batch size fits for long. It may append outputs or "
+            "losses to a list: append .item() or .detach().cpu() instead, or clear the list. Fill a cache of "
+            "bounded size before the search."
+        )
 
     def _warn_about_promise(self, fraction: float) -> None:
         """Warn, once for each cause, that training may need more memory than a trial of its size."""

@@ -124,6 +124,7 @@ class TrialRunner:
         self._kinds_given: set[tuple[int, ...]] = set()
         self._has_drifted = False  # whether parameters have other values than when the search began
         self._num_retries = 0
+        self.num_calls = 0  # of the step, in trials
 
     def __call__(self, size: int) -> int:
         """Run one trial and return the peak: bytes that the process held on the device.
@@ -251,6 +252,7 @@ class TrialRunner:
                         self._num_retries = memory.num_retries()
                     with _stepped(self._optimizers) as stepped:
                         self.step(self._batch(size))
+                    self.num_calls += 1
                     if self.training and number == 0:
                         for optimizer in self._optimizers:
                             if optimizer not in stepped:
@@ -261,6 +263,7 @@ class TrialRunner:
                     empty_cache(memory.device)
                     for _ in range(self.num_steps):
                         self.step(self.make_batch(size))
+                        self.num_calls += 1
                 synchronize(memory.device)  # errors of kernels belong to this trial
             peak_bytes = memory.peak() + memory.placement_bytes
         if is_alone and not failures and memory.num_retries() > self._num_retries:

@@ -67,6 +67,9 @@ class CommandParser(argparse.ArgumentParser):
             the attribute `checkpoint` is None by default, and `trust_code` False.
         takes_overrides: whether keys of the configuration may be set.
         words: what stands beside the options, for the usage; None derives it from the above.
+
+    Attributes:
+        gone: options of earlier versions, and what to do instead.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class CommandParser(argparse.ArgumentParser):
         self.command = command
         self.takes_run = takes_run
         self.takes_overrides = takes_overrides
+        self.gone: dict[str, str] = {}
         self._options: dict[str, _Option] = {}
         self._launching = self.add_argument_group("where to run")
         self.switch("--help", "print this text and exit", short="-h")
@@ -254,6 +258,8 @@ class CommandParser(argparse.ArgumentParser):
     def _unknown(self, token: str, following: str) -> tuple[str, bool]:
         """What is wrong with an unknown option, and whether it is meant as a setting."""
         name, _, value = token.partition("=")
+        if name in self.gone:
+            return f"{name}: {self.gone[name]}", True
         known = [*self._options, *(OPTIONS if self.takes_overrides else ())]
         problem = f"{name}: no such option"
         close = [option for option in known if option.startswith(name) and len(name) > 3]

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks
-from linnaeus.integrations.common import checked_options, find_size, host_bound, look_for_largest
+from linnaeus.integrations.common import checked_options, find_size, look_for_largest
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _OWN = {"step", "make_batch", "mode", "device"}
@@ -115,10 +115,9 @@ def find_batch_size(
             search,
             control=control,
             looks=[largest],
-            bounds={
-                **(search.pop("bounds", None) or {}),
-                **host_bound(control, read(2), (num_workers, None, True), accelerator.device),
-            },
+            batch=read(2),
+            loading=(num_workers, None, True),
+            bounds=search.pop("bounds", None),
             state=[part for part in parts if part is not None],
             device=accelerator.device,
         )

@@ -79,8 +79,11 @@ def find_size(
     known: int | None = None,
     source: str = "",
     *,
-    control: ControlPlane | None = None,
-    looks: Collection[Largest] = (),
+    control: ControlPlane | None,
+    looks: Collection[Largest],
+    batch: Any,
+    loading: tuple[int, int | None, bool],
+    device: torch.device,
     bounds: Mapping[str, int] | None = None,
     **arguments: Any,
 ) -> AutoBatchResult:
@@ -90,16 +93,20 @@ def find_size(
     and the smaller size is run.
 
     Args:
-        step, make_batch, bounds, arguments: as for `auto_find_batch_size`.
+        step, make_batch, device, bounds, arguments: as for `auto_find_batch_size`.
         options: of the user, with `max_batch_size`.
         known: a size, the same on every rank.
         source: what has the known size, for the warning of a smaller one.
         control: of the ranks that search together.
         looks: at the samples of which batches are made.
+        batch: of two samples; with the loader's settings it bounds the size by host memory.
+        loading: the loader's `num_workers`, `prefetch_factor` and `pin_memory`.
 
     Raises:
         AutoBatchError: no size fits.
     """
+    bounds = {**(bounds or {}), "host_memory": _host_bound(control, batch, loading, device)}
+    arguments["device"] = device
     settings = SearchSettings.of(options)
     spent_s, margin = sum(look.seconds for look in looks), 1.0
     if known is None:
@@ -120,7 +127,7 @@ def find_size(
             result.batch_size,
             size,
         )
-        options |= {"start": size, "bounds": {**(bounds or {}), "unread_samples": size}}
+        options |= {"start": size, "bounds": {**bounds, "unread_samples": size}}
         result = auto_find_batch_size(step, make_batch, **options)
     if known is not None and result.batch_size < known:
         logger.warning(
@@ -147,29 +154,21 @@ def look_for_largest(
     return Largest(dataset, collate, lengths, seconds=min(LOOK_S, seconds), **others)
 
 
-def host_bound(
+def _host_bound(
     control: ControlPlane | None,
     batch: Any,
     loading: tuple[int, int | None, bool],
     device: torch.device,
-) -> dict[str, int]:
-    """The bound of a size by host memory.
-
-    Args:
-        control: of the ranks that search together.
-        batch: of two samples.
-        loading: the loader's `num_workers`, `prefetch_factor` and `pin_memory`.
-        device: of the training.
-    """
+) -> int:
+    """The bound of a size by host memory."""
     workers, prefetch_factor, is_pinned = loading
-    size = largest_host_batch(
+    return largest_host_batch(
         sum(_num_bytes(leaf) for leaf in leaves(batch)) / 2,
         workers,
         prefetch_factor,
         pinned=is_pinned and device.type == "cuda",
         num_ranks=1 if control is None else max(len(control.neighbours()), 1),
     )
-    return {"host_memory": size}
 
 
 def _num_bytes(leaf: Any) -> int:

@@ -244,14 +244,13 @@ def test_messages(
     caplog.clear()
     search = partial(auto_find_batch_size, device="cpu", memory_limit_gb=limit_with_room_for(200))
     search(step, lambda size: make_batch(4), max_batch_size=64, target_memory_fraction=1.0)
-    search(
-        lambda batch: kept.append(make_batch(8)),
-        make_batch,
-        max_batch_size=8,
-        target_memory_fraction=0.97,
-    )
+    bounds: dict[str, Any] = {"max_batch_size": 8, "target_memory_fraction": 0.97}
+    cache: dict[int, Tensor] = {}
+    search(lambda batch: cache.setdefault(len(batch), make_batch(20)), make_batch, **bounds)
     warnings = [
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
     ]
     messages["warnings"] = "\n".join(warnings)
+    leaking = partial(search, lambda batch: kept.append(make_batch(8)))
+    messages["leak"] = raised(leaking, make_batch, **bounds)
     golden("autobatch", messages)

@@ -105,6 +105,32 @@ def test_what_a_failed_backward_pass_held_is_released_before_the_next_trial() ->
     assert on_phantoms("-c", RELEASED).split() == ["released"]
 
 
+KEEPING = (
+    SEARCH.partition("def step")[0]
+    + """
+kept = KEPT
+
+def step(x):
+    kept.append(model(x))
+    optimizer.step()
+
+try:
+    found = auto_find_batch_size(step, lambda n: torch.empty(n, 197, 512, device="cuda"),
+                                 state=(model, optimizer), max_batch_size=1 << 16)
+except Exception as error:
+    print("leak" if "after each call" in str(error) else error)
+else:
+    print(found.batch_size > 16)
+"""
+)
+
+
+@pytest.mark.parametrize(("kept", "expected"), [("[]", "leak"), ("deque(maxlen=1)", "True")])
+def test_a_step_that_keeps_every_output_has_no_size(kept: str, expected: str) -> None:
+    script = "from collections import deque\n" + KEEPING.replace("KEPT", kept)
+    assert on_phantoms("-c", script).split() == [expected]
+
+
 LIMITED = """
 import torch
 from torch import nn

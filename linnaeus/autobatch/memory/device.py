@@ -61,6 +61,10 @@ class AcceleratorMemory(DeviceMemory):
         """Bytes that the allocator has reserved."""
         return int(self._api.memory_reserved(self.device))
 
+    def tensor_bytes(self) -> int:
+        """Bytes that the allocator has handed out."""
+        return int(self._api.memory_allocated(self.device))
+
     def _free_and_total(self) -> tuple[int, int]:
         api = self._api
         read = api.get_memory_info if api is torch.accelerator else api.mem_get_info

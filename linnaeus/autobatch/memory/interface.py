@@ -86,6 +86,10 @@ class DeviceMemory(FailedAllocations, ABC):
     def in_use(self) -> int:
         """Memory in use now, measured like the peak."""
 
+    def tensor_bytes(self) -> int:
+        """Memory in use without the fragmentation that `in_use` may include; compare two of them."""
+        return self.in_use()
+
     def num_retries(self) -> int:
         """How often the allocator had to flush its cache to serve a request; 0 where it does not count."""
         return 0

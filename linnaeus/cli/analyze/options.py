@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from linnaeus.autobatch.predict.gpus import GIB, GPUS, Gpu, find_gpu
 from linnaeus.autobatch.result import Mode
@@ -79,11 +79,6 @@ class Options:
     gpu: list[Gpu] = field(default_factory=list)
     device_memory_gb: list[Gpu] = field(default_factory=list)
     world_size: list[int] = field(default_factory=lambda: [1])
-    hf: str | None = None
-    method: Literal["full", "lora"] = "full"
-    sequence: int = 2048
-    dtype: Literal["float32", "bfloat16"] | None = None
-    checkpointing: bool = False
     lr: bool = False
 
 
@@ -98,26 +93,19 @@ IMPLY_THROUGHPUT = (
 """Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
 NOT_WITH_PREDICT = ("--throughput", *IMPLY_THROUGHPUT[:-1], "--steps", "--plot", "--strategy")
 """Options for what is run."""
-OF_HF = ("--method", "--sequence", "--dtype", "--checkpointing")
-NOT_WITH_HF = (
-    *NOT_WITH_PREDICT,
-    "--modes",
-    "--world-size",
-    "--sharding",
-    "--min-bs",
-    "--max-bs",
-    "--memory-limit-gb",
-)
-"""Options for a run of the configuration, which a language model does without."""
 NOT_WITH_LR = (
     "--fractions",
     "--remedies",
     "--predict",
     "--gpu",
     "--device-memory-gb",
-    "--hf",
-    *OF_HF,
-    *(name for name in NOT_WITH_HF if name != "--plot"),
+    *(name for name in NOT_WITH_PREDICT if name != "--plot"),
+    "--modes",
+    "--world-size",
+    "--sharding",
+    "--min-bs",
+    "--max-bs",
+    "--memory-limit-gb",
 )
 """Options for batch sizes."""
 
@@ -141,15 +129,7 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
             options.output = options.output if "--output" in given else Path("learning_rates.json")
             wrong = [name for name in NOT_WITH_LR if name in given]
             return [f"{name}: not with --lr, which only trains; leave it out" for name in wrong]
-        options.predict |= options.hf is not None
-        if options.hf is not None:
-            wrong = [name for name in NOT_WITH_HF if name in given]
-            wrong = wrong or [repr(" ".join(words))] * bool(words)
-            return [
-                f"{name}: not with --hf, which trains no configuration; leave it out"
-                for name in wrong
-            ]
-        problems = [f"{name}: needs --hf" for name in OF_HF if name in given]
+        problems = []
         if not options.predict:
             options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
             wrong = [
@@ -310,29 +290,10 @@ PARSER.option(
 PARSER.option(
     "--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory"
 )
-PARSER.option(
-    "--hf",
-    "PATH",
-    str,
-    "predict the fine-tuning of a language model of transformers: its config.json, a folder, its type or its "
-    "name in the local cache; nothing is downloaded",
-)
-PARSER.option(
-    "--method",
-    "full|lora",
-    partial(read_choice, ("full", "lora")),
-    "with --hf: train all parameters (default), or adapters of peft",
-)
-PARSER.option(
-    "--sequence", "N", read_count, f"with --hf: tokens of a sample; default {Options.sequence}"
-)
-PARSER.option(
-    "--dtype",
-    "float32|bfloat16",
-    partial(read_choice, ("float32", "bfloat16")),
-    "with --hf: of the weights; default float32, with lora bfloat16",
-)
 PARSER.switch(
     "--lr", "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
 )
-PARSER.switch("--checkpointing", "with --hf: compute activations again in backward")
+PARSER.gone = dict.fromkeys(
+    ("--hf", "--method", "--sequence", "--dtype", "--checkpointing"),
+    "is gone; predict the memory of language models with examples/llm_memory.py",
+)

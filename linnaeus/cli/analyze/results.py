@@ -29,13 +29,10 @@ class Breakdown(StateBytes):
         activations: the peak less all other parts: activations, the batch, workspaces of kernels.
         rest: all else that the process holds between steps: runtime and libraries on the CPU, workspaces and
             rounding of the caching allocator on an accelerator.
-        logits, weight_copies: of a language model, see `LanguagePrediction.parts`; 0 elsewhere.
     """
 
     activations: int = 0
     rest: int = 0
-    logits: int = 0
-    weight_copies: int = 0
 
 
 @dataclass(frozen=True)

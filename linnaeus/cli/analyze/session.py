@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.cli.analyze.language import predict_language_sizes
 from linnaeus.cli.analyze.measure import Setup, measure_sizes
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.predict import META, gpus_of, predict_sizes
@@ -63,20 +62,13 @@ def run(options: Options, config: Config) -> int:
         ):
             line.update("starting")
             seed_all(config.EXPERIMENT.SEED)
-            if options.hf is not None:
-                predict_language_sizes(gpus_of(options, config), options, analysis, line.update)
-            else:
-                data_node, _ = with_preprocessing(config.DATA, config.MODEL)
-                config = replace(config, DATA=data_node)
-                data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-                if not options.predict:
-                    loading = with_measured_workers(
-                        config.DATA, data, world, config.EXPERIMENT.SEED
-                    )
-                    config = replace(config, DATA=loading)
-                find(
-                    Setup(config, data, world, RankStatus(line.update), console), options, analysis
-                )
+            data_node, _ = with_preprocessing(config.DATA, config.MODEL)
+            config = replace(config, DATA=data_node)
+            data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+            if not options.predict:
+                loading = with_measured_workers(config.DATA, data, world, config.EXPERIMENT.SEED)
+                config = replace(config, DATA=loading)
+            find(Setup(config, data, world, RankStatus(line.update), console), options, analysis)
         analysis.interrupted = False
     except KeyboardInterrupt:
         logger.info("interrupted; what has been measured so far is written")

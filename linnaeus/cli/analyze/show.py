@@ -223,8 +223,6 @@ def remedies_table(analysis: Analysis) -> Table:
 def yaml_blocks(analysis: Analysis) -> str:
     """YAML to paste into a configuration: one block for each device."""
     chosen, blocks = analysis.chosen_rows(), []
-    if "method" in analysis.environment:  # a language model, which has no configuration
-        return ""
     for device in dict.fromkeys(
         row.device for row in chosen
     ):  # one without a name where sizes were measured

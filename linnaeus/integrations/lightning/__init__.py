@@ -22,11 +22,9 @@ from linnaeus.autobatch.arguments import check_count
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
-from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     checked_options,
     find_size,
-    host_bound,
     split_effective_batch,
     warn_of_growth,
     warn_of_many_steps,
@@ -229,7 +227,13 @@ class _Search:
         callback, trainer = self._callback, self._trainer
         train, val = self._look_at_loaders()
         bounds = {} if train.most is None else {"dataset": train.most}
-        effective = callback._effective_batch_size
+        effective, options = callback._effective_batch_size, self._options["train"]
+        split_of = partial(
+            split_effective_batch,
+            world_size=trainer.world_size,
+            model=self._module,
+            options=options,
+        )
         for mode, loaders in self.loaders.items():
             if callback._make_batch[mode] is None:
                 loaders.prepare(self._options[mode]["max_batch_size"])
@@ -241,8 +245,8 @@ class _Search:
         ):
             bounds["limit_val_batches"] = val.most
         if effective is not None:
-            split = self._split(
-                effective, self._options["train"]["max_batch_size"], bounds.get("dataset")
+            split = split_of(
+                effective, largest=options["max_batch_size"], epoch=bounds.get("dataset")
             )
             bounds["effective_batch"] = split.samples_per_rank  # an error comes before the search
         is_accumulating = self._num_batches > 1 or effective is not None
@@ -270,7 +274,7 @@ class _Search:
             else:
                 size = self._find("val", step, make_loop, {})
         if effective is not None:
-            split = self._split(effective, size)
+            split = split_of(effective, largest=size)
             warn_of_many_steps(split, trainer.world_size, size)
             size, self.accumulation_steps = split.micro_batch_size, split.accumulation_steps
         elif isinstance(train.size_before, int) and "train" not in self._earlier:
@@ -301,10 +305,6 @@ class _Search:
             self._options["train"]["max_batch_size"] = min(sizes)
         return train, val
 
-    def _split(self, effective: int, largest: int, epoch: int | None = None) -> Split:
-        world_size, options = self._trainer.world_size, self._options["train"]
-        return split_effective_batch(effective, world_size, largest, self._module, options, epoch)
-
     def _find(
         self,
         mode: Mode,
@@ -322,8 +322,6 @@ class _Search:
             return make_batch(size)
 
         loaders, given = self.loaders[mode], self._callback._make_batch[mode]
-        device = self._trainer.strategy.root_device
-        bounds |= host_bound(self._control, (given or loaders.batch)(2), loaders.loading, device)
         self.results[mode] = find_size(
             step,
             make,
@@ -332,9 +330,11 @@ class _Search:
             source,
             control=self._control,
             looks=[] if given else [sized.look for sized in loaders.sized if sized.follows],
+            batch=(given or loaders.batch)(2),
+            loading=loaders.loading,
             state=trial_state(self._trainer),
             mode=mode,
-            device=device,
+            device=self._trainer.strategy.root_device,
             bounds=bounds,
         )
         return self.results[mode].batch_size

@@ -25,7 +25,6 @@ from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     checked_options,
     find_size,
-    host_bound,
     split_effective_batch,
     warn_of_growth,
     warn_of_many_steps,
@@ -229,14 +228,6 @@ class _Search:
                 split = self._split(self.effective_batch_size, largest, bounds.get("dataset"))
                 bounds["effective_batch"] = split.samples_per_rank
             samples = data.up_to(max(min([options["max_batch_size"], *bounds.values()]), 1))
-            loading = (
-                args.dataloader_num_workers,
-                args.dataloader_prefetch_factor,
-                args.dataloader_pin_memory,
-            )
-            bounds |= host_bound(
-                control, data.collate(list(map(copied, samples(2)))), loading, args.device
-            )
 
             def num_batches(size: int) -> int:
                 if "effective_batch" in bounds:
@@ -253,6 +244,12 @@ class _Search:
                 "the run that is resumed",
                 control=control,
                 looks=[data.look],
+                batch=data.collate(list(map(copied, samples(2)))),
+                loading=(
+                    args.dataloader_num_workers,
+                    args.dataloader_prefetch_factor,
+                    args.dataloader_pin_memory,
+                ),
                 state=rehearsal.state,
                 mode=mode,
                 device=args.device,

@@ -83,16 +83,8 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         read,
         ["--predict", "--world-size=1,2", "--remedies"],
     ),
-    "options that do not go with --lr": (read, ["--lr", "--hf=llama", "--fractions=1"]),
-    "options that need --hf": (
-        read,
-        ["--method=full", "--dtype=float32", "--checkpointing", "--sequence=0"],
-    ),
-    "options that do not go with --hf": (
-        read,
-        ["--hf=llama", "--modes=val", "--max-bs=3", "--steps=3"],
-    ),
-    "words that do not go with --hf": (read, ["--hf=llama", "--cfg", "a.yaml", "DATA.IMG_SIZE=64"]),
+    "options that do not go with --lr": (read, ["--lr", "--predict", "--fractions=1"]),
+    "language models": (read, ["--hf", "config.json", "--sequence=64"]),
     "files that cannot be written": (read, ["--output", "missing/a.csv", "--plot", "folder.png"]),
 }
 SETTINGS = {
