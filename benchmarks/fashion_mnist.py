@@ -5,10 +5,10 @@
 Runs that have a result are not repeated, so that the command may be stopped and given again. `--timm-script`
 is `train.py` of timm's repository, which neither its wheel nor its source distribution holds; without it the
 other runs are made. It gets the model, augmentation, optimizer and schedule of configs/fashion_resnet.yaml,
-and one flat rank. `--time 5` compares, instead, the speed of both in runs of one epoch that take turns.
+and one flat level. `--time 5` compares, instead, the speed of both in runs of one epoch that take turns.
 
-A table row is the accuracy at the finest rank after the last epoch, in percent: the mean over the seeds, with
-the standard deviation of one run.
+A table row is the accuracy at the finest level after the last epoch, in percent: the mean over the seeds,
+with the standard deviation of one run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Compare the heads `independent` and `marginal` with many and with few labels at the finest rank.
+"""Compare the heads `independent` and `marginal` with many and with few labels at the finest level.
 
     python benchmarks/heads.py
 
 Both heads get the same backbone, data, batches, optimizer and number of steps; only the seed varies. The
 datasets are the digits (3 shapes, 10 digits) and made-up images of 3, 9, 27 and 81 classes, with noise. Of
-a fraction of the training samples the label is unknown below a random rank; validation samples have all
+a fraction of the training samples the label is unknown below a random level; validation samples have all
 labels. Each figure is the mean over the seeds, with the standard deviation of one run. `consistent` is the
 fraction of samples whose predicted classes lie below each other. `probability gap` is the mean, over samples
 and coarse classes, of the difference between a class's probability and the sum of those of its children.

@@ -134,8 +134,8 @@ def bare_turns(config: Config, device: torch.device) -> Iterator[None]:
             )
             logits = model(images)
             losses = [
-                functional.cross_entropy(logits[rank], targets[:, rank])
-                for rank in range(len(logits))
+                functional.cross_entropy(logits[level], targets[:, level])
+                for level in range(len(logits))
             ]
             loss = sum(losses) / len(losses)
             loss.backward()

@@ -3,7 +3,7 @@
     python examples/write_digits.py data/digits
     linnaeus train --cfg configs/digits_image_folder.yaml
 
-The folders are nested, one level for each taxonomic rank: `data/digits/train/looped/8/0008.png`. This is the
+The folders are nested, one depth for each taxonomic level: `data/digits/train/looped/8/0008.png`. This is the
 layout that `DATA.DATASET.NAME imagefolder` reads. `--rare 1 3 8 9` keeps a tenth of the training images of
 these digits, so that the classes are of unequal size; the validation images stay.
 """
@@ -18,7 +18,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 SHAPES = {"straight": (1, 4, 7), "curved": (2, 3, 5), "looped": (0, 6, 8, 9)}
-"""The coarse rank, and the digits below each of its classes."""
+"""The coarse level, and the digits below each of its classes."""
 VALIDATE_EVERY = 5  # each fifth image of a digit is for validation
 KEEP_EVERY = 10  # each tenth training image of a rare digit is written
 

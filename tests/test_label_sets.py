@@ -25,10 +25,10 @@ from linnaeus.training.losses import build_loss
 from tests.helpers.label_sets import NAMES, cells_of, write_label_sets
 from tests.helpers.runs import Run, assert_same_bits, weights
 from tests.helpers.small_runs import NAME, PLAIN, lines_of
-from tests.helpers.trained import ONE_RANK
+from tests.helpers.trained import ONE_LEVEL
 
 IMAGES = (
-    "DATA.DATASET={NAME: manifest, ROOT: images, LABEL_SEPARATOR: ';', RANKS: [animal]}",
+    "DATA.DATASET={NAME: manifest, ROOT: images, LABEL_SEPARATOR: ';', LEVELS: [animal]}",
     "DATA.IMG_SIZE=16",
     "MODEL._target_=tests.helpers.label_sets.Pixels",
     "DATA.AUGMENT.CROP_SCALE=[1,1]",
@@ -145,7 +145,7 @@ def test_autobatch_and_an_interruption_change_no_bit(run: Run, tmp_path: Path) -
         "DATA.DATASET.NAME=digits",
         "MODEL={NAME: test_resnet, HEAD: marginal}",
         "DATA.DATASET.LABEL_SEPARATOR=''",
-        "DATA.DATASET.RANKS=[animal,number]",
+        "DATA.DATASET.LEVELS=[animal,number]",
     ],
 )
 def test_what_needs_one_label_names_its_key(
@@ -153,7 +153,7 @@ def test_what_needs_one_label_names_its_key(
 ) -> None:
     monkeypatch.chdir(folder)
     outcome = run(*IMAGES, f"{NAME}bad", option)
-    assert outcome.code == (1 if "RANKS" in option else 2)
+    assert outcome.code == (1 if "LEVELS" in option else 2)
     key = {"DATA.DATASET.NAME": "DATA.DATASET.LABEL_SEPARATOR", "MODEL": "MODEL.HEAD"}
     assert key.get(option.split("=")[0], option.split("=")[0]) in outcome.err
     assert "Traceback" not in outcome.err
@@ -202,7 +202,7 @@ def test_losses_leave_out_what_is_unknown(name: str) -> None:
     (gradient,) = torch.autograd.grad(loss(logits, TARGETS), logits)
     assert torch.equal(gradient != 0, known)
     with pytest.raises(ConfigError, match="asymmetric"):
-        build_loss(LossConfig(NAME="asymmetric"), ONE_RANK)
+        build_loss(LossConfig(NAME="asymmetric"), ONE_LEVEL)
 
 
 def test_manifest_cells_and_mixing() -> None:

@@ -68,7 +68,7 @@ def test_files_of_a_run(searched: Path) -> None:
     last = lines_of(searched, "val")[-1]
     assert result["metrics"] == {name: last[name] for name in result["metrics"]}
     assert (result["headline"], result["effective_batch"], result["world_size"]) == (
-        "top1/rank2",
+        "top1/level2",
         24,
         1,
     )
@@ -120,7 +120,7 @@ SWITCHES = {
     "TRAIN.GRADIENT_CHECKPOINTING=True TRAIN.ACCUMULATION_STEPS=4": e2e,
     "DATA.DATASET.CHANNELS=1 DATA.IMG_SIZE=[32,48] DATA.NUM_WORKERS=1": e2e,
     "TRAIN.CLIP_GRAD_NORM=None OPTIMIZER.NAME=lamb SCHEDULE.NAME=constant TRAIN.DETERMINISTIC=True": slow,
-    "MODEL.NAME=test_vit MODEL.DROP_PATH_RATE=0.1 LOSS.LABEL_SMOOTHING=0.1 LOSS.RANK_WEIGHTS=[1,2]": slow,
+    "MODEL.NAME=test_vit MODEL.DROP_PATH_RATE=0.1 LOSS.LABEL_SMOOTHING=0.1 LOSS.LEVEL_WEIGHTS=[1,2]": slow,
     "DATA.DATASET.NUM_CLASSES=[3] LOSS._target_=torch.nn.CrossEntropyLoss LOSS.weight=[1.0,2,0.5]": slow,
 }
 
@@ -136,12 +136,12 @@ def test_switches(run: Run, options: str) -> None:
 IMAGES = "DATA.DATASET.NAME=imagefolder DATA.DATASET.ROOT="
 BAD = [
     (IMAGES + "nowhere MODEL.NAME resnet5O", 2, "resnet50"),  # names are checked before the data
-    ("LOSS._target_=torch.nn.CrossEntropyLoss", 2, "LOSS"),  # there are two ranks
+    ("LOSS._target_=torch.nn.CrossEntropyLoss", 2, "LOSS"),  # there are two levels
     (IMAGES + "images", 1, "images/b/000.png"),
     (
         "TRAIN.EARLY_STOPPING.METRIC=acc DATA.AUTOBATCH.ENABLED=True",
         2,
-        "loss, top1/rank1, top1/rank2",
+        "loss, top1/level1, top1/level2",
     ),
     ("OPTIMIZER.LR=1e9 OPTIMIZER.NAME=sgd TRAIN.CLIP_GRAD_NORM=None", 1, "OPTIMIZER.LR"),
     (

@@ -23,10 +23,10 @@ formats:
   safetensors     the weights; the description is in the header
   onnx            for onnxruntime and others; needs pip install 'linnaeus[export]'
   torch-export    for torch.export.load, without the model's code
-  timm            a folder for timm.create_model("local-dir:FOLDER", pretrained=True), with the head of a rank
+  timm            a folder for timm.create_model("local-dir:FOLDER", pretrained=True), with one level's head
 
 ONNX and torch.export files take images [B, C, H, W], normalised, with any B, and give probabilities [B,
-classes] for each rank, by its name. The check uses --images, else images of the run's dataset, else noise,
+classes] for each level, by its name. The check uses --images, else images of the run's dataset, else noise,
 and says which. Where the outputs differ, this is an error and nothing is written.
 
 examples:
@@ -133,7 +133,7 @@ PARSER.option(
     partial(read_choice, OUTPUTS),
     "what ONNX and torch.export files give; default probabilities",
 )
-PARSER.option("--level", "NAME", str, "rank whose head timm gets; default: the finest")
+PARSER.option("--level", "NAME", str, "level whose head timm gets; default: the finest")
 PARSER.option(
     "--images",
     "FILE ...",

@@ -40,7 +40,7 @@ COMMANDS = {
     "sweep": "a run for each combination of values, compared",
     "work": "takes runs of a sweep, here or on another machine",
     "compare": "runs side by side: what differs, metrics and learning curves",
-    "evaluate": "a trained run on labelled data: accuracy per rank and class, calibration",
+    "evaluate": "a trained run on labelled data: accuracy per level and class, calibration",
     "predict": "classes of images, by a trained run",
     "export": "a trained run as safetensors, ONNX, torch.export or timm files",
 }

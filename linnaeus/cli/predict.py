@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from linnaeus.inference.trained import TrainedRun
 
 DESCRIPTION = """\
-Names the most probable classes of images, for each taxonomic rank, with a trained run. RUN is the folder of a
+Names the most probable classes of images, for each level, with a trained run. RUN is the folder of a
 run or one of its checkpoints. IMAGES are files, folders (with all below), patterns such as '*.jpg' and
 'photos/**/*.png', and - for a list of paths on standard input, one per line.
 """
@@ -365,7 +365,7 @@ PARSER.option(
     "--top",
     "K",
     read_count,
-    "classes for each taxonomic rank; default 5, or all from the threshold on",
+    "classes for each level; default 5, or all from the threshold on",
 )
 PARSER.option(
     "--threshold",

@@ -584,7 +584,7 @@ PARSER.option(
     "--metric",
     "NAME",
     str,
-    "validation metric that is compared; default: top-1 of the finest rank, or the loss",
+    "validation metric that is compared; default: top-1 of the finest level, or the loss",
 )
 PARSER.option(
     "--plot",

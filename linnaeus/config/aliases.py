@@ -1,12 +1,29 @@
-"""What to say of a key that is not there: the closest one, or what a word of another framework means here."""
+"""Keys that are not there: the closest one, what a word of another framework means here, and renamed ones."""
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path as FilePath
+from typing import Any
 
-from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, PRESETS, Path, closest, dotted, names_in
+from linnaeus.config.keys import (
+    KEYS,
+    PLUGGABLE_PATHS,
+    PRESETS,
+    TARGET,
+    Path,
+    closest,
+    dotted,
+    names_in,
+)
+
+RENAMED: Mapping[Path, str] = {
+    ("DATA", "DATASET", "RANKS"): "LEVELS",
+    ("LOSS", "RANK_WEIGHTS"): "LEVEL_WEIGHTS",
+}
+"""The new last component of keys that earlier versions had under another name."""
 
 
 @functools.cache
@@ -15,7 +32,10 @@ def aliases() -> dict[str, str]:
     import yaml
 
     table = yaml.safe_load(FilePath(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {name: meaning for meaning, names in table.items() for name in names.split()}
+    found = {name: meaning for meaning, names in table.items() for name in names.split()}
+    for path, name in RENAMED.items():
+        found[dotted(path).lower()] = f"the key is now {dotted((*path[:-1], name))}"
+    return found
 
 
 def alias(word: str, value: str | None = None) -> str | None:
@@ -42,6 +62,19 @@ def alias(word: str, value: str | None = None) -> str | None:
     known = KEYS.get(tuple(key.split(".")))  # none below a node that takes any key
     is_choice = known is not None and typed in (known.choices or ())
     return f"write {key}={typed if is_number or is_choice else example}"
+
+
+def renamed(nodes: Any, path: Path = ()) -> Any:
+    """Return the nodes that an earlier version has written under today's names of keys.
+
+    A node with a `_target_` has the names of its own arguments, which stay.
+    """
+    if not isinstance(nodes, Mapping) or TARGET in nodes:
+        return nodes
+    return {
+        RENAMED.get((*path, name), name): renamed(node, (*path, name))
+        for name, node in nodes.items()
+    }
 
 
 def unknown_key(path: Path, value: str) -> str:

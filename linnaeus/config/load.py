@@ -8,12 +8,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 import yaml
 
+from linnaeus.config.aliases import renamed
 from linnaeus.config.files import read_file
 from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, Path, dotted
 from linnaeus.config.overrides import parse_command_line
@@ -97,7 +99,7 @@ def settings_of(nodes: Mapping[str, Any], origin: str) -> Mapping[Any, Any]:
 
 
 def read_run_config(path: FilePath) -> Mapping[Any, Any]:
-    """Read the `config.yaml` of a run as data: a tree of settings for `load_config`.
+    """Read the `config.yaml` of a run, also of an older version, as a tree of settings for `load_config`.
 
     Raises:
         ConfigError: it cannot be read, or has interpolations or a defaults list, which a run does not write.
@@ -110,7 +112,8 @@ def read_run_config(path: FilePath) -> Mapping[Any, Any]:
         raise ConfigError(
             f"{path}: a run's file has values only, no interpolation and no defaults list"
         )
-    return file.tree
+    tree: Mapping[Any, Any] = renamed(file.tree)
+    return tree
 
 
 @functools.cache
@@ -162,6 +165,13 @@ def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
     if plan is not None:
         text += "# Worked out for this run. `--cfg` leaves it out, and works it out again.\n"
         text += _dump({PLAN: escape(dict(plan))})
+    return text
+
+
+def with_new_names(text: str) -> str:
+    """Return what `to_yaml` of an earlier version wrote under today's names of keys."""
+    with suppress(yaml.YAMLError):  # who reads a damaged text says so
+        text = _dump(renamed(yaml.safe_load(text)))
     return text
 
 

@@ -218,8 +218,8 @@ class DatasetConfig:
     )
     ALLOW_COARSE: bool | None = key(
         None,
-        "images in a coarser folder than others (`imagefolder`) have unknown finer ranks; False refuses "
-        "them, null refuses a rank that most images lack",
+        "images in a coarser folder than others (`imagefolder`) have unknown finer levels; False refuses "
+        "them, null refuses a level that most images lack",
     )
     VAL_FRACTION: float = key(
         0.2, "fraction held out where the data has no validation split", gt=0, lt=1
@@ -237,7 +237,7 @@ class DatasetConfig:
     NUM_FOLDS: int = key(5, "folds of the cross-validation that FOLD counts", ge=2)
     FOLDER_NAMES: str = key(
         "auto",
-        "how folder names give labels: with `nested`, each level of folders is a taxonomic rank; "
+        "how folder names give labels: with `nested`, each folder depth is a level; "
         "`inat2021` reads names such as `00000_Animalia_Chordata_...`; `auto` decides by the names",
         choices=("auto", "nested", "inat2021"),
     )
@@ -246,15 +246,15 @@ class DatasetConfig:
         "manifest column that holds the image paths, or their names without the ending; null is "
         "`image`, or else the first one with a usual name such as `path`, `filename`, `image_id` or `id`",
     )
-    RANKS: list[str] | None = key(
+    LEVELS: list[str] | None = key(
         None,
-        "names of the taxonomic ranks, coarse to fine; null takes them from the data",
+        "names of the taxonomy's levels, coarse to fine; null takes them from the data",
         check=_not_empty,
     )
     LABEL_SEPARATOR: str | None = key(
         None,
         "what stands between the names in a cell of a manifest where an image has several labels, "
-        "such as `;`; null is one label for each image and rank",
+        "such as `;`; null is one label for each image and level",
         check=_separator,
     )
     CHANNELS: int = key(
@@ -265,7 +265,7 @@ class DatasetConfig:
     )
     NUM_CLASSES: list[int] = key(
         lambda: [4, 16],
-        "classes per taxonomic rank of `synthetic`, coarse to fine",
+        "classes per level of `synthetic`, coarse to fine",
         ge=2,
         check=_not_empty,
     )
@@ -277,7 +277,7 @@ class DatasetConfig:
     UNKNOWN_FRACTION: float = key(
         0.0,
         "fraction of the training samples of `digits`, `fashion_mnist` and `synthetic` whose label is "
-        "known down to a random rank above the finest only",
+        "known down to a random level above the finest only",
         ge=0,
         lt=1,
     )
@@ -487,7 +487,7 @@ class DataConfig:
     SAMPLER: str = key(
         "shuffle",
         "training samples of an epoch: `shuffle` takes each once; `balanced` draws as many, with "
-        "replacement, each class of the finest taxonomic rank equally often",
+        "replacement, each class of the finest level equally often",
         choices=("shuffle", "balanced"),
     )
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and preprocessing")
@@ -511,7 +511,7 @@ class LoraConfig:
 
 @dataclass
 class ModelConfig:
-    """The network: a timm backbone with a head for all taxonomic ranks."""
+    """The network: a timm backbone with a head for all levels of the taxonomy."""
 
     NAME: str = key(
         "resnet10t",
@@ -521,7 +521,7 @@ class ModelConfig:
     PRETRAINED: bool = key(False, "start from NAME's weights in timm, on the hub or in its folder")
     HEAD: str = key(
         "independent",
-        "`independent` has a linear layer for each taxonomic rank; `marginal` has one over "
+        "`independent` has a linear layer for each level; `marginal` has one over "
         "the finest classes, and the probability of a coarser class is the sum over the classes below it",
         choices=("independent", "marginal"),
     )
@@ -546,7 +546,7 @@ class ModelConfig:
 
 @dataclass
 class LossConfig:
-    """The loss of each taxonomic rank, averaged over the samples; an unknown label adds 0."""
+    """The loss of each level of the taxonomy, averaged over the samples; an unknown label adds 0."""
 
     NAME: str = key(
         "cross_entropy",
@@ -562,8 +562,8 @@ class LossConfig:
         ".yaml) gives weights by class name; null is 1 each",
         check=_weights_source,
     )
-    RANK_WEIGHTS: list[float] | None = key(
-        None, "weight of each rank, coarse to fine; null is 1 each", ge=0
+    LEVEL_WEIGHTS: list[float] | None = key(
+        None, "weight of each level, coarse to fine; null is 1 each", ge=0
     )
 
 

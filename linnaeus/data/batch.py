@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: float tensor [B, C, H, W], or any nest of tensors for a user's dataset.
-        targets: int64 tensor [B, R], one column per level of the taxonomy, -1 where unknown; where Mixup or
+        targets: int64 tensor [B, L], one column per level of the taxonomy, -1 where unknown; where Mixup or
             CutMix is on, float32 tensor [B, sum of the classes of all levels], see `soft_targets`; with
             several labels per sample, float32 tensor [B, C] of 1, 0, and -1 where unknown; for a user's
             dataset without a taxonomy, its targets as they are.

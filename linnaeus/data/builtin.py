@@ -63,7 +63,7 @@ _UNKNOWN_STREAM = 7
 
 @dataclass(eq=False)
 class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
-    """Images [N, C, H, W], uint8, in memory, with labels [N, R], int64."""
+    """Images [N, C, H, W], uint8, in memory, with labels [N, L], int64."""
 
     images: Tensor
     targets: Tensor
@@ -236,16 +236,16 @@ def build_synthetic(config: DataConfig) -> DataBundle:
 
 def _synthetic_taxonomy(dataset: DatasetConfig) -> Taxonomy:
     counts = dataset.NUM_CLASSES
-    names = dataset.RANKS or [f"rank{depth}" for depth in range(1, len(counts) + 1)]
+    names = dataset.LEVELS or [f"level{depth}" for depth in range(1, len(counts) + 1)]
     problems = []
     if not counts or counts != sorted(counts):
         problems.append(f"NUM_CLASSES: {counts} must go from few classes (coarse) to many (fine)")
     if len(names) != len(counts):
-        problems.append(f"RANKS: {len(names)} names for {len(counts)} entries of NUM_CLASSES")
+        problems.append(f"LEVELS: {len(names)} names for {len(counts)} entries of NUM_CLASSES")
     if dataset.UNKNOWN_FRACTION and len(counts) == 1:
         problems.append(
-            f"UNKNOWN_FRACTION: {dataset.UNKNOWN_FRACTION} keeps the labels of a coarser rank, and "
-            "NUM_CLASSES has one rank only; set it 0, or add a rank"
+            f"UNKNOWN_FRACTION: {dataset.UNKNOWN_FRACTION} keeps the labels of a coarser level, and "
+            "NUM_CLASSES has one level only; set it 0, or add a level"
         )
     if problems:
         raise ConfigError([f"DATA.DATASET.{problem}" for problem in problems])
@@ -262,7 +262,7 @@ def _synthetic_taxonomy(dataset: DatasetConfig) -> Taxonomy:
 
 
 def _hide_labels(labels: Tensor, fraction: float) -> Tensor:
-    """Labels [N, R], coarse to fine, of which the finer ones are unknown (-1) for a fraction of the samples.
+    """Labels [N, L], coarse to fine, of which the finer ones are unknown (-1) for a fraction of the samples.
 
     The finest label that stays known is at a random level above the finest one. Sample and fraction decide
     it alone, so that every epoch, process and run sees the same labels.

@@ -87,7 +87,7 @@ def dataset_length(dataset: Dataset[Any]) -> int:
 
 
 def training_targets(data: DataBundle, key: str) -> Tensor:
-    """The labels [N, R] of all training samples, int64, -1 where unknown, without reading an image.
+    """The labels [N, L] of all training samples, int64, -1 where unknown, without reading an image.
 
     Raises:
         ConfigError: the dataset has no classes, does not give the labels, or has several for a sample.

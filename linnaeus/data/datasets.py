@@ -149,7 +149,13 @@ def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) ->
         return _user_data(request, on_main)
     if dataset.NAME in _FILES:
         return _files(request, on_main)
-    bundle = build_data(request.config, seed=request.seed)
+    config = request.config
+    names = [] if request.index is None else [*request.index.taxonomy.names]
+    has_default_names = request.is_run_dataset and dataset.LEVELS is None
+    if has_default_names and len(names) == len(dataset.NUM_CLASSES):
+        # They may be other ones in the version that trained the run.
+        config = replace(config, DATASET=replace(dataset, LEVELS=names))
+    bundle = build_data(config, seed=request.seed)
     if request.index is None or bundle.taxonomy != request.index.taxonomy:
         raise DataError(
             f"DATA.DATASET.NAME: the classes of {dataset.NAME!r} are not those of the run"
@@ -281,7 +287,7 @@ def _columns(
     missing = [level for level, column in enumerate(columns) if column < 0]
     if len(missing) == len(wanted):
         raise DataError(
-            f"{source}: its taxonomic ranks {', '.join(names or ())} are not those of the run, "
+            f"{source}: its levels {', '.join(names or ())} are not those of the run, "
             f"{', '.join(wanted)}"
         )
     return columns, missing
@@ -296,7 +302,7 @@ def _aligned(
     if missing:
         names = ", ".join(index.taxonomy.names[level] for level in missing)
         report.append(
-            f"{source}: no {names} there; labels follow from the rank below, as in training"
+            f"{source}: no {names} there; labels follow from the level below, as in training"
         )
     unique: dict[Lineage, Lineage] = {
         lineage: tuple(None if column < 0 else lineage[column] for column in columns)
@@ -306,7 +312,7 @@ def _aligned(
 
 
 def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -> None:
-    """Give the missing columns of targets [N, R] the parents of the labels one level below, in place."""
+    """Give the missing columns of targets [N, L] the parents of the labels one level below, in place."""
     for level in sorted(missing, reverse=True):
         if level + 1 < len(taxonomy.levels):
             parents = torch.tensor(
@@ -409,7 +415,7 @@ class Relabel:
         self.unknown = list(unknown)
 
     def __call__(self, targets: Tensor) -> Tensor:
-        """Labels [N, R] of the run for labels [N, levels of the dataset]; -1 is unknown in both."""
+        """Labels [N, L] of the run for labels [N, levels of the dataset]; -1 is unknown in both."""
         found = torch.full((len(targets), len(self._taxonomy.levels)), UNKNOWN)
         for level, (column, table) in self._tables.items():
             found[:, level] = table[targets[:, column]]

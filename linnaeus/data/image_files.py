@@ -108,7 +108,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         root, paths: the folder that relative paths start from, and the path of each image.
-        targets: [N, R], int64, one column per level; -1 is unknown. Of several labels per sample [N, C],
+        targets: [N, L], int64, one column per level; -1 is unknown. Of several labels per sample [N, C],
             int8, which items have as float32.
         channels: of an image; every image is converted to 1 (grey) or 3 (RGB), or has another number.
         transform: turns an image into an input; set before the first access.
@@ -150,7 +150,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return self.transform(self._load(index)), self._target(index)  # type: ignore[misc]
 
     def read_pixels(self, index: int) -> tuple[Tensor, Tensor]:
-        """The pixels of a sample before normalisation, uint8 [C, height, width], and its labels [R]."""
+        """The pixels of a sample before normalisation, uint8 [C, height, width], and its labels [L]."""
         return self.transform.pixels(self._load(index)), self._target(index)  # type: ignore[union-attr]
 
     def collate_pixels(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
@@ -316,7 +316,7 @@ def make_split(
     finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
     if needs_labels and not (finest != UNKNOWN).any():
         raise DataError(
-            f"{listing.source}: no image has a label of rank {index.taxonomy.names[-1]!r}"
+            f"{listing.source}: no image has a label of level {index.taxonomy.names[-1]!r}"
         )
     split = ImageFiles(listing.root, listing.paths, targets, channels, decoding=decoding)
     return split, len(left_out)
@@ -525,7 +525,7 @@ def classes_without_images(taxonomy: Taxonomy, targets: Tensor) -> list[str]:
 
 
 def encode(lineages: Sequence[Lineage], index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:
-    """Targets [N, R] of samples, and the positions of the samples of each class that the index lacks.
+    """Targets [N, L] of samples, and the positions of the samples of each class that the index lacks.
 
     With several labels per sample, targets are [N, C], int8: 1, 0, or -1 where unknown. The targets of those
     samples are unknown at every level.

@@ -30,7 +30,7 @@ from linnaeus.files import STUDY, SWEEP, suggest_path
 from linnaeus.run_folder import CLAIMS, RUN
 from linnaeus.words import counted, several
 
-INAT_RANKS = ("kingdom", "phylum", "class", "order", "family", "genus", "species")
+INAT_LEVELS = ("kingdom", "phylum", "class", "order", "family", "genus", "species")
 
 _OF_RUNS = frozenset((RUN, CLAIMS, SWEEP, STUDY))
 """What the folder of a run or a sweep holds as soon as the data are read."""
@@ -53,7 +53,7 @@ def read_folders(
         num_run_levels: number of levels of the run that is evaluated, where the node is the run's.
 
     Raises:
-        ConfigError: a folder that is missing, `RANKS` that do not fit the folders, or folders that look like
+        ConfigError: a folder that is missing, `LEVELS` that do not fit the folders, or folders that look like
             splits and cannot be told apart.
         DataError: a folder that is unreadable, empty or of another depth.
     """
@@ -64,8 +64,8 @@ def read_folders(
     wanted = (held_out or ["train"])[:1] if evaluated else SPLITS
     for root in roots if "train" in wanted else ():
         _require_training(root, dataset)
-    # The RANKS of a run need not be those of other data.
-    ranks = None if evaluated and num_run_levels is None else dataset.RANKS
+    # The LEVELS of a run need not be those of other data.
+    levels = None if evaluated and num_run_levels is None else dataset.LEVELS
     splits: dict[str, list[Listing]] = {split: [] for split in SPLITS}
     is_inat, depth = False, num_run_levels
     for split in wanted:
@@ -74,7 +74,7 @@ def read_folders(
         for folder, is_root in folders.items():
             with optional_test(notes, split, dataset):
                 found, is_inat = _read_folder(
-                    folder, split, dataset, ranks, pad_to, unread, is_root=is_root
+                    folder, split, dataset, levels, pad_to, unread, is_root=is_root
                 )
                 first = next(iter(found.values()))
                 num_levels = len(first.lineages[0])
@@ -93,8 +93,8 @@ def read_folders(
             f"the folder of the folds in DATA.DATASET.ROOT, such as {splits['train'][0].source}"
         )
     notes += filter(None, [unread_note(unread)])
-    level_names = tuple(ranks or INAT_RANKS) if is_inat else None
-    make_index = functools.partial(_index, splits["train"], level_names or ranks, is_inat=is_inat)
+    level_names = tuple(levels or INAT_LEVELS) if is_inat else None
+    make_index = functools.partial(_index, splits["train"], level_names or levels, is_inat=is_inat)
     return FoundFiles(splits, level_names, notes, make_index)
 
 
@@ -184,7 +184,7 @@ def _read_folder(
     folder: Path,
     split: str,
     dataset: DatasetConfig,
-    ranks: Sequence[str] | None,
+    levels: Sequence[str] | None,
     pad_to: int,
     unread: Counter[str],
     *,
@@ -202,7 +202,7 @@ def _read_folder(
     if constant:
         parts = [tuple(name for name in part if name not in constant) for part in parts]
     nested = find_nested_splits({*parts}) if is_root else {}
-    if split == "train" and not nested and dataset.RANKS is None:
+    if split == "train" and not nested and dataset.LEVELS is None:
         _check_twins(folder, parts)
     keys = [nested.get(part, ()) if nested else (split, *part) for part in parts]
     for image, key in zip(images, keys, strict=True):
@@ -215,7 +215,7 @@ def _read_folder(
     parts = [key[1:] for key in keys]
     lineages = None
     if dataset.FOLDER_NAMES != "nested":
-        lineages = _inat_lineages(folder, parts, dataset, ranks or INAT_RANKS)
+        lineages = _inat_lineages(folder, parts, dataset, levels or INAT_LEVELS)
     is_inat = lineages is not None
     if lineages is None:
         coarse = dataset.ALLOW_COARSE
@@ -268,7 +268,7 @@ def _check_twins(folder: Path, parts: Iterable[tuple[str, ...]]) -> None:
             f"DATA.DATASET.ROOT: the folders {several(above)} of {folder} hold the same folders "
             f"({several(shared)}). Splits: name them in DATA.DATASET.TRAIN and VAL; folds "
             "(DATA.DATASET.FOLD) need a manifest. Data sets: name one here, or a list to join them. Classes: "
-            "name both levels in DATA.DATASET.RANKS"
+            "name both levels in DATA.DATASET.LEVELS"
         )
 
 
@@ -299,7 +299,7 @@ def _inat_lineages(
     folder: Path,
     parts: Iterable[tuple[str, ...]],
     dataset: DatasetConfig,
-    ranks: Sequence[str],
+    levels: Sequence[str],
 ) -> dict[tuple[str, ...], Lineage] | None:
     """The class names of folders named as in iNaturalist 2021; None where they are others."""
     lineages: dict[tuple[str, ...], Lineage] = {}
@@ -313,7 +313,7 @@ def _inat_lineages(
         # The last part is the epithet alone, which occurs in many genera.
         names = [*above, f"{above[-1]} {match[2].replace('_', ' ')}"]
         lineages[part] = tuple(
-            n for n, rank in zip(names, INAT_RANKS, strict=True) if rank in ranks
+            n for n, level in zip(names, INAT_LEVELS, strict=True) if level in levels
         )
     if not lineages and dataset.FOLDER_NAMES == "auto":
         return None
@@ -322,9 +322,10 @@ def _inat_lineages(
             f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
             f"{several(others)}; rename, or set DATA.DATASET.FOLDER_NAMES nested"
         )
-    if [rank for rank in INAT_RANKS if rank in ranks] != [*ranks]:
+    if [level for level in INAT_LEVELS if level in levels] != [*levels]:
         raise ConfigError(
-            f"DATA.DATASET.RANKS: [{', '.join(ranks)}] must be some of {', '.join(INAT_RANKS)}, in this order"
+            f"DATA.DATASET.LEVELS: [{', '.join(levels)}] must be some of {', '.join(INAT_LEVELS)}, in this "
+            "order"
         )
     return lineages
 
@@ -373,12 +374,12 @@ def _index(trains: Sequence[Listing], names: Sequence[str] | None, *, is_inat: b
         names = ["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)]
     if len(names) != depth:
         raise ConfigError(
-            f"DATA.DATASET.RANKS: {len(names)} names for the {depth} level(s) of folders in {train.source}"
+            f"DATA.DATASET.LEVELS: {len(names)} names for the {depth} level(s) of folders in {train.source}"
         )
     index = index_labels(names, train.lineages)
     remedy = "add the folders of other classes"
     if is_inat:
-        remedy = "leave it out with DATA.DATASET.RANKS"
+        remedy = "leave it out with DATA.DATASET.LEVELS"
     elif depth > 1:
         remedy = "leave out that level of folders"
     require_classes(index.taxonomy, train.source, remedy)

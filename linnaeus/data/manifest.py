@@ -126,26 +126,26 @@ class _Labels:
         """The labels of the training manifests.
 
         Raises:
-            ConfigError: the image column among the `RANKS`, or columns that are no levels.
+            ConfigError: the image column among the `LEVELS`, or columns that are no levels.
             DataError: a column that is missing, or none with labels.
         """
         table, dataset = tables[0], tables[0].dataset
         for each in tables:
             each.require([*filter(None, [dataset.GROUP_COLUMN])], "DATA.DATASET.GROUP_COLUMN")
-        levels = dataset.RANKS or table.others
-        columns = table.require(levels, "DATA.DATASET.RANKS")
+        levels = dataset.LEVELS or table.others
+        columns = table.require(levels, "DATA.DATASET.LEVELS")
         if not levels:
             raise DataError(
                 f"{table.path}, line 1: no column with labels beside {table.image_column!r}"
             )
         if table.image_column in columns:
-            raise ConfigError(f"DATA.DATASET.RANKS: {table.image_column!r} is the image column")
+            raise ConfigError(f"DATA.DATASET.LEVELS: {table.image_column!r} is the image column")
         if _are_flags(tables, columns):
             separator = dataset.LABEL_SEPARATOR
             if separator is None and any(_num_set(each, columns).ne(1).any() for each in tables):
                 separator = next(sign for sign in _SET_SEPARATORS if sign not in "".join(columns))
             return cls(["class"], columns, are_flags=True, separator=separator)
-        if dataset.RANKS is None:
+        if dataset.LEVELS is None:
             _check_levels(tables, columns)
         return cls(list(levels), columns, separator=dataset.LABEL_SEPARATOR)
 
@@ -171,7 +171,7 @@ class _Labels:
                 f"DATA.DATASET.LABEL_SEPARATOR: {self.separator!r} is in no cell of {train.source}"
             )
         index = index_labels(self.levels, train.lineages, self.separator)
-        remedy = "choose other columns with DATA.DATASET.RANKS"
+        remedy = "choose other columns with DATA.DATASET.LEVELS"
         require_classes(index.taxonomy, train.source, remedy)
         _check_nesting(self.levels, train.lineages, train.source)
         return index
@@ -212,7 +212,7 @@ def read_manifest(dataset: DatasetConfig) -> FoundFiles:
     Relative image paths start from `ROOT`, or from the manifest's own folder where `ROOT` is null.
 
     Raises:
-        ConfigError: a manifest that cannot be read, the image column among the `RANKS`, or columns that are
+        ConfigError: a manifest that cannot be read, the image column among the `LEVELS`, or columns that are
             no levels.
         DataError: a manifest that is empty or malformed; the message names file and line.
     """
@@ -237,7 +237,7 @@ def read_evaluated_manifest(
     manifest. Columns of levels may be missing, but not in the run's own training manifest.
 
     Args:
-        dataset: the DATA.DATASET node. As many RANKS as the run has levels name their columns.
+        dataset: the DATA.DATASET node. As many LEVELS as the run has levels name their columns.
         taxonomy: the levels of the run.
         is_run_dataset: whether the node is that of the run.
     """
@@ -250,7 +250,7 @@ def read_evaluated_manifest(
     wanted = next((split for split in ("val", "test", "train") if splits[split]), "train")
     tables = splits[wanted]
     table, names = tables[0], taxonomy.names
-    flags = dataset.RANKS or table.others
+    flags = dataset.LEVELS or table.others
     if wanted == "train" and is_run_dataset:
         labels = _Labels.of(tables)
     elif len(names) == 1 and table.find(names[0]) is None and _are_flags(tables, flags):
@@ -307,7 +307,7 @@ def _divided(table: _Table, *, is_train: bool) -> dict[str, _Table]:
         return {}
     usual = next(filter(_FOLDS.fullmatch, table.rows), None)
     folds = _column_of_folds(table, given or usual) if is_train else None
-    named = map(table.find, dataset.RANKS or ())
+    named = map(table.find, dataset.LEVELS or ())
     taken = {table.image_column, table.group_column, *named, *(folds or ())[:1]}
     columns = [name for name in table.rows if name not in taken]
     if given is not None and folds is None:
@@ -397,7 +397,7 @@ def _check_levels(tables: Sequence[_Table], columns: Sequence[str]) -> None:
         flags = [x for x in looks if is_flags(rows[x].dropna()) and not names_attribute(x)]
         together = f", or all columns of 0 and 1: [{', '.join(flags)}]" if len(flags) > 1 else ""
         raise ConfigError(
-            f"DATA.DATASET.RANKS: null, but columns of {tables[0].path} are no levels: "
+            f"DATA.DATASET.LEVELS: null, but columns of {tables[0].path} are no levels: "
             f"{several([f'{name}: {look}' for name, look in looks.items()])}. Name the columns of labels, "
             f"coarse to fine{together}. DATA.DATASET.GROUP_COLUMN keeps the images of a group in one split"
         )
@@ -423,16 +423,16 @@ def _columns_of_levels(
     table: _Table, dataset: DatasetConfig, names: Sequence[str]
 ) -> dict[str, str]:
     """The column of each level that the manifest has."""
-    ranks = names
-    if dataset.RANKS not in (None, [*names]) and len(dataset.RANKS) == len(names):
-        ranks = table.require(dataset.RANKS, "DATA.DATASET.RANKS")
-    found = {name: table.find(rank) for name, rank in zip(names, ranks, strict=True)}
+    levels = names
+    if dataset.LEVELS not in (None, [*names]) and len(dataset.LEVELS) == len(names):
+        levels = table.require(dataset.LEVELS, "DATA.DATASET.LEVELS")
+    found = {name: table.find(level) for name, level in zip(names, levels, strict=True)}
     columns = {name: column for name, column in found.items() if column is not None}
     if not columns:
         raise DataError(
             f"{table.path}, line 1: no column {' or '.join(map(repr, names))} with labels, but "
             f"{several([*map(repr, table.rows)])}; name those of {', '.join(names)}, in this order, in "
-            "DATA.DATASET.RANKS"
+            "DATA.DATASET.LEVELS"
         )
     return columns
 
@@ -577,5 +577,5 @@ def _check_nesting(names: Sequence[str], lineages: Iterable[Lineage], source: st
         if fewer and rows.groupby(below)[above].nunique().gt(1).any():
             raise DataError(
                 f"{source}: {below!r} stands after {above!r}, but it groups the classes of {above!r}; "
-                "order the columns from coarse to fine with DATA.DATASET.RANKS"
+                "order the columns from coarse to fine with DATA.DATASET.LEVELS"
             )

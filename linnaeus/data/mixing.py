@@ -1,7 +1,7 @@
 """Mixup and CutMix: training batches whose images and labels are mixed in pairs.
 
-Shapes: B is the number of samples in a batch, R the number of taxonomic ranks, C the sum of the classes of
-all ranks.
+Shapes: B is the number of samples in a batch, L the number of levels, C the sum of the classes of
+all levels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mixing:
     Random choices use torch's global generator, which the loader has seeded for the last sample of the batch.
 
     Args:
-        num_classes: classes of each rank.
+        num_classes: classes of each level.
         mixup: alpha of Mixup (Zhang et al. 2018, arXiv:1710.09412); 0 is off.
         cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0 is off. With both, each batch takes
             one of them with equal probability.
@@ -51,7 +51,7 @@ class Mixing:
         self.transforms = [kind(alpha=alpha) for kind, alpha in kinds if alpha > 0]
 
     def to_soft_targets(self, batch: Batch) -> Batch:
-        """The batch with its labels [B, R] as probabilities [B, C], and unmixed: what mixing starts from.
+        """The batch with its labels [B, L] as probabilities [B, C], and unmixed: what mixing starts from.
 
         Raises:
             DataError: inputs that are not float [B, channels, height, width], or targets of another form.
@@ -119,9 +119,9 @@ def _write_over(images: Tensor, write: Callable[[Tensor, Tensor], object]) -> No
 
 
 def soft_targets(labels: Tensor, num_classes: Sequence[int]) -> Tensor:
-    """Labels [B, R] of all ranks as probabilities [B, C], one rank beside the other.
+    """Labels [B, L] of all levels as probabilities [B, C], one level beside the other.
 
-    1 stands at the class of each known label; an unknown label (-1) is a row of zeros in its rank.
+    1 stands at the class of each known label; an unknown label (-1) is a row of zeros in its level.
 
     >>> soft_targets(torch.tensor([[1, 0], [-1, 2]]), [2, 3]).tolist()
     [[0.0, 1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]]

@@ -65,7 +65,7 @@ class BalancedSampler(EpochSampler):
     equal probability. A sample whose finest label is unknown counts for its finest known class, as a class
     of its own beside the others. A sample without any label is never drawn.
 
-    `targets` are the labels [N, R] of all training samples, -1 where unknown; a `DataError` if all are.
+    `targets` are the labels [N, L] of all training samples, -1 where unknown; a `DataError` if all are.
     """
 
     def __init__(self, targets: Tensor, *, seed: int, rank: int = 0, world_size: int = 1) -> None:

@@ -220,6 +220,6 @@ def find_column(
         raise ConfigError(
             f"DATA.DATASET.SPLIT_COLUMN: the values of {others[0]!r} ({several(values)}) are not train, val "
             f"and test, or true and false in a column such as `is_valid`; {remedy}. Labels stand in a column "
-            "of DATA.DATASET.RANKS; rename a column that is neither"
+            "of DATA.DATASET.LEVELS; rename a column that is neither"
         )
     return next(iter(found.items()), None)

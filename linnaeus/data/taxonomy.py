@@ -20,7 +20,7 @@ are one text, with separators."""
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the taxonomy, a taxonomic rank such as `family`.
+    """One level of the taxonomy, such as `family`.
 
     Attributes:
         name: name of the level.
@@ -58,25 +58,25 @@ class Taxonomy:
         names = [level.name for level in self.levels]
         if self.separator and len(names) > 1:
             raise DataError(
-                f"several labels for a sample need one taxonomic rank (DATA.DATASET.RANKS), not {names}"
+                f"several labels for a sample need one level (DATA.DATASET.LEVELS), not {names}"
             )
         if not names or len(set(names)) != len(names):
             raise DataError(
-                f"a taxonomy needs at least one rank and different names for all, not {names}"
+                f"a taxonomy needs at least one level and different names for all, not {names}"
             )
         if not self.parents:
             unknown = tuple((UNKNOWN,) * len(level.classes) for level in self.levels[1:])
             object.__setattr__(self, "parents", unknown)
         if len(self.parents) != len(self.levels) - 1:
             raise DataError(
-                f"{len(names)} ranks need {len(names) - 1} rows of parents, not {len(self.parents)}"
+                f"{len(names)} levels need {len(names) - 1} rows of parents, not {len(self.parents)}"
             )
         for above, level, row in zip(self.levels, self.levels[1:], self.parents, strict=False):
             if len(row) != len(level.classes) or not all(
                 UNKNOWN <= p < len(above.classes) for p in row
             ):
                 raise DataError(
-                    f"the parents of rank {level.name!r} do not fit its classes and those of {above.name!r}"
+                    f"the parents of level {level.name!r} do not fit its classes and those of {above.name!r}"
                 )
 
     @property
@@ -251,7 +251,7 @@ def require_classes(taxonomy: Taxonomy, source: str, remedy: str) -> None:
         if len(level.classes) < 2:
             count = f"one class, {level.classes[0]!r}" if level.classes else "no class at all"
             raise DataError(
-                f"{source}: taxonomic rank {level.name!r} has {count}, so there is nothing to learn; {remedy}"
+                f"{source}: level {level.name!r} has {count}, so there is nothing to learn; {remedy}"
             )
 
 
@@ -264,8 +264,8 @@ def _number(level: str, pairs: list[tuple[int, str]]) -> dict[tuple[int, str], i
             continue
         if known[name] > 1:
             raise DataError(
-                f"taxonomic rank {level!r}: {name!r} stands without its parent but occurs under "
-                f"{known[name]} parents; fill in the rank above it"
+                f"level {level!r}: {name!r} stands without its parent but occurs under "
+                f"{known[name]} parents; fill in the level above it"
             )
         keys.add((UNKNOWN, name))
     return {key: label for label, key in enumerate(sorted(keys))}

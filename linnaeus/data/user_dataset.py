@@ -59,7 +59,7 @@ class UserDataset(Dataset[Any]):
 
     @property
     def targets(self) -> Tensor | None:
-        """Labels [N, R] of all samples, from the dataset's own `targets`; None where it has none.
+        """Labels [N, L] of all samples, from the dataset's own `targets`; None where it has none.
 
         Raises:
             DataError: they are of another form, or not one for each sample.
@@ -94,7 +94,7 @@ class UserDataset(Dataset[Any]):
 class UserCollate:
     """A dataset's own `collate_fn`, whose result becomes a `Batch`.
 
-    Given a taxonomy, targets [B] or {name of the level: [B]} become [B, R]. `name` is for messages.
+    Given a taxonomy, targets [B] or {name of the level: [B]} become [B, L]. `name` is for messages.
     """
 
     collate_fn: Callable[[list[Any]], Any]
@@ -297,11 +297,11 @@ def _find_taxonomy(dataset: Any, name: str) -> Taxonomy | None:
         declared = Taxonomy(levels)
     if not isinstance(declared, Taxonomy):
         raise DataError(
-            f"{name}: taxonomy is {describe(declared)}; it must be a Taxonomy or {{rank: names}}"
+            f"{name}: taxonomy is {describe(declared)}; it must be a Taxonomy or {{level: names}}"
         )
     if _attribute_of(dataset, "multilabel") is True and not declared.is_multilabel:
         declared = replace(declared, separator=";")
-    require_classes(declared, name, "give each taxonomic rank two classes or more")
+    require_classes(declared, name, "give each level two classes or more")
     return declared
 
 
@@ -345,29 +345,29 @@ def _row(target: Any, taxonomy: Taxonomy, where: str) -> Any:
         return target
     strange = [str(name) for name in target if name not in taxonomy.names]
     if strange:
-        ranks = ", ".join(taxonomy.names)
-        raise DataError(f"{where}: {', '.join(strange)} not among the taxonomic ranks {ranks}")
+        levels = ", ".join(taxonomy.names)
+        raise DataError(f"{where}: {', '.join(strange)} not among the levels {levels}")
     return [target.get(name, UNKNOWN) for name in taxonomy.names]
 
 
 def _label_set(target: Any, taxonomy: Taxonomy, where: str) -> Tensor:
     """The labels [C] of a sample that has several, float32: 1, 0, or -1 (unknown) for each class."""
-    ((rank, num_classes),) = taxonomy.num_classes.items()
+    ((level, num_classes),) = taxonomy.num_classes.items()
     with _naming_errors(where):
         row = torch.as_tensor(target).float()
     if row.shape != (num_classes,) or not ((row == 0) | (row == 1) | (row == UNKNOWN)).all():
         raise DataError(
             f"{where}: {describe(target)}, but 1, 0, or -1 where unknown is needed for each of the "
-            f"{num_classes} classes of {rank}, since the dataset's `multilabel` is True"
+            f"{num_classes} classes of {level}, since the dataset's `multilabel` is True"
         )
     return row
 
 
 def _labels(values: Any, num_samples: int | None, taxonomy: Taxonomy, where: str) -> Tensor:
-    """Labels [N, R], int64, one per level, -1 where unknown, from whole numbers of any type.
+    """Labels [N, L], int64, one per level, -1 where unknown, from whole numbers of any type.
 
     Args:
-        values: [N, R], or [N] where there is one level; without the N for a single sample.
+        values: [N, L], or [N] where there is one level; without the N for a single sample.
         num_samples: N; None for a single sample.
 
     Raises:
@@ -395,6 +395,6 @@ def _labels(values: Any, num_samples: int | None, taxonomy: Taxonomy, where: str
         row, column = strange.nonzero()[0].tolist()
         name = taxonomy.names[column]
         raise DataError(
-            f"{where}: {int(rows[row, column])} at taxonomic rank {name!r}, which has {counts[name]} classes"
+            f"{where}: {int(rows[row, column])} at level {name!r}, which has {counts[name]} classes"
         )
     return rows

@@ -1,6 +1,6 @@
 """The figures of an evaluation: counted batch by batch, then computed for each level and class.
 
-Shapes: B samples in a batch, N samples in all, R levels, C classes of a level, K pairs of classes.
+Shapes: B samples in a batch, N samples in all, L levels, C classes of a level, K pairs of classes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class EvaluationMetrics:
         if gathered is None or self._taxonomy is None:
             return None if gathered is None else []
         samples = [part for parts in gathered for part in parts]
-        labels, log_p = (torch.cat(parts) for parts in zip(*samples, strict=True))  # [N, R, 2] each
+        labels, log_p = (torch.cat(parts) for parts in zip(*samples, strict=True))  # [N, L, 2] each
         return [
             LevelFigures.of(level, labels[:, position], log_p[:, position])
             for position, level in enumerate(self._taxonomy.levels)
@@ -240,14 +240,14 @@ class LevelFigures:
         true, predicted = self.pairs // len(names), self.pairs % len(names)
         shares = self.pair_counts.double() / self.classes.num_samples[true]
         # by number; the share, at most 1, only breaks ties
-        rank = torch.where(true == predicted, -1.0, self.pair_counts + shares / 2)
-        order = torch.argsort(rank, descending=True, stable=True)[:limit].tolist()
+        score = torch.where(true == predicted, -1.0, self.pair_counts + shares / 2)
+        order = torch.argsort(score, descending=True, stable=True)[:limit].tolist()
         return [
             Confusion(
                 names[true[i]], names[predicted[i]], int(self.pair_counts[i]), float(shares[i])
             )
             for i in order
-            if rank[i] > 0
+            if score[i] > 0
         ]
 
     def worst(self, limit: int) -> list[int]:
@@ -301,7 +301,7 @@ class SetFigures:
 def not_finite(level_name: str, extent: str = "") -> LinnaeusError:
     """The error for outputs of a model that are NaN or infinite."""
     return LinnaeusError(
-        f"the model's outputs for rank {level_name!r} are not finite{extent}: its weights are not, or its "
+        f"the model's outputs for level {level_name!r} are not finite{extent}: its weights are not, or its "
         "number format (TRAIN.AMP) overflows"
     )
 

@@ -118,7 +118,7 @@ def predictions_of(
     ):
         if logits.ndim != 2 or logits.shape[1] != len(level.classes):
             raise LinnaeusError(
-                f"the model gives outputs {list(logits.shape)} for the {len(level.classes)} classes of rank "
+                f"the model gives outputs {list(logits.shape)} for the {len(level.classes)} classes of level "
                 f"{level.name!r}; [B, {len(level.classes)}] is needed"
             )
         log = log_probabilities(logits, are_logs=are_logs, is_multilabel=is_multilabel)
@@ -147,7 +147,7 @@ def predictions_of(
 def _best_paths(
     logs: Sequence[Tensor], taxonomy: Taxonomy, *, are_logs: bool
 ) -> tuple[list[list[int]], list[float]]:
-    """Labels [B, R] and probabilities [B] of the best paths, found from coarse to fine.
+    """Labels [B, L] and probabilities [B] of the best paths, found from coarse to fine.
 
     For each class it keeps the log-probability of the best path that ends there. A class of unknown parent
     may stand below any class. The probabilities of a marginal head are of nested events, a species being part

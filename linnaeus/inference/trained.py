@@ -72,12 +72,10 @@ class TrainedRun:
         name = spec.node.get("NAME") or spec.node.get("_target_")
         shape = " x ".join(map(str, (spec.in_chans, *(spec.img_size or ()))))
         size = "" if spec.img_size is None else f" on {shape} inputs"
-        ranks = [
+        levels = [
             f"{counted(len(names), 'class')} of {level}" for level, names in self.classes.items()
         ]
-        return (
-            f"{self.checkpoint}: {name}{size}, {', '.join(ranks) or 'no classes'}, on {self.device}"
-        )
+        return f"{self.checkpoint}: {name}{size}, {', '.join(levels) or 'no classes'}, on {self.device}"
 
     @property
     def taxonomy(self) -> Taxonomy | None:
@@ -223,7 +221,7 @@ class TrainedRun:
             )
         if not is_multilabel and threshold is not None:
             raise ConfigError(
-                "--threshold: the run has one label for an image in each rank; use --top"
+                "--threshold: the run has one label for an image in each level; use --top"
             )
         return Predictor(
             self.model,

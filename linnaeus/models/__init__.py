@@ -1,1 +1,1 @@
-"""Networks: a timm backbone with one head per taxonomic rank, or a user's own module."""
+"""Networks: a timm backbone with one head per level of the taxonomy, or a user's own module."""

@@ -138,9 +138,9 @@ def _known_parents(taxonomy: Taxonomy) -> tuple[tuple[int, ...], ...]:
     ):
         if max(row) == UNKNOWN:
             raise ConfigError(
-                f"MODEL.HEAD: 'marginal' adds up classes under their parents, but no class of rank "
-                f"{level.name!r} has a known parent in rank {above.name!r}; give the dataset a `taxonomy` "
-                "with `parents`, order its ranks from coarse to fine, or set MODEL.HEAD independent"
+                f"MODEL.HEAD: 'marginal' adds up classes under their parents, but no class of level "
+                f"{level.name!r} has a known parent in level {above.name!r}; give the dataset a `taxonomy` "
+                "with `parents`, order its levels from coarse to fine, or set MODEL.HEAD independent"
             )
     return taxonomy.parents
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from linnaeus.config.aliases import renamed
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError
@@ -268,7 +269,9 @@ def _is_same(text: str, other: str) -> bool:
         return True
     ignored = dict.fromkeys(NOT_SWEPT)
     defaults = flattened(yaml.safe_load(to_yaml(Config())))
-    mine, others = (defaults | flattened(yaml.safe_load(one)) | ignored for one in (text, other))
+    mine, others = (
+        defaults | flattened(renamed(yaml.safe_load(one))) | ignored for one in (text, other)
+    )
     return bool(mine == others)
 
 

@@ -15,6 +15,7 @@ from types import FrameType
 
 import psutil
 
+from linnaeus.config.load import with_new_names
 from linnaeus.errors import EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.files import AUTOBATCH, RESULT, checkpoint_file, read_json, write_text_atomically
 from linnaeus.run_folder import (
@@ -229,7 +230,7 @@ class Worker:
         except ConfigError as error:
             claim.end(error.exit_code, "; ".join(error.problems))
             return
-        write_text_atomically(folder / ASKED, text)
+        write_text_atomically(folder / ASKED, with_new_names(text))
         if trial is not None:
             env[TRIAL] = f"{self._sweep.folder}:{trial}"
         where = [f"EXPERIMENT.OUTPUT_DIR={self._sweep.folder}", f"EXPERIMENT.NAME={folder.name}"]

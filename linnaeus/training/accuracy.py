@@ -1,4 +1,4 @@
-"""Accuracy per taxonomic rank, agreement with the taxonomy, and losses, over all processes."""
+"""Accuracy per level, agreement with the taxonomy, and losses, over all processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ClassificationMetrics(nn.Module):
 
         Args:
             outputs: the model's outputs.
-            targets: labels [B, R], -1 where unknown; [B, C] where samples have several.
+            targets: labels [B, L], -1 where unknown; [B, C] where samples have several.
             loss: mean loss of the batch.
         """
         size = batch_size(Batch(outputs, targets))
@@ -191,7 +191,7 @@ def figures_of_sets(scores: Tensor, targets: Tensor) -> Tensor:
 def headline(names: Sequence[str], criterion: nn.Module) -> str:
     """The metric that decides which checkpoint is best.
 
-    It is top-1 of the finest level that the loss counts (LOSS.RANK_WEIGHTS), mean average precision where
+    It is top-1 of the finest level that the loss counts (LOSS.LEVEL_WEIGHTS), mean average precision where
     samples have several labels, or the loss where there are no classes.
 
     Args:

@@ -35,7 +35,7 @@ from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ddp import broadcast_batchnorm
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import (
-    SingleRank,
+    SingleLevel,
     build_loss,
     gives_log_probabilities,
     trainable_parameters,
@@ -76,7 +76,7 @@ def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
     if not is_target(loss_node) and loss_node.NAME in sigmoids and gives_log_probabilities(model):
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
-            "set MODEL.HEAD independent, or with one label in each rank LOSS.NAME cross_entropy or focal"
+            "set MODEL.HEAD independent, or with one label in each level LOSS.NAME cross_entropy or focal"
         )
 
 
@@ -210,10 +210,10 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
         targets = training_targets(data, f"LOSS.CLASS_WEIGHTS {node.CLASS_WEIGHTS}")
         weights = class_weights(node.CLASS_WEIGHTS, taxonomy, targets)
     criterion = build_loss(node, taxonomy, device, weights).to(device)
-    if isinstance(criterion, SingleRank) and taxonomy is not None and not taxonomy.is_multilabel:
+    if isinstance(criterion, SingleLevel) and taxonomy is not None and not taxonomy.is_multilabel:
         num_classes = len(taxonomy.levels[0].classes)
         criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
-    elif isinstance(criterion, SingleRank):
+    elif isinstance(criterion, SingleLevel):
         for split in (data.train, data.val, data.test):
             labels = getattr(split, "targets", None)
             if isinstance(labels, torch.Tensor) and bool((labels == UNKNOWN).any()):

@@ -17,7 +17,7 @@ from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import ConfigError
 
 _KEY = "LOSS.CLASS_WEIGHTS"
-_COLUMNS = ("rank", "class", "weight")
+_COLUMNS = ("level", "class", "weight")
 
 
 def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tensor]:
@@ -28,7 +28,7 @@ def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tens
             weight N / (K n), as scikit-learn's `compute_class_weight`; or a file. There, a class without an
             entry has the weight 1 before the weights are normalised.
         taxonomy: levels and classes.
-        targets: labels [N, R] of all training samples, -1 where unknown.
+        targets: labels [N, L] of all training samples, -1 where unknown.
 
     Returns:
         For each level, float32 [C]. A class without a training sample has the weight 1, unless a file gives
@@ -52,8 +52,8 @@ def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tens
                 weights = weights / ((weights * counts).sum() / counts.sum())
             if not weights.isfinite().all():
                 raise ConfigError(
-                    f"{_KEY}: {source}: the weight of every training sample is 0 at rank "
-                    f"{taxonomy.names[level]!r}; to leave a rank out, set its LOSS.RANK_WEIGHTS to 0"
+                    f"{_KEY}: {source}: the weight of every training sample is 0 at level "
+                    f"{taxonomy.names[level]!r}; to leave a level out, set its LOSS.LEVEL_WEIGHTS to 0"
                 )
         found.append(weights.float())
     return found
@@ -70,25 +70,25 @@ def _weights_of_file(path: Path, taxonomy: Taxonomy) -> list[Tensor]:
     entries = _read(path)
     if not entries:
         raise ConfigError(f"{_KEY}: {path}: has no weight")
-    for place, rank, name, text in entries:
-        _check_name(rank, labels, f"{place}: no taxonomic rank")
-        _check_name(name, labels[rank], f"{place}: rank {rank!r} has no class")
+    for place, level, name, text in entries:
+        _check_name(level, labels, f"{place}: no level")
+        _check_name(name, labels[level], f"{place}: level {level!r} has no class")
         try:
             value = float(text)
         except (TypeError, ValueError):
             value = math.nan
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(
-                f"{_KEY}: {place}: class {name!r} of rank {rank!r} has the weight {text!r}; it must be a "
+                f"{_KEY}: {place}: class {name!r} of level {level!r} has the weight {text!r}; it must be a "
                 "number of 0 or more"
             )
-        label = labels[rank][name]
-        if not weights[rank][label].isnan():
+        label = labels[level][name]
+        if not weights[level][label].isnan():
             raise ConfigError(
-                f"{_KEY}: {place}: class {name!r} of rank {rank!r} has two weights, {weights[rank][label]:g} "
-                f"and {value:g}; remove one"
+                f"{_KEY}: {place}: class {name!r} of level {level!r} has two weights, "
+                f"{weights[level][label]:g} and {value:g}; remove one"
             )
-        weights[rank][label] = value
+        weights[level][label] = value
     return [values.nan_to_num(1.0) for values in weights.values()]
 
 
@@ -101,7 +101,7 @@ def _check_name(name: str, names: Collection[str], problem: str) -> None:
 
 
 def _read(path: Path) -> list[tuple[str, str, str, str]]:
-    """Place, rank, class and weight of each entry, as text: a class may be named 1 or yes."""
+    """Place, level, class and weight of each entry, as text: a class may be named 1 or yes."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix.lower() == ".csv":
@@ -111,12 +111,12 @@ def _read(path: Path) -> list[tuple[str, str, str, str]]:
                     f"{_KEY}: {path}, line 1: the columns must be {', '.join(_COLUMNS)}"
                 )
             rows = [(f"{path}, line {reader.line_num}", row) for row in reader]
-            return [(place, row["rank"], row["class"], row["weight"]) for place, row in rows]
+            return [(place, row["level"], row["class"], row["weight"]) for place, row in rows]
         # JSON is YAML, but for tabs, which stand between its tokens only.
         content = yaml.load(text.expandtabs(), yaml.BaseLoader)
         return [
-            (str(path), rank, name, weight)
-            for rank, classes in content.items()
+            (str(path), level, name, weight)
+            for level, classes in content.items()
             for name, weight in classes.items()
         ]
     except OSError as error:
@@ -125,6 +125,6 @@ def _read(path: Path) -> list[tuple[str, str, str, str]]:
         raise ConfigError(f"{_KEY}: {path}: broken: {' '.join(str(error).split())}") from error
     except AttributeError as error:
         raise ConfigError(
-            f"{_KEY}: {path}: must map the names of taxonomic ranks to weights by class name, "
-            "{rank: {class: weight}}"
+            f"{_KEY}: {path}: must map the names of levels to weights by class name, "
+            "{level: {class: weight}}"
         ) from error

@@ -19,7 +19,7 @@ from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError, first_line
 
 _LIBRARIES = ("torch", "torchvision", "timm")
-"""Their losses know no taxonomic ranks."""
+"""Their losses know no levels."""
 
 
 def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, ...]:
@@ -38,17 +38,17 @@ def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, 
         missing = [name for name in level_names if name not in outputs]
         if missing:
             raise ConfigError(
-                f"MODEL: its output has no key for rank {missing[0]!r}; it has {sorted(outputs)}"
+                f"MODEL: its output has no key for level {missing[0]!r}; it has {sorted(outputs)}"
             )
         outputs = tuple(outputs[name] for name in level_names)
     if not isinstance(outputs, Sequence):
         raise ConfigError(
             f"MODEL: it gives a {type(outputs).__name__}; the loss needs a tensor of logits, a sequence of "
-            f"them or a mapping from the ranks {list(level_names)}"
+            f"them or a mapping from the levels {list(level_names)}"
         )
     if len(outputs) != len(level_names):
         raise ConfigError(
-            f"MODEL: it gives {len(outputs)} outputs for {len(level_names)} ranks {list(level_names)}"
+            f"MODEL: it gives {len(outputs)} outputs for {len(level_names)} levels {list(level_names)}"
         )
     return tuple(outputs)
 
@@ -85,10 +85,10 @@ class TaxonomicLoss(nn.Module):
     the mean of the losses with either label, by the parts of the images.
 
     Args:
-        level_names: R names, coarse to fine.
-        level_weights: R weights; they are normalised to sum to 1.
+        level_names: L names, coarse to fine.
+        level_weights: L weights; they are normalised to sum to 1.
         label_smoothing: in [0, 1).
-        num_classes: R numbers of classes, checked against the model's outputs; None does not check, and
+        num_classes: L numbers of classes, checked against the model's outputs; None does not check, and
             cannot take probabilities.
         class_weights: for each level, the weights [C] of its classes. They are buffers, so that a checkpoint
             holds them. None is 1 each, without a buffer.
@@ -116,7 +116,7 @@ class TaxonomicLoss(nn.Module):
 
         Args:
             outputs: logits [B, num_classes[r]] per level; see `logits_per_level`.
-            targets: labels [B, R], int64, -1 where unknown; or probabilities [B, sum of num_classes], float,
+            targets: labels [B, L], int64, -1 where unknown; or probabilities [B, sum of num_classes], float,
                 0 throughout where a label is unknown, see `soft_targets`.
 
         Returns:
@@ -145,7 +145,7 @@ class TaxonomicLoss(nn.Module):
         for name, logits, count in zip(self.level_names, logits_by_level, num_classes, strict=True):
             if logits.ndim != 2 or logits.shape[1] != count:
                 raise ConfigError(
-                    f"MODEL: its output for rank {name!r} has the shape {list(logits.shape)}; "
+                    f"MODEL: its output for level {name!r} has the shape {list(logits.shape)}; "
                     f"it must be [batch, {count}], one logit per class"
                 )
 
@@ -270,14 +270,14 @@ def _precise(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
-class SingleRank(nn.Module):
-    """A library's loss over one taxonomic rank: it gets logits [B, C] and labels [B], and no tuples.
+class SingleLevel(nn.Module):
+    """A library's loss over one level: it gets logits [B, C] and labels [B], and no tuples.
 
     Several labels per sample are [B, C], float: 1, 0, or -1 where unknown.
 
     Args:
         loss: callable (logits, labels) -> scalar.
-        level_name: name of the rank, for messages.
+        level_name: name of the level, for messages.
     """
 
     def __init__(self, loss: nn.Module, level_name: str) -> None:
@@ -322,7 +322,7 @@ def is_rebuilt_from_config(criterion: nn.Module) -> bool:
 
     True of built-in and library losses without trainable parameters.
     """
-    is_known = isinstance(criterion, TaxonomicLoss | SingleRank)
+    is_known = isinstance(criterion, TaxonomicLoss | SingleLevel)
     return is_known and not trainable_parameters(criterion)
 
 
@@ -343,8 +343,8 @@ def build_loss(
             buffers hold 1, to be loaded from a checkpoint.
 
     Raises:
-        ConfigError: weights that do not match the ranks, a dataset without labels and no `_target_`, a
-            loss of a library for several ranks, or one that is not for the number of labels per sample.
+        ConfigError: weights that do not match the levels, a dataset without labels and no `_target_`, a
+            loss of a library for several levels, or one that is not for the number of labels per sample.
     """
     if is_target(node):
         return _custom_loss(node, taxonomy, device)
@@ -353,13 +353,13 @@ def build_loss(
             "LOSS: the dataset has no class labels; name your own loss in LOSS._target_"
         )
     names = list(taxonomy.names)
-    weights = node.RANK_WEIGHTS if node.RANK_WEIGHTS is not None else [1.0] * len(names)
+    weights = node.LEVEL_WEIGHTS if node.LEVEL_WEIGHTS is not None else [1.0] * len(names)
     if len(weights) != len(names):
         raise ConfigError(
-            f"LOSS.RANK_WEIGHTS: {weights} has {len(weights)} weights for {len(names)} ranks {names}"
+            f"LOSS.LEVEL_WEIGHTS: {weights} has {len(weights)} weights for {len(names)} levels {names}"
         )
     if sum(weights) <= 0:
-        raise ConfigError(f"LOSS.RANK_WEIGHTS: {weights} are all 0; at least one rank must count")
+        raise ConfigError(f"LOSS.LEVEL_WEIGHTS: {weights} are all 0; at least one level must count")
     counts = list(taxonomy.num_classes.values())
     if node.CLASS_WEIGHTS is not None and class_weights is None:
         class_weights = [torch.ones(count) for count in counts]
@@ -371,7 +371,7 @@ def build_loss(
     if taxonomy.is_multilabel:
         kinds = {"bce": MultilabelBinaryCrossEntropy, "asymmetric": MultilabelAsymmetric}
     if node.NAME not in kinds:
-        number = "several labels" if taxonomy.is_multilabel else "one label in each rank"
+        number = "several labels" if taxonomy.is_multilabel else "one label in each level"
         raise ConfigError(
             f"LOSS.NAME: {node.NAME!r} is not for samples with {number}; set {' or '.join(kinds)}"
         )
@@ -396,12 +396,12 @@ def _custom_loss(
     counts = taxonomy.num_classes
     if len(counts) > 1:
         raise ConfigError(
-            f"LOSS: {name} takes logits and labels of one taxonomic rank, but there are {len(counts)} "
+            f"LOSS: {name} takes logits and labels of one level, but there are {len(counts)} "
             f"({', '.join(counts)}). With several, a loss gets a tuple of logits, [batch, classes] for each "
-            f"rank, and labels [batch, {len(counts)}]: name one of your own, or leave out LOSS._target_ for "
-            "the built-in ones (LOSS.NAME, LOSS.LABEL_SMOOTHING, LOSS.RANK_WEIGHTS)"
+            f"level, and labels [batch, {len(counts)}]: name one of your own, or leave out LOSS._target_ for "
+            "the built-in ones (LOSS.NAME, LOSS.LABEL_SMOOTHING, LOSS.LEVEL_WEIGHTS)"
         )
-    return SingleRank(loss, *counts)
+    return SingleLevel(loss, *counts)
 
 
 def trainable_parameters(criterion: Any) -> list[nn.Parameter]:

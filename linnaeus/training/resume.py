@@ -192,7 +192,7 @@ def check_changes(changes: Iterable[Change], resume_with: str | None) -> None:
 
 
 def check_classes(spec: Mapping[str, Any] | None, taxonomy: Taxonomy | None, run: Path) -> None:
-    """Refuse data whose ranks or classes are not those of the checkpoint, in the same order.
+    """Refuse data whose levels or classes are not those of the checkpoint, in the same order.
 
     Args:
         spec: the checkpoint's `ModelSpec` as plain values; None in one of an older version.
@@ -200,7 +200,7 @@ def check_classes(spec: Mapping[str, Any] | None, taxonomy: Taxonomy | None, run
         run: folder of the run, for the remedy.
 
     Raises:
-        ConfigError: names the ranks, or some of the classes that were added and removed.
+        ConfigError: names the levels, or some of the classes that were added and removed.
     """
     if spec is None:
         return
@@ -210,14 +210,14 @@ def check_classes(spec: Mapping[str, Any] | None, taxonomy: Taxonomy | None, run
     now = {level.name: list(level.classes) for level in levels}
     changes = []
     if list(before) != list(now):
-        names = [", ".join(ranks) or "none" for ranks in (before, now)]
-        changes.append(f"ranks {names[0]} in the checkpoint, {names[1]} now")
-    for rank in now if not changes else ():
-        old, new = dict.fromkeys(before[rank]), dict.fromkeys(now[rank])
+        names = [", ".join(levels) or "none" for levels in (before, now)]
+        changes.append(f"levels {names[0]} in the checkpoint, {names[1]} now")
+    for level in now if not changes else ():
+        old, new = dict.fromkeys(before[level]), dict.fromkeys(now[level])
         sides = {"added": new.keys() - old.keys(), "removed": old.keys() - new.keys()}
         parts = [f"{how} {several(sorted(map(repr, n)))}" for how, n in sides.items() if n]
-        if before[rank] != now[rank]:
-            changes.append(f"{rank}: {', '.join(parts) or 'in another order'}")
+        if before[level] != now[level]:
+            changes.append(f"{level}: {', '.join(parts) or 'in another order'}")
     if changes:
         raise ConfigError(
             f"DATA.DATASET: the classes differ from the checkpoint ({'; '.join(changes)}). Restore the data, "

@@ -1,6 +1,6 @@
 """The one training step and the one validation step: trainer, AutoBatch and benchmarks all call these.
 
-Shapes: B is the number of samples in a micro-batch, R the number of taxonomic ranks.
+Shapes: B is the number of samples in a micro-batch, L the number of levels.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Deep(nn.Sequential):
 
 
 class TinyNet(nn.Module):
-    """A convolution, BatchNorm and a linear layer for each rank, on images of any size.
+    """A convolution, BatchNorm and a linear layer for each level, on images of any size.
 
     When it is evaluated, it runs out of memory with more than 30 samples, or rows of pixels.
     """

@@ -62,3 +62,17 @@ def test_a_key_that_is_gone_says_so() -> None:
     (problem,) = problems("DATA.AUTOBATCH.PREDICT=False")
     assert aliases()["data.autobatch.predict"] in problem
     assert alias("--predict") is None, "it is an option of `linnaeus analyze`"
+
+
+@pytest.mark.parametrize(
+    ("typed", "now"),
+    [
+        ("DATA.DATASET.RANKS=[order,species]", "DATA.DATASET.LEVELS"),
+        ("LOSS.RANK_WEIGHTS=[1,2]", "LOSS.LEVEL_WEIGHTS"),
+        ("loss.rank_weights=[1,2]", "LOSS.LEVEL_WEIGHTS"),
+    ],
+)
+def test_a_renamed_key_names_the_new_one(typed: str, now: str) -> None:
+    (problem,) = problems(typed)
+    assert now in problem.partition(";")[2]
+    assert load(f"{now}={typed.partition('=')[2]}")

@@ -23,11 +23,18 @@ from linnaeus.cli.train import read as train
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.keys import PRESETS as FOLDER
 from linnaeus.config.keys import available
-from linnaeus.config.load import save_config, to_yaml, with_batch_sizes
+from linnaeus.config.load import (
+    load_config,
+    read_run_config,
+    save_config,
+    to_yaml,
+    with_batch_sizes,
+    with_new_names,
+)
 from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
 from linnaeus.errors import ConfigError
 from linnaeus.sweep.grid import read_grid
-from tests.helpers.configs import load, write
+from tests.helpers.configs import load, problems, write
 from tests.helpers.forks import ROOT
 
 PRESETS = [(group, name) for group, names in available().items() for name in names]
@@ -231,6 +238,27 @@ def test_a_target_takes_any_keys_of_every_source_in_place_of_the_built_in_ones()
         == load("--cfg=my.yaml", "~MODEL", "~LOSS", "MODEL.NAME=resnet18").MODEL
     )
     assert "MODEL.depth" in subjects("--cfg=my.yaml", "~MODEL._target_")
+
+
+def old_names(text: str) -> str:
+    """The file as a version wrote it that had other names for two keys."""
+    return text.replace("    LEVELS:", "    RANKS:").replace("  LEVEL_WEIGHTS:", "  RANK_WEIGHTS:")
+
+
+def test_a_run_of_an_older_version_is_read_under_new_names(tmp_path: Path) -> None:
+    config = load("DATA.DATASET.LEVELS=[order,species]", "LOSS.LEVEL_WEIGHTS=[1,0.5]")
+    path, text = tmp_path / "config.yaml", to_yaml(config)
+    path.write_text(old_names(text))
+    assert load_config([], read_run_config(path)).config == config
+    assert with_new_names(old_names(text)) == text == with_new_names(text)
+    told = problems(f"--cfg={path}")  # what a user writes has the new names
+    assert ["LEVELS" in told[0], "LEVEL_WEIGHTS" in told[1], len(told)] == [True, True, 2]
+
+
+def test_an_argument_of_ones_own_class_keeps_its_name(tmp_path: Path) -> None:
+    config = load("DATA.DATASET={_target_: my.Data, RANKS: 2}", "LOSS._target_=my.Loss")
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config([], read_run_config(tmp_path / "config.yaml")).config == config
 
 
 def test_a_key_that_a_class_of_ones_own_does_not_take_can_be_left_out() -> None:

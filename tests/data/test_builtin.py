@@ -102,7 +102,7 @@ def test_synthetic_is_what_was_asked_for() -> None:
     bundle = build(img_size=[12, 20], CHANNELS=5, **SYNTHETIC)
     assert (bundle.in_chans, bundle.img_size) == (5, (12, 20))
     assert bundle.taxonomy is not None
-    assert bundle.taxonomy.num_classes == {"rank1": 2, "rank2": 5, "rank3": 10}
+    assert bundle.taxonomy.num_classes == {"level1": 2, "level2": 5, "level3": 10}
     inputs, targets = everything(bundle.train)
     assert inputs.shape == (96, 5, 12, 20)
     assert len(bundle.val) == 48  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_synthetic_samples_follow_from_their_index() -> None:
 
 
 def known_depths(targets: Tensor) -> list[int]:
-    """How many samples have their labels down to each rank; each has them without a gap."""
+    """How many samples have their labels down to each level; each has them without a gap."""
     known = targets >= 0
     assert torch.equal(known.cummin(dim=1).values, known)
     return torch.bincount(known.sum(dim=1), minlength=targets.shape[1] + 1).tolist()

@@ -1,4 +1,4 @@
-"""Data of an evaluation: labels are those of the run, whatever classes, order and ranks the data has."""
+"""Data of an evaluation: labels are those of the run, whatever classes, order and levels the data has."""
 
 from __future__ import annotations
 
@@ -63,6 +63,17 @@ def test_a_manifest_with_images_that_are_not_there_is_refused(tmp_path: Path) ->
         build(FLAT, **options)
 
 
+def test_default_names_of_levels_may_be_those_of_an_older_version() -> None:
+    options = {"NAME": "synthetic", "NUM_CLASSES": [2, 4], "NUM_SAMPLES_VAL": 4}
+    dataset = DatasetConfig(**options, LEVELS=["rank1", "rank2"])  # type: ignore[arg-type]
+    taxonomy = build_data(DataConfig(DATASET=dataset, IMG_SIZE=8), seed=0).taxonomy
+    assert taxonomy is not None
+    index = LabelIndex.of(taxonomy)
+    assert labels(build(index, own=True, **options)) == [[0, 0], [0, 1], [1, 2], [1, 3]]
+    with pytest.raises(DataError):
+        build(index, **options)
+
+
 @pytest.mark.parametrize(
     ("index", "paths", "expected"),
     [
@@ -72,10 +83,10 @@ def test_a_manifest_with_images_that_are_not_there_is_refused(tmp_path: Path) ->
         (FLAT, ["canids/dogs/wolf/1.png"], [[3]]),
     ],
 )
-def test_folders_are_matched_from_the_finest_rank(
+def test_folders_are_matched_from_the_finest_level(
     tmp_path: Path, index: LabelIndex, paths: list[str], expected: list[list[int]]
 ) -> None:
-    """Coarse ranks that are not there follow from the class below them."""
+    """Coarse levels that are not there follow from the class below them."""
     data = build(index, NAME="imagefolder", ROOT=str(files(tmp_path, *paths)))
     assert labels(data) == expected
     assert data.bundle.index is index
@@ -101,7 +112,7 @@ def test_the_split_that_is_evaluated(
 
 @pytest.mark.parametrize("columns", [["genus", "species"], ["species"]])
 def test_names_as_in_inaturalist(tmp_path: Path, columns: list[str]) -> None:
-    """Also on a run with some of the ranks, and on a manifest that names them."""
+    """Also on a run with some of the levels, and on a manifest that names them."""
     names = ["00000_Animalia_C_M_K_F_Canis_lupus", "00001_Animalia_C_M_K_F_Vulpes_vulpes"]
     lineages = [("Canis", "Canis lupus"), ("Vulpes", "Vulpes vulpes")]
     index = index_labels(columns, [line[-len(columns) :] for line in lineages])
@@ -158,7 +169,7 @@ def write_table(folder: Path, header: str, rows: Iterable[str], name: str = "tes
 
 
 @pytest.mark.parametrize(
-    ("header", "rows", "ranks", "expected"),
+    ("header", "rows", "levels", "expected"),
     [
         ("image,species,family", ["wolf,dogs", ",cats", "lynx,"], None, [[1, 3], [0, -1], [-1, 1]]),
         ("image,species", ["wolf", ""], None, [[1, 3], [-1, -1]]),
@@ -169,11 +180,15 @@ def write_table(folder: Path, header: str, rows: Iterable[str], name: str = "tes
     ],
 )
 def test_columns_are_matched_by_name(
-    tmp_path: Path, header: str, rows: list[str], ranks: list[str] | None, expected: list[list[int]]
+    tmp_path: Path,
+    header: str,
+    rows: list[str],
+    levels: list[str] | None,
+    expected: list[list[int]],
 ) -> None:
     """An empty cell is unknown; a column that is not there follows from the one below it."""
     path = write_table(tmp_path, header, rows)
-    assert labels(build(NESTED, NAME="manifest", VAL=path, RANKS=ranks)) == expected
+    assert labels(build(NESTED, NAME="manifest", VAL=path, LEVELS=levels)) == expected
 
 
 def test_unknown_classes_are_left_out_when_asked(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def num_left_out(bundle: DataBundle) -> int:
     return sum(int(number) for number in re.findall(r": (\d+) damaged", "\n".join(bundle.report)))
 
 
-def test_levels_of_folders_are_ranks(nested: Path) -> None:
+def test_levels_of_folders_are_levels_of_labels(nested: Path) -> None:
     bundle = build(nested, VAL_FRACTION=0.4)
     taxonomy = bundle.taxonomy
     assert taxonomy is not None
@@ -64,7 +64,7 @@ def test_levels_of_folders_are_ranks(nested: Path) -> None:
 def test_split_folders_are_used(nested: Path, tmp_path: Path) -> None:
     shutil.copytree(nested, tmp_path / "data" / "train")
     shutil.copytree(nested / "Animalia", tmp_path / "data" / "val" / "Animalia")
-    bundle = build(tmp_path / "data", RANKS=["kingdom", "species"])
+    bundle = build(tmp_path / "data", LEVELS=["kingdom", "species"])
     assert len(paths(bundle.train)) == 20
     assert len(paths(bundle.val)) == 10
     assert bundle.taxonomy is not None
@@ -176,7 +176,7 @@ def inat(tmp_path: Path) -> Path:
     return tmp_path / "inat"
 
 
-def test_folder_names_of_inaturalist_are_seven_ranks(inat: Path) -> None:
+def test_folder_names_of_inaturalist_are_seven_levels(inat: Path) -> None:
     bundle = build(inat)
     taxonomy = bundle.taxonomy
     assert taxonomy is not None
@@ -197,16 +197,16 @@ def test_folder_names_of_inaturalist_are_seven_ranks(inat: Path) -> None:
         assert "_".join([*names[:-1], names[-1].split(" ")[1]]) == path.split("/")[0][6:]
 
 
-def test_some_ranks_of_inaturalist(inat: Path) -> None:
+def test_some_levels_of_inaturalist(inat: Path) -> None:
     """Coarse to fine; the run is evaluated on its folders and on those of another data set."""
-    bundle = build(inat, RANKS=["kingdom", "genus"])
+    bundle = build(inat, LEVELS=["kingdom", "genus"])
     assert bundle.taxonomy is not None
     assert bundle.taxonomy.num_classes == {"kingdom": 2, "genus": 5}
     assert bundle.taxonomy.parents == ((0, 0, 0, 1, 1),)
-    with pytest.raises(ConfigError, match=r"RANKS.*genus, kingdom"):
-        build(inat, RANKS=["genus", "kingdom"])
-    for is_run_dataset, ranks, num in ((True, ["kingdom", "genus"], 3), (False, None, 15)):
-        node = DatasetConfig(NAME="imagefolder", ROOT=str(inat), RANKS=ranks)
+    with pytest.raises(ConfigError, match=r"LEVELS.*genus, kingdom"):
+        build(inat, LEVELS=["genus", "kingdom"])
+    for is_run_dataset, levels, num in ((True, ["kingdom", "genus"], 3), (False, None, 15)):
+        node = DatasetConfig(NAME="imagefolder", ROOT=str(inat), LEVELS=levels)
         request = EvaluationRequest(
             DataConfig(DATASET=node), bundle.index, bundle.preprocessing, 0, is_run_dataset
         )

@@ -78,10 +78,10 @@ def test_a_level_of_two_classes_stays_a_level(tmp_path: Path) -> None:
 
 def test_folders_that_hold_the_same_classes_are_refused(tmp_path: Path) -> None:
     folders(tmp_path, ["part1", "part2"])
-    with pytest.raises(ConfigError, match=r"part1.*DATA\.DATASET\.TRAIN.*RANKS"):
+    with pytest.raises(ConfigError, match=r"part1.*DATA\.DATASET\.TRAIN.*LEVELS"):
         build(tmp_path)
     assert sizes(build(tmp_path, TRAIN="part1", VAL="part2")) == [12, 12]
-    assert list(levels(build(tmp_path, RANKS=["part", "animal"]))) == ["part", "animal"]
+    assert list(levels(build(tmp_path, LEVELS=["part", "animal"]))) == ["part", "animal"]
 
 
 @pytest.mark.parametrize("num", [2, 5, 30])
@@ -92,12 +92,12 @@ def test_many_folders_with_nearly_the_same_classes_are_refused(tmp_path: Path, n
         folders(tmp_path / "data/train", [f"patient{i}"], classes, num=1)
         folders(tmp_path / "nested", [f"genus{i}"], [f"a{i}", f"b{i}", "vulgaris", "alba"[i % 2 :]])
     for root in ("data", "data/train"):
-        with pytest.raises(ConfigError, match=r"ROOT.*patient0.*benign, malign.*FOLD.*RANKS"):
+        with pytest.raises(ConfigError, match=r"ROOT.*patient0.*benign, malign.*FOLD.*LEVELS"):
             build(tmp_path / root)
     folders(tmp_path / "data", ["val/patient0"], ["benign"])
     with pytest.raises(ConfigError, match="patient0"):
         build(tmp_path / "data")
-    assert len(levels(build(tmp_path / "data", RANKS=["patient", "tumor"]))["patient"]) == num
+    assert len(levels(build(tmp_path / "data", LEVELS=["patient", "tumor"]))["patient"]) == num
     assert len(levels(build(tmp_path / "nested"))["level1"]) == num
 
 
@@ -199,34 +199,34 @@ def test_a_column_of_splits_is_no_level(
     assert paths(bundle.val) == [f"img/{i}.jpg" for i in range(0, 24, 4)]
 
 
-@pytest.mark.parametrize("ranks", [None, ["label"]])
+@pytest.mark.parametrize("names", [None, ["label"]])
 @pytest.mark.parametrize(
     ("column", "values"),
     [("split", "01"), ("data_set", ("a", "b")), ("Phase", ("train", "extra")), ("kfold", "012")],
 )
 def test_a_column_named_like_splits_has_to_say_them(
-    tmp_path: Path, ranks: list[str] | None, column: str, values: Sequence[str]
+    tmp_path: Path, names: list[str] | None, column: str, values: Sequence[str]
 ) -> None:
     """Unless it is a label or the group, or another column is that of splits."""
     cells = lambda i: f"{animal(i)},{values[i // 3 % len(values)]}"  # noqa: E731
     table(tmp_path, f"image,label,{column}", cells)
-    with pytest.raises(ConfigError, match=rf"SPLIT_COLUMN.*{column}.*{values[0]}.*RANKS"):
-        build(tmp_path, "manifest", RANKS=ranks)
-    assert list(levels(build(tmp_path, "manifest", RANKS=[column]))) == [column]
+    with pytest.raises(ConfigError, match=rf"SPLIT_COLUMN.*{column}.*{values[0]}.*LEVELS"):
+        build(tmp_path, "manifest", LEVELS=names)
+    assert list(levels(build(tmp_path, "manifest", LEVELS=[column]))) == [column]
     bundle = build(tmp_path, "manifest", GROUP_COLUMN=column, VAL_FRACTION=0.5)
     assert levels(bundle) == {"label": CLASSES}
     if values[0] == "0":
-        bundle = build(tmp_path, "manifest", RANKS=ranks, FOLD=1, SPLIT_COLUMN=column)
+        bundle = build(tmp_path, "manifest", LEVELS=names, FOLD=1, SPLIT_COLUMN=column)
         assert paths(bundle.val)[0] == "img/3.jpg"
     table(tmp_path, f"image,label,{column},is_val", lambda i: f"{cells(i)},{i % 2}")
-    assert sizes(build(tmp_path, "manifest", RANKS=["label"])) == [12, 12]
+    assert sizes(build(tmp_path, "manifest", LEVELS=["label"])) == [12, 12]
     table(tmp_path, f"image,label,moon_{column}", cells)
-    assert levels(build(tmp_path, "manifest", RANKS=["label"])) == {"label": CLASSES}
+    assert levels(build(tmp_path, "manifest", LEVELS=["label"])) == {"label": CLASSES}
 
 
 def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
     table(tmp_path, "image,label,width,note", lambda i: f"{animal(i)},{i},x")
-    bundle = build(tmp_path, "manifest", RANKS=["label"])
+    bundle = build(tmp_path, "manifest", LEVELS=["label"])
     assert [line.rpartition(": ")[2] for line in notes(bundle, "not read")] == ["width, note"]
     table(tmp_path, "image,label,site", lambda i: f"{animal(i)},{i // 3}")
     assert not notes(build(tmp_path, "manifest", GROUP_COLUMN="site"), "not read")
@@ -237,10 +237,10 @@ def test_groups_and_attributes_are_no_levels(tmp_path: Path, column: str) -> Non
     """Whether they nest or not; alone, such a column is the label."""
     row = lambda i: f"{animal(i)},{animal(i)}{i // 12}"  # noqa: E731
     table(tmp_path, f"image,label,{column}", row)
-    with pytest.raises(ConfigError, match=rf"RANKS.*{column}: 6 values.*GROUP_COLUMN"):
+    with pytest.raises(ConfigError, match=rf"LEVELS.*{column}: 6 values.*GROUP_COLUMN"):
         build(tmp_path, "manifest")
     assert levels(build(tmp_path, "manifest", GROUP_COLUMN=column)) == {"label": CLASSES}
-    assert list(levels(build(tmp_path, "manifest", RANKS=["label", column]))) == ["label", column]
+    assert list(levels(build(tmp_path, "manifest", LEVELS=["label", column]))) == ["label", column]
     table(tmp_path, f"image,{column},label", lambda i: f"{'AAB'[i % 3]},{animal(i)}")
     with pytest.raises(ConfigError, match=rf"{column}: 2 values"):
         build(tmp_path, "manifest")
@@ -265,7 +265,7 @@ def test_several_labels_in_a_cell_are_no_class(
     table(tmp_path, "image\tlabel", lambda i: cells[i % 3])
     with pytest.raises(ConfigError, match=rf"label: .*LABEL_SEPARATOR '\{separator}'"):
         build(tmp_path, "manifest")
-    assert len(levels(build(tmp_path, "manifest", RANKS=["label"]))["label"]) == 3
+    assert len(levels(build(tmp_path, "manifest", LEVELS=["label"]))["label"]) == 3
     names = levels(build(tmp_path, "manifest", LABEL_SEPARATOR=separator))["label"]
     assert not {*"".join(names)} & {*"[]|;,"}
     names = ("tench, Tinca tinca", "crane, Grus", "crane, machine")
@@ -310,10 +310,10 @@ def test_columns_that_are_no_levels_are_refused(
     tmp_path: Path, header: str, cells: Callable[[int], str], look: str
 ) -> None:
     table(tmp_path, f"image,{header}", cells)
-    with pytest.raises(ConfigError, match=rf"DATA\.DATASET\.RANKS.*{look}"):
+    with pytest.raises(ConfigError, match=rf"DATA\.DATASET\.LEVELS.*{look}"):
         build(tmp_path, "manifest")
     if header.startswith("label"):
-        assert levels(build(tmp_path, "manifest", RANKS=["label"])) == {"label": CLASSES}
+        assert levels(build(tmp_path, "manifest", LEVELS=["label"])) == {"label": CLASSES}
 
 
 def test_columns_that_nest_are_levels(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_columns_of_flags_are_classes(tmp_path: Path) -> None:
     assert levels(build(tmp_path, "manifest")) == {"label": ("0", "1")}
     two = ("1,0", "0,1", "0,0")
     table(tmp_path, "image,sick,rusty", lambda i: two[i % 3])
-    bundle = build(tmp_path, "manifest", RANKS=["sick", "rusty"])
+    bundle = build(tmp_path, "manifest", LEVELS=["sick", "rusty"])
     assert levels(bundle) == {"class": ("rusty", "sick")}
     table(tmp_path, "image,height,sick,rusty,sex", lambda i: f"{i},{two[i % 3]},{i % 2}")
     with pytest.raises(ConfigError, match=r"\[sick, rusty\]"):
@@ -599,20 +599,20 @@ def test_a_column_of_folds_is_used(tmp_path: Path) -> None:
         build(tmp_path, "manifest", FOLD=4)
 
 
-@pytest.mark.parametrize("ranks", [None, ["label"]])
+@pytest.mark.parametrize("names", [None, ["label"]])
 def test_columns_of_folds_and_of_splits_are_told_apart(
-    tmp_path: Path, ranks: list[str] | None
+    tmp_path: Path, names: list[str] | None
 ) -> None:
     words = ("train", "val", "train")
     row = lambda i: f"{animal(i)},{i // 3 % 4},{words[i // 3 % 3]}"  # noqa: E731
     table(tmp_path, "image,label,fold,split", row)
     with pytest.raises(ConfigError, match=r"FOLD.*'split'.*SPLIT_COLUMN"):
-        build(tmp_path, "manifest", FOLD=2, RANKS=ranks)
-    bundle = build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold", RANKS=ranks)
+        build(tmp_path, "manifest", FOLD=2, LEVELS=names)
+    bundle = build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN="fold", LEVELS=names)
     assert (levels(bundle), sizes(bundle)) == ({"label": CLASSES}, [18, 6])
     for name in ("split", "label", "image"):
         with pytest.raises(ConfigError, match=r"FOLD|SPLIT_COLUMN"):
-            build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN=name, RANKS=ranks)
+            build(tmp_path, "manifest", FOLD=2, SPLIT_COLUMN=name, LEVELS=names)
     table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i % 4}", name="test.csv", num=6)
     table(tmp_path, "image,label,fold", lambda i: f"{animal(i)},{i // 3 % 4}")
     assert sizes(build(tmp_path, "manifest", FOLD=2)) == [18, 6, 6]
@@ -651,8 +651,8 @@ def test_groups_stay_on_one_side(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("\n".join([header, *rows[::-1]]))
     backwards = build(tmp_path, "manifest", GROUP_COLUMN="camera")
     assert sorted(paths(backwards.val)) == sorted(expected)
-    for ranks in (None, ["label"]):
+    for names in (None, ["label"]):
         with pytest.raises(DataError, match="GROUP_COLUMN"):
-            build(tmp_path, "manifest", GROUP_COLUMN="place", RANKS=ranks)
+            build(tmp_path, "manifest", GROUP_COLUMN="place", LEVELS=names)
     with pytest.raises(ConfigError, match="GROUP_COLUMN"):
         build(tmp_path, GROUP_COLUMN="camera")

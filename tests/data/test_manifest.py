@@ -45,7 +45,7 @@ def labels(bundle: DataBundle) -> dict[str, list[int]]:
     return found
 
 
-def test_columns_are_ranks_and_empty_cells_unknown(folder: Path) -> None:
+def test_columns_are_levels_and_empty_cells_unknown(folder: Path) -> None:
     bundle = build(folder)
     assert bundle.taxonomy is not None
     assert bundle.taxonomy.names == ("kingdom", "species")
@@ -84,14 +84,14 @@ def test_variants_of_the_file_mean_the_same(folder: Path, change: Any) -> None:
     assert labels(bundle) == expected
 
 
-def test_ranks_choose_and_order_the_columns(folder: Path) -> None:
-    taxonomy = build(folder, RANKS=["species"]).taxonomy
+def test_levels_choose_and_order_the_columns(folder: Path) -> None:
+    taxonomy = build(folder, LEVELS=["species"]).taxonomy
     assert taxonomy is not None
     assert taxonomy.names == ("species",)
     (folder / "train.csv").write_text(
         "a,path,b\nx,img/0.jpg,q\ny,img/1.jpg,p\nx,img/2.jpg,q\ny,img/3.jpg,p\n"
     )
-    taxonomy = build(folder, RANKS=["b", "a"], IMAGE_COLUMN="path").taxonomy
+    taxonomy = build(folder, LEVELS=["b", "a"], IMAGE_COLUMN="path").taxonomy
     assert taxonomy is not None
     assert taxonomy.names == ("b", "a")
 

@@ -82,7 +82,7 @@ FOLDERS: dict[str, Callable[[], object]] = {
         classes=tuple(f"fold{i}/{n}" for i in range(5) for n in ("cat", "dog"))
     ),
     "one class": lambda: folders(classes=("cat",)),
-    "number of ranks": lambda: folders(RANKS=["species"]),
+    "number of levels": lambda: folders(LEVELS=["species"]),
     "channels": lambda: load_image(write_image(Path("photo.png")), 4),
     "channels of an array": lambda: load_image(array(5, 8, 9), 4),
     "two axes of channels": lambda: load_image(array(4, 8, 4), 4),
@@ -96,7 +96,7 @@ FOLDERS: dict[str, Callable[[], object]] = {
     ),
     "depth of val": lambda: folders("images/val/cat/0.jpg", tuple(f"train/{n}" for n in CLASSES)),
     "too few": lambda: [touch("few/a/0.jpg few/b/0.jpg"), build(NAME="imagefolder", ROOT="few")],
-    "rank of iNaturalist": lambda: folders(classes=INAT, RANKS=["tribe"]),
+    "level of iNaturalist": lambda: folders(classes=INAT, LEVELS=["tribe"]),
     "one kingdom": lambda: folders(classes=INAT),
     "other names": lambda: folders("images/others/0.jpg", INAT),
     "nothing but damage": lambda: folders(skip=True),
@@ -138,8 +138,8 @@ MANIFESTS: dict[str, Callable[[], object]] = {
     "one class": lambda: manifest("image,a\nimg/0.jpg,x\nimg/1.jpg,x\n"),
     "no class": lambda: manifest("image,a\nimg/0.jpg,\nimg/1.jpg,\n"),
     "no image": lambda: manifest("image,a\n0.jpg,x\n", val="image,a\n1.jpg,x\n"),
-    "misspelled rank": lambda: manifest(ROWS, RANKS=["specie"]),
-    "the image as a rank": lambda: manifest(ROWS, RANKS=["image"]),
+    "misspelled level": lambda: manifest(ROWS, LEVELS=["specie"]),
+    "the image as a level": lambda: manifest(ROWS, LEVELS=["image"]),
     "fine to coarse": lambda: manifest(
         "image,b,a\nimg/0.jpg,cat,A\nimg/1.jpg,dog,A\nimg/1.jpg,oak,P\n"
     ),
@@ -200,10 +200,10 @@ OWN: dict[str, Callable[[], object]] = {
     "too few labels": lambda: sample_of((1,)),
     "fractions": lambda: sample_of((0.5, 1.0)),
     "text": lambda: sample_of("cat"),
-    "rank": lambda: sample_of({"genus": 1}),
+    "level": lambda: sample_of({"genus": 1}),
     "number of targets": lambda: targets_of([0, 1]),
     "fractional targets": lambda: targets_of([0.5] * 6),
-    "targets of two ranks": lambda: targets_of([[0, 1]] * 6),
+    "targets of two levels": lambda: targets_of([[0, 1]] * 6),
     "targets out of range": lambda: targets_of([0, 1, 2] * 2),
     "targets of text": lambda: targets_of(["a"] * 6),
     "mixing without classes": lambda: target("Samples", MIXED),
@@ -216,8 +216,8 @@ OWN: dict[str, Callable[[], object]] = {
     "statistics": lambda: synthetic(2, augment=AugmentConfig(MEAN=[0.5] * 2)),
     "labels to balance": lambda: BalancedSampler(torch.full((4, 2), -1), seed=0),
     "classes of synthetic": lambda: synthetic(10, 5),
-    "ranks of synthetic": lambda: synthetic(2, 4, RANKS=["a"]),
-    "ranks of one name": lambda: synthetic(2, 4, RANKS=["a", "a"]),
+    "levels of synthetic": lambda: synthetic(2, 4, LEVELS=["a"]),
+    "levels of one name": lambda: synthetic(2, 4, LEVELS=["a", "a"]),
     "unknown in part": lambda: synthetic(4, UNKNOWN_FRACTION=0.5),
     "no tensor in a batch": lambda: batch_size(Batch({"a": 1}, 3)),
     "no sample to look at": lambda: BatchSpec([], collate_pairs, 4, seed=0),
@@ -254,7 +254,7 @@ def users(index: LabelIndex | None, classes: list[str]) -> EvaluationData:
 
 EVALUATIONS: dict[str, Callable[[], object]] = {
     "no column with labels": lambda: evaluation(NESTED, "image,order dogs"),
-    "no column of a rank": lambda: evaluation(NESTED, "image,b dogs", RANKS=["family", "b"]),
+    "no column of a level": lambda: evaluation(NESTED, "image,b dogs", LEVELS=["family", "b"]),
     "no image column": lambda: evaluation(NESTED, "photo,family dogs"),
     "unknown classes": lambda: evaluation(
         NESTED, "image,family,species dogs,wolf dogs,jackal bears,panda dogs,jackal"
@@ -269,7 +269,7 @@ EVALUATIONS: dict[str, Callable[[], object]] = {
     ),
     "unknown classes of a dataset": lambda: users(FLAT, ["wolf", "dodo", "fox"]),
     "a run without classes": lambda: users(None, ["wolf", "fox"]),
-    "other ranks": lambda: users(NESTED, ["wolf", "fox"]),
+    "other levels": lambda: users(NESTED, ["wolf", "fox"]),
     "built-in data": lambda: build_evaluation_data(
         EvaluationRequest(
             DataConfig(DATASET=DatasetConfig(NAME="synthetic")), FLAT, PREPROCESSING, 0, True

@@ -1,4 +1,4 @@
-"""Mixup and CutMix of training batches: labels on all ranks, reproducible, counted by AutoBatch."""
+"""Mixup and CutMix of training batches: labels on all levels, reproducible, counted by AutoBatch."""
 
 from __future__ import annotations
 

@@ -66,29 +66,29 @@ def test_a_step_has_the_same_samples_on_any_number_of_processes(
         assert together == sorted(order[start : start + world * size])
 
 
-RANKS = torch.tensor([[0, 0]] * 90 + [[0, 1]] * 7 + [[1, 2]] * 2 + [[1, -1]] * 3 + [[-1, -1]] * 5)
+LABELS = torch.tensor([[0, 0]] * 90 + [[0, 1]] * 7 + [[1, 2]] * 2 + [[1, -1]] * 3 + [[-1, -1]] * 5)
 """Labels of 107 samples: three fine classes, a coarse one whose fine label is unknown, and none at all."""
 
 
 def drawn(
     epoch: int = 0, skip: int = 0, rank: int = 0, world: int = 1, seed: int = 0
 ) -> list[tuple[int, ...]]:
-    sampler = BalancedSampler(RANKS, seed=seed, rank=rank, world_size=world)
+    sampler = BalancedSampler(LABELS, seed=seed, rank=rank, world_size=world)
     sampler.set_epoch(epoch, skip)
     return list(sampler)
 
 
 def test_balanced_epochs_have_each_class_equally_often() -> None:
     keys = drawn()
-    assert len(keys) == len(RANKS)
-    counts = Counter(tuple(RANKS[index].tolist()) for _, index, _ in keys)
+    assert len(keys) == len(LABELS)
+    counts = Counter(tuple(LABELS[index].tolist()) for _, index, _ in keys)
     assert set(counts) == {(0, 0), (0, 1), (1, 2), (1, -1)}
     assert max(counts.values()) - min(counts.values()) <= 1
     # Within a class, every sample may come.
     assert {index for epoch in range(4) for _, index, _ in drawn(epoch) if 90 <= index < 97} == {
         *range(90, 97)
     }
-    plain = Counter(tuple(RANKS[index].tolist()) for _, index in EpochSampler(len(RANKS), seed=0))
+    plain = Counter(tuple(LABELS[index].tolist()) for _, index in EpochSampler(len(LABELS), seed=0))
     assert plain[0, 0] == 90
 
 

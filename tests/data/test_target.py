@@ -29,7 +29,7 @@ TARGET: Any = None
 """What a test wants as the target of every sample; values that no configuration file can hold."""
 
 
-def ranked(split: str) -> Samples:
+def leveled(split: str) -> Samples:
     return Samples(split, taxonomy=TAXONOMY, targets=TARGET)
 
 
@@ -134,11 +134,11 @@ def test_training_images_are_augmented_and_validation_images_are_not() -> None:
         ({"coarse": 1}, [1, -1]),
     ],
 )
-def test_targets_of_several_ranks(
+def test_targets_of_several_levels(
     monkeypatch: pytest.MonkeyPatch, target: Any, expected: list[int]
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "TARGET", target)
-    bundle = build("ranked")
+    bundle = build("leveled")
     assert bundle.taxonomy == TAXONOMY
     assert bundle.train[0][1].tolist() == expected
 

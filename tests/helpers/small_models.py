@@ -1,4 +1,4 @@
-"""Small models: those of timm for two taxonomic ranks, and a point."""
+"""Small models: those of timm for two levels of a taxonomy, and a point."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.build import build_model
 from linnaeus.models.hierarchical import HierarchicalClassifier
 
-ONE_RANK = Taxonomy((Level("species", ("lion", "lynx", "wolf")),))
-TWO_RANKS = Taxonomy(
+ONE_LEVEL = Taxonomy((Level("species", ("lion", "lynx", "wolf")),))
+TWO_LEVELS = Taxonomy(
     (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf"))), ((0, 0, 1),)
 )
 
@@ -21,7 +21,7 @@ TWO_RANKS = Taxonomy(
 def built(
     name: str = "test_resnet",
     *,
-    taxonomy: Taxonomy = TWO_RANKS,
+    taxonomy: Taxonomy = TWO_LEVELS,
     seed: int = 0,
     in_chans: int = 3,
     img_size: tuple[int, int] = (32, 32),

@@ -33,7 +33,7 @@ PLAIN = Taxonomy(
     ),
     ((0, 0, 1),),
 )
-ONE_RANK = Taxonomy((Level("class", ("cat", "dog", "eel")),))
+ONE_LEVEL = Taxonomy((Level("class", ("cat", "dog", "eel")),))
 
 
 def spec_of(

@@ -169,7 +169,7 @@ def test_plain_timm_loads_its_folder(case: str, tmp_path: Path) -> None:
     assert data["crop_mode"] == modes.get(preprocessing.resize, "center")
 
 
-def test_timm_takes_the_head_of_another_rank(birds: TrainedRun, tmp_path: Path) -> None:
+def test_timm_takes_the_head_of_another_level(birds: TrainedRun, tmp_path: Path) -> None:
     folder = birds.export("timm", tmp_path / "out", level="order").path
     config = json.loads((folder / "config.json").read_text())
     assert (config["label_names"], config["linnaeus"]["level"]) == (

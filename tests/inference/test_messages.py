@@ -21,7 +21,7 @@ from linnaeus.inference.prediction import predictions_of
 from linnaeus.inference.trained import TrainedRun, load_run
 from tests.helpers.messages import Golden, error_and_code_of
 from tests.helpers.trained import (
-    ONE_RANK,
+    ONE_LEVEL,
     Flat,
     Untraceable,
     picture,
@@ -82,7 +82,7 @@ def other_head() -> TrainedRun:
     return run
 
 
-levels = functools.partial(predictions_of, sources=range(2), taxonomy=ONE_RANK, top=1)
+levels = functools.partial(predictions_of, sources=range(2), taxonomy=ONE_LEVEL, top=1)
 
 
 def difference(factor: float, name: str = "a") -> float | None:
@@ -131,8 +131,8 @@ MISTAKES: dict[str, Callable[[], object]] = {
         picture(0)
     ),
     "export: format": lambda: birds().export("tflite"),
-    "export: rank": lambda: birds().export("timm", level="genus"),
-    "export: rank of another format": lambda: birds().export("onnx", level="order"),
+    "export: level": lambda: birds().export("timm", level="genus"),
+    "export: level of another format": lambda: birds().export("onnx", level="order"),
     "export: a file for a folder": lambda: birds().export("timm", written("file")),
     "export: ending": lambda: birds().export("safetensors", "model.pt"),
     "export: folder in use": lambda: [
@@ -154,7 +154,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
         ),
     ).export("torch-export"),
     "export: other outputs": lambda: difference(1.01),
-    "export: other ranks": lambda: difference(1, "b"),
+    "export: other levels": lambda: difference(1, "b"),
     "export: damaged image": lambda: samples_of(birds(), [written("x.png")]),
 }
 """By a title: what raises an error."""

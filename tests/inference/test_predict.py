@@ -22,7 +22,7 @@ from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import predictions_of
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.training.step import ValidationStep
-from tests.helpers.trained import BIRDS, ONE_RANK, picture, save_run, spec_of, write_images
+from tests.helpers.trained import BIRDS, ONE_LEVEL, picture, save_run, spec_of, write_images
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ PARTLY_KNOWN = Taxonomy(
 
 
 @pytest.mark.parametrize(
-    "taxonomy", [BIRDS, PARTLY_KNOWN, ONE_RANK], ids=["birds", "partly known", "one rank"]
+    "taxonomy", [BIRDS, PARTLY_KNOWN, ONE_LEVEL], ids=["birds", "partly known", "one level"]
 )
 def test_the_path_is_the_best_of_all_paths(taxonomy: Taxonomy) -> None:
     torch.manual_seed(0)

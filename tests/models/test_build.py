@@ -19,7 +19,7 @@ from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.model_spec import ModelSpec
-from tests.helpers.small_models import ONE_RANK, TWO_RANKS, build
+from tests.helpers.small_models import ONE_LEVEL, TWO_LEVELS, build
 
 FAMILIES = ("test_resnet", "test_vit", "test_convnext", "test_efficientnet")
 
@@ -138,7 +138,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("taxonomy", "num_classes"), [(ONE_RANK, 3), (TWO_RANKS, {"family": 2, "species": 3})]
+    ("taxonomy", "num_classes"), [(ONE_LEVEL, 3), (TWO_LEVELS, {"family": 2, "species": 3})]
 )
 def test_a_users_model_is_offered_what_the_data_is_like(
     taxonomy: Taxonomy, num_classes: Any

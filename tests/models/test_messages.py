@@ -14,7 +14,7 @@ from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import build_freezing
 from linnaeus.models.preprocessing import with_preprocessing
 from tests.helpers.messages import Golden, error_of
-from tests.helpers.small_models import ONE_RANK, TWO_RANKS, build, built
+from tests.helpers.small_models import ONE_LEVEL, TWO_LEVELS, build, built
 from tests.helpers.trained import save_run, spec_of
 
 OWN = f"{__name__}.not_a_module"
@@ -25,7 +25,7 @@ def not_a_module() -> dict[str, int]:
 
 
 def own(node: Any, **facts: Any) -> None:
-    build_model(node, **{"taxonomy": TWO_RANKS, "in_chans": 3, "img_size": (32, 32), **facts})
+    build_model(node, **{"taxonomy": TWO_LEVELS, "in_chans": 3, "img_size": (32, 32), **facts})
 
 
 KEYS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "argument for a file": {"KWARGS": {"checkpoint_path": "a"}},
     "two sources of weights": {"PRETRAINED": True, "WEIGHTS": "a.pt"},
     "size of images": {"name": "test_vit", "img_size": (30, 30)},
-    "marginal head": {"HEAD": "marginal", "taxonomy": Taxonomy(TWO_RANKS.levels)},
+    "marginal head": {"HEAD": "marginal", "taxonomy": Taxonomy(TWO_LEVELS.levels)},
 }
 FREEZING: dict[str, Any] = {
     "module": "bacbone",
@@ -119,9 +119,9 @@ def test_messages(
     messages["weights: of a folder"] = built(f"local-dir:{folder}", PRETRAINED=True)[1]
     torch.save(build().backbone.state_dict(), tmp_path / "a.pth")
     messages["weights: of a file"] = built(WEIGHTS=str(tmp_path / "a.pth"))[1]
-    messages["weights: with heads"] = built(WEIGHTS=str(saved_heads(tmp_path, TWO_RANKS)))[1]
+    messages["weights: with heads"] = built(WEIGHTS=str(saved_heads(tmp_path, TWO_LEVELS)))[1]
     of_run = built(
-        taxonomy=ONE_RANK, WEIGHTS=str(save_run(tmp_path / "run", spec_of(taxonomy=TWO_RANKS)))
+        taxonomy=ONE_LEVEL, WEIGHTS=str(save_run(tmp_path / "run", spec_of(taxonomy=TWO_LEVELS)))
     )
     messages["weights: of a run"] = of_run[1]
     averages = {f"net.{name}": each for name, each in build().backbone.state_dict().items()}

@@ -23,9 +23,8 @@ from linnaeus.inference.trained import load_run
 from linnaeus.models.build import build_model
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.preprocessing import with_preprocessing
-from tests.helpers.small_models import ONE_RANK as ONE_LEVEL
-from tests.helpers.small_models import TWO_RANKS as BEFORE
-from tests.helpers.small_models import built
+from tests.helpers.small_models import ONE_LEVEL, built
+from tests.helpers.small_models import TWO_LEVELS as BEFORE
 from tests.helpers.trained import PLAIN, save_run, spec_of
 
 FAMILIES = BEFORE.levels[0]

@@ -24,15 +24,15 @@ NUM_SAMPLES = 11
 
 def make_taxonomy(parents: tuple[tuple[int, ...], ...] = (PARENTS,)) -> Taxonomy:
     names = ("family", "species")
-    ranks = [
+    levels = [
         Level(name, tuple(f"{name}{i}" for i in range(n)))
         for name, n in zip(names, NUM_CLASSES, strict=True)
     ]
-    return Taxonomy(tuple(ranks), parents)
+    return Taxonomy(tuple(levels), parents)
 
 
 def samples() -> tuple[list[Tensor], Tensor, Tensor]:
-    """Logits per rank, targets with unknown labels, and a loss per sample that adds up without rounding."""
+    """Logits per level, targets with unknown labels, and a loss per sample that adds up without rounding."""
     generator = torch.Generator().manual_seed(3)
     logits = [torch.randn(NUM_SAMPLES, count, generator=generator) for count in NUM_CLASSES]
     targets = torch.stack(
@@ -47,7 +47,9 @@ def fill(metrics: ClassificationMetrics, indices: Iterable[int], batch_size: int
     logits, targets, losses = samples()
     for rows in torch.tensor(list(indices), dtype=torch.long).split(batch_size):
         if len(rows):
-            metrics.update(tuple(rank[rows] for rank in logits), targets[rows], losses[rows].mean())
+            metrics.update(
+                tuple(level[rows] for level in logits), targets[rows], losses[rows].mean()
+            )
 
 
 def computed(metrics: ClassificationMetrics) -> dict[str, float]:
@@ -63,10 +65,10 @@ def computed_by_hand() -> dict[str, float]:
         samples()[2].numpy(),
     )
     values = {"loss": losses.mean()}
-    for rank, name in enumerate(("family", "species")):
-        known = targets[:, rank] >= 0
-        best_first = np.argsort(-logits[rank], axis=1)
-        hits = best_first == targets[:, rank, None]
+    for level, name in enumerate(("family", "species")):
+        known = targets[:, level] >= 0
+        best_first = np.argsort(-logits[level], axis=1)
+        hits = best_first == targets[:, level, None]
         values[f"top1/{name}"] = hits[known, :1].any(1).mean()
         values[f"top5/{name}"] = hits[known, :5].any(1).mean()
     del values["top5/family"]
@@ -88,8 +90,8 @@ def test_values_against_numpy_for_any_batches_since_the_reset(batch_size: int) -
 
 @pytest.mark.parametrize(("num_classes", "has_top5"), [(5, False), (6, True)])
 def test_top5_only_where_there_are_more_than_five_classes(num_classes: int, has_top5: bool) -> None:
-    rank = Level("species", tuple(map(str, range(num_classes))))
-    metrics = ClassificationMetrics(Taxonomy((rank,)))
+    level = Level("species", tuple(map(str, range(num_classes))))
+    metrics = ClassificationMetrics(Taxonomy((level,)))
     logits = torch.arange(float(num_classes)).repeat(2, 1)
     metrics.update(logits, torch.tensor([[0], [1]]), torch.tensor(1.0))
     values = computed(metrics)
@@ -146,25 +148,25 @@ def test_a_loss_that_is_not_a_number_is_not_hidden() -> None:
     assert math.isnan(computed(metrics)["loss"])
 
 
-TWO_RANKS = {"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent": 1.0}
+TWO_LEVELS = {"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("values", "rank_weights", "expected"),
+    ("values", "level_weights", "expected"),
     [
         ({"loss": 2.0}, None, "loss"),
-        (TWO_RANKS, None, "top1/species"),
-        (TWO_RANKS, [1.0, 0.1], "top1/species"),
-        (TWO_RANKS, [1.0, 0.0], "top1/family"),  # the species are not learnt
+        (TWO_LEVELS, None, "top1/species"),
+        (TWO_LEVELS, [1.0, 0.1], "top1/species"),
+        (TWO_LEVELS, [1.0, 0.0], "top1/family"),  # the species are not learnt
     ],
 )
-def test_the_headline_is_the_finest_rank_that_counts_or_the_loss(
-    values: dict[str, float], rank_weights: list[float] | None, expected: str
+def test_the_headline_is_the_finest_level_that_counts_or_the_loss(
+    values: dict[str, float], level_weights: list[float] | None, expected: str
 ) -> None:
     loss = (
         torch.nn.Module()
-        if rank_weights is None
-        else TaxonomicCrossEntropy(["f", "s"], rank_weights)
+        if level_weights is None
+        else TaxonomicCrossEntropy(["f", "s"], level_weights)
     )
     assert headline([*values], loss) == expected
 

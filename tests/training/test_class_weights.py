@@ -25,7 +25,7 @@ TAXONOMY = Taxonomy(
 TARGETS = torch.tensor([[0, 0], [0, 0], [0, 1], [1, 2], [1, -1], [-1, -1]])
 YAML = "family:\n  dogs: 3\nspecies:\n  lynx: 0.5\n  1: 4\n"
 JSON = '{"family": {"dogs": 3}, "species": {"lynx": 0.5, "1": 4}}'
-CSV = "rank,class,weight\nfamily,dogs,3\nspecies,lynx,0.5\nspecies,1,4\n"
+CSV = "level,class,weight\nfamily,dogs,3\nspecies,lynx,0.5\nspecies,1,4\n"
 
 
 def test_balanced_weights_are_those_of_scikit_learn() -> None:

@@ -16,13 +16,13 @@ from linnaeus.config.schema import LossConfig
 from linnaeus.data.mixing import soft_targets
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
-from linnaeus.training.losses import SingleRank, TaxonomicLoss, build_loss, logits_per_level
+from linnaeus.training.losses import SingleLevel, TaxonomicLoss, build_loss, logits_per_level
 
-RANKS, COUNTS = ("family", "species"), [3, 4]
+NAMES, COUNTS = ("family", "species"), [3, 4]
 LEVELS = tuple(
-    Level(name, tuple(map(str, range(n)))) for name, n in zip(RANKS, COUNTS, strict=True)
+    Level(name, tuple(map(str, range(n)))) for name, n in zip(NAMES, COUNTS, strict=True)
 )
-TAXONOMY, ONE_RANK = Taxonomy(LEVELS), Taxonomy(LEVELS[1:])
+TAXONOMY, ONE_LEVEL = Taxonomy(LEVELS), Taxonomy(LEVELS[1:])
 WEIGHTS = [torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 3.0, 0.2, 0.7])]
 TARGETS = torch.tensor([[0, 1], [1, 2], [-1, 0], [2, -1], [-1, -1]])
 KNOWN = torch.tensor([[1], [2], [0], [3], [1]])
@@ -72,18 +72,18 @@ class Weighted(nn.Module):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weights", [None, [1.0, 3.0], [0.0, 2.0]])
-def test_weighted_mean_of_the_ranks_means_over_all_samples(
+def test_weighted_mean_of_the_levels_means_over_all_samples(
     smoothing: float, weights: list[float] | None
 ) -> None:
     coarse, fine = logits()
     known = ([0, 1, 3], [0, 1, 2])
-    by_rank = [
-        cross_entropy(part[rows], TARGETS[rows, rank], label_smoothing=smoothing) * 3 / 5
-        for rank, (part, rows) in enumerate(zip((coarse, fine), known, strict=True))
+    by_level = [
+        cross_entropy(part[rows], TARGETS[rows, level], label_smoothing=smoothing) * 3 / 5
+        for level, (part, rows) in enumerate(zip((coarse, fine), known, strict=True))
     ]
     first, second = weights or (1.0, 1.0)
-    expected = (first * by_rank[0] + second * by_rank[1]) / (first + second)
-    loss = built("cross_entropy", RANK_WEIGHTS=weights, LABEL_SMOOTHING=smoothing)
+    expected = (first * by_level[0] + second * by_level[1]) / (first + second)
+    loss = built("cross_entropy", LEVEL_WEIGHTS=weights, LABEL_SMOOTHING=smoothing)
     torch.testing.assert_close(loss((coarse, fine), TARGETS), expected, rtol=1e-12, atol=0)
 
 
@@ -145,8 +145,8 @@ def test_extreme_logits_in_half_precision_stay_finite_and_no_value_is_read(kind:
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "bce"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_on_one_rank_it_is_the_loss_of_torch_or_timm(kind: str, smoothing: float) -> None:
-    loss, outputs = built(kind, ONE_RANK, LABEL_SMOOTHING=smoothing), logits()[1]
+def test_on_one_level_it_is_the_loss_of_torch_or_timm(kind: str, smoothing: float) -> None:
+    loss, outputs = built(kind, ONE_LEVEL, LABEL_SMOOTHING=smoothing), logits()[1]
     soft = soft_targets(KNOWN, COUNTS[1:]).double()
     mixed = PART * soft + (1 - PART) * soft.roll(1, 0)
     smooth = mixed * (1 - smoothing) + smoothing / 4  # both libraries take soft targets as they are
@@ -162,17 +162,17 @@ def test_on_one_rank_it_is_the_loss_of_torch_or_timm(kind: str, smoothing: float
 
 def test_weights_of_classes_weight_samples_and_the_divisor_stays() -> None:
     outputs, weights, labels = logits()[1], WEIGHTS[1].double(), KNOWN[:, 0]
-    loss = built("cross_entropy", ONE_RANK, weighted=True, LABEL_SMOOTHING=0.1)
+    loss = built("cross_entropy", ONE_LEVEL, weighted=True, LABEL_SMOOTHING=0.1)
     total = cross_entropy(outputs, labels, weights, label_smoothing=0.1, reduction="sum")
     torch.testing.assert_close(loss(outputs, KNOWN), total / 5)
-    loss = built("bce", ONE_RANK, weighted=True, LABEL_SMOOTHING=0.1)
+    loss = built("bce", ONE_LEVEL, weighted=True, LABEL_SMOOTHING=0.1)
     each = BinaryCrossEntropy(smoothing=0.1, reduction="none")(outputs, labels).mean(dim=1)
     torch.testing.assert_close(loss(outputs, KNOWN), (each * weights[labels]).mean())
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_focal_loss_of_two_classes_is_torchvisions(gamma: float) -> None:
-    loss = built("focal", Taxonomy((Level("rank", ("no", "yes")),)), FOCAL_GAMMA=gamma)
+    loss = built("focal", Taxonomy((Level("level", ("no", "yes")),)), FOCAL_GAMMA=gamma)
     score, labels = logits()[1][:, 0], torch.tensor([0, 1, 1, 0, 1])
     outputs = torch.stack([torch.zeros_like(score), score], dim=1)
     expected = sigmoid_focal_loss(score, labels.double(), alpha=-1, gamma=gamma, reduction="mean")
@@ -196,13 +196,13 @@ def test_weights_are_loaded_from_a_checkpoint() -> None:
     "outputs",
     [
         list(logits()),
-        OrderedDict(zip(RANKS[::-1], logits()[::-1], strict=True)),
-        {**dict(zip(RANKS, logits(), strict=True)), "features": torch.zeros(5, 7)},
+        OrderedDict(zip(NAMES[::-1], logits()[::-1], strict=True)),
+        {**dict(zip(NAMES, logits(), strict=True)), "features": torch.zeros(5, 7)},
     ],
-    ids=["list", "another order", "more than the ranks"],
+    ids=["list", "another order", "more than the levels"],
 )
-def test_outputs_are_taken_in_rank_order(outputs: Any) -> None:
-    found = logits_per_level(outputs, RANKS)
+def test_outputs_are_taken_in_level_order(outputs: Any) -> None:
+    found = logits_per_level(outputs, NAMES)
     assert all(torch.equal(a, b) for a, b in zip(found, logits(), strict=True))
 
 
@@ -214,7 +214,7 @@ def test_a_users_loss_gets_the_models_outputs_the_taxonomy_and_its_lists() -> No
     loss = build_loss(node, TAXONOMY, torch.device("meta"))
     assert (loss.names, loss.taxonomy) == (["a"], TAXONOMY)
     assert (loss.weight.dtype, loss.weight.device.type) == (torch.float32, "meta")
-    one, outputs = build_loss({**node, "weight": None}, ONE_RANK), (logits()[1],)
+    one, outputs = build_loss({**node, "weight": None}, ONE_LEVEL), (logits()[1],)
     assert one.weight is None
     assert one(outputs, TARGETS[:, 1:])[0] is outputs
     assert isinstance(build_loss({"_target_": "torch.nn.MSELoss"}, None), nn.MSELoss)
@@ -223,22 +223,22 @@ def test_a_users_loss_gets_the_models_outputs_the_taxonomy_and_its_lists() -> No
 @pytest.mark.parametrize(
     "form", [lambda fine: fine, lambda fine: (fine,), lambda fine: {"species": fine}]
 )
-def test_a_loss_of_torch_gets_plain_tensors_of_one_rank_and_weights(form: Any) -> None:
+def test_a_loss_of_torch_gets_plain_tensors_of_one_level_and_weights(form: Any) -> None:
     fine = logits()[1].float()
     node = {"_target_": CROSS_ENTROPY, "label_smoothing": 0.1, "weight": [1, 2, 4, 8]}
     weight = torch.tensor([1.0, 2.0, 4.0, 8.0])
     expected = cross_entropy(fine, KNOWN[:, 0], weight, label_smoothing=0.1)
-    torch.testing.assert_close(build_loss(node, ONE_RANK)(form(fine), KNOWN), expected)
+    torch.testing.assert_close(build_loss(node, ONE_LEVEL)(form(fine), KNOWN), expected)
 
 
 def test_a_loss_of_torch_leaves_unknown_labels_out() -> None:
     fine, labels = logits()[1], TARGETS[:, 1:]
     expected = cross_entropy(fine[:3], labels[:3, 0])
     torch.testing.assert_close(
-        build_loss({"_target_": CROSS_ENTROPY}, ONE_RANK)(fine, labels), expected
+        build_loss({"_target_": CROSS_ENTROPY}, ONE_LEVEL)(fine, labels), expected
     )
     with pytest.raises(IndexError):
-        build_loss({"_target_": CROSS_ENTROPY, "ignore_index": 2}, ONE_RANK)(fine, labels)
+        build_loss({"_target_": CROSS_ENTROPY, "ignore_index": 2}, ONE_LEVEL)(fine, labels)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_a_loss_of_torch_leaves_unknown_labels_out() -> None:
 def test_losses_of_libraries_must_take_the_targets_of_the_run(
     target: str, takes_labels: bool, takes_probabilities: bool
 ) -> None:
-    loss = build_loss({"_target_": target}, ONE_RANK)
-    assert isinstance(loss, SingleRank)
+    loss = build_loss({"_target_": target}, ONE_LEVEL)
+    assert isinstance(loss, SingleLevel)
     for mixes, is_taken in ((False, takes_labels), (True, takes_labels and takes_probabilities)):
         if is_taken:
             loss.check_takes_targets(4, torch.device("cpu"), mixes=mixes)

@@ -39,10 +39,10 @@ from tests.helpers.greedy import SPLIT, greedy, trainer_of
 from tests.helpers.messages import Golden, error_of
 
 OWN = f"{__name__}.not_a_module"
-TWO_RANKS = Taxonomy(
+TWO_LEVELS = Taxonomy(
     (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf")))
 )
-ONE_RANK = Taxonomy(TWO_RANKS.levels[1:])
+ONE_LEVEL = Taxonomy(TWO_LEVELS.levels[1:])
 MIXED = ["DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1", "DATA.AUGMENT.MIX_OFF_EPOCHS=2"]
 FROZEN = "MODEL.FREEZE=backbone"
 IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
@@ -139,8 +139,8 @@ def checkpoints(folder: Path) -> dict[str, str]:
     changes = ["MODEL.WIDTH (2 in the checkpoint, 3 now)"]
     found["another model, by its keys"] = error_of(state_of(3).load_state_dict, state, changes)
     classes = {"taxonomy": {"levels": [{"name": "species", "classes": ["lion", "lynx", "puma"]}]}}
-    found["other classes"] = error_of(check_classes, classes, ONE_RANK, folder)
-    found["other ranks"] = error_of(check_classes, classes, TWO_RANKS, folder)
+    found["other classes"] = error_of(check_classes, classes, ONE_LEVEL, folder)
+    found["other levels"] = error_of(check_classes, classes, TWO_LEVELS, folder)
     for title, state, change in (
         ("own loss", {"criterion": {"centre": 1}}, "LOSS.scale (1 in the checkpoint, 2 now)"),
         ("other parameters", {}, "MODEL.FREEZE ('none' in the checkpoint, 'backbone' now)"),
@@ -156,25 +156,25 @@ def checkpoints(folder: Path) -> dict[str, str]:
 
 WEIGHTS = {
     "class": ("w.yaml", "family:\n  dgos: 3\n"),
-    "rank": ("w.yaml", "familie:\n  dogs: 3\n"),
+    "level": ("w.yaml", "familie:\n  dogs: 3\n"),
     "value": ("w.yaml", "family:\n  dogs: many\n"),
     "all 0": ("w.yaml", "family:\n  dogs: 0\n  cats: 0\n"),
-    "no ranks": ("w.yaml", "family: 3\n"),
+    "no levels": ("w.yaml", "family: 3\n"),
     "YAML": ("w.yaml", "family: [\n"),
     "JSON": ("w.json", '{"family": 1,}'),
     "columns": ("w.csv", "class,weight\n"),
-    "cells": ("w.csv", "rank,class,weight\nfamily,dogs\n"),
+    "cells": ("w.csv", "level,class,weight\nfamily,dogs\n"),
     "no file": ("absent.csv", ""),
 }
 LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
-    "weights of ranks": (LossConfig(RANK_WEIGHTS=[1.0]), TWO_RANKS),
-    "no rank": (LossConfig(RANK_WEIGHTS=[0.0, 0.0]), TWO_RANKS),
+    "weights of levels": (LossConfig(LEVEL_WEIGHTS=[1.0]), TWO_LEVELS),
+    "no level": (LossConfig(LEVEL_WEIGHTS=[0.0, 0.0]), TWO_LEVELS),
     "no labels": (LossConfig(), None),
     "name": ({"_target_": "torch.nn.NoSuchLoss"}, None),
     "no module": ({"_target_": OWN}, None),
-    "two ranks": ({"_target_": "torch.nn.CrossEntropyLoss"}, TWO_RANKS),
-    "weights as text": ({"_target_": "torch.nn.CrossEntropyLoss", "weight": ["a"]}, ONE_RANK),
-    "argument": ({"_target_": "torch.nn.CrossEntropyLoss", "WEIGHT": [1.0]}, ONE_RANK),
+    "two levels": ({"_target_": "torch.nn.CrossEntropyLoss"}, TWO_LEVELS),
+    "weights as text": ({"_target_": "torch.nn.CrossEntropyLoss", "weight": ["a"]}, ONE_LEVEL),
+    "argument": ({"_target_": "torch.nn.CrossEntropyLoss", "WEIGHT": [1.0]}, ONE_LEVEL),
 }
 OPTIMIZERS: dict[str, Any] = {
     "name": OptimizerConfig(NAME="adamww"),
@@ -235,7 +235,7 @@ def test_messages(golden: Golden, tmp_path: Path) -> None:
         if text:
             (tmp_path / name).write_text(text)
         messages[f"class weights: {title}"] = error_of(
-            class_weights, str(tmp_path / name), TWO_RANKS, targets
+            class_weights, str(tmp_path / name), TWO_LEVELS, targets
         )
     for title, (node, taxonomy) in LOSSES.items():
         messages[f"loss: {title}"] = error_of(build_loss, node, taxonomy)
@@ -243,7 +243,7 @@ def test_messages(golden: Golden, tmp_path: Path) -> None:
     for title, output in outputs.items():
         messages[f"outputs: {title}"] = error_of(logits_per_level, output, ("family", "species"))
     for kind in ("NLLLoss", "MSELoss"):
-        library = build_loss({"_target_": f"torch.nn.{kind}"}, ONE_RANK)
+        library = build_loss({"_target_": f"torch.nn.{kind}"}, ONE_LEVEL)
         messages[f"loss: targets of {kind}"] = error_of(
             library.check_takes_targets, 3, torch.device("cpu"), mixes=kind == "NLLLoss"
         )

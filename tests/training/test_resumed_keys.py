@@ -33,8 +33,8 @@ TINY = (
     "DATA.IMG_SIZE=32",
 )
 FROZEN = "MODEL.FREEZE=backbone"
-ONE_RANK = "DATA.DATASET.NUM_CLASSES=[3]"
-TORCHS = (ONE_RANK, "LOSS._target_=torch.nn.CrossEntropyLoss")
+ONE_LEVEL = "DATA.DATASET.NUM_CLASSES=[3]"
+TORCHS = (ONE_LEVEL, "LOSS._target_=torch.nn.CrossEntropyLoss")
 
 
 class Centres(nn.Module):
@@ -58,7 +58,7 @@ IN_FORCE: dict[str, tuple[tuple[str, ...], str]] = {
     "LOSS.CLASS_WEIGHTS": ((), "balanced"),
     "LOSS.CLASS_WEIGHTS to a file": (("LOSS.CLASS_WEIGHTS=balanced",), "weights.yaml"),
     "LOSS.CLASS_WEIGHTS to none": (("LOSS.CLASS_WEIGHTS=balanced",), "null"),
-    "LOSS.RANK_WEIGHTS": ((), "[1,0]"),
+    "LOSS.LEVEL_WEIGHTS": ((), "[1,0]"),
     "LOSS.weight": ((*TORCHS, "LOSS.weight=[1,1,1]"), "[1,2,3]"),
     "OPTIMIZER.LR": (("TRAIN.RESUME_WITH=lr",), "0.5"),
     "OPTIMIZER.WEIGHT_DECAY": (("TRAIN.RESUME_WITH=lr",), "0.5"),
@@ -177,7 +177,7 @@ def resume(folder: CheckpointFolder, config: Config) -> Assembly:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointFolder:
     monkeypatch.chdir(tmp_path)
-    Path("weights.yaml").write_text("rank2: {rank2-0: 5}\n")
+    Path("weights.yaml").write_text("level2: {level2-0: 5}\n")
     return CheckpointFolder(tmp_path / "checkpoints")
 
 

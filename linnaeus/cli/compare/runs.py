@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from linnaeus.cli.tables import Figures
+from linnaeus.config.aliases import renamed
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.tree import PLAN
 from linnaeus.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
@@ -238,11 +239,11 @@ class Row:
 
     @property
     def headline(self) -> str | None:
-        """The metric that decides which checkpoint is best: top-1 of the finest rank, or the loss."""
-        ranks = [
+        """The metric that decides which checkpoint is best: top-1 of the finest level, or the loss."""
+        levels = [
             name for name in self.metrics if name.startswith(("top1/", "map/"))
         ] or self.metrics[:1]
-        headline: str | None = self.result.get("headline", ranks[-1] if ranks else None)
+        headline: str | None = self.result.get("headline", levels[-1] if levels else None)
         return headline
 
     def planned(self, name: str) -> Any:
@@ -422,7 +423,7 @@ def _read_config(run: Row) -> None:
         if not isinstance(content, dict):
             raise ValueError("it holds no keys")
         plan = content.pop(PLAN, None)
-        config = flattened(content)
+        config = flattened(renamed(content))
         json.dumps(config, sort_keys=True, default=str)  # as values are compared
     except FileNotFoundError:
         run.problem = f"there is no {CONFIG}"

@@ -193,7 +193,7 @@ def show(evaluation: Evaluation, console: Console) -> None:
         rows.append([level.level.name, *cells])
     if rows:
         console.print(
-            table(evaluation.data_title, ["rank", *headings.values()], rows, left=("rank",))
+            table(evaluation.data_title, ["level", *headings.values()], rows, left=("level",))
         )
     finest = next((level for level in reversed(evaluation.levels) if level.num_samples), None)
     if isinstance(finest, SetFigures):
@@ -240,7 +240,7 @@ def notes(evaluation: Evaluation) -> list[str]:
     if distance is not None and distance.mean_over_mistakes is not None:
         found.append(
             f"mean distance of {counted(distance.num_mistakes, 'mistake')} to the lowest common ancestor: "
-            f"{distance.mean_over_mistakes:.3f} ranks ({distance.mean_over_samples:.3f} over all samples, "
+            f"{distance.mean_over_mistakes:.3f} levels ({distance.mean_over_samples:.3f} over all samples, "
             "correct ones as 0)"
         )
     if evaluation.logged is not None:

@@ -140,7 +140,7 @@ def check_level(run: TrainedRun, level: str | None) -> str:
         )
     names = list(run.classes)
     if level is not None and level not in names:
-        raise ConfigError(f"--level: {level!r} is no rank of the run; it has {', '.join(names)}")
+        raise ConfigError(f"--level: {level!r} is no level of the run; it has {', '.join(names)}")
     return level or names[-1]
 
 

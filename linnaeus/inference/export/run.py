@@ -85,7 +85,7 @@ def export_run(
         if value not in choices:
             raise ConfigError(f"{name}: {value!r} is none of {', '.join(choices)}")
     if level is not None and format != "timm":
-        raise ConfigError("--level: only timm takes a single rank; other formats hold all of them")
+        raise ConfigError("--level: only timm takes a single level; other formats hold all of them")
     if output is None:
         output = (run.folder or run.checkpoint.parent) / "export" / NAMES[format]
     path = Path(output)

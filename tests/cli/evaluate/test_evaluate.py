@@ -70,7 +70,7 @@ def logged(run_folder: Path) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which a run on folders of two ranks was trained, which has held samples out."""
+    """The folder in which a run on folders of two levels was trained, which has held samples out."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -84,6 +84,29 @@ def birds(trained: Path, run: Run, tmp_path: Path) -> Path:
     """The run in a copy of that folder, where the test is."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path / "runs/tiny"
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+def test_a_run_of_an_older_version_gives_the_logged_figures(
+    run: Run, birds: Path, tmp_path: Path, is_checkpoint: bool
+) -> None:
+    """Its configuration has the names that two keys had; a checkpoint alone has it too."""
+    config, checkpoint = birds / "config.yaml", birds / "checkpoints/last.pt"
+    text = config.read_text()
+    for now, old in (("    LEVELS:", "    RANKS:"), ("  LEVEL_WEIGHTS:", "  RANK_WEIGHTS:")):
+        assert now in text
+        text = text.replace(now, old)
+    config.write_text(text)
+    content = torch.load(checkpoint, weights_only=True)
+    nodes = content["config"]
+    nodes["LOSS"]["RANK_WEIGHTS"] = nodes["LOSS"].pop("LEVEL_WEIGHTS")
+    nodes["DATA"]["DATASET"]["RANKS"] = nodes["DATA"]["DATASET"].pop("LEVELS")
+    torch.save(content, checkpoint)
+    if is_checkpoint:
+        config.unlink()
+    outcome = run(*EVALUATE, "--checkpoint", "last", "--output", str(tmp_path / "found"))
+    assert outcome.code == 0, outcome.err
+    assert content_of(tmp_path / "found.json")["metrics"] == logged(birds)
 
 
 def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
@@ -152,7 +175,7 @@ def test_two_ranks_give_the_logged_figures(tmp_path: Path) -> None:
 
 
 def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path) -> None:
-    """Fewer classes, in another folder, without the coarse rank; labels are those of the run."""
+    """Fewer classes, in another folder, without the coarse level; labels are those of the run."""
     shutil.rmtree(tmp_path / "birds")
     write_images(tmp_path / "new/val", ("wolf", "lynx"), 3, seed=1)
     outcome = run(*EVALUATE, "DATA.DATASET.ROOT=new", "--plot", "p.html")
