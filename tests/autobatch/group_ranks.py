@@ -872,7 +872,14 @@ def search_until_one_fails_within_a_collective(rank: int, folder: Path) -> None:
     wrapper.register_comm_hook(None, hook)
     error = error_of(find, backward_of(wrapper), 512, state=(wrapper,), max_batch_size=2)
     (folder / "error.txt").write_text(str(error))
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: has_ended(pid))
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def spawned(rank: int, folder: Path) -> None:
