@@ -16,6 +16,8 @@ from torch.distributed import _functional_collectives as functional
 from linnaeus.autobatch.ranks.collectives import BeforeCollectives, collectives_refused
 from linnaeus.errors import AutoBatchError
 
+pytestmark = pytest.mark.usefixtures("compiles_unseen")
+
 
 @pytest.fixture
 def world() -> Iterator[dist.ProcessGroup | None]:
