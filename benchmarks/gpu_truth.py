@@ -45,8 +45,8 @@ from torch import nn
 
 from linnaeus import auto_find_batch_size
 from linnaeus.autobatch.observer import SearchObserver
-from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.prediction import predict
+from linnaeus.autobatch.predict.swap import UntraceableError
 from linnaeus.autobatch.predict.trace import Buckets
 from linnaeus.autobatch.search import TrialRecord
 from tests.phantom import is_on

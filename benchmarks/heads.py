@@ -24,8 +24,8 @@ from linnaeus.config.schema import Config
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import World
-from linnaeus.rng import seed_all
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.losses import logits_per_level
 

@@ -41,7 +41,7 @@ from torchvision.transforms import v2
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
-from linnaeus.dist import World
+from linnaeus.runtime.distributed import World
 
 NUM_CLASSES = 10
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

@@ -20,17 +20,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as functional
 
-from linnaeus.batching.plan import plan_batches
-from linnaeus.batching.sizes import Facts
+from linnaeus.batch_plan.effective_batch import Facts
+from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
-from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
-from linnaeus.dist import World, resolve_device
-from linnaeus.rng import seed_all
-from linnaeus.signals import StopRequest
+from linnaeus.runtime.console import ProgressBar
+from linnaeus.runtime.distributed import World, resolve_device
+from linnaeus.runtime.rng import seed_all
+from linnaeus.runtime.signals import StopRequest
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.schedule import Schedule

@@ -12,21 +12,27 @@ from functools import partial
 from linnaeus.autobatch.memory.device import device_memory
 from linnaeus.config.load import save_config, with_batch_sizes
 from linnaeus.config.schema import Config
-from linnaeus.console import ProgressBar
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders, with_measured_workers
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.data.split_file import SPLIT_FILE, save_split
-from linnaeus.dist import errors_told_first, join
-from linnaeus.files import AUTOBATCH, CHECKPOINTS, CONFIG, METRICS, RESULT, write_text_atomically
-from linnaeus.log import RunFolder
 from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
 from linnaeus.models.preprocessing import with_preprocessing
-from linnaeus.rng import derive_seed, deterministic, seed_all
-from linnaeus.run_folder import TRIAL, stopped_reason
-from linnaeus.signals import StopRequest
-from linnaeus.sizing.planning import Ladder, find_planned_sizes, size_search
-from linnaeus.sizing.report import device_environment, save_searches, summary
+from linnaeus.runtime.console import ProgressBar
+from linnaeus.runtime.distributed import errors_told_first, join
+from linnaeus.runtime.files import (
+    AUTOBATCH,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    RESULT,
+    write_text_atomically,
+)
+from linnaeus.runtime.rng import derive_seed, deterministic, seed_all
+from linnaeus.runtime.run_folder import TRIAL, RunFolder, stopped_reason
+from linnaeus.runtime.signals import StopRequest
+from linnaeus.size_search.fit_attempts import Ladder, find_planned_sizes, size_search
+from linnaeus.size_search.report import device_environment, save_searches, summary
 from linnaeus.training.build import assemble, built_facts, check_before_data, configuration_facts
 from linnaeus.training.callbacks import build_callbacks
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress

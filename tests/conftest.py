@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from linnaeus.log import close_logging
 from linnaeus.main import cli
+from linnaeus.runtime.log import close_logging
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Outcome
 from tests.helpers.messages import Golden

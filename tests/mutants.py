@@ -51,21 +51,21 @@ MUTANTS = (
     ),
     Mutant(
         "one tensor of a model is not restored",
-        "autobatch/snapshot.py",
+        "autobatch/state/snapshot.py",
         "for tensor in self.tensors:",
         "for tensor in self.tensors[1:]:",
         "tests/autobatch/test_snapshot.py",
     ),
     Mutant(
         "an optimizer's attributes are not restored",
-        "autobatch/snapshot.py",
+        "autobatch/state/snapshot.py",
         "            self._kept.restore(with_values=with_values)\n",
         "",
         "tests/autobatch/test_optimizers.py",
     ),
     Mutant(
         "random number generators are not restored",
-        "autobatch/snapshot.py",
+        "autobatch/state/snapshot.py",
         "        set_rng_state(self._rng, self._device)\n",
         "",
         "tests/autobatch/test_snapshot.py",
@@ -145,21 +145,21 @@ MUTANTS = (
         "run_folder.py",
         "holder is not None and holder.lives(silent_s)",
         "False",
-        "tests/test_run_folder.py",
+        "tests/runtime/test_run_folder.py",
     ),
     Mutant(
         "a run writes into a folder that it has lost",
         "run_folder.py",
         "        if not self.is_mine:\n            holder",
         "        if False:\n            holder",
-        "tests/test_run_folder.py",
+        "tests/runtime/test_run_folder.py",
     ),
     Mutant(
         "a checkpoint is not flushed to the disk",
         "files.py",
         "            os.fsync(file.fileno())\n",
         "",
-        "tests/test_files.py tests/training/test_checkpoint.py",
+        "tests/runtime/test_files.py tests/training/test_checkpoint.py",
     ),
     Mutant(
         "damage to a shard is not noticed",
@@ -187,7 +187,7 @@ MUTANTS = (
         "files.py",
         "    temporary = temporary_name(path)\n    try:",
         "    temporary = path\n    try:",
-        "tests/test_files.py tests/training/test_checkpoint.py",
+        "tests/runtime/test_files.py tests/training/test_checkpoint.py",
     ),
     Mutant(
         "the average's number of updates is not restored",
@@ -236,7 +236,7 @@ MUTANTS = (
         "autobatch/ranks/exchange.py",
         "if self.count == GONE or self.status() != psutil.STATUS_ZOMBIE:",
         "if True:",
-        "tests/test_control.py",
+        "tests/runtime/test_control.py",
     ),
 )
 

@@ -16,10 +16,10 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.image_files import Listing, encode, hold_out
 from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, index_labels
-from linnaeus.dist import World
-from linnaeus.errors import ConfigError
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.losses import build_loss
 from tests.helpers.label_sets import NAMES, cells_of, write_label_sets

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from linnaeus.config.schema import DistConfig
-from linnaeus.dist import World, join, resolve_device
-from linnaeus.files import why_not_written
-from linnaeus.run_folder import Claim, claim_run_folder
+from linnaeus.runtime.distributed import World, join, resolve_device
+from linnaeus.runtime.files import why_not_written
+from linnaeus.runtime.run_folder import Claim, claim_run_folder
 from linnaeus.training.metrics_file import MetricsFile
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.runs import Run

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from linnaeus.config.schema import SCHEDULES, ScheduleConfig
-from linnaeus.errors import DataError
-from linnaeus.run_folder import read_state
+from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.run_folder import read_state
 from linnaeus.training.schedule import lr_factor
 from tests.helpers.runs import SMALL, Run, assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, Clusters, curve, lines_of, validations_of

@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from linnaeus.autobatch.arguments import check_bounds, check_choice, check_functions, kind_of
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.observer import SearchObserver, check_observer
-from linnaeus.autobatch.optimizers import unlisted_optimizers_refused
 from linnaeus.autobatch.ranks.collectives import warm_up_collectives
 from linnaeus.autobatch.ranks.group import check_equal, joined_ranks, members
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
@@ -30,8 +29,9 @@ from linnaeus.autobatch.ranks.single_rank import (
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import Objective, SearchSettings
-from linnaeus.autobatch.sharded import is_sharded
-from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
+from linnaeus.autobatch.state.sharded import is_sharded
+from linnaeus.autobatch.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from linnaeus.autobatch.predict.prediction import Prediction

@@ -1,4 +1,4 @@
-"""The errors of a search; `linnaeus.errors` has those of a run too."""
+"""The errors of a search; `linnaeus.runtime.errors` has those of a run too."""
 
 from __future__ import annotations
 

@@ -34,7 +34,6 @@ from linnaeus.autobatch.observer import (
     SearchObserver,
     nothing_fits,
 )
-from linnaeus.autobatch.optimizers import check_restorable, unlisted_optimizers_refused
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import (
     Candidates,
@@ -45,7 +44,8 @@ from linnaeus.autobatch.search import (
     status_of,
 )
 from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings, last_part
-from linnaeus.autobatch.snapshot import Snapshot, parameters_of
+from linnaeus.autobatch.state.optimizers import check_restorable, unlisted_optimizers_refused
+from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import (
     NEARLY_FULL,

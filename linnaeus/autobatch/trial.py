@@ -24,7 +24,7 @@ from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.search import KernelLimit, OutOfMemory
 from linnaeus.autobatch.settings import ARGUMENTS, Names
-from linnaeus.autobatch.snapshot import Snapshot, parameters_of
+from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 
 MIN_TIMED_STEPS = 5
 MAX_TIMED_STEPS = 50

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from linnaeus.cli.parser import CommandParser, read_request
 from linnaeus.config.schema import Config
-from linnaeus.errors import ConfigError, DataError
-from linnaeus.words import counted, several
+from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.words import counted, several
 
 
 def read(argv: Sequence[str]) -> str | tuple[Namespace, Config]:

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from linnaeus.cli.parser import CommandParser, read_choice
-from linnaeus.errors import ConfigError
 from linnaeus.inference.export import FORMATS, OUTPUTS
 from linnaeus.inference.paths import STDIN, problem_of
-from linnaeus.signals import StopRequest
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.signals import StopRequest
 
 DESCRIPTION = """\
 Writes a trained run's model as a file that other programs read, with its classes, taxonomy and preprocessing

@@ -29,8 +29,8 @@ if find_spec("omegaconf") is None:
 
 from linnaeus import __version__
 from linnaeus.config.keys import suggest
-from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
-from linnaeus.signals import Interrupted, end_with_torchrun
+from linnaeus.runtime.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
+from linnaeus.runtime.signals import Interrupted, end_with_torchrun
 
 COMMANDS = {
     "train": "train; the word may be left out, but `linnaeus` alone prints this text",

@@ -17,8 +17,8 @@ from linnaeus.config.aliases import alias
 from linnaeus.config.keys import KEYS, available, closest, suggest
 from linnaeus.config.overrides import OPTIONS, expanded, parse_command_line
 from linnaeus.config.schema import Config
-from linnaeus.errors import ConfigError
-from linnaeus.files import CHECKPOINTS, suggest_run, temporary_name
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.files import CHECKPOINTS, suggest_run, temporary_name
 from linnaeus.sweep.slurm import FLAGS, LaunchOptions, problems_with
 
 AUTOBATCH = "DATA.AUTOBATCH"

@@ -18,7 +18,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from linnaeus.cli.tables import Figures
-from linnaeus.files import not_written, write_atomically
+from linnaeus.runtime.files import not_written, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

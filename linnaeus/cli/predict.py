@@ -26,12 +26,12 @@ from linnaeus.cli.parser import (
 from linnaeus.data import unread_note
 from linnaeus.data.split_file import SPLIT_FILE, read_split
 from linnaeus.data.splits import SPLITS
-from linnaeus.errors import ConfigError, DataError
-from linnaeus.files import CHECKPOINTS, not_written
 from linnaeus.inference.paths import STDIN, Unreadable, problem_of, walk
-from linnaeus.signals import StopRequest
+from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.files import CHECKPOINTS, not_written
+from linnaeus.runtime.signals import StopRequest
+from linnaeus.runtime.words import counted
 from linnaeus.sweep.slurm import LaunchOptions
-from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,9 +140,9 @@ def run(options: Options) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    from linnaeus.console import make_console
     from linnaeus.inference.trained import load_run
-    from linnaeus.log import close_logging, set_up_logging
+    from linnaeus.runtime.console import make_console
+    from linnaeus.runtime.log import close_logging, set_up_logging
 
     console = make_console(sys.stderr)
     set_up_logging(None, rank=0, console=console)
@@ -165,7 +165,7 @@ def run(options: Options) -> int:
 
 
 def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
-    from linnaeus.console import ProgressBar
+    from linnaeus.runtime.console import ProgressBar
 
     predictor = trained.predictor(
         top=options.top,

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, TypeVar
 from linnaeus.autobatch.predict.gpus import Gpu
 from linnaeus.cli.analyze.options import read_gpus
 from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_count, read_plot
-from linnaeus.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
-from linnaeus.files import SWEEP
+from linnaeus.runtime.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
+from linnaeus.runtime.files import SWEEP
+from linnaeus.runtime.words import counted
 from linnaeus.sweep.slurm import LaunchOptions, check_sbatch
-from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -213,9 +213,9 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         LostFolderError: the folder was renamed or deleted while the runs went on.
         LinnaeusError: sbatch has refused the job.
     """
-    from linnaeus.console import make_console
-    from linnaeus.log import close_logging, set_up_logging
-    from linnaeus.signals import handled
+    from linnaeus.runtime.console import make_console
+    from linnaeus.runtime.log import close_logging, set_up_logging
+    from linnaeus.runtime.signals import handled
 
     console = make_console()
     if not options.launch.dry_run:  # which prints what a shell or sbatch reads
@@ -357,8 +357,8 @@ def _watch(
     from rich.live import Live
 
     from linnaeus.cli.compare.session import runs_table
-    from linnaeus.console import is_interactive
-    from linnaeus.run_folder import read_state
+    from linnaeus.runtime.console import is_interactive
+    from linnaeus.runtime.run_folder import read_state
 
     known: dict[Path, str] = {}
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -540,7 +540,7 @@ def _watch_jobs(watch: Watch, options: Options, sweep: Sweep, received: Sequence
     Raises:
         LinnaeusError: sbatch has refused the job.
     """
-    from linnaeus.run_folder import is_queued
+    from linnaeus.runtime.run_folder import is_queued
     from linnaeus.sweep.slurm import submit
 
     number = submit(sweep.folder / "slurm", _script(options, sweep))

@@ -17,13 +17,13 @@ from linnaeus.cli.analyze.predict import META, predict_sizes
 from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.cli.analyze.show import sizes_table
 from linnaeus.config.schema import Config, DataConfig
-from linnaeus.console import StatusLine
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import World
-from linnaeus.errors import AutoBatchError, LinnaeusError
+from linnaeus.runtime.console import StatusLine
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import AutoBatchError, LinnaeusError
+from linnaeus.runtime.words import counted
 from linnaeus.sweep.folder import Plan
 from linnaeus.sweep.grid import title_of
-from linnaeus.words import counted
 
 _WITHOUT_MEMORY = ("EXPERIMENT.", "SCHEDULE.", "OPTIMIZER.LR", "OPTIMIZER.lr")
 """How the keys begin that no step's memory depends on, and that are swept most."""

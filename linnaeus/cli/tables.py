@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnaeus.files import write_text_atomically
+from linnaeus.runtime.files import write_text_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -65,8 +65,8 @@ def run(_: Namespace, config: Config) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    from linnaeus.dist import RankEnded
     from linnaeus.run import run as train
+    from linnaeus.runtime.distributed import RankEnded
 
     try:
         stop_signal = train(config).stop_signal

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from linnaeus.cli.parser import CommandParser, read_count
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.sweep.slurm import LaunchOptions
 
 DESCRIPTION = """\

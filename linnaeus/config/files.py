@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from linnaeus.config.keys import PRESETS, SUFFIXES
 from linnaeus.config.values import Bare, Setting
-from linnaeus.files import suggest_path
+from linnaeus.runtime.files import suggest_path
 
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\w+(?:\.\w+)*)\s*$", re.MULTILINE)
 

@@ -20,7 +20,7 @@ from typing import Any
 from linnaeus.config.keys import TARGET, dotted
 from linnaeus.config.keys import Path as Key
 from linnaeus.config.values import escape
-from linnaeus.errors import ConfigError, TrustError
+from linnaeus.runtime.errors import ConfigError, TrustError
 
 _NOT_THE_USERS = (
     "<frozen ",

@@ -23,8 +23,8 @@ from linnaeus.config.resolve import Resolver
 from linnaeus.config.schema import Config
 from linnaeus.config.tree import COMMAND_LINE, PLAN, read_tree
 from linnaeus.config.values import Setting, escape, show, tree_of, untyped
-from linnaeus.errors import ConfigError
-from linnaeus.files import write_atomically
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.files import write_atomically
 
 _REFERS = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from linnaeus.words import several
+from linnaeus.runtime.words import several
 
 EXTENSIONS = frozenset(
     ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .pnm .avif .jp2 .npy".split()  # noqa: SIM905

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.rng import preserved_generators
-from linnaeus.errors import DataError
-from linnaeus.rng import derive_seed, seed_generators
+from linnaeus.autobatch.state.rng import preserved_generators
+from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.rng import derive_seed, seed_generators
 
 
 class Batch(NamedTuple):

@@ -21,8 +21,8 @@ from linnaeus.data.image import Decoding
 from linnaeus.data.image_files import stratified_split
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.data.transforms import Transform, build_transforms
-from linnaeus.errors import ConfigError, DataError
-from linnaeus.rng import derive_seed
+from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.rng import derive_seed
 
 _SHAPE_OF_DIGIT = (2, 0, 1, 1, 0, 1, 2, 0, 2, 2)
 """How each digit is drawn: 1, 4, 7 straight (0); 2, 3, 5 curved (1); 0, 6, 8, 9 looped (2)."""

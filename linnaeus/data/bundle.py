@@ -13,8 +13,8 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.errors import ConfigError
-from linnaeus.words import counted, several
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.words import counted, several
 
 Collate = Callable[[list[Any]], Batch]
 """Turns a list of samples into a batch."""

@@ -31,8 +31,8 @@ from linnaeus.data.image import (
     find_damage,
     load_image,
 )
-from linnaeus.errors import DataError
-from linnaeus.words import counted
+from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.words import counted
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from linnaeus.autobatch.rng import preserved_generators
+from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.builtin import build_digits, build_fashion_mnist, build_synthetic
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length, training_targets
@@ -34,8 +34,8 @@ from linnaeus.data.split_file import read_split
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_dataset
-from linnaeus.errors import ConfigError, DataError
-from linnaeus.words import counted
+from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.words import counted
 
 _BUILT_IN = {
     "digits": build_digits,

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import MAX_PIXELS, DataConfig
-from linnaeus.errors import DataError, first_line
+from linnaeus.runtime.errors import DataError, first_line
 
 with suppress(ImportError):
     import pillow_heif

@@ -29,9 +29,9 @@ from linnaeus.data.image import DEFAULT_DECODING, Decoding, load_image
 from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Pipeline, Transform, build_transforms
-from linnaeus.errors import ConfigError, DataError
-from linnaeus.files import other_spelling
-from linnaeus.words import counted, several
+from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.files import other_spelling
+from linnaeus.runtime.words import counted, several
 
 
 @dataclass(frozen=True)

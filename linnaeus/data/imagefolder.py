@@ -25,10 +25,10 @@ from linnaeus.data.splits import (
     pick_folder,
 )
 from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
-from linnaeus.errors import ConfigError, DataError
-from linnaeus.files import STUDY, SWEEP, suggest_path
-from linnaeus.run_folder import CLAIMS, RUN
-from linnaeus.words import counted, several
+from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.files import STUDY, SWEEP, suggest_path
+from linnaeus.runtime.run_folder import CLAIMS, RUN
+from linnaeus.runtime.words import counted, several
 
 INAT_LEVELS = ("kingdom", "phylum", "class", "order", "family", "genus", "species")
 

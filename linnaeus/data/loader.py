@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.rng import preserved_generators
+from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import (
@@ -47,11 +47,11 @@ from linnaeus.data.sampler import (
 )
 from linnaeus.data.sharing import reason_against_sharing
 from linnaeus.data.user_dataset import UserDataset
-from linnaeus.dist import World
-from linnaeus.errors import DataError
-from linnaeus.rng import derive_seed, seed_generators
-from linnaeus.signals import SIGNALS, blocked
-from linnaeus.words import counted
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.rng import derive_seed, seed_generators
+from linnaeus.runtime.signals import SIGNALS, blocked
+from linnaeus.runtime.words import counted
 
 logger = logging.getLogger("linnaeus.data")
 MOST_WORKERS = 16

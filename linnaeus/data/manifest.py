@@ -32,9 +32,9 @@ from linnaeus.data.splits import (
     names_splits,
 )
 from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, index_labels, require_classes
-from linnaeus.errors import ConfigError, DataError, first_line
-from linnaeus.files import other_spelling, suggest_path
-from linnaeus.words import counted, several
+from linnaeus.runtime.errors import ConfigError, DataError, first_line
+from linnaeus.runtime.files import other_spelling, suggest_path
+from linnaeus.runtime.words import counted, several
 
 _IMAGE_COLUMNS = tuple(
     "image path file filename file_name filepath file_path image_path image_name image_id img id".split()  # noqa: SIM905

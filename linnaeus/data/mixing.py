@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from linnaeus.config.schema import AugmentConfig
 from linnaeus.data.batch import Batch, describe, is_image_batch
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
-from linnaeus.errors import ConfigError, DataError
+from linnaeus.runtime.errors import ConfigError, DataError
 
 _BOTH = "DATA.AUGMENT.MIXUP and DATA.AUGMENT.CUTMIX"
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from linnaeus.errors import DataError
-from linnaeus.rng import derive_seed
+from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.rng import derive_seed
 
 SampleKey = tuple[int, int] | tuple[int, int, int]
 """(epoch, index), and the position in the epoch where an index may come several times. With the seed of the

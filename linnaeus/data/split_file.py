@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnaeus.errors import DataError
-from linnaeus.files import not_written, write_atomically
+from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.files import not_written, write_atomically
 
 if TYPE_CHECKING:
     from linnaeus.data.bundle import DataBundle

@@ -6,8 +6,8 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
-from linnaeus.errors import ConfigError
-from linnaeus.words import several
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.words import several
 
 SPLITS = ("train", "val", "test")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from linnaeus.errors import DataError
+from linnaeus.runtime.errors import DataError
 
 UNKNOWN = -1
 """An unknown label, or an unknown parent. The loss ignores it."""

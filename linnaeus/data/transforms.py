@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
 from linnaeus.data.image import DEFAULT_DECODING, Decoding
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 
 Transform = Callable[[Tensor], Tensor]
 """uint8 [C, H, W] of any size to float32 [C, height, width], normalised."""

@@ -15,7 +15,7 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from linnaeus.autobatch.rng import preserved_generators
+from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.instantiate import place_of, prepare
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch, describe
@@ -23,8 +23,8 @@ from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs
 from linnaeus.data.image import DEFAULT_DECODING, Decoding, to_tensor
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
 from linnaeus.data.transforms import Preprocessing, Transform, build_transforms
-from linnaeus.errors import DataError, LinnaeusError
-from linnaeus.rng import seed_generators
+from linnaeus.runtime.errors import DataError, LinnaeusError
+from linnaeus.runtime.rng import seed_generators
 
 T = TypeVar("T")
 

@@ -16,11 +16,17 @@ from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError, first_detail, first_line
 from linnaeus.inference.figures import EvaluationMetrics, LevelFigures, SetFigures
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.freeze import Freezing
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    OutOfMemoryError,
+    first_detail,
+    first_line,
+)
 from linnaeus.training.build import Assembly
 from linnaeus.training.losses import build_loss, gives_log_probabilities
 from linnaeus.training.out_of_memory import SizeOrigin, validation_remedies

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
-from linnaeus.dist import World
-from linnaeus.errors import LinnaeusError
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import LinnaeusError
+from linnaeus.runtime.words import counted
 from linnaeus.training.accuracy import ClassificationMetrics, figures_of_sets
 from linnaeus.training.losses import log_probabilities, logits_per_level
-from linnaeus.words import counted
 
 NUM_BINS = 15
 """Bins of equal width over the confidences 0 to 1."""

@@ -15,8 +15,8 @@ from torchvision.transforms.v2 import functional
 from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.data.image import array_to_tensor, decode, readable, to_tensor
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.errors import DataError, first_line
 from linnaeus.models.model_spec import ModelSpec
+from linnaeus.runtime.errors import DataError, first_line
 
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
 """A file, a Pillow image, an array [H, W] or [H, W, C] of uint8, or a tensor [C, H, W] (see `Reader`)."""

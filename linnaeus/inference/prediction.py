@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
-from linnaeus.errors import LinnaeusError
 from linnaeus.inference.figures import not_finite
+from linnaeus.runtime.errors import LinnaeusError
 from linnaeus.training.losses import log_probabilities, logits_per_level
 
 

@@ -17,10 +17,10 @@ from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.errors import DataError, OutOfMemoryError, first_line
 from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction, predictions_of
+from linnaeus.runtime.errors import DataError, OutOfMemoryError, first_line
 from linnaeus.training.losses import gives_log_probabilities
 from linnaeus.training.precision import Precision
 

@@ -20,18 +20,24 @@ from torch import Tensor, nn
 
 from linnaeus.data.loader import num_cores
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.dist import resolve_device
-from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail, first_line
-from linnaeus.files import CHECKPOINTS, CONFIG, checkpoint_file, suggest_run
 from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
 from linnaeus.inference.predictor import Predictor
 from linnaeus.models.model_spec import ModelSpec
 from linnaeus.models.weights import saved_weights
+from linnaeus.runtime.distributed import resolve_device
+from linnaeus.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    first_detail,
+    first_line,
+)
+from linnaeus.runtime.files import CHECKPOINTS, CONFIG, checkpoint_file, suggest_run
+from linnaeus.runtime.words import counted
 from linnaeus.training.checkpoint import load_checkpoint
 from linnaeus.training.precision import AUTOCAST_DTYPES, Precision
-from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from linnaeus.inference.export.run import Exported

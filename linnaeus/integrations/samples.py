@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import check_count
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.rng import preserved_generators
+from linnaeus.autobatch.state.rng import preserved_generators
 
 STORED = ("length", "lengths")
 """Columns in which the samples' lengths are looked for."""

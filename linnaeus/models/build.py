@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
-from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.lora import add_adapters, check_lora
 from linnaeus.models.timm_source import (
@@ -31,6 +30,7 @@ from linnaeus.models.weights import (
     missing_tensors,
     read_weights,
 )
+from linnaeus.runtime.errors import ConfigError
 
 _OTHER_KEYS = {"pretrained": "MODEL.PRETRAINED", "checkpoint_path": "MODEL.WEIGHTS"}
 """Arguments of `timm.create_model` that have a key of their own."""

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from linnaeus.config.instantiate import is_target
-from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.lora import check_lora
+from linnaeus.runtime.errors import ConfigError
 
 
 class Freezing:

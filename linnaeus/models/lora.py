@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import LoraConfig
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 
 
 def check_lora(node: Any, unfreeze_epoch: int | None) -> None:

@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from linnaeus.autobatch.rng import preserved_generators
+from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.instantiate import check_targets, is_target, targets
 from linnaeus.config.keys import TARGET, dotted
 from linnaeus.config.schema import LoraConfig, ModelConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.errors import TrustError
 from linnaeus.models.build import build_model
 from linnaeus.models.timm_source import find_source
+from linnaeus.runtime.errors import TrustError
 
 MODEL_FILE = "model.json"
 """Name of the file in a run's folder that shows its `ModelSpec` to people and to other programs."""

@@ -11,9 +11,9 @@ from timm.data import resolve_data_config
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.errors import ConfigError
 from linnaeus.models.timm_source import CROP_MODES, find_source
 from linnaeus.models.weights import saved_spec
+from linnaeus.runtime.errors import ConfigError
 
 _NORMALISATION = ("MEAN", "STD")
 _GEOMETRY = ("IMG_SIZE", "CROP_FRACTION", "RESIZE")

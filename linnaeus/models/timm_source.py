@@ -11,7 +11,7 @@ from typing import Any
 
 import timm
 
-from linnaeus.errors import ConfigError, first_line
+from linnaeus.runtime.errors import ConfigError, first_line
 
 REMEDY = (
     "without a network, copy the folder of the Hugging Face cache (HF_HOME, ~/.cache/huggingface) from a "

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from linnaeus.config.schema import LoraConfig
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.errors import ConfigError, first_line
-from linnaeus.files import checkpoint_file
 from linnaeus.models.hierarchical import HierarchicalClassifier, MarginalHead
 from linnaeus.models.lora import merged_weights
 from linnaeus.models.shards import ShardsReader
-from linnaeus.words import several
+from linnaeus.runtime.errors import ConfigError, first_line
+from linnaeus.runtime.files import checkpoint_file
+from linnaeus.runtime.words import several
 
 _AVERAGE = re.compile(r"(^|[._])(ema|swa|averaged?)([._]|$)")
 """Keys of an average of the weights, which is taken before the weights themselves."""

@@ -16,8 +16,8 @@ import yaml
 from linnaeus.config.aliases import renamed
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
-from linnaeus.errors import EXIT_INTERRUPTED, ConfigError
-from linnaeus.files import (
+from linnaeus.runtime.errors import EXIT_INTERRUPTED, ConfigError
+from linnaeus.runtime.files import (
     CHECKPOINTS,
     STUDY,
     SWEEP,
@@ -26,7 +26,7 @@ from linnaeus.files import (
     suggest_path,
     write_text_atomically,
 )
-from linnaeus.run_folder import (
+from linnaeus.runtime.run_folder import (
     RUN_FILES,
     Claim,
     FolderInUseError,

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnaeus.config.load import to_yaml, with_new_names
-from linnaeus.errors import ConfigError
-from linnaeus.files import STUDY
-from linnaeus.log import RunFolder
 from linnaeus.metrics import score
-from linnaeus.run_folder import TRIAL, State, read_result, read_state
-from linnaeus.signals import StopRequest
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.files import STUDY
+from linnaeus.runtime.run_folder import TRIAL, RunFolder, State, read_result, read_state
+from linnaeus.runtime.signals import StopRequest
 from linnaeus.sweep.folder import Sweep, SweepRun, plan_run
 from linnaeus.sweep.space import Axis, Space, read_space
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.run_folder import own_job, read_state
+from linnaeus.runtime.errors import ConfigError, LinnaeusError
+from linnaeus.runtime.run_folder import own_job, read_state
 
 GRACE_S = 180
 """Seconds before the time limit at which SLURM tells the job to save a checkpoint."""

@@ -16,9 +16,15 @@ from types import FrameType
 import psutil
 
 from linnaeus.config.load import with_new_names
-from linnaeus.errors import EXIT_SOME_FAILED, ConfigError, LinnaeusError
-from linnaeus.files import AUTOBATCH, RESULT, checkpoint_file, read_json, write_text_atomically
-from linnaeus.run_folder import (
+from linnaeus.runtime.errors import EXIT_SOME_FAILED, ConfigError, LinnaeusError
+from linnaeus.runtime.files import (
+    AUTOBATCH,
+    RESULT,
+    checkpoint_file,
+    read_json,
+    write_text_atomically,
+)
+from linnaeus.runtime.run_folder import (
     OUTPUT,
     RUN,
     SHARED_CLAIM,
@@ -29,7 +35,7 @@ from linnaeus.run_folder import (
     read_state,
     stopped_reason,
 )
-from linnaeus.signals import SIGNALS, handled
+from linnaeus.runtime.signals import SIGNALS, handled
 from linnaeus.sweep.folder import ASKED, Sweep, SweepRun
 
 TRIES = 3

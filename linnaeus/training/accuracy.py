@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from linnaeus.data.batch import Batch, batch_size
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
-from linnaeus.dist import World
-from linnaeus.errors import LinnaeusError
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import LinnaeusError
 from linnaeus.training.losses import logits_per_level
 
 

@@ -17,18 +17,18 @@ import timm.layers
 import torch
 from torch import nn
 
-from linnaeus.batching.sizes import Facts, micro_batches_held
+from linnaeus.batch_plan.effective_batch import Facts, micro_batches_held
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DistConfig, TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length, training_targets
 from linnaeus.data.taxonomy import UNKNOWN
-from linnaeus.dist import World
-from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.models.file_backed import FileBacked
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.models.lora import check_lora
 from linnaeus.models.timm_source import find_source
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.training.accuracy import ClassificationMetrics, headline
 from linnaeus.training.checkpoint import TrainingState
 from linnaeus.training.class_weights import class_weights

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from linnaeus.config.instantiate import call_target, is_target
-from linnaeus.errors import ConfigError, first_line
+from linnaeus.runtime.errors import ConfigError, first_line
 
 logger = logging.getLogger("linnaeus.trainer")
 

@@ -30,9 +30,6 @@ from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.config.aliases import renamed
 from linnaeus.config.schema import EarlyStoppingConfig
-from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_detail, first_line
-from linnaeus.files import why_not_written, write_atomically
 from linnaeus.models.shards import (
     METADATA,
     ShardsReader,
@@ -41,10 +38,19 @@ from linnaeus.models.shards import (
     named,
     replaced,
 )
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    LinnaeusError,
+    first_detail,
+    first_line,
+)
+from linnaeus.runtime.files import why_not_written, write_atomically
+from linnaeus.runtime.words import counted
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import is_rebuilt_from_config
 from linnaeus.training.sharding import fill_part
-from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.checkpoint")
 

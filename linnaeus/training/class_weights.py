@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 
 _KEY = "LOSS.CLASS_WEIGHTS"
 _COLUMNS = ("level", "class", "weight")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.dist import World
 from linnaeus.models.weights import BATCHNORM_STATISTICS
+from linnaeus.runtime.distributed import World
 
 
 def wrap(

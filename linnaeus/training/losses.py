@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.data.mixing import one_hot
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
-from linnaeus.errors import ConfigError, first_line
+from linnaeus.runtime.errors import ConfigError, first_line
 
 _LIBRARIES = ("torch", "torchvision", "timm")
 """Their losses know no levels."""

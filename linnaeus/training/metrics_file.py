@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from linnaeus.files import not_written, write_atomically
+from linnaeus.runtime.files import not_written, write_atomically
 
 
 class MetricsFile:

@@ -23,9 +23,9 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.batching.plan import BatchPlan
+from linnaeus.batch_plan.plan import BatchPlan
 from linnaeus.config.schema import NoiseScaleConfig
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 
 
 @dataclass

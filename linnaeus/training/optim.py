@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from linnaeus.config.instantiate import call_target, is_target
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 
 
 def build_optimizer(

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.device import GIB, device_memory
-from linnaeus.autobatch.rng import rng_state, set_rng_state
-from linnaeus.batching.stages import Stage
+from linnaeus.autobatch.state.rng import rng_state, set_rng_state
+from linnaeus.batch_plan.schedule import Stage
 from linnaeus.config.schema import TrainConfig
-from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError, first_line
 from linnaeus.models.build import batchnorm_kind, set_gradient_checkpointing
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import CheckpointError, ConfigError, OutOfMemoryError, first_line
 from linnaeus.training.build import Assembly
 from linnaeus.training.noise_scale import GradientProbe
 

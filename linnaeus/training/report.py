@@ -9,15 +9,15 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from linnaeus.batching.plan import BatchPlan, OptimizerNode
-from linnaeus.batching.summary import summary_lines
+from linnaeus.batch_plan.plan import BatchPlan, OptimizerNode
+from linnaeus.batch_plan.summary import summary_lines
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import SCHEDULES, Config, LossConfig, ScheduleConfig, TrainConfig
 from linnaeus.data.mixing import is_mixing
-from linnaeus.files import write_text_atomically
+from linnaeus.runtime.files import write_text_atomically
+from linnaeus.runtime.words import counted
 from linnaeus.training.tracking import Tracker
 from linnaeus.training.trainer import FitResult
-from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.run")
 

@@ -10,14 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from linnaeus.autobatch.rng import set_rng_state
+from linnaeus.autobatch.state.rng import set_rng_state
 from linnaeus.config.schema import Config, EarlyStoppingConfig, TrainConfig
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.dist import World
-from linnaeus.errors import ConfigError
-from linnaeus.rng import derive_seed, seed_all
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.rng import derive_seed, seed_all
+from linnaeus.runtime.words import several
 from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder, TrainingProgress
-from linnaeus.words import several
 
 logger = logging.getLogger("linnaeus.run")
 

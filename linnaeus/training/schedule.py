@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from linnaeus.batching.plan import steps_in
+from linnaeus.batch_plan.plan import steps_in
 from linnaeus.config.schema import ScheduleConfig
 from linnaeus.metrics import larger_is_better
 

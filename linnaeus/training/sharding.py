@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from linnaeus.config.schema import DistConfig, TrainConfig
-from linnaeus.dist import World
-from linnaeus.errors import ConfigError
 from linnaeus.models.file_backed import FileBacked
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
 
 
 def shards_model(config: DistConfig, world: World) -> bool:

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from linnaeus.dist import World
-from linnaeus.signals import StopRequest
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.signals import StopRequest
 
 CHECK_S = 0.5
 """Ranks exchange about so often whether any of them was asked to stop."""

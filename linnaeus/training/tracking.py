@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from linnaeus.config.schema import ExperimentConfig
-from linnaeus.errors import ConfigError, LinnaeusError, first_line
-from linnaeus.files import LOGS, METRICS, write_text_atomically
+from linnaeus.runtime.errors import ConfigError, LinnaeusError, first_line
+from linnaeus.runtime.files import LOGS, METRICS, write_text_atomically
 from linnaeus.training.resume import flat
 
 logger = logging.getLogger("linnaeus.training.tracking")

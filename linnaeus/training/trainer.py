@@ -18,17 +18,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from linnaeus.autobatch.memory.device import failed_allocations
 from linnaeus.autobatch.memory.interface import empty_cache
-from linnaeus.autobatch.rng import rng_state
-from linnaeus.batching.plan import BatchPlan
-from linnaeus.batching.stages import Stage
+from linnaeus.autobatch.state.rng import rng_state
+from linnaeus.batch_plan.plan import BatchPlan
+from linnaeus.batch_plan.schedule import Stage
 from linnaeus.config.schema import TrainConfig
-from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import BatchLoader, Loaders
-from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, first_line
-from linnaeus.log import RunFolder
 from linnaeus.metrics import score
+from linnaeus.runtime.console import ProgressBar
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError, first_line
+from linnaeus.runtime.run_folder import RunFolder
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import (

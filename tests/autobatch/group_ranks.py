@@ -30,18 +30,18 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.autobatch import snapshot
 from linnaeus.autobatch.ranks import exchange, group, heartbeat, single_rank
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
-from linnaeus.autobatch.sharded import is_fake
-from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.batching.sizes import Facts
+from linnaeus.autobatch.state import snapshot
+from linnaeus.autobatch.state.sharded import is_fake
+from linnaeus.batch_plan.effective_batch import Facts
+from linnaeus.batch_plan.plan import BatchPlan, plan_batches
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
-from linnaeus.dist import World
-from linnaeus.errors import AutoBatchError
-from linnaeus.sizing.planning import find_planned_sizes
-from linnaeus.sizing.sizes import SizeSearch, find_sizes
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import AutoBatchError
+from linnaeus.size_search.fit_attempts import find_planned_sizes
+from linnaeus.size_search.searches import SizeSearch, find_sizes
 from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
 from tests.autobatch.faulty import TINY
 from tests.helpers import forks

@@ -23,9 +23,9 @@ from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import World
-from linnaeus.rng import seed_all
-from linnaeus.sizing.sizes import SizeSearch, find_sizes
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.rng import seed_all
+from linnaeus.size_search.searches import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.trainer import Trainer

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from torch.distributed import _functional_collectives as functional
 
 from linnaeus.autobatch.ranks.collectives import BeforeCollectives, collectives_refused
-from linnaeus.errors import AutoBatchError
+from linnaeus.runtime.errors import AutoBatchError
 
 pytestmark = pytest.mark.usefixtures("compiles_unseen")
 

@@ -31,7 +31,7 @@ from linnaeus.autobatch.memory.host import CpuMemory
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.errors import AutoBatchError
+from linnaeus.runtime.errors import AutoBatchError
 from linnaeus.training.ema import Ema
 from tests.helpers.bits import bits
 from tests.helpers.forks import ROOT

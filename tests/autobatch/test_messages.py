@@ -24,8 +24,8 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.search import TrialRecord, find_largest
 from linnaeus.autobatch.settings import ARGUMENTS, SearchSettings
-from linnaeus.sizing.report import SearchProgress, summary
-from linnaeus.sizing.sizes import keys
+from linnaeus.size_search.report import SearchProgress, summary
+from linnaeus.size_search.searches import keys
 from tests.helpers.consoles import terminal
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.messages import Golden, raised

@@ -32,8 +32,8 @@ from linnaeus.autobatch.ranks.heartbeat import BEAT_S, SILENCE_LOOKS, ControlPla
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import check_can_step_alone
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.dist import JobControl, agree_on_attempt
-from linnaeus.sizing.sizes import find_sizes, keys
+from linnaeus.runtime.distributed import JobControl, agree_on_attempt
+from linnaeus.size_search.searches import find_sizes, keys
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.planes import Script, planes, ranks
 from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result

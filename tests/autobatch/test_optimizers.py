@@ -19,9 +19,9 @@ from timm.optim import Lookahead
 from torch import Tensor, nn
 
 from linnaeus.autobatch import auto_find_batch_size
-from linnaeus.autobatch.optimizers import UnlistedOptimizerError
+from linnaeus.autobatch.state.optimizers import UnlistedOptimizerError
 from linnaeus.config.schema import OptimizerConfig
-from linnaeus.errors import AutoBatchError, ConfigError
+from linnaeus.runtime.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
 from tests.helpers.bits import bits
 from tests.helpers.ledger import held_bytes, room

@@ -22,7 +22,7 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.sizing.report import SearchProgress
+from linnaeus.size_search.report import SearchProgress
 from tests.helpers import consoles, forks
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL, Run, freeze_what_is_there

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linnaeus.errors import OutOfMemoryError
+from linnaeus.runtime.errors import OutOfMemoryError
 from tests.autobatch.promises import CASES, CONTROLS, Case, Phase, Run
 from tests.phantom import is_on
 

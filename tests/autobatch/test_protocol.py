@@ -16,8 +16,8 @@ from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.dist import RankEnded, World, errors_told_first
-from linnaeus.errors import AutoBatchError, LinnaeusError
+from linnaeus.runtime.distributed import RankEnded, World, errors_told_first
+from linnaeus.runtime.errors import AutoBatchError, LinnaeusError
 from tests.helpers import planes
 from tests.helpers.planes import nothing, script
 from tests.helpers.searches import result

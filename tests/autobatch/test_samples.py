@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from linnaeus.autobatch import longest
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.state.snapshot import Snapshot
 from linnaeus.integrations.samples import LOOKED_AT, PROBED, Largest, copied, stored_lengths
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.state.snapshot import Snapshot
 from tests.helpers.bits import bits
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch.memory.host import CpuMemory
 from linnaeus.autobatch.search import OutOfMemory
-from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.state.snapshot import Snapshot
 from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
 from tests.helpers.ledger import held_bytes
 from tests.helpers.runs import freeze_what_is_there

@@ -19,7 +19,7 @@ from linnaeus.cli.compare.session import print_runs, sort_rows
 from linnaeus.cli.evaluate import options as evaluate
 from linnaeus.cli.evaluate.report import compare_with_logged, logged_sentence
 from linnaeus.cli.sweep_predict import check_predictions
-from linnaeus.run_folder import Claim, Holder, State
+from linnaeus.runtime.run_folder import Claim, Holder, State
 from linnaeus.sweep.worker import _reason
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import Golden, error_of

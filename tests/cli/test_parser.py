@@ -16,7 +16,7 @@ import pytest
 
 from linnaeus.cli.main import COMMANDS, NOT_WITH_TORCHRUN, cli, part_of
 from linnaeus.cli.parser import check_files
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 from tests.helpers.forks import ROOT
 from tests.helpers.runs import Run
 
@@ -202,8 +202,8 @@ def test_a_folder_as_a_word_gives_the_command_to_type(
 
 LIGHT = (
     "linnaeus.config.load",
-    "linnaeus.batching.plan",
-    "linnaeus.batching.summary",
+    "linnaeus.batch_plan.plan",
+    "linnaeus.batch_plan.summary",
     "linnaeus.main",
     "linnaeus.autobatch.search",
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from linnaeus.config.instantiate import call_target
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 
 
 class Thing:

@@ -32,7 +32,7 @@ from linnaeus.config.load import (
     with_new_names,
 )
 from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.sweep.grid import read_grid
 from tests.helpers.configs import load, problems, write
 from tests.helpers.forks import ROOT

@@ -12,7 +12,7 @@ import pytest
 from linnaeus.cli.train import read
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.load import load_config
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 from tests.helpers.configs import write
 from tests.helpers.forks import ROOT
 from tests.helpers.messages import Golden, error_of

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from linnaeus.config.keys import KEYS, NODES, dotted
 from linnaeus.config.load import load_config
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 
 TEXTS = {
     "my": "defaults: [base, {model: mine}, {optional /data/augment@MODEL.x: strong}]\n"

@@ -13,7 +13,7 @@ from linnaeus.data.builtin import FASHION
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.errors import ConfigError, DataError
+from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.fashion import write_fashion_mnist, write_idx
 
 PLAIN = AugmentConfig(CROP_SCALE=[1.0, 1.0])

@@ -14,7 +14,7 @@ from linnaeus.data.checked import find_damaged
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image import DEFAULT_DECODING
 from linnaeus.data.image_files import ImageFiles
-from linnaeus.errors import DataError
+from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
 from tests.helpers.runs import Run
 

@@ -21,7 +21,7 @@ from linnaeus.data.datasets import (
 from linnaeus.data.split_file import save_split
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.errors import DataError
+from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
 
 PREPROCESSING = Preprocessing(3, (8, 8), 1.0, (0.5,) * 3, (0.5,) * 3)

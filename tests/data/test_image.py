@@ -24,7 +24,7 @@ from linnaeus.data.image import (
     load_image,
     to_tensor,
 )
-from linnaeus.errors import DataError
+from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import picture, write_image
 
 RGB_FILES = ["a.jpg", "a.JPEG", "a.png", "a.webp", "a.bmp", "a.gif", "a.tif", "a.ppm"]

@@ -14,7 +14,7 @@ import torch
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
-from linnaeus.errors import ConfigError, DataError
+from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 
 

@@ -14,7 +14,7 @@ from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.split_file import save_split
-from linnaeus.errors import ConfigError, DataError
+from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 from tests.helpers.layouts import CLASSES, build, folders, levels, paths, sizes, table
 from tests.helpers.runs import Run

@@ -31,9 +31,9 @@ from linnaeus.data.loader import (
 )
 from linnaeus.data.sampler import EpochSampler, Sizes
 from linnaeus.data.user_dataset import UserDataset
-from linnaeus.dist import World
-from linnaeus.errors import DataError
-from linnaeus.rng import derive_seed, seed_generators
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.rng import derive_seed, seed_generators
 from tests.helpers import forks
 from tests.helpers.runs import wait_until
 from tests.helpers.small_runs import PLAIN

@@ -9,7 +9,7 @@ import pytest
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.errors import DataError
+from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
 from tests.helpers.runs import Run
 

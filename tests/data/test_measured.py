@@ -20,10 +20,10 @@ from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_ranges
 from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
 from linnaeus.data.image import DEFAULT_DECODING, Decoding
 from linnaeus.data.image_files import ImageFiles
-from linnaeus.errors import ConfigError, DataError
 from linnaeus.inference.images import Reader
 from linnaeus.inference.trained import load_run
 from linnaeus.models.model_spec import ModelSpec
+from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 from tests.helpers.runs import Run
 

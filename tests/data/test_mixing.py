@@ -14,8 +14,8 @@ from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import Mixing, mixed_epochs, soft_targets
-from linnaeus.dist import World
-from linnaeus.rng import seed_all
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.rng import seed_all
 from tests.helpers.ledger import Ledger
 
 CPU = torch.device("cpu")

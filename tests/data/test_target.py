@@ -18,7 +18,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.image import Decoding
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.data.user_dataset import UserDataset
-from linnaeus.errors import DataError
+from linnaeus.runtime.errors import DataError
 from tests.helpers import datasets
 from tests.helpers.datasets import Samples
 

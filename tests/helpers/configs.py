@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.batching.sizes import Facts
+from linnaeus.batch_plan.effective_batch import Facts
+from linnaeus.batch_plan.plan import BatchPlan, plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import (
     BatchScheduleConfig,
@@ -18,7 +18,7 @@ from linnaeus.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 
 FACTS = Facts(
     max_micro_batch_size=64, world_size=1, num_samples=100_000, learning_rate=0.1, weight_decay=0.05

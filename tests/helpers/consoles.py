@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from linnaeus.console import make_console
+from linnaeus.runtime.console import make_console
 
 
 def plain_console() -> tuple[Console, io.StringIO]:

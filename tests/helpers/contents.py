@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from linnaeus.autobatch.rng import rng_state
+from linnaeus.autobatch.state.rng import rng_state
 
 
 def whole(epoch: int = 1, step: int = 0, **more: Any) -> dict[str, Any]:

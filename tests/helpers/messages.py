@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from linnaeus.errors import LinnaeusError
+from linnaeus.runtime.errors import LinnaeusError
 
 FOLDER = Path(__file__).parents[1] / "messages"
 

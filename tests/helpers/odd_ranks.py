@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from linnaeus.autobatch.ranks import heartbeat
-from linnaeus.dist import World
 from linnaeus.main import cli
+from linnaeus.runtime.distributed import World
 from linnaeus.training import checkpoint
 
 RANK = os.environ.get("RANK", "0")

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import HashStore, Store
 
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
-from linnaeus.errors import LinnaeusError
+from linnaeus.runtime.errors import LinnaeusError
 from tests.helpers.threads import together
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as torch_dist
 
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
-from linnaeus.dist import World
+from linnaeus.runtime.distributed import World
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 

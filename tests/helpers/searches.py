@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.rng import rng_state
 from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.state.rng import rng_state
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import World
-from linnaeus.rng import seed_all
-from linnaeus.sizing.sizes import SizeSearch
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.rng import seed_all
+from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.build import Assembly, assemble
 from tests.helpers.bits import bits
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from linnaeus.batching.plan import plan_batches
-from linnaeus.batching.sizes import Facts
+from linnaeus.batch_plan.effective_batch import Facts
+from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.config.schema import Config
-from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import build_loaders
-from linnaeus.dist import World
-from linnaeus.signals import StopRequest
+from linnaeus.runtime.console import ProgressBar
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.signals import StopRequest
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.ddp import wrap

@@ -14,11 +14,11 @@ import timm
 import torch
 
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
-from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.inference.export import formats
 from linnaeus.inference.export import run as export_module
 from linnaeus.inference.export.check import samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
+from linnaeus.runtime.errors import ConfigError, LinnaeusError
 from tests.helpers.trained import BIRDS, Flat, picture, save_run, spec_of, write_images
 
 

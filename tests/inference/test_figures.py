@@ -11,10 +11,10 @@ from torch import Tensor
 from torchmetrics import functional as reference
 
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.dist import World
-from linnaeus.errors import LinnaeusError
 from linnaeus.inference import figures as module
 from linnaeus.inference.figures import EvaluationMetrics, LevelFigures, distance_of_mistakes
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import LinnaeusError
 
 CPU = torch.device("cpu")
 TAXONOMY = Taxonomy(

@@ -12,15 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from linnaeus.autobatch.rng import rng_state
+from linnaeus.autobatch.state.rng import rng_state
 from linnaeus.data.batch import Batch
 from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
-from linnaeus.errors import DataError, OutOfMemoryError
 from linnaeus.inference import predictor
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import predictions_of
 from linnaeus.inference.trained import TrainedRun, load_run
+from linnaeus.runtime.errors import DataError, OutOfMemoryError
 from linnaeus.training.step import ValidationStep
 from tests.helpers.trained import BIRDS, ONE_LEVEL, picture, save_run, spec_of, write_images
 

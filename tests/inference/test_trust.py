@@ -15,8 +15,8 @@ import yaml
 from safetensors.torch import save_file
 
 from linnaeus.config.instantiate import call_target
-from linnaeus.errors import ConfigError, LinnaeusError, TrustError
 from linnaeus.inference.trained import load_run
+from linnaeus.runtime.errors import ConfigError, LinnaeusError, TrustError
 from tests.helpers.runs import Run
 from tests.helpers.trained import Flat, save_checkpoint, save_run, spec_of, write_images
 

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from linnaeus.autobatch import snapshot
+from linnaeus.autobatch.state import snapshot
 from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.utils.autobatch import auto_find_batch_size
 from tests.helpers.ledger import room

@@ -25,8 +25,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from linnaeus.autobatch.rng import rng_state
-from linnaeus.rng import seed_all
+from linnaeus.autobatch.state.rng import rng_state
+from linnaeus.runtime.rng import seed_all
 
 NUM_SAMPLES, LONGEST, VOCABULARY = 200, 128, 128
 SIZES = {"n_positions": LONGEST, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY}

@@ -17,9 +17,9 @@ pytest.importorskip("datasets")  # peft alone brings transformers
 import datasets
 from transformers import Trainer, TrainerCallback
 
-from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint, trial
 from linnaeus.integrations.transformers.data import trial_data
+from linnaeus.runtime.errors import AutoBatchError
 from tests.helpers.bits import bits, differences
 from tests.helpers.forks import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for, room

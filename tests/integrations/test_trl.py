@@ -12,9 +12,9 @@ pytest.importorskip("trl")
 import trl
 from transformers import Trainer
 
-from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.transformers import autobatch, check_supported
 from linnaeus.integrations.transformers.data import trial_data
+from linnaeus.runtime.errors import AutoBatchError
 from tests.helpers.bits import differences
 from tests.helpers.ledger import room
 from tests.integrations.hugging import Calls, outcome, trainer, trl_trainer

@@ -19,7 +19,7 @@ from linnaeus.autobatch.memory.device import GIB, AcceleratorMemory, CudaMemory,
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.errors import AutoBatchError
+from linnaeus.runtime.errors import AutoBatchError
 from tests.helpers.runs import SMALL, Run
 from tests.phantom import is_on
 from tests.phantom.build import on_phantoms

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from linnaeus import predict_memory
-from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.prediction import Prediction, replay
-from linnaeus.autobatch.sharded import fake_job
+from linnaeus.autobatch.predict.swap import UntraceableError
+from linnaeus.autobatch.state.sharded import fake_job
 
 
 @pytest.fixture(autouse=True)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from linnaeus.config.schema import DataConfig, ModelConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.errors import ConfigError
 from linnaeus.inference.trained import load_run
 from linnaeus.models.build import build_model
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.preprocessing import with_preprocessing
+from linnaeus.runtime.errors import ConfigError
 from tests.helpers.small_models import ONE_LEVEL, built
 from tests.helpers.small_models import TWO_LEVELS as BEFORE
 from tests.helpers.trained import PLAIN, save_run, spec_of

@@ -19,7 +19,7 @@ import torch
 
 from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.prediction import predict
-from linnaeus.autobatch.sharded import fake_job
+from linnaeus.autobatch.state.sharded import fake_job
 from tests.phantom.training import FEATURES, FORMATS, OPTIMIZERS, Case, Training
 
 

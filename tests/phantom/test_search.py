@@ -303,7 +303,7 @@ def test_a_rank_makes_a_group_of_its_own_without_the_others() -> None:
 HANGS = """
 import os, threading, torch
 from linnaeus.config.schema import DistConfig
-from linnaeus.dist import join
+from linnaeus.runtime.distributed import join
 with join("cuda", DistConfig(TIMEOUT_MINUTES=0.05)) as world:
     world.update(lambda: f"step {world.rank + 7}")
     def tell():
@@ -363,7 +363,7 @@ import os, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from linnaeus.autobatch import auto_find_batch_size
-from linnaeus.autobatch.sharded import is_fake
+from linnaeus.autobatch.state.sharded import is_fake
 rank = int(os.environ["RANK"])
 device = torch.device("cuda", rank)
 torch.cuda.set_device(rank)

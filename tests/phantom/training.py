@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from linnaeus.config.schema import DistConfig
-from linnaeus.dist import World
 from linnaeus.models.file_backed import FileBacked
+from linnaeus.runtime.distributed import World
 from linnaeus.training.sharding import shard
 
 FORMATS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

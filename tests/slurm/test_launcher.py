@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.run_folder import read_state
+from linnaeus.runtime.run_folder import read_state
 from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.search import Study
 from linnaeus.sweep.slurm import TIME_IS_OVER

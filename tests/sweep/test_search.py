@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.errors import ConfigError
-from linnaeus.run_folder import Claim
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.run_folder import Claim
 from linnaeus.sweep.folder import Sweep, SweepRun
 from linnaeus.sweep.search import Study
 from linnaeus.sweep.space import Axis, read_space

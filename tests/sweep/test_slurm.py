@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.run_folder import read_state
+from linnaeus.runtime.run_folder import read_state
 from linnaeus.sweep import slurm
 from linnaeus.sweep.slurm import problems_with
 from tests.helpers.forks import ROOT

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import yaml
 
-from linnaeus.errors import ConfigError
-from linnaeus.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.run_folder import CLAIMS, OUTPUT, Claim, Holder, LostFolderError, read_state
 from linnaeus.sweep.folder import Sweep
 from linnaeus.sweep.worker import Child
 from tests.cli.tiny import GATE

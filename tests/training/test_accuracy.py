@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.dist import World
-from linnaeus.errors import LinnaeusError
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import LinnaeusError
 from linnaeus.training.accuracy import ClassificationMetrics, LossMeter, headline
 from linnaeus.training.losses import TaxonomicCrossEntropy
 

@@ -12,7 +12,7 @@ from linnaeus.config.schema import EmaConfig, LossConfig, ModelConfig, Optimizer
 from linnaeus.data.batch import Batch
 from linnaeus.data.builtin import TAXONOMY
 from linnaeus.data.bundle import DataBundle, collate_pairs
-from linnaeus.dist import World
+from linnaeus.runtime.distributed import World
 from linnaeus.training.build import Assembly, assemble, plan_facts
 
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from linnaeus.autobatch.rng import rng_state, set_rng_state
-from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError
-from linnaeus.rng import seed_all
-from linnaeus.signals import Interrupted, StopRequest
+from linnaeus.autobatch.state.rng import rng_state, set_rng_state
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import CheckpointError, ConfigError
+from linnaeus.runtime.rng import seed_all
+from linnaeus.runtime.signals import Interrupted, StopRequest
 from linnaeus.training.checkpoint import (
     CheckpointFolder,
     TrainingProgress,
@@ -34,7 +34,7 @@ from tests.helpers.bits import bits
 from tests.helpers.contents import whole
 from tests.helpers.run_files import names
 from tests.helpers.runs import wait_until
-from tests.test_files import full_disk
+from tests.runtime.test_files import full_disk
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from sklearn.utils.class_weight import compute_class_weight
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.dist import World
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.losses import TaxonomicLoss

@@ -34,8 +34,8 @@ from linnaeus.config.schema import (
 from linnaeus.data.batch import Batch
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import BatchLoader, build_loaders
-from linnaeus.dist import World
-from linnaeus.rng import seed_all
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.rng import seed_all
 from linnaeus.training.build import assemble
 from linnaeus.training.schedule import Schedule
 

@@ -17,9 +17,9 @@ from linnaeus.config.schema import DistConfig, OptimizerConfig, TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.dist import World
-from linnaeus.errors import ConfigError
-from linnaeus.sizing.sizes import find_sizes
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.size_search.searches import find_sizes
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.ddp import wrap
 from tests.helpers.bits import bits

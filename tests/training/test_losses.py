@@ -15,7 +15,7 @@ from torchvision.ops import sigmoid_focal_loss
 from linnaeus.config.schema import LossConfig
 from linnaeus.data.mixing import soft_targets
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.training.losses import SingleLevel, TaxonomicLoss, build_loss, logits_per_level
 
 NAMES, COUNTS = ("family", "species"), [3, 4]

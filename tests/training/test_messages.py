@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.batching.plan import plan_batches
-from linnaeus.batching.sizes import Facts
+from linnaeus.batch_plan.effective_batch import Facts
+from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import LossConfig, NoiseScaleConfig, OptimizerConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.dist import World
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.sizing.planning import PlannedSizes
+from linnaeus.runtime.distributed import World
+from linnaeus.size_search.fit_attempts import PlannedSizes
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import check_loss_takes_outputs
 from linnaeus.training.checkpoint import (

@@ -10,8 +10,8 @@ import torch
 
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import World
-from linnaeus.errors import OutOfMemoryError
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import OutOfMemoryError
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import load_checkpoint
 from linnaeus.training.out_of_memory import (

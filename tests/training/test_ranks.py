@@ -17,8 +17,8 @@ from torchmetrics.functional.classification import multilabel_average_precision,
 
 from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.dist import World
 from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.runtime.distributed import World
 from linnaeus.training.accuracy import ClassificationMetrics
 from linnaeus.training.checkpoint import broadcast_state
 from linnaeus.training.ddp import distribute_batchnorm, wrap

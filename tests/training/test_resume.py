@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from linnaeus.autobatch.rng import rng_state
+from linnaeus.autobatch.state.rng import rng_state
 from linnaeus.config.schema import Config, LossConfig, ModelConfig, OptimizerConfig, ScheduleConfig
-from linnaeus.dist import World
-from linnaeus.errors import ConfigError
-from linnaeus.rng import seed_all
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.rng import seed_all
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.resume import (
     changes_of,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.dist import World
-from linnaeus.errors import ConfigError
-from linnaeus.rng import seed_all
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.resume import check_classes, find_checkpoint, flat, resumed_nodes

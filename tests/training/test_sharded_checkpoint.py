@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 
 from linnaeus.autobatch import nest
 from linnaeus.config.schema import DistConfig
-from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, DataError
 from linnaeus.inference.trained import load_run
 from linnaeus.models.file_backed import FileBacked
 from linnaeus.models.shards import METADATA, ShardsWriter
 from linnaeus.models.weights import read_weights
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import CheckpointError, DataError
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
 from linnaeus.training.ddp import distribute_batchnorm
 from linnaeus.training.ema import Ema

@@ -23,9 +23,9 @@ from linnaeus.config.load import load_config
 from linnaeus.data.batch import Batch
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import SeededBatches
-from linnaeus.dist import World
-from linnaeus.errors import ConfigError
-from linnaeus.rng import seed_all
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.rng import seed_all
 from linnaeus.training.build import assemble
 from linnaeus.training.ddp import wrap
 from linnaeus.training.sharding import check_sharding, find_blocks, reshard

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only  # torch 2.11 has no public one
 
-from linnaeus.autobatch.predict.meta_state import UntraceableError
+from linnaeus.autobatch.predict.swap import UntraceableError
 from linnaeus.autobatch.predict.values import StandIn
 
 aten = torch.ops.aten

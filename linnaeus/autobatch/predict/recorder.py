@@ -22,8 +22,8 @@ from linnaeus.autobatch.memory.storages import (
     accumulates_in_place,
     references_of_a_gradient,
 )
-from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.reductions import Reduction
+from linnaeus.autobatch.predict.swap import UntraceableError
 from linnaeus.autobatch.predict.values import Values
 
 BLAS_WORKSPACE_BYTES = 8_519_680

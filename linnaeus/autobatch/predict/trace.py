@@ -39,9 +39,9 @@ from torch.utils._pytree import tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.predict.cuda_paths import cuda_paths
-from linnaeus.autobatch.predict.meta_state import UntraceableError, state_on_meta
 from linnaeus.autobatch.predict.recorder import Event, Recorder, untraceable
-from linnaeus.autobatch.rng import preserved_generators
+from linnaeus.autobatch.predict.swap import UntraceableError, state_on_meta
+from linnaeus.autobatch.state.rng import preserved_generators
 
 __all__ = ["Buckets", "Trace", "UntraceableError", "trace"]
 

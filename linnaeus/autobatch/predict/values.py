@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves, tree_map_only  # torch 2.11 has no public one
 
-from linnaeus.autobatch.predict.meta_state import UntraceableError
+from linnaeus.autobatch.predict.swap import UntraceableError
 
 MOST_ELEMENTS, MOST_FLOATS = 1 << 22, 1 << 12
 """Of a tensor whose values are kept."""

@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
-from linnaeus.autobatch.sharded import is_fake
+from linnaeus.autobatch.state.sharded import is_fake
 
 _BUCKET_BYTES = 25 * 1024**2  # default of DistributedDataParallel
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.collectives import collectives_refused
-from linnaeus.autobatch.sharded import fake_groups, modules_of
-from linnaeus.autobatch.snapshot import parameters_of
+from linnaeus.autobatch.state.sharded import fake_groups, modules_of
+from linnaeus.autobatch.state.snapshot import parameters_of
 
 _COMMUNICATING = frozenset(
     {

@@ -21,20 +21,20 @@ from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.throughput import rungs
-from linnaeus.batching.plan import plan_batches
-from linnaeus.batching.sizes import Facts, max_samples_per_rank
+from linnaeus.batch_plan.effective_batch import Facts, max_samples_per_rank
+from linnaeus.batch_plan.plan import plan_batches
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, timed_size
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle, dataset_length
-from linnaeus.dist import World
-from linnaeus.errors import AutoBatchError, ConfigError, LinnaeusError
-from linnaeus.sizing.report import device_environment
-from linnaeus.sizing.sizes import SizeSearch
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import AutoBatchError, ConfigError, LinnaeusError
+from linnaeus.runtime.words import counted
+from linnaeus.size_search.report import device_environment
+from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.build import Assembly, assemble, plan_facts
 from linnaeus.training.out_of_memory import StateBytes, state_bytes
-from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
 FURTHER_TRIALS = 3

@@ -17,7 +17,7 @@ from linnaeus.autobatch.predict.prediction import MARGIN, Prediction, measured_b
 from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates
-from linnaeus.autobatch.sharded import fake_job
+from linnaeus.autobatch.state.sharded import fake_job
 from linnaeus.cli.analyze.measure import (
     Setup,
     break_down,
@@ -32,10 +32,10 @@ from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
-from linnaeus.dist import World, resolve_device
-from linnaeus.errors import AutoBatchError, ConfigError
-from linnaeus.sizing.bounds import max_batch_sizes
-from linnaeus.sizing.sizes import SizeSearch, keys
+from linnaeus.runtime.distributed import World, resolve_device
+from linnaeus.runtime.errors import AutoBatchError, ConfigError
+from linnaeus.size_search.bounds import max_batch_sizes
+from linnaeus.size_search.searches import SizeSearch, keys
 from linnaeus.training.out_of_memory import StateBytes
 from linnaeus.training.sharding import check_sharding, shards_model
 

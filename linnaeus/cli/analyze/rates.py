@@ -20,10 +20,10 @@ from linnaeus.cli.plots import BLUE, GREEN, INK, decorate, drawing, log_axis
 from linnaeus.cli.tables import Figures, table
 from linnaeus.config.schema import ScheduleConfig
 from linnaeus.data.loader import build_loaders
-from linnaeus.errors import LinnaeusError, OutOfMemoryError
-from linnaeus.rng import seed_all
-from linnaeus.sizing.planning import size_search
-from linnaeus.sizing.report import device_environment
+from linnaeus.runtime.errors import LinnaeusError, OutOfMemoryError
+from linnaeus.runtime.rng import seed_all
+from linnaeus.size_search.fit_attempts import size_search
+from linnaeus.size_search.report import device_environment
 from linnaeus.training.optim import scale_values
 from linnaeus.training.schedule import Schedule
 

@@ -16,15 +16,15 @@ from linnaeus.cli.analyze.rates import RateTest, measure_rates, save_rate_plot, 
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import save_plot, show
 from linnaeus.config.schema import Config
-from linnaeus.console import StatusLine, make_console
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import with_measured_workers
-from linnaeus.dist import World, join
-from linnaeus.errors import EXIT_INTERRUPTED, AutoBatchError
-from linnaeus.log import close_logging, set_up_logging
 from linnaeus.models.preprocessing import with_preprocessing
-from linnaeus.rng import deterministic, seed_all
-from linnaeus.sizing.sizes import log_level
+from linnaeus.runtime.console import StatusLine, make_console
+from linnaeus.runtime.distributed import World, join
+from linnaeus.runtime.errors import EXIT_INTERRUPTED, AutoBatchError
+from linnaeus.runtime.log import close_logging, set_up_logging
+from linnaeus.runtime.rng import deterministic, seed_all
+from linnaeus.size_search.searches import log_level
 
 logger = logging.getLogger("linnaeus.cli")
 

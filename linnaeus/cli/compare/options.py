@@ -11,9 +11,9 @@ from pathlib import Path
 
 from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table
 from linnaeus.config.overrides import expanded
-from linnaeus.errors import ConfigError
-from linnaeus.files import CHECKPOINTS, LOGS, METRICS, RESULT, suggest_path
-from linnaeus.run_folder import CLAIMS, RUN
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.files import CHECKPOINTS, LOGS, METRICS, RESULT, suggest_path
+from linnaeus.runtime.run_folder import CLAIMS, RUN
 
 DESCRIPTION = """\
 Puts trained runs side by side: what differs in their configurations, their metrics and learning curves.

@@ -19,9 +19,9 @@ from linnaeus.cli.tables import Figures
 from linnaeus.config.aliases import renamed
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.tree import PLAN
-from linnaeus.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
 from linnaeus.metrics import score
-from linnaeus.run_folder import RUN, RunStatus, State, read_result, read_state
+from linnaeus.runtime.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
+from linnaeus.runtime.run_folder import RUN, RunStatus, State, read_result, read_state
 from linnaeus.sweep.folder import ASKED, flattened
 
 Flat = Mapping[str, Any]

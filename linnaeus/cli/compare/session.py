@@ -29,11 +29,11 @@ from linnaeus.cli.plots import (
     size_axis,
 )
 from linnaeus.cli.tables import cell
-from linnaeus.console import make_console
-from linnaeus.errors import ConfigError
 from linnaeus.metrics import larger_is_better
-from linnaeus.run_folder import OUTPUT, last_line
-from linnaeus.words import counted, several
+from linnaeus.runtime.console import make_console
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.run_folder import OUTPUT, last_line
+from linnaeus.runtime.words import counted, several
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,8 @@ from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_pl
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
-from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.files import CHECKPOINTS
+from linnaeus.runtime.errors import ConfigError, LinnaeusError
+from linnaeus.runtime.files import CHECKPOINTS
 
 DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.

@@ -13,7 +13,7 @@ from rich.console import Console
 from linnaeus.cli.plots import BLUE, INK, VERMILION, decorate, drawing
 from linnaeus.cli.tables import Figures, cell, table
 from linnaeus.inference.figures import NUM_BINS, Distance, LevelFigures, SetFigures
-from linnaeus.words import counted
+from linnaeus.runtime.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

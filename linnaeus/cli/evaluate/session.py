@@ -25,14 +25,11 @@ from linnaeus.cli.evaluate.report import Evaluation, compare_with_logged, save_p
 from linnaeus.cli.parser import check_files
 from linnaeus.config.load import with_batch_sizes
 from linnaeus.config.schema import Config
-from linnaeus.console import ProgressBar, make_console
 from linnaeus.data.bundle import as_size, dataset_length
 from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_evaluation_data
 from linnaeus.data.loader import build_val_loader, with_measured_workers
 from linnaeus.data.split_file import SPLIT_FILE
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.dist import RankEnded, World, errors_told_first, join
-from linnaeus.files import read_json
 from linnaeus.inference.evaluate import (
     Outcome,
     assemble_evaluation,
@@ -42,14 +39,17 @@ from linnaeus.inference.evaluate import (
 )
 from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run
-from linnaeus.log import close_logging, set_up_logging
-from linnaeus.rng import deterministic, seed_all
-from linnaeus.signals import StopRequest
-from linnaeus.sizing.planning import size_origin
-from linnaeus.sizing.report import device_environment
-from linnaeus.sizing.sizes import SizeSearch
+from linnaeus.runtime.console import ProgressBar, make_console
+from linnaeus.runtime.distributed import RankEnded, World, errors_told_first, join
+from linnaeus.runtime.files import read_json
+from linnaeus.runtime.log import close_logging, set_up_logging
+from linnaeus.runtime.rng import deterministic, seed_all
+from linnaeus.runtime.signals import StopRequest
+from linnaeus.runtime.words import counted
+from linnaeus.size_search.fit_attempts import size_origin
+from linnaeus.size_search.report import device_environment
+from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.build import configuration_facts
-from linnaeus.words import counted
 
 _RESIZING = ("crop_fraction", "interpolation", "resize")
 """Attributes of a `Preprocessing` that a key of DATA.AUGMENT with the same name sets."""

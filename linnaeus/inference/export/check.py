@@ -13,11 +13,11 @@ from linnaeus.config.instantiate import check_targets, targets
 from linnaeus.config.load import load_config, read_run_config, settings_of
 from linnaeus.data.bundle import dataset_length
 from linnaeus.data.datasets import EvaluationRequest, build_evaluation_data
-from linnaeus.errors import ConfigError, DataError, LinnaeusError, TrustError, first_line
-from linnaeus.files import CONFIG
 from linnaeus.inference.paths import Unreadable, walk
 from linnaeus.inference.trained import TrainedRun
-from linnaeus.words import counted
+from linnaeus.runtime.errors import ConfigError, DataError, LinnaeusError, TrustError, first_line
+from linnaeus.runtime.files import CONFIG
+from linnaeus.runtime.words import counted
 
 NUM_IMAGES = 8
 """Images of a check; of those that the user names, `MAX_IMAGES` at most."""

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from linnaeus.autobatch.rng import preserved_generators
+from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.instantiate import is_target
-from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.inference.export.check import Model
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.timm_source import CROP_MODES
+from linnaeus.runtime.errors import ConfigError, LinnaeusError, first_line
 
 KEY = "linnaeus"
 """The entry of the description in the metadata of safetensors and ONNX files, and in timm's `config.json`."""

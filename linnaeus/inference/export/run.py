@@ -17,12 +17,12 @@ from torch.export import Dim
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import LoraConfig
 from linnaeus.data.taxonomy import UNKNOWN
-from linnaeus.errors import ConfigError, DataError, LinnaeusError, first_line
-from linnaeus.files import not_written
 from linnaeus.inference.export import FORMATS, OUTPUTS, formats
 from linnaeus.inference.export.check import Model, Samples, largest_difference, samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.models.lora import merged_weights
+from linnaeus.runtime.errors import ConfigError, DataError, LinnaeusError, first_line
+from linnaeus.runtime.files import not_written
 from linnaeus.training.losses import gives_log_probabilities, log_probabilities, logits_per_level
 from linnaeus.version import __version__
 

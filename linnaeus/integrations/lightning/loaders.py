@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.rng import restore_of_generator
+from linnaeus.autobatch.state.rng import restore_of_generator
 from linnaeus.integrations.common import look_for_largest
 from linnaeus.integrations.samples import PROBED, Largest, copied
 

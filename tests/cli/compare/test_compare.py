@@ -12,7 +12,7 @@ import pytest
 from linnaeus.cli.compare.options import find_runs, run_names
 from linnaeus.cli.compare.runs import Comparison, compared, read_runs
 from linnaeus.cli.compare.session import EXPENDABLE, print_runs, save_plot, sort_rows
-from linnaeus.run_folder import CLAIMS, Claim, Holder, move_aside
+from linnaeus.runtime.run_folder import CLAIMS, Claim, Holder, move_aside
 from tests.helpers.consoles import plain_console
 from tests.helpers.run_files import config_text, planned_sweep, write_run, write_validations
 from tests.helpers.runs import Run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.run_folder import CLAIMS
+from linnaeus.runtime.run_folder import CLAIMS
 from tests.helpers.run_files import planned_sweep, write_run
 from tests.helpers.runs import Run
 

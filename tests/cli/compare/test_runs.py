@@ -18,7 +18,7 @@ from linnaeus.cli.compare.runs import (
     read_runs,
 )
 from linnaeus.config.load import load_config, to_yaml
-from linnaeus.run_folder import State
+from linnaeus.runtime.run_folder import State
 from tests.helpers.run_files import result, write_run, write_validations
 
 

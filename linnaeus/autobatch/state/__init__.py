@@ -1,0 +1,1 @@
+"""A trial leaves no trace: what it changes is put back bit for bit."""

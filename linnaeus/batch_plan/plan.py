@@ -1,0 +1,364 @@
+"""The batch plan: everything that depends on the batch size, computed once, before training.
+
+`plan_batches` is a pure function of the configuration and of a few `Facts`; loader, optimizer, schedule and
+trainer take their numbers from the `BatchPlan` it returns.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import Any
+
+from linnaeus.batch_plan.advice import plan_advice
+from linnaeus.batch_plan.effective_batch import Facts, keeps_rest, plan_epochs, unused_keys
+from linnaeus.batch_plan.schedule import Stage
+from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
+from linnaeus.runtime.errors import DataError
+from linnaeus.runtime.words import counted
+
+WARMUP_ADDED_FROM = 8.0
+"""A learning rate scaled up this many times gets a warm-up where none is set."""
+
+WARMUP_FRACTION = 0.05
+"""Length of an added warm-up, as a fraction of all optimizer steps. Large batches fail in the first epochs
+unless the learning rate rises slowly (Goyal et al. 2017, section 2.2)."""
+
+WARMUP_MAX_EPOCHS = 5
+"""Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
+
+OptimizerNode = OptimizerConfig | Mapping[str, Any]
+"""The OPTIMIZER node. Learning rate and weight decay of a `_target_` node (a mapping) are never scaled."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Everything that depends on the batch size. Where the size changes, scalars describe the largest.
+
+    Attributes:
+        micro_batch_size: samples per rank and forward pass.
+        accumulation_steps: forward passes per optimizer step.
+        world_size: number of ranks.
+        effective_batch_size: samples per optimizer step over all ranks.
+        learning_rate, weight_decay: after scaling; the learning rate is its peak.
+        lr_scale, weight_decay_scale: factors of the configured learning rate and weight decay.
+        warmup_steps: optimizer steps of the warm-up.
+        num_samples: number of training samples.
+        epochs: the stages of each epoch.
+        lr_scales: `lr_scale` for each effective batch size of the run.
+        keep_rest: whether an epoch ends with a smaller step of the micro-batches that are left.
+        notes, warnings: sentences for the user; see `plan_advice`.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+    world_size: int
+    effective_batch_size: int
+    learning_rate: float
+    weight_decay: float
+    lr_scale: float
+    weight_decay_scale: float
+    warmup_steps: int
+    num_samples: int
+    epochs: tuple[tuple[Stage, ...], ...]
+    lr_scales: dict[int, float]
+    keep_rest: bool = False
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of all epochs."""
+        return tuple(chain.from_iterable(self.epochs))
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs of the run."""
+        return len(self.epochs)
+
+    @cached_property
+    def steps_per_epoch(self) -> tuple[int, ...]:
+        """Optimizer steps of each epoch."""
+        return tuple(sum(stage.num_steps for stage in stages) for stages in self.epochs)
+
+    @cached_property
+    def samples_per_epoch(self) -> tuple[int, ...]:
+        """Samples that each epoch really uses, over all ranks."""
+        return tuple(
+            sum(s.num_steps * s.effective_batch_size for s in stages) for stages in self.epochs
+        )
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return sum(self.steps_per_epoch)
+
+    @property
+    def changes(self) -> bool:
+        """Whether a batch schedule changes the effective batch size."""
+        return len(self.lr_scales) > 1
+
+    def limited(self, max_micro_batch_size: int) -> BatchPlan:
+        """The same optimizer steps, split into more micro-batches where theirs are larger than this.
+
+        The sizes of a step's micro-batches differ by one where they do not divide its samples.
+        """
+        epochs = tuple(
+            tuple(stage.limited(max_micro_batch_size) for stage in each) for each in self.epochs
+        )
+        largest = max(chain.from_iterable(epochs), key=lambda stage: stage.effective_batch_size)
+        return replace(
+            self,
+            micro_batch_size=largest.micro_batch_size,
+            accumulation_steps=largest.accumulation_steps,
+            epochs=epochs,
+        )
+
+    @property
+    def smallest_micro_batch(self) -> int:
+        """Samples of the smallest micro-batch of the run."""
+        return min(stage.micro_batches[-1] for stage in self.stages)
+
+    def rest_of_epoch(self, epoch: int, samples_done: int = 0) -> list[Stage]:
+        """The remaining stages of an epoch, counted from 0, after so many samples of it over all ranks.
+
+        Where an optimizer step of this plan ends after `samples_done`, they are those of the plan. Otherwise
+        the run was resumed with other sizes: the steps that fit into each stage's remaining samples follow,
+        and what a stage leaves over goes to the next one. What the last one leaves over is less than a step.
+        """
+        planned = self._planned_rest(epoch, samples_done)
+        return self._replanned_rest(epoch, samples_done) if planned is None else planned
+
+    def _planned_rest(self, epoch: int, samples_done: int) -> list[Stage] | None:
+        """The stages that follow an optimizer step of the plan; None if no step ends after these samples."""
+        stages = []
+        for stage in self.epochs[epoch]:
+            skipped = min(samples_done // stage.effective_batch_size, stage.num_steps)
+            samples_done -= skipped * stage.effective_batch_size
+            if samples_done and skipped < stage.num_steps:
+                return None
+            if skipped < stage.num_steps:
+                stages.append(replace(stage, num_steps=stage.num_steps - skipped))
+        return stages if samples_done == 0 else None
+
+    def _replanned_rest(self, epoch: int, samples_done: int) -> list[Stage]:
+        """The steps of a resumed epoch whose samples so far are no whole steps of this plan."""
+        stages, end, planned = [], 0, self.epochs[epoch]
+        if self.keep_rest and len(planned) > 1:
+            planned = planned[:-1]  # the smaller step at the end is worked out anew
+        for stage in planned:
+            end += stage.num_steps * stage.effective_batch_size
+            limit = self.num_samples if stage is planned[-1] else end
+            steps = max(limit - samples_done, 0) // stage.effective_batch_size
+            if steps:
+                stages.append(replace(stage, num_steps=steps))
+                samples_done += steps * stage.effective_batch_size
+        size = planned[-1].micro_batch_size
+        micro_batches = (self.num_samples - samples_done) // (self.world_size * size)
+        if self.keep_rest and micro_batches > 0:  # fewer than 0 if the dataset has shrunk
+            stages.append(Stage(micro_batches * size, micro_batches, self.world_size, num_steps=1))
+        return stages
+
+    def position(self, epoch: int, samples_done: int) -> float:
+        """The optimizer steps of this plan before a point of the run; a fraction between two steps.
+
+        A run that follows the plan from its start has a whole number here: its steps so far. The point comes
+        after `epoch` finished epochs and `samples_done` samples of the current one, over all ranks.
+        """
+        if epoch >= self.num_epochs:
+            return float(self.total_steps)
+        steps = float(sum(self.steps_per_epoch[:epoch]))
+        for stage in self.epochs[epoch]:
+            in_stage = min(samples_done, stage.num_steps * stage.effective_batch_size)
+            steps += in_stage / stage.effective_batch_size
+            samples_done -= in_stage
+        return steps
+
+    def micro_batches(self, epoch: int, samples_done: int = 0) -> Iterator[int]:
+        """The size of each remaining micro-batch of an epoch; arguments as for `rest_of_epoch`."""
+        for stage in self.rest_of_epoch(epoch, samples_done):
+            for _ in range(stage.num_steps):
+                yield from stage.micro_batches
+
+    def batch_size_lr_factor(self, position: float) -> float:
+        """Learning-rate factor for the batch size at a position, relative to the peak, in (0, 1]."""
+        if not self.changes:
+            return 1.0
+        number = min(bisect.bisect_right(self._stage_ends, position), len(self.stages) - 1)
+        return self.lr_scales[self.stages[number].effective_batch_size] / self.lr_scale
+
+    @cached_property
+    def _stage_ends(self) -> list[int]:
+        """The first optimizer step after each stage."""
+        return list(accumulate(stage.num_steps for stage in self.stages))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for `config.yaml`, checkpoints and W&B."""
+        steps = self.steps_per_epoch
+        plan: dict[str, Any] = {
+            "MICRO_BATCH": self.micro_batch_size,
+            "ACCUMULATION_STEPS": self.accumulation_steps,
+            "WORLD_SIZE": self.world_size,
+            "EFFECTIVE_BATCH": self.effective_batch_size,
+            "LEARNING_RATE": self.learning_rate,
+            "WEIGHT_DECAY": self.weight_decay,
+            "WARMUP_STEPS": self.warmup_steps,
+            "STEPS_PER_EPOCH": steps[0] if len(set(steps)) == 1 else list(steps),
+            "TOTAL_STEPS": self.total_steps,
+        }
+        if self.changes:  # a row for every optimizer step from which on the sizes differ
+            rows: list[list[Any]] = [
+                ["FROM_STEP", "MICRO_BATCH", "ACCUMULATION_STEPS", "EFFECTIVE_BATCH"]
+            ]
+            for start, stage in zip([0, *self._stage_ends], self.stages, strict=False):
+                row = [
+                    start,
+                    stage.micro_batch_size,
+                    stage.accumulation_steps,
+                    stage.effective_batch_size,
+                ]
+                if rows[-1][1:] != row[1:]:
+                    rows.append(row)
+            plan["STAGES"] = rows
+        return plan | {"NOTES": list(self.notes), "WARNINGS": list(self.warnings)}
+
+    def differences(self, saved: Mapping[str, Any]) -> list[str]:
+        """What differs from the plan that a checkpoint has saved with `as_dict`, as `NAME before -> now`."""
+        now = self.as_dict()
+        names = ("EFFECTIVE_BATCH", "LEARNING_RATE", "TOTAL_STEPS", "WARMUP_STEPS")
+        changed = [name for name in names if saved.get(name, now[name]) != now[name]]
+        return [f"{name} {saved[name]} -> {now[name]}" for name in changed]
+
+
+def plan_batches(
+    train: TrainConfig, optimizer: OptimizerNode, schedule: ScheduleConfig, facts: Facts
+) -> BatchPlan:
+    """Work out everything that depends on the batch size.
+
+    Raises:
+        ConfigError: a configured size is not possible; the message names sizes that are.
+        DataError: fewer training samples than ranks.
+
+    >>> facts = Facts(max_micro_batch_size=48, world_size=2, num_samples=1000, learning_rate=0.1)
+    >>> train = TrainConfig(EFFECTIVE_BATCH_SIZE=128)
+    >>> plan = plan_batches(train, OptimizerConfig(), ScheduleConfig(), facts)
+    >>> plan.micro_batch_size, plan.accumulation_steps, plan.total_steps
+    (32, 2, 84)
+    """
+    if facts.num_samples < facts.world_size:
+        raise DataError(
+            f"{facts.num_samples} training samples are too few for {facts.world_size} processes"
+        )
+    splits, epochs = plan_epochs(train, facts)
+    sizes = [split.samples_per_rank * facts.world_size for split in splits]  # effective batch sizes
+    lr_rule = decay_rule = "none"
+    base = 1
+    if isinstance(optimizer, OptimizerConfig):
+        name, base = optimizer.NAME, optimizer.BASE_BATCH_SIZE
+        lr_rule, decay_rule = optimizer.LR_SCALING, optimizer.WEIGHT_DECAY_SCALING
+    else:
+        name = str(optimizer["_target_"])
+    lr_scales = {size: scale_factor(lr_rule, size, base) for size in sizes}
+    effective_batch_size = max(sizes)
+    largest = splits[sizes.index(effective_batch_size)]
+    decay_scale = scale_factor(decay_rule, effective_batch_size, base)
+    learning_rate = facts.learning_rate * lr_scales[effective_batch_size]
+    steps_per_epoch = [sum(stage.num_steps for stage in stages) for stages in epochs]
+    advice = plan_advice(
+        train,
+        facts,
+        splits,
+        optimizer=name,
+        learning_rate=learning_rate,
+        min_steps=min(steps_per_epoch),
+    )
+    warmup_steps, notes = _warmup(schedule, steps_per_epoch, lr_scales[sizes[0]])
+    return BatchPlan(
+        micro_batch_size=largest.micro_batch_size,
+        accumulation_steps=largest.accumulation_steps,
+        world_size=facts.world_size,
+        effective_batch_size=effective_batch_size,
+        learning_rate=learning_rate,
+        weight_decay=facts.weight_decay * decay_scale,
+        lr_scale=lr_scales[effective_batch_size],
+        weight_decay_scale=decay_scale,
+        warmup_steps=warmup_steps,
+        num_samples=facts.num_samples,
+        epochs=epochs,
+        lr_scales=lr_scales,
+        keep_rest=keeps_rest(train),
+        notes=(*unused_keys(train), *notes),
+        warnings=() if advice is None else (advice,),
+    )
+
+
+def configured_warmup(config: ScheduleConfig, steps_per_epoch: Sequence[int]) -> int:
+    """Optimizer steps of the configured warm-up, at most those of the run.
+
+    WARMUP_STEPS wins over WARMUP_FRACTION, and that over WARMUP_EPOCHS. `onecycle` always has one.
+
+    >>> configured_warmup(ScheduleConfig(WARMUP_EPOCHS=1.5), [10, 20, 20])
+    20
+    """
+    total_steps = sum(steps_per_epoch)
+    if config.WARMUP_STEPS is not None:
+        steps = config.WARMUP_STEPS
+    elif config.WARMUP_FRACTION is not None:
+        steps = round(config.WARMUP_FRACTION * total_steps)
+    elif config.NAME == "onecycle" and config.WARMUP_EPOCHS is None:
+        steps = round(0.3 * total_steps)  # torch's `pct_start`
+    else:
+        steps = steps_in(config.WARMUP_EPOCHS or 0.0, steps_per_epoch)
+    return min(steps, total_steps)
+
+
+def steps_in(epochs: float, steps_per_epoch: Sequence[int]) -> int:
+    """Optimizer steps in a number of first epochs, which may end in the middle of one."""
+    whole = int(epochs)
+    part = (epochs - whole) * steps_per_epoch[whole] if whole < len(steps_per_epoch) else 0
+    return round(sum(steps_per_epoch[:whole]) + part)
+
+
+def _warmup(
+    schedule: ScheduleConfig, steps_per_epoch: Sequence[int], first_lr_scale: float
+) -> tuple[int, list[str]]:
+    """Optimizer steps of the warm-up, and notes on it; `first_lr_scale` is that of the first step."""
+    steps = configured_warmup(schedule, steps_per_epoch)
+    if steps or first_lr_scale < WARMUP_ADDED_FROM:
+        return steps, []
+    wanted = round(WARMUP_FRACTION * sum(steps_per_epoch))
+    steps = max(1, min(wanted, steps_in(WARMUP_MAX_EPOCHS, steps_per_epoch)))
+    return steps, [
+        f"OPTIMIZER.LR_SCALING multiplies the rate by {first_lr_scale:.4g} and no warm-up is set, so one of "
+        f"{counted(steps, 'step')} is added "
+        f"({WARMUP_FRACTION:.0%} of training, at most {WARMUP_MAX_EPOCHS} epochs); "
+        "SCHEDULE.WARMUP_STEPS sets another"
+    ]
+
+
+def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
+    """The factor of the learning rate or of the weight decay, for a `rule`.
+
+    `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
+    Goyal et al. 2017, section 2.1).
+
+    `sqrt`: the square root of k. For the learning rate it keeps the noise of Adam and RMSprop alike ("On the
+    SDEs and Scaling Rules for Adaptive Gradient Algorithms", Malladi et al. 2022, definition 5.1; that rule
+    also changes the betas and epsilon, which are left alone here). The best weight decay is proportional to
+    the root of batch size / (samples × epochs) ("Decoupled Weight Decay Regularization", Loshchilov and
+    Hutter 2019, appendix B.1); with a learning rate that also grows by the root, the decay per epoch stays
+    the same.
+
+    `none`: 1.
+
+    Here k is the effective batch size over that which the learning rate was tuned for.
+
+    >>> [scale_factor(rule, 1024, 256) for rule in ("linear", "sqrt", "none")]
+    [4.0, 2.0, 1.0]
+    """
+    k = effective_batch_size / base_batch_size
+    return {"none": 1.0, "linear": k, "sqrt": math.sqrt(k)}[rule]

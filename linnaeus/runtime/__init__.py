@@ -1,0 +1,1 @@
+"""Processes, files, console, log and signals of a program."""

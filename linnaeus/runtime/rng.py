@@ -1,0 +1,62 @@
+"""Seeds: of the global random number generators, and of single samples."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from linnaeus.autobatch.state.rng import numpy
+
+_MASK = (1 << 64) - 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch on every device."""
+    seed_generators(seed)
+    torch.manual_seed(seed)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch on the CPU; other devices are not touched."""
+    random.seed(seed)
+    if np := numpy():
+        np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Context in which torch uses deterministic kernels only, if enabled. Enter it before CUDA is used.
+
+    Otherwise the setting stays that of the caller, and it is put back at the end. cuBLAS reads the size of
+    its workspace from the environment when it starts; a value that is there is kept.
+    """
+    before = torch.get_deterministic_debug_mode()
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def derive_seed(*parts: int) -> int:
+    """A 64-bit seed from integers; similar inputs give unrelated seeds.
+
+    The mixing is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+
+    >>> derive_seed(0, 1, 2) == derive_seed(0, 1, 2), derive_seed(0, 1, 2) == derive_seed(0, 2, 1)
+    (True, False)
+    """
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state

@@ -1,0 +1,632 @@
+"""The folder of a run: who has it, which run it is and how it ended.
+
+`run.json` names the run by an id, and says how it ended. Who has the folder is decided by the files
+`.claims/1`, `.claims/2`, ...: the last one counts. A claim is made at once and with its content, by linking a
+temporary file to the next number: that needs no locks and holds on network file systems. The next number is
+made when the holder of the last one has died. A worker shares its claim with the run that it starts. Who
+gives a claim up renames `.claims`, with the temporary files of those who are about to link.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+
+from linnaeus.runtime.console import make_console
+from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError
+from linnaeus.runtime.files import (
+    AUTOBATCH,
+    CHECKPOINTS,
+    CONFIG,
+    LOGS,
+    METRICS,
+    RESULT,
+    STUDY,
+    SWEEP,
+    checkpoint_file,
+    finite,
+    link_new,
+    read_json,
+    why_not_written,
+    write_text_atomically,
+)
+from linnaeus.runtime.log import LOGGER_NAME, close_logging, file_handler, set_up_logging
+from linnaeus.runtime.signals import SIGNALS
+
+if TYPE_CHECKING:
+    from linnaeus.runtime.distributed import World
+
+RUN = "run.json"
+CLAIMS = ".claims"
+RUN_FILES = (CONFIG, "model.json", "split.csv", METRICS, RESULT, AUTOBATCH, RUN)
+"""Files that a run writes into its folder."""
+SHARED_CLAIM = "LINNAEUS_CLAIM"
+"""Environment variable of a run that a worker starts: the token of the worker's claim."""
+TRIAL = "LINNAEUS_TRIAL"
+"""Environment variable of a run that a search has started: the sweep's folder and the number of the trial."""
+BEAT_S = 30.0
+"""Seconds between two touches of a claim by its holder."""
+SILENT_S = 3 * BEAT_S
+"""SLURM is asked for the job of a holder that has not touched its claim for this time."""
+DEAD_S = 600.0
+"""A holder on another machine that has not touched its claim for this time is dead."""
+ATTEMPTS = 50
+"""How often a claim is tried to be made while other processes make theirs."""
+QUEUE_S = 20.0
+"""An answer of SLURM is used for this time."""
+
+RunStatus = Literal["not run", "running", "finished", "failed", "interrupted", "pruned"]
+
+
+class FolderInUseError(ConfigError):
+    """Another process has the folder."""
+
+
+class LostFolderError(LinnaeusError):
+    """The folder of this run was renamed or deleted, or another process has taken it."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has a folder.
+
+    Attributes:
+        host: name of its machine.
+        pid: its number there.
+        start: when it began, in ticks after the start of the machine; empty where the system does not say.
+        boot: the machine's id of this start, and the namespace of its process numbers.
+        job: number of its job of SLURM; empty without one.
+        restarts: how often this job was queued again.
+    """
+
+    host: str
+    pid: int
+    start: str
+    boot: str
+    job: str
+    restarts: str = "0"
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """The process that calls."""
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        return cls(
+            socket.gethostname(), os.getpid(), _start(os.getpid()), _boot(), own_job(), restarts
+        )
+
+    def lives(self, silent_s: float) -> bool:
+        """Whether the process has not ended, as far as can be seen from here.
+
+        Args:
+            silent_s: seconds since it has touched its claim.
+        """
+        here = Holder.this_process()
+        if (self.host, self.boot) == (here.host, here.boot):
+            return self.start == _start(self.pid) != ""
+        if self.job and self.job == here.job and self.restarts != here.restarts:
+            return False  # the job has been queued again, and this is it
+        if self.job and silent_s > SILENT_S and not is_queued(self.job):
+            return False
+        return silent_s < DEAD_S
+
+    def __str__(self) -> str:
+        job = f"SLURM job {self.job}, " if self.job else ""
+        return f"{job}process {self.pid} on {self.host}"
+
+
+def own_job() -> str:
+    """The number of the SLURM job of this process, as squeue shows it; empty outside of jobs."""
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def is_queued(job: str, *, now: bool = False) -> bool:
+    """Whether SLURM has a job, or one of an array's, in its queue; `now` asks anew. True if unknown."""
+    if now:
+        _queue.cache_clear()
+    queue = _queue(int(time.monotonic() / QUEUE_S))
+    return queue is None or any(job in (each, each.partition("_")[0]) for each in queue)
+
+
+@functools.lru_cache(maxsize=1)
+def _queue(moment: int) -> list[str] | None:
+    """The numbers of all jobs; None for no answer. One answer serves as long as `moment` is the same."""
+    command = ("squeue", "--noheader", "--array", "--format=%i")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()
+
+
+def _start(pid: int) -> str:
+    """The start of a process in ticks; empty where it has ended, or the system does not say."""
+    try:  # a name may have any letters
+        found = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return ""
+        with suppress(psutil.Error):  # a system without these files
+            return str(psutil.Process(pid).create_time())
+        return ""
+    return "" if found[0] in (b"Z", b"X") else found[19].decode()
+
+
+@functools.cache
+def _boot() -> str:
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a run has come, as its folder says.
+
+    Attributes:
+        status: `interrupted` for a run that was stopped or killed, and can be resumed.
+        holder: who has it, or had it last; None where that is not known.
+        exit_code: of its last process; None while it goes on or where nobody saw the end.
+        reason: why it has not ended well.
+        seconds: from start to end, summed over interruptions.
+    """
+
+    status: RunStatus
+    holder: Holder | None = None
+    exit_code: int | None = None
+    reason: str | None = None
+    seconds: float | None = None
+
+
+def read_state(folder: Path) -> State:
+    """The state of a run. Nothing is written; a folder that cannot be read holds no run."""
+    with suppress(OSError):
+        number, last, silent_s = _last_claim(folder)
+        if number and (holder := _living_holder(folder, last, silent_s)) is not None:
+            return State("running", holder)
+    with suppress(OSError):
+        return _state_left(folder)
+    return State("not run")
+
+
+def _state_left(folder: Path) -> State:
+    """The state in which the last process has left a run."""
+    written = read_json(folder / RUN) or {}
+    holder, seconds, ended = (
+        _holder(written),
+        finite(written.get("seconds")),
+        written.get("ended"),
+    )
+    if isinstance(ended, dict):
+        code, reason = ended.get("exit_code"), ended.get("reason")
+        code = code if type(code) is int else 1
+        status: RunStatus = "failed"
+        if code == 0 and (folder / RESULT).is_file():
+            status = "finished"
+        elif ended.get("pruned"):
+            status = "pruned"
+        elif code - 128 in SIGNALS or -code in SIGNALS:
+            status = "interrupted"
+        return State(status, holder, code, None if reason is None else str(reason), seconds)
+    if (folder / RESULT).is_file():
+        return State("finished", holder, 0, seconds=seconds)
+    if written:
+        return State("interrupted", holder, None, f"{holder or 'its process'} was killed", seconds)
+    return State(
+        "interrupted" if (folder / METRICS).exists() else "not run"
+    )  # run.json may be damaged
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Read the numbers, `metrics`, `best` and `headline` of a run's `result.json`; leave out the rest."""
+    content = read_json(folder / RESULT) or {}
+    headline = content.get("headline")
+    known: dict[str, Any] = {
+        name: value for name, value in content.items() if finite(value) is not None
+    }
+    for name in ("metrics", "best"):
+        if isinstance(metrics := content.get(name), dict):
+            known[name] = {metric: finite(value) for metric, value in metrics.items()}
+    return known | ({"headline": headline} if isinstance(headline, str) else {})
+
+
+def _holder(content: dict[str, Any]) -> Holder | None:
+    found = {each.name: content.get(each.name) for each in fields(Holder)}
+    kinds = {"pid": int}
+    if all(type(value) is kinds.get(name, str) for name, value in found.items()):
+        return Holder(**found)  # type: ignore[arg-type]
+    return None
+
+
+def _living_holder(folder: Path, claim: dict[str, Any], silent_s: float) -> Holder | None:
+    """Who has claimed a folder, or else the run there whose worker has died, if it lives."""
+    written = read_json(folder / RUN) or {}
+    holders = map(_holder, (claim, {} if written.get("ended") else written))
+    return next(
+        (holder for holder in holders if holder is not None and holder.lives(silent_s)), None
+    )
+
+
+def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
+    """The number of a folder's last claim, its content, and the seconds since it was touched; 0 for none."""
+    claims = folder / CLAIMS
+    try:
+        number = max(
+            (int(path.name) for path in claims.iterdir() if path.name.isdecimal()), default=0
+        )
+        path = claims / str(number)
+        return number, read_json(path) or {}, (now or time.time()) - path.stat().st_mtime
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            raise
+        return 0, {}, 0.0
+
+
+class Claim:
+    """A folder that this process has, from construction to `release`. A thread touches the claim.
+
+    Args:
+        folder: of the run; made where there is none, in a folder that is there.
+        shared: token of a worker's claim that this process has too; only the worker gives it up.
+
+    Attributes:
+        id: the run's. `begin` writes it down.
+
+    Raises:
+        FolderInUseError: another process has the folder.
+        OSError: it cannot be written to.
+    """
+
+    def __init__(self, folder: Path, shared: str | None = None) -> None:
+        self.folder, self.token = folder, shared or uuid.uuid4().hex
+        self._is_shared = shared is not None
+        self._since = time.time()
+        if not self._is_shared:
+            self._take()
+        elif not self.is_mine:
+            raise FolderInUseError(f"EXPERIMENT.NAME: the worker of this run has lost {folder}")
+        self._earlier = read_json(folder / RUN) or {}
+        self.id: str = self._earlier.get("id") or uuid.uuid4().hex[:12]
+        self._is_over = threading.Event()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _take(self) -> None:
+        """Make the next claim, as soon as nobody else makes one at the same moment."""
+        for is_last in (*[False] * ATTEMPTS, True):
+            try:
+                self.folder.mkdir(exist_ok=True)
+                (self.folder / CLAIMS).mkdir(exist_ok=True)
+                return self._link()
+            except (
+                FileExistsError,
+                FileNotFoundError,
+            ):  # made, or given up, by another process just now
+                if is_last:
+                    raise
+                time.sleep(random.uniform(0, 0.1))
+
+    def _link(self) -> None:
+        """Make the next claim, unless the holder of the last one lives."""
+        temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
+        try:
+            temporary.write_text(json.dumps({**asdict(Holder.this_process()), "token": self.token}))
+            number, last, silent_s = _last_claim(
+                self.folder, temporary.stat().st_mtime
+            )  # the server's clock
+            holder = _living_holder(self.folder, last, silent_s)
+            if number and (holder is not None or (_holder(last) is None and silent_s < DEAD_S)):
+                raise FolderInUseError(
+                    f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
+                    f"({holder or 'it does not say which'}); choose another name"
+                )
+            link_new(temporary, self.folder / CLAIMS / str(number + 1))
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        """Touch the claim, with the time of the file server."""
+        while not self._is_over.wait(BEAT_S):
+            with suppress(OSError):
+                number, last, _ = _last_claim(self.folder)
+                if last.get("token") == self.token:
+                    os.utime(self.folder / CLAIMS / str(number))
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the folder is still the one that was claimed, and this process has it."""
+        try:
+            return _last_claim(self.folder)[1].get("token") == self.token
+        except OSError:  # such as too many open files: whatever is done next says it
+            return True
+
+    @property
+    def state(self) -> State:
+        """How the run was before this process took it."""
+        return _state_left(self.folder)
+
+    def check(self) -> None:
+        """To be called before anything is written into the folder.
+
+        Raises:
+            LostFolderError: the folder was renamed or deleted, or is another process's by now.
+        """
+        if not self.is_mine:
+            holder = read_state(self.folder).holder
+            raise LostFolderError(
+                f"{self.folder} is not the folder of this run any more: it was renamed or deleted"
+                f"{f', or taken over by {holder}' if holder else ''}; this run (id {self.id}) ends here"
+            )
+
+    def check_id(self, found: str | None, path: Path) -> None:
+        """Make sure that a checkpoint is this run's; one of an older version has no id.
+
+        Raises:
+            CheckpointError: it is another run's.
+        """
+        if "id" not in self._earlier:
+            self.id = found or self.id
+        elif found not in (None, self.id):
+            raise CheckpointError(
+                f"{path} belongs to the run with the id {found}, and {self.folder / RUN} to the run with the "
+                f"id {self.id}: two runs are mixed. Put the checkpoint back where it comes from, or choose "
+                "another EXPERIMENT.NAME"
+            )
+
+    def begin(self) -> None:
+        """Write down which run this is, and that it goes on: how it has ended before is forgotten.
+
+        Raises:
+            LostFolderError, LinnaeusError: see `check` and `write_text_atomically`.
+        """
+        self._write(None, self._earlier.get("seconds"))
+
+    def end(self, exit_code: int, reason: str | None = None, *, pruned: bool = False) -> None:
+        """Write down how the run has ended; nothing in a folder that is not this run's any more.
+
+        The exit code is negative for a signal; the reason says why the run has not ended well.
+        """
+        seconds = (finite(self._earlier.get("seconds")) or 0.0) + time.time() - self._since
+        ended = {"exit_code": exit_code, "reason": reason, **({"pruned": True} if pruned else {})}
+        with suppress(LinnaeusError):
+            self._write(ended, round(seconds, 3))
+
+    def _write(self, ended: dict[str, Any] | None, seconds: float | None) -> None:
+        self.check()
+        self.id = (read_json(self.folder / RUN) or {}).get(
+            "id", self.id
+        )  # a worker's run has begun since
+        holder = asdict(Holder.this_process())
+        content = {
+            "id": self.id,
+            **holder,
+            "since": self._since,
+            "seconds": seconds,
+            "ended": ended,
+        }
+        write_text_atomically(self.folder / RUN, json.dumps(content, indent=1) + "\n")
+
+    def release(self) -> None:
+        """Give the claim up, unless a worker has it too; nothing happens the second time."""
+        self._is_over.set()
+        with suppress(OSError):  # renamed, deleted
+            if self.is_mine and not self._is_shared:
+                given_up = (self.folder / CLAIMS).rename(self.folder / f"{CLAIMS}.{self.token}")
+                shutil.rmtree(given_up)
+
+
+class RunFolder:
+    """The folder of a run, with its claim and the log of this process, inside the context.
+
+    Until `begin`, the run owns the folder by its claim only, which rank 0 holds: nothing of an earlier run is
+    touched, and the log goes to the console and is kept in memory for the file. Every rank must enter the
+    context and call `begin`.
+
+    Args:
+        path: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
+        world: the processes.
+        keep: use the folder of an earlier run as it is; otherwise `begin` renames it.
+
+    Attributes:
+        console: rank 0's console.
+        has_begun: whether `begin` was called.
+        claim: rank 0's; None on the other ranks.
+        pruned: why a search ends the run; empty where it does not.
+
+    Raises:
+        ConfigError: on entering: the folder cannot be written to, or is in use; the same on every rank.
+    """
+
+    def __init__(self, path: Path, world: World, *, keep: bool) -> None:
+        self.console = make_console()
+        self.has_begun = False
+        self.claim: Claim | None = None
+        self.pruned = ""
+        self._path, self._world, self._keep = path, world, keep
+        self._new_folders: list[Path] = []
+        self._early_lines = MemoryHandler(
+            capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False
+        )
+
+    def __enter__(self) -> RunFolder:
+        set_up_logging(None, rank=self._world.rank, console=self.console).addHandler(
+            self._early_lines
+        )
+        try:
+            self._world.on_main(self._take)
+        except BaseException as error:  # also of another rank, while this one has the folder
+            self.__exit__(None, error, None)
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            code, cause = getattr(error, "exit_code", 1), error
+            if isinstance(error, SystemExit):
+                code = error.code if isinstance(error.code, int) else 1
+                cause = error.__cause__ or error  # a rank ends so, when it has told its error
+            self.end(code, " ".join(str(cause).split()) or type(cause).__name__)
+        close_logging()
+        if self.claim is not None:
+            self.claim.release()
+            with suppress(OSError):  # it is not empty
+                for folder in self._new_folders:
+                    folder.rmdir()
+
+    def _take(self) -> None:
+        with suppress(OSError):  # which the claim says
+            self._new_folders = [
+                path for path in (self._path, *self._path.parents) if not path.exists()
+            ]
+        self.claim = claim_run_folder(self._path)
+
+    def check(self) -> None:
+        """To be called before anything is written into the folder.
+
+        Raises:
+            LostFolderError: it is not this run's any more.
+        """
+        if self.claim is not None:
+            self.claim.check()
+
+    def begin(self) -> str:
+        """Move an earlier run aside, and write the log to its file from now on.
+
+        Returns:
+            The run's id.
+
+        Raises:
+            ConfigError, LostFolderError: see `move_aside` and `check`; the same on every rank.
+        """
+        run_id, aside = self._world.on_main(self._begin)
+        self.has_begun = True
+        logger, handler = (
+            logging.getLogger(LOGGER_NAME),
+            file_handler(self._path / LOGS, self._world.rank),
+        )
+        self._early_lines.setTarget(handler)
+        self._early_lines.flush()
+        logger.removeHandler(self._early_lines)
+        logger.addHandler(handler)
+        if aside is not None:
+            logging.getLogger("linnaeus.run").info(
+                "an earlier run of this name is now in %s", aside
+            )
+        return run_id
+
+    def _begin(self) -> tuple[str, Path | None]:
+        assert self.claim is not None
+        self.claim.check()
+        aside = None
+        if not self._keep:
+            aside, self.claim = move_aside(self.claim)
+        self.claim.begin()
+        return self.claim.id, aside
+
+    def end(self, exit_code: int, reason: str | None = None) -> None:
+        """Write down how the run has ended, if it has begun."""
+        if self.claim is not None and self.has_begun:
+            self.claim.end(exit_code, self.pruned or reason, pruned=bool(self.pruned))
+
+
+def claim_run_folder(folder: Path) -> Claim:
+    """Make the folder of a run, `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`, and claim it.
+
+    Raises:
+        ConfigError: it cannot be made or written to, is in use, or is a sweep's.
+    """
+    token = os.environ.pop(SHARED_CLAIM, None)  # not with what this process starts
+    try:
+        if any((folder / name).exists() for name in (SWEEP, STUDY)):
+            raise ConfigError(
+                f"EXPERIMENT.NAME: {folder} is the folder of a sweep, which holds a folder for each of its "
+                "runs; choose another name"
+            )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return Claim(folder, token)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def move_aside(claim: Claim) -> tuple[Path | None, Claim]:
+    """Rename the folder of an earlier run, and claim a new one of its name.
+
+    Returns:
+        The new path of the earlier run, None where there was none; and the claim of the folder.
+
+    Raises:
+        ConfigError: the folder cannot be renamed, or made anew, or is in use.
+    """
+    folder = claim.folder
+    if not holds_run(folder):
+        return None, claim
+    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    aside = next(path for path in names if not path.exists())
+    try:
+        claim.folder = folder.rename(aside)
+        claim.release()
+        return aside, Claim(folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds what an earlier run left, beside the logs of a start that failed."""
+    return any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS))
+
+
+def cannot_write(folder: Path, error: OSError) -> ConfigError:
+    """The error for the user when the folder of a run or a sweep cannot be made or written to."""
+    is_file = isinstance(error, FileExistsError)
+    reason = f"{error.filename} is no folder" if is_file else why_not_written(error, folder)
+    return ConfigError(
+        f"EXPERIMENT.OUTPUT_DIR: {folder} cannot be written to: {reason}; choose another folder"
+    )
+
+
+OUTPUT = f"{LOGS}/output.txt"
+TAIL_BYTES = 1 << 16
+"""Only this much of the end of a run's output is read for its last line."""
+_LAUNCHER = re.compile(r"[EWI]\d{4} [\d:.]+ .*torch/distributed/elastic/|srun: |slurmstepd: ")
+"""Begins what torchrun or SLURM say of a failure, after the run itself has given its reason."""
+
+
+def last_line(folder: Path, begin: int = 0) -> str:
+    """The last line in the output of a run, from byte `begin` on; empty before the first."""
+    try:
+        with (folder / OUTPUT).open("rb") as output:
+            output.seek(max(output.seek(0, 2) - TAIL_BYTES, begin))
+            lines = output.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    own = next((number for number, line in enumerate(lines) if _LAUNCHER.match(line)), len(lines))
+    return next((line.strip() for line in reversed(lines[:own] or lines) if line.strip()), "")
+
+
+def stopped_reason(folder: Path, number: int) -> str:
+    """What is said of a run that a signal has stopped."""
+    has_saved = checkpoint_file(folder, "last") is not None
+    when = "after a checkpoint" if has_saved else "before its first checkpoint"
+    return f"stopped by {signal.Signals(number).name} {when}"

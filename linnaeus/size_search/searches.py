@@ -1,0 +1,413 @@
+"""The searches of a training run: both modes, on all ranks, with the run's own steps, data and bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as torch_dist
+from rich.console import Console
+from torch import nn
+
+from linnaeus.autobatch.errors import TooSmallError
+from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.predict.prediction import Prediction, predict
+from linnaeus.autobatch.predict.trace import Buckets
+from linnaeus.autobatch.ranks.collectives import warm_up_collectives
+from linnaeus.autobatch.ranks.protocol import RankStatus, confirm_jointly, search_on_ranks
+from linnaeus.autobatch.ranks.single_rank import stepping_alone
+from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.autobatch.settings import Names, SearchSettings
+from linnaeus.autobatch.state.sharded import is_sharded
+from linnaeus.batch_plan.effective_batch import micro_batches_held
+from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
+from linnaeus.data.batch import Batch, BatchSpec
+from linnaeus.data.bundle import DataBundle
+from linnaeus.runtime.console import StatusLine
+from linnaeus.runtime.distributed import World
+from linnaeus.size_search.bounds import max_batch_sizes
+from linnaeus.size_search.report import SearchProgress
+from linnaeus.training.build import Assembly
+from linnaeus.training.ddp import wrap
+from linnaeus.training.noise_scale import GradientProbe
+
+LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
+"""Environment variable with one memory limit per rank, such as `2.0,1.5`, to test ranks of unequal memory."""
+
+_SAMPLES_BEFORE = 2
+"""Samples of the training step that is traced before validation: what it leaves does not depend on them, and
+BatchNorm takes no single one."""
+
+logger = logging.getLogger("linnaeus.autobatch")
+
+
+@dataclass(frozen=True)
+class SizeSearch:
+    """Searches for the batch sizes of a run, on one rank and without a collective.
+
+    Attributes:
+        config: the DATA node.
+        train: the TRAIN node.
+        data: the datasets.
+        assembly: the model without a wrapper, and its steps.
+        world: the processes.
+        seed: chooses the samples that batches are made from.
+        max_samples_per_rank: upper bound of the training size; samples that each rank takes per optimizer
+            step. None without a bound.
+        find_unused_parameters: as training's wrapper is built, for models with unused parameters.
+        console: rank 0's, shows the trials; None shows nothing.
+        wanted: with a smaller training size, unless a bound is the reason, ranks raise a `TooSmallError`.
+    """
+
+    config: DataConfig
+    train: TrainConfig
+    data: DataBundle
+    assembly: Assembly
+    world: World
+    seed: int
+    max_samples_per_rank: int | None = None
+    find_unused_parameters: bool = False
+    console: Console | None = None
+    wanted: int | None = None
+
+    def settings(self, mode: Mode) -> SearchSettings:
+        """The settings of a mode's search, each from the key of its name."""
+        config = self.config.AUTOBATCH
+        names = (field.name for field in dataclasses.fields(SearchSettings))
+        values = {name: _setting(config, name.upper(), mode) for name in names}
+        if limits := os.environ.get(LIMITS_VARIABLE):
+            values["memory_limit_gb"] = float(limits.split(",")[self.world.rank])
+        return SearchSettings(**values)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of the model."""
+        return is_sharded(self.assembly.state)
+
+    @contextmanager
+    def finder(
+        self,
+        mode: Mode,
+        status: RankStatus,
+        settings: SearchSettings | None = None,
+        trained_at: int | None = None,
+        *,
+        alone: bool = True,
+    ) -> Iterator[BatchSizeFinder]:
+        """The finder for one mode, on this rank; without a collective unless `alone` is False.
+
+        Args:
+            mode: which step.
+            status: told each size that is tried.
+            settings: by default those of the configuration.
+            trained_at: for validation, the micro-batch size of training; see `BatchSizeFinder.train_once`.
+            alone: whether a sharded model communicates with no other rank; else all ranks step together.
+        """
+        spec = self.spec(mode)
+        training = _TrialTraining(self)
+
+        def train_once() -> None:
+            training.discard_wrapper()
+            training.step(training.batches(self.spec("train"), trained_at or 1))
+
+        def validation_batch(size: int) -> Batch:
+            return next(self._batches(spec, size, num_batches=1))
+
+        is_training = mode == "train"
+        sharded_state = (
+            self.assembly.state if self.is_sharded else ()
+        )  # others wrap it in each trial
+        with (
+            stepping_alone(sharded_state) if alone else nullcontext(),
+            self._frozen_as_in_last_epoch(),
+            log_level(self.config.AUTOBATCH, mode),
+            BatchSizeFinder(
+                training.step if is_training else self.assembly.validation_step,
+                partial(training.batches, spec) if is_training else validation_batch,
+                settings or self.settings(mode),
+                state=self.assembly.state,
+                mode=mode,
+                device=self.world.device,
+                bounds=self._bounds(mode, spec),
+                batches_per_step=training.num_micro_batches if is_training else 1,
+                train_once=None if trained_at is None else train_once,
+                before_trial=lambda size: training.discard_wrapper() if is_training else None,
+                observer=SearchProgress(mode, status, self.console),
+                names=keys(mode),
+                empties_cache=True,  # before and after each validation
+            ) as finder,
+        ):
+            yield finder
+        training.discard_wrapper()
+        gc.collect()  # frees the wrapper with its hooks on the parameters
+
+    @contextmanager
+    def on_ranks(
+        self, mode: Mode, trained_at: int | None = None
+    ) -> Iterator[Callable[..., AutoBatchResult]]:
+        """`search_on_ranks` for one mode, with all but `found` and `size` given; every rank must enter it."""
+        if self.world.is_distributed:
+            warm_up_collectives(torch_dist.group.WORLD, self.world.device)
+        with (
+            log_level(self.config.AUTOBATCH, mode) as is_shown,
+            StatusLine(self.console if is_shown else None) as line,
+        ):
+            yield partial(
+                search_on_ranks,
+                partial(self.finder, mode, trained_at=trained_at),
+                self.settings(mode),
+                self.world.control,
+                show=line.update,
+                names=keys(mode),
+                agree=mode == "train" and self.wanted is not None,
+            )
+
+    def predict(self, mode: Mode) -> Prediction:
+        """Predict a mode's step, for the allocator alone; the wrapper around it is described by its buckets.
+
+        Raises:
+            UntraceableError: the step needs the values of a tensor; the message names the operation.
+        """
+        has_buckets = self.world.is_distributed and not self.is_sharded
+        alone = dataclasses.replace(
+            self, world=World(torch.device("meta")), assembly=_on_meta(self.assembly)
+        )
+        specs = {each: self.spec(each) for each in ("train", mode)}
+        training, validation_step = _TrialTraining(alone), alone.assembly.validation_step
+
+        def train(size: int) -> None:
+            training.step(training.batches(specs["train"], size))
+            training.discard_wrapper()
+
+        def validate(size: int) -> None:
+            validation_step(next(alone._batches(specs["val"], size, num_batches=1)))
+
+        with self._frozen_as_in_last_epoch():
+            return predict(
+                train if mode == "train" else validate,
+                int,  # both make their own batches, one at a time: they take the size
+                state=self.assembly.state,
+                mode=mode,
+                train_once=partial(train, _SAMPLES_BEFORE),
+                # Those of the wrapper that `linnaeus.training.ddp.wrap` makes.
+                buckets=Buckets(as_view=True) if has_buckets else None,
+                base_bytes=0,
+            )
+
+    def _frozen_as_in_last_epoch(self) -> AbstractContextManager[None]:
+        """Context in which parameters are frozen or not as in the last epoch, when most memory is needed."""
+        freezing = self.assembly.freezing
+        return freezing.unfrozen(only_if=freezing.ends_within(self.train.EPOCHS))
+
+    def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
+        """Makes each batch when it is asked for: as in training, only one exists at a time."""
+        device, channels_last = self.world.device, self.train.CHANNELS_LAST
+        if (
+            device.type == "cpu" and not self.config.NUM_WORKERS
+        ):  # loading takes memory of the device
+            return (spec.load(size) for _ in range(num_batches))
+        return (spec.make(size, device, channels_last=channels_last) for _ in range(num_batches))
+
+    def spec(self, mode: Mode) -> BatchSpec:
+        """What a mode's batches look like."""
+        dataset, collate = self.data.train if mode == "train" else self.data.val, self.data.collate
+        if mode == "train" and self.data.mixing is not None:
+            # Mixed batches have the shapes and types of soft ones, which can be filled on the device.
+            collate = self.data.mixing.soft_collate(collate)
+        return BatchSpec(dataset, collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed)
+
+    def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
+        """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""
+        bounds = max_batch_sizes(
+            self.config, self.train, self.data, mode, self.world, tensor_bytes=spec.tensor_bytes
+        )
+        wanted = self.max_samples_per_rank
+        # A bound below the smallest size would end the search; the plan splits the size found instead.
+        if (
+            mode == "train"
+            and wanted is not None
+            and wanted >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE)
+        ):
+            bounds["effective_batch"] = wanted
+        return bounds
+
+
+def find_sizes(
+    search: SizeSearch, earlier: Mapping[str, int] | None = None
+) -> dict[str, AutoBatchResult]:
+    """Search each mode that the configuration asks for; see `search_on_ranks`. Every rank must call this.
+
+    Args:
+        search: the search of this run.
+        earlier: by mode, the size in the checkpoint of the run being resumed: it is tried first, and no
+            larger one is.
+
+    Raises:
+        LinnaeusError: the same on every rank.
+    """
+    found: dict[str, AutoBatchResult] = {}
+    config, modes = search.config.AUTOBATCH, get_args(Mode)
+    for mode in (mode for mode in modes if _setting(config, "ENABLED", mode)):
+        trained_at = None
+        if mode == "val":
+            trained_at = found["train"].batch_size if "train" in found else search.config.BATCH_SIZE
+        size, most = (earlier or {}).get(mode), _setting(config, "MAX_BATCH_SIZE", mode)
+        with search.on_ranks(mode, trained_at) as search_all:
+            result = search_all(size=None if size is None else min(size, most or size))
+            if search.is_sharded:
+                status = RankStatus(control=search.world.control)
+                make_finder = partial(
+                    search.finder, mode, status, trained_at=trained_at, alone=False
+                )
+                result = confirm_jointly(
+                    result,
+                    make_finder,
+                    search_all,
+                    status,
+                    search.settings(mode),
+                    keys(mode),
+                    agree=mode == "train" and search.wanted is not None,
+                )
+        if mode == "train" and result.limited_by in (
+            "memory",
+            "max_trials",
+            "timeout",
+            "throughput",
+        ):
+            is_fast = result.limited_by == "throughput"  # then larger ones may fit
+            sizes_run = (
+                trial.size for trial in result.trials if is_fast and trial.status == "fits"
+            )
+            if (largest := max([result.batch_size, *sizes_run])) < (search.wanted or 0):
+                raise TooSmallError(
+                    f"largest {largest} within {result.budget_bytes / GIB:.2f} GiB", largest
+                )
+        if size is not None:
+            is_kept = result.batch_size == size
+            limited_by = "checkpoint" if is_kept else result.limited_by
+            result = dataclasses.replace(result, limited_by=limited_by, max_batch_size=most)
+            if not is_kept:
+                logger.info(
+                    "AutoBatch %s: the checkpoint's batch size %d is not kept, going on with %d (limited by "
+                    "%s)",
+                    mode,
+                    size,
+                    result.batch_size,
+                    limited_by,
+                )
+        found[mode] = result
+    search.assembly.metrics.reset()
+    return found
+
+
+@contextmanager
+def log_level(config: AutoBatchConfig, mode: Mode) -> Iterator[bool]:
+    """Set the logger to the level of a mode inside the context; the value says if trials are shown."""
+    before = logger.level
+    logger.setLevel(_setting(config, "LOG_LEVEL", mode))
+    try:
+        yield logger.isEnabledFor(logging.INFO)
+    finally:
+        logger.setLevel(before)
+
+
+class _TrialTraining:
+    """The training step as trials run it: in training's wrapper, over a process group of this rank alone.
+
+    The wrapper is made with the batches, inside the trial, since its buckets belong to the peak.
+
+    Attributes:
+        num_micro_batches: that a step takes.
+        step: takes what `batches` returns.
+    """
+
+    def __init__(self, search: SizeSearch) -> None:
+        self.num_micro_batches = micro_batches_held(search.train)
+        self._search = search
+        self._train_step = dataclasses.replace(search.assembly.train_step)
+        self._is_wrapped = False
+        # No function of its own: the fewer frames lie above the model, the easier is a traceback to read.
+        self.step = partial(self._train_step, num_micro_batches=self.num_micro_batches)
+
+    def discard_wrapper(self) -> None:
+        """Let the next trial make its own: a wrapper is unusable after an error in the middle of a step."""
+        self._train_step.model, self._train_step.probe = self._search.assembly.model, None
+        self._is_wrapped = False
+
+    def batches(self, spec: BatchSpec, size: int) -> Iterator[Batch]:
+        """The micro-batches of one step."""
+        search, step = self._search, self._train_step
+        if not self._is_wrapped:
+            step.model = wrap(
+                search.assembly.model,
+                search.world,
+                single_rank=True,
+                find_unused_parameters=search.find_unused_parameters,
+            )
+            step.probe = self._probe(step.model)
+            self._is_wrapped = True
+        if step.probe is not None:
+            step.probe.arm()  # a step that measures needs more memory than others
+        return search._batches(spec, size, num_batches=self.num_micro_batches)
+
+    def _probe(self, model: nn.Module) -> GradientProbe | None:
+        """A probe that measures as with all ranks, over the group of this rank alone."""
+        config = self._search.train.NOISE_SCALE
+        if not config.ENABLED:
+            return None
+        num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
+        return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
+
+
+def _on_meta(assembly: Assembly) -> Assembly:
+    """With steps that run on `meta`, and count into metrics of their own."""
+    precision = dataclasses.replace(assembly.train_step.precision, device=torch.device("meta"))
+    return dataclasses.replace(
+        assembly,
+        train_step=dataclasses.replace(assembly.train_step, precision=precision),
+        validation_step=dataclasses.replace(
+            assembly.validation_step,
+            precision=precision,
+            update_metrics=deepcopy(assembly.metrics).to(precision.device).update,
+        ),
+    )
+
+
+def keys(mode: Mode) -> Names:
+    """The keys of the configuration that a search of this mode takes its settings from."""
+    node, suffix = "DATA.AUTOBATCH", "_VAL" if mode == "val" else ""
+    return Names(
+        target_memory_fraction=f"{node}.TARGET_MEMORY_FRACTION{suffix}",
+        memory_limit_gb=f"{node}.MEMORY_LIMIT_GB",
+        min_batch_size=f"{node}.MIN_BATCH_SIZE{suffix}",
+        max_batch_size=f"{node}.MAX_BATCH_SIZE{suffix}",
+        multiple_of=f"{node}.MULTIPLE_OF",
+        max_trials=f"{node}.MAX_TRIALS",
+        timeout_minutes=f"{node}.TIMEOUT_MINUTES",
+        sample_size="DATA.IMG_SIZE",
+        checkpointing="TRAIN.GRADIENT_CHECKPOINTING True",
+        half_precision="TRAIN.AMP bf16",
+        model="MODEL.NAME",
+        optimizer="OPTIMIZER.NAME",
+        batch_maker="the collate function",
+        smaller_training=(
+            f"lower DATA.BATCH_SIZE, or {node}.MAX_BATCH_SIZE where AutoBatch chose the training size"
+        ),
+        without_search=f"switch {node}.ENABLED{suffix} off and set DATA.BATCH_SIZE{suffix}",
+    )
+
+
+def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:
+    """The value of a key, or that of its own key for validation if there is one."""
+    value = getattr(config, name)
+    return value if mode == "train" else getattr(config, f"{name}_VAL", value)

@@ -1,0 +1,323 @@
+"""The batch plan: what must always hold, and what each wish comes to."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from linnaeus.batch_plan.effective_batch import Facts, max_samples_per_rank
+from linnaeus.batch_plan.plan import BatchPlan, scale_factor
+from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
+from linnaeus.runtime.errors import ConfigError
+from tests.helpers.configs import FACTS, plan_of
+
+
+def effective_sizes(plan: BatchPlan) -> list[int]:
+    """The effective batch size of every optimizer step."""
+    return [
+        stage.effective_batch_size for stage in chain(*plan.epochs) for _ in range(stage.num_steps)
+    ]
+
+
+@given(
+    world_size=st.integers(1, 4),
+    samples_per_rank=st.integers(1, 60),
+    fits=st.integers(1, 40),
+    limit=st.integers(1, 40),
+    num_samples=st.integers(240, 500),
+)
+def test_a_limit_splits_the_same_optimizer_steps_more_finely(
+    world_size: int, samples_per_rank: int, fits: int, limit: int, num_samples: int
+) -> None:
+    facts = replace(
+        FACTS, max_micro_batch_size=fits, world_size=world_size, num_samples=num_samples
+    )
+    plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=samples_per_rank * world_size, EPOCHS=2)
+    limited = plan.limited(limit)
+    assert effective_sizes(limited) == effective_sizes(plan)
+    assert (limited.learning_rate, limited.total_steps) == (plan.learning_rate, plan.total_steps)
+    for before, stage in zip(plan.stages, limited.stages, strict=True):
+        sizes = stage.micro_batches
+        assert sum(sizes) == samples_per_rank == stage.samples_per_rank
+        assert sizes[0] == stage.micro_batch_size == max(sizes) <= limit
+        assert sizes[0] - sizes[-1] <= 1
+        assert len(sizes) == stage.accumulation_steps
+        if before.micro_batch_size <= limit:
+            assert stage == before
+    assert limited.limited(limit) == limited
+    assert sum(limited.micro_batches(0)) == sum(plan.micro_batches(0))
+    assert min(limited.micro_batches(1)) == limited.smallest_micro_batch
+
+
+@given(
+    world_size=st.integers(1, 8),
+    samples_per_rank=st.integers(1, 300),
+    max_micro_batch_size=st.integers(1, 128),
+    num_samples=st.integers(1, 5000),
+    epochs=st.integers(1, 5),
+)
+def test_every_step_takes_the_effective_size(
+    world_size: int, samples_per_rank: int, max_micro_batch_size: int, num_samples: int, epochs: int
+) -> None:
+    effective = world_size * samples_per_rank
+    assume(effective <= num_samples // world_size * world_size)
+    facts = replace(
+        FACTS,
+        max_micro_batch_size=max_micro_batch_size,
+        world_size=world_size,
+        num_samples=num_samples,
+    )
+    plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs)
+    assert (
+        plan.micro_batch_size * plan.accumulation_steps * world_size
+        == plan.effective_batch_size
+        == effective
+    )
+    fewest = -(-samples_per_rank // max_micro_batch_size)
+    assert plan.accumulation_steps == next(
+        n for n in range(fewest, 301) if samples_per_rank % n == 0
+    )
+    assert plan.steps_per_epoch == (num_samples // effective,) * epochs
+    assert plan.total_steps == epochs * (num_samples // effective)
+    assert set(effective_sizes(plan)) == {effective}
+
+
+@given(
+    max_micro_batch_size=st.integers(1, 200),
+    world_size=st.integers(1, 5),
+    num_samples=st.integers(5, 2000),
+    accumulation=st.integers(1, 9),
+)
+def test_without_a_wish_every_whole_micro_batch_is_used(
+    max_micro_batch_size: int, world_size: int, num_samples: int, accumulation: int
+) -> None:
+    facts = replace(
+        FACTS,
+        max_micro_batch_size=max_micro_batch_size,
+        world_size=world_size,
+        num_samples=num_samples,
+    )
+    plan = plan_of(facts, ACCUMULATION_STEPS=accumulation, EPOCHS=2)
+    per_process = num_samples // world_size
+    micro_batch_size = min(max_micro_batch_size, per_process)
+    num_micro_batches = per_process // micro_batch_size
+    assert list(plan.micro_batches(0)) == [micro_batch_size] * num_micro_batches
+    assert plan.steps_per_epoch[0] == math.ceil(num_micro_batches / accumulation)
+    assert (
+        plan.effective_batch_size
+        == micro_batch_size * min(accumulation, num_micro_batches) * world_size
+    )
+    assert plan.learning_rate == 0.1
+
+
+schedules = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(["linear", "exponential"]),
+        "unit": st.sampled_from(["epochs", "steps"]),
+        "first": st.integers(1, 200),
+        "last": st.integers(1, 200),
+        "length": st.integers(1, 30),
+        "world_size": st.integers(1, 4),
+        "max_micro_batch": st.integers(1, 70),
+        "epochs": st.integers(2, 12),
+        "num_samples": st.integers(800, 3000),
+    }
+)
+
+
+def scheduled(run: dict[str, Any], optimizer: OptimizerConfig | None = None) -> BatchPlan:
+    """The plan; runs that would end before the last size are left out."""
+    world_size = run["world_size"]
+    facts = replace(
+        FACTS,
+        world_size=world_size,
+        max_micro_batch_size=run["max_micro_batch"],
+        num_samples=run["num_samples"],
+    )
+    schedule = {
+        "NAME": run["name"],
+        "UNIT": run["unit"],
+        "LENGTH": run["length"],
+        "FIRST": run["first"] * world_size,
+        "LAST": run["last"] * world_size,
+    }
+    try:
+        return plan_of(facts, optimizer, schedule=schedule, EPOCHS=run["epochs"])
+    except ConfigError as error:
+        assume("LENGTH" not in str(error))
+        raise
+
+
+@given(run=schedules)
+def test_a_schedule_goes_one_way_and_its_steps_and_samples_add_up(run: dict[str, Any]) -> None:
+    plan = scheduled(run)
+    sizes, world_size, step = effective_sizes(plan), run["world_size"], 0
+    assert (sizes[0], sizes[-1]) == (run["first"] * world_size, run["last"] * world_size)
+    sign = 1 if run["last"] >= run["first"] else -1
+    assert all(sign * a <= sign * b for a, b in pairwise(sizes))
+    assert plan.total_steps == sum(plan.steps_per_epoch) == len(sizes)
+    assert sum(plan.samples_per_epoch) == sum(sizes)
+    for epoch, stages in enumerate(plan.epochs):
+        for stage in stages:
+            assert stage.num_steps >= 1
+            assert 1 <= stage.micro_batch_size <= run["max_micro_batch"]
+            assert (
+                stage.effective_batch_size
+                == stage.micro_batch_size * stage.accumulation_steps * world_size
+            )
+        used = sum(plan.micro_batches(epoch))
+        assert used * world_size == plan.samples_per_epoch[epoch]
+        step += plan.steps_per_epoch[epoch]
+        following = stages[-1].samples_per_rank
+        if run["unit"] == "steps" and step < len(sizes):
+            following = sizes[step] // world_size
+        assert (
+            used <= run["num_samples"] // world_size < used + following
+        )  # no further step would fit in
+
+
+@given(run=schedules, rule=st.sampled_from(["none", "linear", "sqrt"]))
+def test_the_rate_follows_the_rule_at_every_step(run: dict[str, Any], rule: str) -> None:
+    plan = scheduled(run, OptimizerConfig(LR_SCALING=rule, BASE_BATCH_SIZE=32))
+    for step, size in enumerate(effective_sizes(plan)):
+        assert plan.learning_rate * plan.batch_size_lr_factor(step) == pytest.approx(
+            0.1 * scale_factor(rule, size, 32)
+        )
+
+
+def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows() -> None:
+    plan = plan_of(schedule={"NAME": "exponential", "FIRST": 8, "LAST": 2048}, EPOCHS=9)
+    stages = [epoch[0] for epoch in plan.epochs]
+    assert [stage.effective_batch_size for stage in stages] == [8 << epoch for epoch in range(9)]
+    assert [stage.micro_batch_size for stage in stages] == [8, 8, 8, 8, 8, 16, 32, 64, 64]
+    assert [stage.accumulation_steps for stage in stages] == [1, 2, 4, 8, 16, 16, 16, 16, 32]
+
+
+def test_milestones_hold_exactly_from_their_epoch_on() -> None:
+    schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 131], [3, 64]]}
+    plan = plan_of(replace(FACTS, max_micro_batch_size=131), schedule=schedule, EPOCHS=5)
+    assert [stage.effective_batch_size for stage in chain(*plan.epochs)] == [32, 32, 131, 64, 64]
+    assert [stage.micro_batch_size for stage in chain(*plan.epochs)] == [32, 32, 131, 32, 32]
+    assert plan.effective_batch_size == 131
+
+
+def test_warm_up_in_epochs_counts_the_steps_of_each_epoch() -> None:
+    facts = replace(FACTS, num_samples=1600)
+    schedule = {"NAME": "milestones", "FIRST": 16, "MILESTONES": [[1, 32], [2, 64]]}
+    plan = plan_of(facts, schedule=schedule, warmup={"WARMUP_EPOCHS": 1.5}, EPOCHS=3)
+    assert plan.steps_per_epoch == (100, 50, 25)
+    assert plan.warmup_steps == 125
+
+
+@given(
+    fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]),
+    world_size=st.sampled_from([1, 2, 4, 8]),
+)
+def test_accumulation_alone_never_changes_the_rate(fits: int, world_size: int) -> None:
+    optimizer = OptimizerConfig(LR_SCALING="linear", WEIGHT_DECAY_SCALING="sqrt")
+    facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size)
+    plan = plan_of(facts, optimizer, EFFECTIVE_BATCH_SIZE=512)
+    assert (plan.learning_rate, plan.weight_decay) == (0.2, 0.05 * math.sqrt(2))
+
+
+def test_without_scaling_every_bit_stays() -> None:
+    facts = replace(FACTS, num_samples=4000, learning_rate=0.1 + 0.2, weight_decay=1 / 3)
+    for plan in (plan_of(facts, EPOCHS=2), plan_of(facts, EFFECTIVE_BATCH_SIZE=1024, EPOCHS=2)):
+        assert (plan.learning_rate, plan.weight_decay) == (0.1 + 0.2, 1 / 3)
+        assert [plan.batch_size_lr_factor(step) for step in range(3)] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("effective", "warmup", "epochs", "steps", "has_note"),
+    [
+        (2047, {}, 60, 0, False),
+        (2048, {}, 60, 144, True),  # 5 % of 60 epochs of 48 steps
+        (2048, {"WARMUP_EPOCHS": 0}, 60, 144, True),
+        (2048, {"WARMUP_STEPS": 7}, 60, 7, False),
+        (2048, {"WARMUP_FRACTION": 0.1}, 60, 288, False),
+        (2048, {}, 300, 5 * 48, True),  # at most five epochs
+        (50_000, {}, 1, 1, True),  # of two steps
+    ],
+)
+def test_a_much_raised_rate_gets_a_warm_up(
+    effective: int, warmup: dict[str, Any], epochs: int, steps: int, has_note: bool
+) -> None:
+    optimizer = OptimizerConfig(LR_SCALING="linear")
+    plan = plan_of(
+        optimizer=optimizer, warmup=warmup, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs
+    )
+    assert plan.warmup_steps == steps
+    assert ["SCHEDULE.WARMUP" in note for note in plan.notes] == [True] * has_note
+
+
+SGD = OptimizerConfig(NAME="sgd")
+QUIET = (
+    (
+        replace(FACTS, batchnorm="local"),
+        {"warmup": {"WARMUP_EPOCHS": 5}, "EFFECTIVE_BATCH_SIZE": 256},
+    ),
+    (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 16}),
+    (replace(FACTS, max_micro_batch_size=131), {"EFFECTIVE_BATCH_SIZE": 131}),
+    (replace(FACTS, max_micro_batch_size=16, batchnorm="local"), {}),
+    (replace(FACTS, max_micro_batch_size=8, batchnorm="synchronised", world_size=2), {}),
+    (FACTS, {"EFFECTIVE_BATCH_SIZE": 512}),
+    (
+        replace(FACTS, pretrained=True, learning_rate=0.06),
+        {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD},
+    ),
+    (replace(FACTS, num_samples=640), {}),
+)
+
+
+@pytest.mark.parametrize(("facts", "wishes"), QUIET)
+def test_a_plan_within_the_limits_of_each_warning_says_nothing(facts: Facts, wishes: Any) -> None:
+    """Plans just beyond the limits are in `test_messages.py`."""
+    plan = plan_of(facts, **wishes)
+    assert (plan.warnings, plan.notes) == ((), ())
+
+
+@given(
+    size=st.integers(1, 600),
+    world_size=st.integers(1, 6),
+    fits=st.integers(2, 100),
+    batchnorm=st.sampled_from(["none", "local"]),
+)
+def test_the_sizes_that_an_error_names_would_do(
+    size: int, world_size: int, fits: int, batchnorm: str
+) -> None:
+    facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size, batchnorm=batchnorm)
+    try:
+        assert plan_of(facts, EFFECTIVE_BATCH_SIZE=size).effective_batch_size == size
+    except ConfigError as error:
+        named = re.search(r"(\d+)(?: or (\d+))? would", str(error))
+        for other in filter(None, named.groups() if named else ()):
+            assert plan_of(facts, EFFECTIVE_BATCH_SIZE=int(other)).effective_batch_size == int(
+                other
+            )
+
+
+@pytest.mark.parametrize(
+    ("train", "schedule", "expected"),
+    [
+        ({}, {}, None),
+        ({"ACCUMULATION_STEPS": 4}, {}, None),
+        ({"EFFECTIVE_BATCH_SIZE": 256}, {}, 128),
+        ({}, {"NAME": "linear", "FIRST": 8}, None),
+        ({}, {"NAME": "linear", "FIRST": 8, "LAST": 64}, 32),
+        ({}, {"NAME": "linear", "FIRST": 80, "LAST": 64}, 40),
+        ({}, {"NAME": "milestones", "FIRST": 8, "MILESTONES": [[1, 96]]}, 48),
+        ({"EFFECTIVE_BATCH_SIZE": 32}, {"NAME": "exponential", "FIRST": 8}, 16),
+    ],
+)
+def test_the_most_samples_per_rank_that_are_asked_for(
+    train: dict[str, int], schedule: dict[str, Any], expected: int | None
+) -> None:
+    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**schedule))
+    assert max_samples_per_rank(node, replace(FACTS, world_size=2, num_samples=1000)) == expected

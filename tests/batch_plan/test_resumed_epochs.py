@@ -1,0 +1,149 @@
+"""An epoch resumed with other sizes or on another number of processes: each sample once, none left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, islice, repeat
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linnaeus.batch_plan.effective_batch import Facts
+from linnaeus.batch_plan.plan import BatchPlan
+from linnaeus.data.sampler import EpochSampler, PlannedBatches
+from tests.helpers.configs import plan_of
+
+FACTS = Facts(max_micro_batch_size=8, world_size=1, num_samples=100, learning_rate=0.1)
+
+
+def take(plan: BatchPlan, epoch: int, done: int, num_steps: int | None = None) -> list[int]:
+    """The samples of the next optimizer steps on all ranks; of all that remain without a number."""
+    stages = plan.rest_of_epoch(epoch, done)
+    steps = list(islice(chain.from_iterable(repeat(s, s.num_steps) for s in stages), num_steps))
+    num_micro_batches = sum(stage.accumulation_steps for stage in steps)
+    taken: list[int] = []
+    for rank in range(plan.world_size):
+        sampler = EpochSampler(plan.num_samples, seed=3, rank=rank, world_size=plan.world_size)
+        sampler.set_epoch(epoch, done)
+        batches = list(islice(PlannedBatches(sampler, plan.micro_batches), num_micro_batches))
+        sizes = [stage.micro_batch_size for stage in steps for _ in range(stage.accumulation_steps)]
+        assert [len(batch) for batch in batches] == sizes  # every micro-batch is whole
+        taken += [index for batch in batches for _, index in batch]
+    assert len(taken) == sum(stage.effective_batch_size for stage in steps)
+    return taken
+
+
+configurations = st.tuples(
+    st.integers(1, 4), st.integers(1, 12), st.integers(1, 4), st.booleans(), st.integers(0, 6)
+)
+"""World size, largest micro-batch, accumulation, whether the effective size is set, steps until a change."""
+
+
+@given(
+    num_samples=st.integers(48, 220),
+    parts=st.lists(configurations, min_size=1, max_size=5),
+    epoch=st.integers(0, 1),
+)
+def test_any_changes_within_an_epoch_take_each_sample_at_most_once_and_leave_less_than_a_step(
+    num_samples: int, parts: Sequence[tuple[int, int, int, bool, int]], epoch: int
+) -> None:
+    taken: list[int] = []
+    for number, (world_size, micro_batch, accumulation, is_set, num_steps) in enumerate(
+        parts, start=1
+    ):
+        facts = replace(
+            FACTS, world_size=world_size, max_micro_batch_size=micro_batch, num_samples=num_samples
+        )
+        options = {"ACCUMULATION_STEPS": accumulation}
+        if is_set:
+            options = {"EFFECTIVE_BATCH_SIZE": world_size * micro_batch * accumulation}
+            if options["EFFECTIVE_BATCH_SIZE"] > num_samples // world_size * world_size:
+                continue
+        plan = plan_of(facts, EPOCHS=2, **options)
+        taken += take(plan, epoch, len(taken), None if number == len(parts) else num_steps)
+        if number == len(parts):
+            assert num_samples - len(taken) < plan.effective_batch_size
+            if not is_set:  # a smaller step takes the micro-batches that are left
+                assert num_samples - len(taken) < world_size * plan.micro_batch_size
+            assert take(plan, epoch, len(taken)) == []
+    assert len(set(taken)) == len(taken)
+    assert set(taken) <= set(range(num_samples))
+
+
+@given(world_size=st.integers(1, 4), done=st.integers(0, 120), micro_batch=st.integers(1, 4))
+def test_a_growing_batch_resumed_anywhere_wastes_less_than_its_largest_step(
+    world_size: int, done: int, micro_batch: int
+) -> None:
+    facts = replace(FACTS, num_samples=120, world_size=world_size, max_micro_batch_size=micro_batch)
+    schedule = {
+        "NAME": "milestones",
+        "UNIT": "steps",
+        "FIRST": world_size,
+        "MILESTONES": [[3, 4 * world_size]],
+    }
+    plan = plan_of(facts, schedule=schedule, EPOCHS=2)
+    rest = plan.rest_of_epoch(0, done)
+    used = sum(stage.num_steps * stage.effective_batch_size for stage in rest)
+    assert 0 <= 120 - done - used < 4 * world_size
+    sizes = [stage.effective_batch_size for stage in rest]
+    assert sizes == sorted(sizes)  # stages keep their order
+
+
+# The position in the schedule.
+
+
+@given(
+    world_size=st.integers(1, 4),
+    micro_batch=st.integers(1, 12),
+    accumulation=st.integers(1, 4),
+    num_samples=st.integers(20, 220),
+)
+def test_an_undisturbed_run_is_at_its_number_of_steps(
+    world_size: int, micro_batch: int, accumulation: int, num_samples: int
+) -> None:
+    facts = replace(
+        FACTS, world_size=world_size, max_micro_batch_size=micro_batch, num_samples=num_samples
+    )
+    assert_positions_are_steps(plan_of(facts, ACCUMULATION_STEPS=accumulation, EPOCHS=3))
+
+
+@pytest.mark.parametrize(("unit", "length"), [("steps", 12), ("epochs", 2)])
+def test_so_is_one_whose_batch_grows(unit: str, length: int) -> None:
+    schedule = {"NAME": "linear", "UNIT": unit, "FIRST": 4, "LAST": 24, "LENGTH": length}
+    assert_positions_are_steps(plan_of(FACTS, schedule=schedule, EPOCHS=4))
+
+
+def assert_positions_are_steps(plan: BatchPlan) -> None:
+    step = 0
+    for epoch, stages in enumerate(plan.epochs):
+        samples = 0
+        for stage in stages:
+            for _ in range(stage.num_steps):
+                assert plan.position(epoch, samples) == step
+                samples += stage.effective_batch_size
+                step += 1
+        assert plan.position(epoch, samples) == plan.position(epoch + 1, 0) == step
+    assert plan.position(plan.num_epochs + 3, 7) == plan.total_steps == step
+
+
+def test_between_two_steps_the_position_is_a_fraction() -> None:
+    plan = plan_of(FACTS, EFFECTIVE_BATCH_SIZE=32, EPOCHS=2)
+    positions = [plan.position(1, samples) for samples in (0, 8, 40, 96, 97, 100)]
+    assert positions == [
+        3,
+        3.25,
+        4.25,
+        6,
+        6,
+        6,
+    ]  # three steps an epoch; the last four samples are left out
+
+
+def test_a_dataset_that_has_shrunk_below_the_samples_done_leaves_no_step() -> None:
+    plan = plan_of(
+        Facts(max_micro_batch_size=8, world_size=1, num_samples=50, learning_rate=0.1), EPOCHS=2
+    )
+    assert plan.rest_of_epoch(0, 33), "some are left"
+    assert plan.rest_of_epoch(0, 67) == []

@@ -1,0 +1,391 @@
+"""Ranks that differ, fail, are stopped and start again, as real processes under torchrun."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+
+from linnaeus.config.schema import DistConfig
+from linnaeus.runtime.distributed import World, join
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.signals import StopRequest
+from linnaeus.training import stop
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.odd_ranks import KINDS, PLACES
+from tests.helpers.runs import SMALL, assert_same_bits, free_ports, wait_until, weights
+from tests.helpers.small_runs import lines_of
+
+JOB = (
+    *(option for option in SMALL if not option.startswith(("MODEL.", "DATA.DATASET."))),
+    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
+    "MODEL.NAME=test_resnet",
+    "DATA.IMG_SIZE=8",
+    "DATA.BATCH_SIZE=8",
+    "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+    "TRAIN.AUTO_RESUME=True",
+)
+TWO = ("--standalone", "--nproc_per_node=2")
+e2e, slow = pytest.mark.e2e, pytest.mark.slow
+
+
+class Ended(NamedTuple):
+    code: int
+    text: str
+
+
+class Ranks:
+    """A torchrun whose ranks may be odd; see `tests.helpers.odd_ranks`. Nothing of it outlives the test."""
+
+    def __init__(self, folder: Path, *argv: str, options: Sequence[str] = TWO, **env: str) -> None:
+        self.folder = folder
+        self.log = folder / f"torchrun{len(list(folder.glob('torchrun*')))}.txt"
+        command = ["-m", "torch.distributed.run", *options, "-m", "tests.helpers.odd_ranks", *argv]
+        with self.log.open("w") as log:
+            self.process = forks.start(
+                command,
+                cwd=folder,
+                env={"PYTHONPATH": str(ROOT), "QUICK_BEATS": "1", **env},
+                stdout=log,
+                stderr=log,
+            )
+
+    def children(self) -> list[psutil.Process]:
+        with suppress(psutil.Error):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def wait_for(self, path: str) -> None:
+        """Until this file of the folder exists."""
+        wait_until((self.folder / path).exists, self.process, self.log)
+
+    def end(self) -> Ended:
+        """Wait for the end; a job that hangs, or leaves a process behind, fails the test."""
+        seen: set[psutil.Process] = set()
+
+        def has_ended() -> bool:
+            seen.update(self.children())
+            return self.process.poll() is not None
+
+        try:
+            wait_until(has_ended, log=self.log, limit_s=200)
+            _, alive = psutil.wait_procs(seen, timeout=forks.limit_s)
+            assert not alive, f"{alive} are left: {self.log.read_text()}"
+        finally:
+            self.process.kill()
+            for child in seen:
+                with suppress(psutil.Error):
+                    child.kill()
+        assert self.process.returncode is not None
+        return Ended(self.process.returncode, self.log.read_text())
+
+
+def run_job(folder: Path, *argv: str, **env: str) -> Ended:
+    return Ranks(folder, *JOB, *argv, **env).end()
+
+
+@e2e
+def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> None:
+    """The first run finds 8 and 16; the second one may try larger ones and does not."""
+    for options in (("TRAIN.EPOCHS=1",), ("TRAIN.EPOCHS=2", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")):
+        ended = run_job(tmp_path, *options)
+        assert ended.code == 0, ended.text
+    found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
+    for mode, size in (("train", 8), ("val", 16)):
+        assert (found[mode]["batch_size"], found[mode]["limited_by"]) == (size, "checkpoint")
+        # Rank 0's own search, and then all ranks together.
+        assert [trial["batch_size"] for trial in found[mode]["trials"]] == [size] * 2
+        assert found[mode]["ran_on_every_rank"] == [size]
+    assert len(lines_of(tmp_path / "runs/small", "val")) == 2
+
+
+@e2e
+@pytest.mark.parametrize("odd", ["SHORTER=1:40", "OTHER=1:TRAIN.AUTO_RESUME=False"])
+def test_ranks_with_different_data_or_options_are_refused(tmp_path: Path, odd: str) -> None:
+    ended = run_job(tmp_path, **dict([odd.split("=", 1)]))
+    assert ended.code != 0
+    assert (
+        "'train': 96" if "SHORTER" in odd else "TRAIN.AUTO_RESUME: True and False"
+    ) in ended.text
+    assert "linnaeus/run.py" not in ended.text, "a traceback of ours"
+
+
+@pytest.mark.parametrize(
+    ("in_job", "in_step", "is_refused"),
+    [("2", "2", True), ("2", None, False), ("2", "1", False), ("1", "2", False)],
+    ids=["srun", "sbatch", "salloc", "sbatch by a task of another step"],
+)
+def test_only_tasks_of_slurm_that_run_side_by_side_without_torchrun_are_refused(
+    monkeypatch: pytest.MonkeyPatch, in_job: str, in_step: str | None, is_refused: bool
+) -> None:
+    """The variables are those of SLURM 22.05."""
+    monkeypatch.setenv("SLURM_NTASKS", in_job)
+    if in_step is not None:
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", in_step)
+    with (
+        pytest.raises(ConfigError, match="torchrun") if is_refused else nullcontext(),
+        join("cpu", DistConfig()) as world,
+    ):
+        assert world.world_size == 1
+
+
+@pytest.mark.parametrize(("step_s", "num_steps"), [(5.0, 1), (0.1, 5), (0.001, 16)])
+def test_ranks_with_slow_steps_look_for_a_signal_after_each(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, num_steps: int
+) -> None:
+    """A launcher ends ranks that have not saved their checkpoint within seconds."""
+    seconds, exchanged = 0.0, []
+
+    class Two(World):
+        def reduce(self, values: torch.Tensor, how: str = "") -> torch.Tensor:
+            exchanged.append(round(seconds / step_s))
+            return values
+
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: seconds))
+    agreement = stop.StopAgreement(Two(torch.device("cpu"), world_size=2), StopRequest())
+    for _ in range(40):
+        seconds += step_s
+        agreement.after_step()
+    assert exchanged[:3] == [1, 1 + num_steps, 1 + 2 * num_steps]
+
+
+LONG = ("TRAIN.EPOCHS=12", "DATA.NUM_WORKERS=1")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run_job(folder, *LONG, WANDB_MODE="offline").code == 0
+    return folder / "runs/small"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("SIGINT", marks=slow), pytest.param("SIGTERM", marks=e2e)]
+)
+def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, undisturbed: Path, name: str
+) -> None:
+    job = Ranks(tmp_path, *JOB, *LONG)
+    job.wait_for("runs/small/checkpoints/last.pt")
+    job.process.send_signal(signal.Signals[name])
+    ended = job.end()
+    assert ended.code != 0
+    assert name in ended.text
+    assert not re.search(r"linnaeus/(training|run\.py)", ended.text), "a traceback of ours"
+    assert run_job(tmp_path, *LONG).code == 0
+    assert_same_bits(weights(tmp_path / "runs/small"), weights(undisturbed))
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=e2e), pytest.param(1, marks=slow)])
+def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    options = ("--standalone", f"--nproc_per_node={num_ranks}")
+    job = Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=400", options=options)
+    job.wait_for("runs/small/checkpoints/last.pt")
+    ranks = job.children()
+    job.process.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=forks.limit_s)
+    assert not alive, job.log.read_text()
+    assert "SIGTERM" in job.log.read_text()
+
+
+@slow
+def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    options = [option for option in JOB if not option.startswith(("MODEL.", "DATA.AUTOBATCH"))]
+    options += [
+        "MODEL._target_=tests.helpers.odd_ranks.Perceptron",
+        "TRAIN.EFFECTIVE_BATCH_SIZE=16",
+        "TRAIN.EPOCHS=8",
+        "TRAIN.LOG_EVERY=1",
+        "SCHEDULE.NAME=cosine",
+        "SCHEDULE.WARMUP_EPOCHS=1",
+    ]
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+
+    def run_on(num_ranks: int, folder: Path, **env: str) -> int:
+        return (
+            Ranks(
+                folder, *options, options=("--standalone", f"--nproc_per_node={num_ranks}"), **env
+            )
+            .end()
+            .code
+        )
+
+    for folder in (alone, moved):
+        folder.mkdir()
+    assert run_on(1, alone) == 0
+    for num_ranks, epoch in ((1, 2), (2, 4), (4, 6)):
+        (moved / "fault_happened").unlink(missing_ok=True)
+        assert (
+            run_on(num_ranks, moved, FAULT=f"SIGUSR1:{num_ranks - 1}:training in epoch {epoch}")
+            != 0
+        )
+    assert run_on(1, moved) == 0
+    folders = [folder / "runs/small" for folder in (moved, alone)]
+    rates = [{line["step"]: line["lr"] for line in lines_of(folder)} for folder in folders]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-12)
+    assert list(rates[0]) == list(range(1, 49))
+    losses = [[line["loss"] for line in lines_of(folder, "val")] for folder in folders]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@slow
+def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
+    options = (
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--max-restarts=1",
+        "--rdzv_id=a",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=localhost:{free_ports(1)[0]}",
+    )
+    env = {"FAULT": "SIGKILL:1:training in epoch 2"}
+    agents = [Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=4", options=options, **env) for _ in range(2)]
+    ended = [agent.end() for agent in agents]
+    assert [end.code for end in ended] == [0, 0], ended
+    assert len(lines_of(tmp_path / "runs/small", "val")) == 4
+
+
+@slow
+def test_a_collective_that_never_ends_tells_what_each_rank_does_and_where_it_is(
+    tmp_path: Path,
+) -> None:
+    ended = run_job(tmp_path, "DIST.TIMEOUT_MINUTES=0.1", FAULT="hang:1:training in epoch 2")
+    assert ended.code != 0
+    assert re.search(r"\[rank 1\] rank 0: .*DIST.TIMEOUT_MINUTES", ended.text), ended.text
+    assert re.search(r"rank (0, )?1: training in epoch 2, step 7", ended.text), "what it did"
+    assert re.search(r"odd_ranks.py\W+line \d+ in watch", ended.text), "where it hangs"
+
+
+@pytest.mark.parametrize("is_asked_to_stop", [pytest.param(False, marks=slow), True])
+def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_allowed(
+    tmp_path: Path, is_asked_to_stop: bool
+) -> None:
+    """Such as that of a torchrun that is stopped, or another program's port."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        (tmp_path / "log.txt").open("w") as log,
+    ):
+        listener.settimeout(forks.limit_s)
+        rank = forks.start(
+            [
+                "-m",
+                "linnaeus.main",
+                *JOB,
+                f"DIST.START_MINUTES={30 if is_asked_to_stop else 0.001}",
+            ],
+            cwd=tmp_path,
+            stdout=log,
+            stderr=log,
+            env={
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listener.getsockname()[1]),
+                "TORCHELASTIC_ERROR_FILE": f"{tmp_path}/error",
+            },
+        )
+        with listener.accept()[0]:
+            if is_asked_to_stop:
+                rank.send_signal(signal.SIGTERM)
+            code = rank.wait(forks.limit_s)
+    told = json.loads((tmp_path / "error").read_text())["message"]["message"]
+    assert (code, told in (tmp_path / "log.txt").read_text()) == (
+        143 if is_asked_to_stop else 1,
+        True,
+    )
+    assert ("SIGTERM" if is_asked_to_stop else "DIST.START_MINUTES") in told
+
+
+@e2e
+def test_ranks_whose_torchrun_is_killed_while_they_import_torch_end(tmp_path: Path) -> None:
+    with (tmp_path / "log.txt").open("w") as log:
+        torchrun = forks.start(
+            ["-m", "torch.distributed.run", *TWO, "-m", "linnaeus.main", *JOB],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+            children_fork=False,
+        )
+
+    def importing() -> list[psutil.Process]:
+        with suppress(psutil.Error):
+            ranks = psutil.Process(torchrun.pid).children()
+            return [
+                rank
+                for rank in ranks
+                if any("libtorch" in part.path for part in rank.memory_maps())
+            ]
+        return []
+
+    wait_until(lambda: len(importing()) == 2, torchrun)
+    ranks = importing()
+    torchrun.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=forks.limit_s)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+
+
+MARKS = {
+    ("SIGKILL", 0, "in training"): (),
+    ("error", 1, "while it joins"): e2e,
+    ("deaf", 1, "in training"): e2e,
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("kind", "rank", "place"),
+    [
+        pytest.param(
+            kind,
+            rank,
+            place,
+            id=f"{kind}-{rank}-{place.replace(' ', '_')}",
+            marks=MARKS.get((kind, rank, place), slow),
+        )
+        for kind in KINDS
+        for rank in (0, 1)
+        for place in PLACES
+    ],
+)
+def test_a_fault_ends_all_with_its_cause_and_the_next_start_goes_on(
+    tmp_path: Path, kind: str, rank: int, place: str
+) -> None:
+    ended = run_job(tmp_path, FAULT=f"{kind}:{rank}:{PLACES[place]}")
+    assert (tmp_path / "fault_happened").exists(), ended.text
+    trains = place in ("in training", "in validation", "while a checkpoint is written")
+    if kind == "deaf":
+        assert ended.code == 0, ended.text
+        logs = (path.read_text() for path in tmp_path.glob("runs/small/logs/*.log"))
+        assert re.search(rf"rank {rank} \(.*no heartbeat", "".join([ended.text, *logs])), (
+            "it is named"
+        )
+    elif kind in ("SIGTERM", "SIGUSR1") and trains:
+        assert kind in ended.text
+    else:
+        assert ended.code != 0
+        cause = {"error": "ValueError", "SIGKILL": "process died", "SIGSTOP": "is stopped"}.get(
+            kind, kind
+        )
+        assert re.search(rf"\[rank {1 - rank}\] rank {rank}: .*{cause}", ended.text), ended.text
+    again = run_job(tmp_path)
+    assert again.code == 0, again.text
+    assert len(lines_of(tmp_path / "runs/small", "val")) == 2

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import ConfigError, LinnaeusError
+from linnaeus.runtime.log import SHOWN_ELSEWHERE, close_logging, set_up_logging
+from linnaeus.runtime.run_folder import Claim, RunFolder, claim_run_folder
+from linnaeus.training.metrics_file import MetricsFile
+from tests.helpers.consoles import plain_console
+from tests.helpers.run_files import names
+
+ALONE = World(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: int) -> None:
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    logger = logging.getLogger("linnaeus.trainer")
+    for name in ("first", "logs", "logs"):  # of another run; a resumed run appends
+        console, output = plain_console()
+        set_up_logging(tmp_path / name, rank=rank, console=console)
+        logger.info("epoch %d", 7)
+    logger.debug("detail")
+    logger.info("row", extra=SHOWN_ELSEWHERE)
+    assert (list(root.handlers), root.level) == before
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == [f"rank{rank}.log"]
+    text = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+    assert [text.count(word) for word in ("epoch 7", "detail", "row")] == [2, 1, 1]
+    assert f"[rank {rank}] linnaeus.trainer: epoch" in text
+    assert output.getvalue().endswith(" epoch 7\n") if rank == 0 else output.getvalue() == ""
+    assert output.getvalue().count("\n") <= 1
+    close_logging()
+    assert not [
+        file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))
+    ]
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    folder = tmp_path / "r1"
+    folder.mkdir()
+    for name in ("config.yaml", "result.json"):
+        (folder / name).write_text("earlier")
+    return folder
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_run_that_has_not_begun_leaves_nothing_behind(
+    earlier: Path, begins: bool, keep: bool
+) -> None:
+    new = earlier.parent / "group/new"
+    for folder in (earlier, new):
+
+        def fail(folder: Path) -> None:
+            with RunFolder(folder, ALONE, keep=keep) as run_folder:
+                logging.getLogger("linnaeus.run").info("early")
+                with pytest.raises(ConfigError):  # another start of this name
+                    Claim(folder)
+                if begins:
+                    run_folder.begin()
+                raise LinnaeusError("failed")
+
+        with pytest.raises(LinnaeusError, match="failed"):
+            fail(folder)
+    if not begins:
+        assert names(earlier.parent) == {"r1"}
+        assert names(earlier) == {"config.yaml", "result.json"}
+        return
+    assert names(earlier.parent) == {"r1", "group"} | (set() if keep else {"r1.1"})
+    assert names(earlier) == {"logs", "run.json"} | (
+        {"config.yaml", "result.json"} if keep else set()
+    )
+    assert "early" in (new / "logs/rank0.log").read_text()
+
+
+def test_metrics_are_one_json_object_per_line_on_the_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        file.write(step=20, epoch=0, split="train", values={"loss": 0.5, "lr": 1e-3})
+        file.write(step=40, epoch=1, split="val", values={"top1/species": 0.25})
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    times = [line.pop("time") for line in lines]
+    assert times == sorted(times)
+    assert lines == [
+        {"step": 20, "epoch": 0, "split": "train", "loss": 0.5, "lr": 1e-3},
+        {"step": 40, "epoch": 1, "split": "val", "top1/species": 0.25},
+    ]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}
+    with MetricsFile(path) as file:
+        file.write(step=1, epoch=0, split="val", values=values)
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert {name: record[name] for name in values} == {"a": None, "b": None, "c": None, "d": 1.0}
+
+
+def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        for step in range(1, 8):
+            file.write(step=step, epoch=0, split="train", values={"loss": 1.0})
+    with path.open("a") as half_written:
+        half_written.write('{"step": 4, "epo')
+    with MetricsFile(path, last_step=4) as file:
+        file.write(step=5, epoch=0, split="train", values={"loss": 2.0})
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(record["step"], record["loss"]) for record in records] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 1.0),
+        (5, 2.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{}",
+        b'{"step": NaN, "split": "val"}',
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"step": 1, "spl',
+    ],
+)
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_line_that_is_no_record_is_dropped_on_resuming(
+    tmp_path: Path, line: bytes, at_end: bool
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [
+        json.dumps({"step": step, "split": "train", "größe\u2028": 1}, ensure_ascii=False).encode()
+        for step in (1, 2)
+    ]
+    path.write_bytes(b"\n".join([*records, line] if at_end else [records[0], line, records[1]]))
+    with MetricsFile(path, last_step=2) as file:
+        file.write(step=3, epoch=0, split="train", values={})
+    *kept, last = path.read_bytes().split(b"\n")[:-1]
+    assert kept == records
+    assert json.loads(last)["step"] == 3
+
+
+@pytest.mark.parametrize(("within_epoch", "kept"), [(True, ["train"]), (False, ["train", "val"])])
+def test_a_validation_that_is_repeated_stands_once_in_the_metrics(
+    tmp_path: Path, within_epoch: bool, kept: list[str]
+) -> None:
+    """A checkpoint after the last step of an epoch, and one after its validation."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        for split in ("train", "val"):
+            file.write(step=6, epoch=1, split=split, values={})
+    with MetricsFile(path, last_step=6, within_epoch=within_epoch):
+        assert [json.loads(line)["split"] for line in path.read_text().splitlines()] == kept
+
+
+def fill(folder: Path) -> None:
+    """Leave no byte free."""
+    with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+
+
+def test_metrics_that_a_full_disk_does_not_take_are_one_clear_error(small_disk: Path) -> None:
+    path = small_disk / "metrics.jsonl"
+
+    def write() -> None:
+        with MetricsFile(path) as file:
+            fill(small_disk)
+            file.write(step=1, epoch=0, split="train", values={"loss": 1.0})
+
+    with pytest.raises(LinnaeusError) as caught:
+        write()
+    assert str(path) in str(caught.value)
+    (small_disk / "filler").unlink()
+    with MetricsFile(path) as file:
+        file.write(step=1, epoch=0, split="train", values={"loss": 1.0})
+    fill(small_disk)
+    with pytest.raises(LinnaeusError) as caught, MetricsFile(path, last_step=1):
+        raise AssertionError("it was opened")
+    assert str(path) in str(caught.value)
+    assert json.loads(path.read_text())["step"] == 1  # what was there is not lost
+
+
+def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank0.log").symlink_to("/dev/full")
+    console, output = plain_console()
+    set_up_logging(tmp_path, rank=0, console=console)
+    for number in range(3):
+        logging.getLogger("linnaeus.run").info("line %d", number)
+    close_logging()
+    lines = [line[9:] for line in output.getvalue().splitlines()]  # without the time
+    assert str(tmp_path / "rank0.log") in lines.pop(1)
+    assert lines == ["line 0", "line 1", "line 2"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_mistake_in_a_log_line_is_not_taken_for_that(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_up_logging(tmp_path, rank=1, console=plain_console()[0])
+    logging.getLogger("linnaeus.run").info("%d", "no number")
+    logging.getLogger("linnaeus.run").info("next")
+    assert "TypeError" in capfd.readouterr().err
+    assert "next" in (tmp_path / "rank1.log").read_text()
+
+
+def test_a_full_disk_does_not_take_the_place_of_the_error_under_way(small_disk: Path) -> None:
+    folder = small_disk / "r1"
+
+    def fail() -> None:
+        with RunFolder(folder, ALONE, keep=False) as run_folder:
+            run_folder.begin()
+            fill(small_disk)
+            logging.getLogger("linnaeus.run").debug("x" * 10_000)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert names(folder) == {"logs", "run.json"}
+    fill(small_disk)
+    with pytest.raises(ConfigError, match="r1"):
+        claim_run_folder(folder)

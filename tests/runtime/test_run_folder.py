@@ -1,0 +1,399 @@
+"""Who has the folder of a run, which run it is and how it ended; runs do not overwrite each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linnaeus.runtime import run_folder
+from linnaeus.runtime.errors import CheckpointError, ConfigError
+from linnaeus.runtime.run_folder import (
+    CLAIMS,
+    DEAD_S,
+    OUTPUT,
+    RUN,
+    RUN_FILES,
+    SHARED_CLAIM,
+    SILENT_S,
+    TAIL_BYTES,
+    Claim,
+    FolderInUseError,
+    Holder,
+    LostFolderError,
+    claim_run_folder,
+    is_queued,
+    last_line,
+    move_aside,
+    read_state,
+)
+from tests.helpers import forks
+from tests.helpers.run_files import names
+
+
+def run_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / RUN).read_text())
+    return content
+
+
+def taken_and_left(folder: Path) -> Path | None:
+    """What a start without TRAIN.AUTO_RESUME does with an earlier run."""
+    aside, claim = move_aside(claim_run_folder(folder))
+    claim.release()
+    return aside
+
+
+def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path: Path) -> None:
+    """An empty folder, the logs of a start that failed, a group of other runs."""
+    for number, file in enumerate((None, "logs/rank0.log", "one/config.yaml")):
+        folder = tmp_path / "runs" / str(number)
+        assert taken_and_left(folder) is None
+        if file is not None:
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).touch()
+        assert taken_and_left(folder) is None
+        assert names(folder) == ({Path(file).parts[0]} if file is not None else set())
+
+
+def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path) -> None:
+    for number, own in enumerate((*RUN_FILES, "checkpoints")):
+        folder = tmp_path / str(number)
+        (folder / "one").mkdir(parents=True)
+        (folder / "notes.txt").write_text("of the user")
+        (folder / own).touch()
+        aside = taken_and_left(folder)
+        assert aside == tmp_path / f"{number}.1"
+        assert names(aside) == {"one", "notes.txt", own}
+    assert taken_and_left(tmp_path / "0.1") == tmp_path / "0.1.1"
+
+
+@pytest.mark.parametrize("name", ["file", "file/digits", "nowhere"])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to("/proc/nowhere")
+    with pytest.raises(ConfigError, match=f"EXPERIMENT.OUTPUT_DIR.*{name}"):
+        claim_run_folder(tmp_path / name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "r1"
+    path.mkdir()
+    (path / "result.json").touch()
+    return path
+
+
+def test_a_folder_in_use_is_refused_and_says_who_uses_it(folder: Path) -> None:
+    claim = Claim(folder)
+    with pytest.raises(
+        FolderInUseError, match=f"EXPERIMENT.NAME: {folder} .*{os.getpid()}.*{socket.gethostname()}"
+    ):
+        Claim(folder)
+    assert read_state(folder).status == "running"
+    claim.release()
+    assert names(folder) == {"result.json"}, "a claim leaves no trace"
+    Claim(folder).release()  # the negative control
+
+
+def test_a_claim_goes_from_the_old_folder_to_the_new_one(folder: Path) -> None:
+    aside, claim = move_aside(Claim(folder))
+    assert aside == folder.with_name("r1.1")
+    Claim(aside).release()
+    with pytest.raises(FolderInUseError):
+        Claim(folder)
+    claim.release()
+
+
+@contextmanager
+def other_process(folder: Path) -> Iterator[int]:
+    """A process that has the folder; it is killed at the end."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        claim = Claim(folder)
+        claim.begin()
+        os.write(writer, b"x")
+        signal.pause()
+    os.read(reader, 1)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_killed_process_loses_its_claim_and_the_run_keeps_its_id(tmp_path: Path) -> None:
+    folder = tmp_path / "r1"
+    with other_process(folder) as pid:
+        with pytest.raises(FolderInUseError, match=str(pid)):
+            Claim(folder)
+        found = run_of(folder)["id"]
+    state = read_state(folder)
+    assert (state.status, state.exit_code, state.seconds) == ("interrupted", None, None)
+    assert state.holder is not None
+    assert state.holder.pid == pid
+    claim = Claim(folder)
+    assert claim.id == found
+    claim.begin()
+    claim.end(0)
+    claim.release()
+    (folder / "result.json").touch()
+    assert read_state(folder).status == "finished"
+
+
+def test_a_run_shares_the_claim_of_its_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives nothing up, and a third process has the folder when both are gone."""
+    worker = Claim(folder)
+    monkeypatch.setenv(SHARED_CLAIM, worker.token)
+    run = claim_run_folder(folder)
+    with pytest.raises(FolderInUseError):  # shared with one process
+        claim_run_folder(folder)
+    run.begin()
+    run.end(143, "stopped")
+    run.release()
+    assert worker.is_mine
+    worker.release()
+    assert read_state(folder).reason == "stopped"
+    with pytest.raises(FolderInUseError):
+        Claim(folder, worker.token)
+    Claim(folder).release()
+
+
+def test_a_run_keeps_the_folder_when_its_worker_dies(folder: Path) -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    worker = Claim(folder)
+    path = folder / CLAIMS / "1"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": process.pid}))
+    process.communicate()
+    run = Claim(folder, worker.token)
+    run.begin()
+    with pytest.raises(FolderInUseError, match=f"process {os.getpid()}"):
+        Claim(folder)
+    assert read_state(folder).holder == Holder.this_process()
+    run.end(143)
+    Claim(folder).release()
+
+
+def elsewhere(folder: Path, age_s: float, **changes: Any) -> None:
+    """Let a process of another machine have the folder; `age_s` seconds ago it has touched its claim."""
+    (folder / CLAIMS).mkdir(exist_ok=True)
+    holder = {**vars(Holder.this_process()), "host": "elsewhere", "boot": "other", **changes}
+    path = folder / CLAIMS / "7"
+    path.write_text(json.dumps(holder))
+    now = path.stat().st_mtime
+    os.utime(path, (now - age_s, now - age_s))
+
+
+def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(folder: Path) -> None:
+    elsewhere(folder, 0)
+    with pytest.raises(FolderInUseError, match="elsewhere"):
+        Claim(folder)
+    elsewhere(folder, DEAD_S + 60)
+    assert read_state(folder).status == "finished"
+    Claim(folder).release()
+
+
+def test_a_job_that_is_not_in_the_queue_has_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = {"12_3"}
+    monkeypatch.setattr(run_folder, "_queue", lambda moment: [*queue])
+    elsewhere(folder, SILENT_S + 60, job="12_3")
+    with pytest.raises(FolderInUseError, match="12_3"):
+        Claim(folder)
+    queue.clear()
+    Claim(folder).release()
+    elsewhere(folder, 0, job="12_3")
+    with pytest.raises(FolderInUseError, match="12_3"):  # perhaps another cluster's
+        Claim(folder)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    with pytest.raises(FolderInUseError, match="12_3"):  # another node of this job
+        Claim(folder)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    Claim(folder).release()  # the same job, queued again
+
+
+def test_slurm_is_asked_once_and_without_an_answer_a_job_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(
+        f"#!/bin/sh\necho >> {tmp_path}/asked; [ -e {tmp_path}/away ] && exit 1; echo 12_3 7\n"
+    )
+    squeue.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(run_folder, "QUEUE_S", 1e9)
+    assert is_queued("12_3", now=True)
+    assert [is_queued(job) for job in ("12", "7", "8")] == [True, True, False]
+    assert (tmp_path / "asked").read_text() == "\n"
+    (tmp_path / "away").touch()
+    assert is_queued("8", now=True)
+
+
+def test_of_several_that_see_a_dead_holder_one_takes_the_folder(tmp_path: Path) -> None:
+    """Each winner dies without giving its claim back, and the others try again."""
+    folder = tmp_path / "r1"
+    for _ in range(5):
+        reader, writer = os.pipe()
+        barrier, go = os.pipe()
+        children = []
+        for _ in range(4):
+            child = os.fork()
+            if child == 0:
+                os.close(go)
+                os.read(barrier, 1)
+                try:
+                    Claim(folder)
+                    os.write(writer, b"w")
+                    signal.pause()
+                except FolderInUseError:
+                    os.write(writer, b"l")
+                    os._exit(0)
+            children.append(child)
+        os.close(go)  # all at once
+        assert sorted(os.read(reader, 1) for _ in children) == [b"l", b"l", b"l", b"w"]
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for descriptor in (reader, writer, barrier):
+            os.close(descriptor)
+
+
+def test_a_file_system_without_links_or_locks_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr("fcntl.flock", fail)
+    claim = Claim(folder)
+    with pytest.raises(FolderInUseError):
+        Claim(folder)
+    claim.release()
+    Claim(folder).release()
+
+
+def test_a_link_that_a_file_system_asks_for_twice_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def made_and_refused(*paths: Path) -> None:
+        link(*paths)
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "link", made_and_refused)
+    claim = Claim(folder)
+    with pytest.raises(FolderInUseError):
+        Claim(folder)
+    claim.release()
+
+
+def test_the_seconds_of_a_run_are_summed(folder: Path) -> None:
+    seconds = 0.0
+    for code in (130, 0):
+        claim = Claim(folder)
+        claim.begin()
+        assert run_of(folder)["seconds"] == (seconds or None)
+        claim.end(code)
+        claim.release()
+        assert run_of(folder)["seconds"] > seconds
+        seconds = run_of(folder)["seconds"]
+
+
+def test_the_last_line_is_the_run_s_own(tmp_path: Path) -> None:
+    """Not what torchrun says after it."""
+    output = tmp_path / OUTPUT
+    output.parent.mkdir()
+    assert last_line(tmp_path) == ""
+    output.write_text("earlier\n")
+    begin = output.stat().st_size
+    assert last_line(tmp_path, begin) == ""
+    with output.open("a") as file:
+        file.write("x" * TAIL_BYTES + "\nno memory\n\n")
+        file.write(
+            "E1123 10:00:00.000 7 site-packages/torch/distributed/elastic/api.py:1] failed\nmore\n"
+        )
+    assert last_line(tmp_path, begin) == "no memory"
+
+
+@pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "taken over"])
+def test_a_run_that_has_lost_its_folder_writes_nothing_more(folder: Path, how: str) -> None:
+    claim = Claim(folder)
+    claim.begin()
+    claim.check()
+    if how == "taken over":  # it was silent for too long
+        (folder / CLAIMS / "2").write_text(
+            (folder / CLAIMS / "1").read_text().replace(claim.token, "other")
+        )
+    else:
+        folder.rename(folder.with_name("away"))
+    if how == "replaced":
+        Claim(folder).begin()
+    before = names(folder.parent)
+    with pytest.raises(LostFolderError, match=f"{folder}.*{claim.id}"):
+        claim.check()
+    claim.end(0)
+    claim.release()
+    assert names(folder.parent) == before
+    if how == "replaced":
+        assert run_of(folder)["id"] != claim.id
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_both_ids(folder: Path) -> None:
+    claim = Claim(folder)
+    claim.check_id("an older run without run.json", folder)
+    claim.begin()
+    claim.release()
+    again = Claim(folder)
+    assert again.id == "an older run without run.json"
+    again.check_id(None, folder)
+    with pytest.raises(CheckpointError, match=rf"other.*{again.id}"):
+        again.check_id("other", folder)
+    again.release()
+
+
+@pytest.mark.parametrize(
+    ("code", "pruned", "expected"),
+    [
+        (0, False, "finished"),
+        (130, False, "interrupted"),
+        (143, False, "interrupted"),
+        (143, True, "pruned"),
+        (1, False, "failed"),
+        (-9, False, "failed"),
+    ],
+)
+def test_how_a_run_has_ended(folder: Path, code: int, pruned: bool, expected: str) -> None:
+    claim = Claim(folder)
+    claim.begin()
+    if code != 0:
+        (folder / "result.json").unlink()
+    claim.end(code, "why", pruned=pruned)
+    claim.release()
+    state = read_state(folder)
+    assert (state.status, state.exit_code, state.reason) == (expected, code, "why")
+
+
+def test_a_claim_is_touched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched = threading.Event()
+    monkeypatch.setattr(run_folder, "BEAT_S", 0.001)
+    monkeypatch.setattr(os, "utime", lambda path: touched.set())
+    claim = Claim(folder)
+    assert touched.wait(forks.limit_s)
+    claim.release()

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linnaeus.autobatch.memory import loader
+from linnaeus.autobatch.memory.loader import HOST_MEMORY_FRACTION, num_host_batches
+from linnaeus.autobatch.result import Mode
+from linnaeus.config.schema import (
+    AutoBatchConfig,
+    BatchScheduleConfig,
+    DataConfig,
+    DatasetConfig,
+    TrainConfig,
+)
+from linnaeus.data.datasets import build_data
+from linnaeus.runtime.distributed import World
+from linnaeus.size_search.bounds import max_batch_sizes, max_for_steps
+from tests.helpers.configs import FACTS, plan_of
+
+CONFIG = DataConfig(
+    DATASET=DatasetConfig(NAME="synthetic", NUM_SAMPLES=100, NUM_SAMPLES_VAL=33),
+    IMG_SIZE=8,
+    NUM_WORKERS=0,
+    AUTOBATCH=AutoBatchConfig(MIN_BATCH_SIZE=1),
+)
+DATA = build_data(CONFIG, seed=0)
+
+
+def bounds_of(
+    mode: Mode = "train",
+    workers: int = 0,
+    device: str = "cpu",
+    world_size: int = 1,
+    sample_bytes: int = 1000,
+    train: TrainConfig | None = None,
+    **autobatch: int,
+) -> dict[str, int]:
+    world = World(torch.device(device), world_size=world_size, local_world_size=world_size)
+    node = replace(CONFIG.AUTOBATCH, **autobatch)
+    config = replace(CONFIG, NUM_WORKERS=workers, AUTOBATCH=node)
+    return max_batch_sizes(
+        config, train or TrainConfig(), DATA, mode, world, tensor_bytes=[sample_bytes]
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size", "expected"), [("train", 3, 33), ("val", 2, 17), ("train", 200, 1)]
+)
+def test_no_batch_is_larger_than_what_a_process_has(
+    mode: Mode, world_size: int, expected: int
+) -> None:
+    assert bounds_of(mode, world_size=world_size)["dataset"] == expected
+
+
+STEPS: list[tuple[dict[str, Any], int | None]] = [
+    ({}, 10),
+    ({"world_size": 3}, 3),
+    ({"world_size": 10}, 2),  # one sample is too few for BatchNorm
+    ({"MIN_STEPS_PER_EPOCH": 4}, 25),
+    ({"MIN_STEPS_PER_EPOCH": 1}, None),
+    ({"MIN_BATCH_SIZE": 32}, 32),
+    ({"train": TrainConfig(ACCUMULATION_STEPS=3)}, 3),
+    ({"train": TrainConfig(EFFECTIVE_BATCH_SIZE=50)}, None),
+    ({"train": TrainConfig(BATCH_SCHEDULE=BatchScheduleConfig(NAME="linear", FIRST=4))}, None),
+    ({"mode": "val"}, None),
+]
+
+
+@pytest.mark.parametrize(("asked", "expected"), STEPS)
+def test_an_epoch_keeps_its_optimizer_steps(asked: dict[str, Any], expected: int | None) -> None:
+    assert bounds_of(**asked).get("steps_per_epoch") == expected
+
+
+@given(st.integers(1, 2000), st.integers(2, 40), st.integers(1, 5))
+def test_the_bound_is_the_largest_size_with_so_many_steps(
+    samples: int, least: int, accumulation_steps: int
+) -> None:
+    def steps(size: int) -> int:
+        facts = replace(FACTS, num_samples=samples, max_micro_batch_size=size)
+        plan = plan_of(facts, ACCUMULATION_STEPS=accumulation_steps, EPOCHS=1)
+        return plan.total_steps
+
+    size = max_for_steps(samples, least, accumulation_steps)
+    assert size == 0 or steps(size) >= least
+    # One accumulates less where an epoch has no whole step, so that it has one step at least.
+    assert size + 1 > samples or steps(size + 1) < least
+
+
+def test_host_memory_is_divided_by_batches_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "available_bytes", lambda num_workers: 10**6)
+    for workers, held in [(0, 3), (4, 17)]:
+        assert num_host_batches(workers, CONFIG.PREFETCH_FACTOR) == held
+        bound = bounds_of(workers=workers)["host_memory"]
+        assert bound == int(HOST_MEMORY_FRACTION * 10**6 / (held * 1000))
+        divided = bounds_of(workers=workers, world_size=2)["host_memory"]
+        assert divided == max(1, int(HOST_MEMORY_FRACTION * 10**6 / 2 / (held * 1000)))
+
+
+def test_a_pinned_copy_counts_as_up_to_twice_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "available_bytes", lambda num_workers: 10**6)
+    for ranks in (1, 2):
+        bound = bounds_of(workers=4, device="cuda", world_size=ranks)["host_memory"]
+        assert bound == int(HOST_MEMORY_FRACTION * 10**6 / ranks / (17 * 3000))
+
+
+def test_available_memory_is_measured_and_bounds_are_one_at_least() -> None:
+    for workers in (0, 2):
+        assert 1 <= bounds_of(workers=workers, sample_bytes=10**6)["host_memory"] < 10**7
+    assert bounds_of(sample_bytes=10**15)["host_memory"] == 1

@@ -1,0 +1,280 @@
+"""`DATA.AUTOBATCH.FIT`: remedies that a run switches on by itself until the wanted size fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import weakref
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from linnaeus.config.load import load_config
+from linnaeus.runtime.errors import ConfigError
+from tests.helpers.ledger import limit_with_room_for
+from tests.helpers.messages import Golden
+from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
+
+LARGEST = 8
+"""Samples that fit without gradient checkpointing."""
+
+
+class Plain(nn.Module):
+    """Two layers, which need too much memory for more than `LARGEST` samples, on all ranks or on one."""
+
+    is_checkpointed = False
+    alive: ClassVar[list[weakref.ref[nn.Module]]] = []
+    num_alive: ClassVar[list[int]] = []
+
+    def __init__(
+        self, num_classes: dict[str, int], largest: int = 10**6, rank: int | None = None
+    ) -> None:
+        super().__init__()
+        self.largest, self.is_here = largest, rank in (None, int(os.environ.get("RANK", "0")))
+        self.layers = nn.Sequential(nn.Linear(3 * 8 * 8, 64), nn.Dropout(0.1), nn.ReLU())
+        self.heads = nn.ModuleList(nn.Linear(64, count) for count in num_classes.values())
+        self.alive.append(weakref.ref(self))
+        self.num_alive.append(sum(model() is not None for model in self.alive))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        most = self.largest if self.is_checkpointed else LARGEST
+        if self.training and self.is_here and len(images) > most:
+            torch.empty(1 << 50, dtype=torch.uint8)
+        x = images.flatten(1)
+        x = (
+            checkpoint(self.layers, x, use_reentrant=False)
+            if self.is_checkpointed
+            else self.layers(x)
+        )
+        return tuple(head(x) for head in self.heads)
+
+
+class Switchable(Plain):
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.is_checkpointed = enable
+
+
+FIT = (
+    *(option for option in SMALL if not option.startswith("MODEL.")),
+    f"MODEL._target_={__name__}.Switchable",
+    "DATA.IMG_SIZE=8",
+    "TRAIN.EPOCHS=1",
+    "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH=1",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
+    "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=1",
+    "DATA.AUTOBATCH.FIT=[none,checkpointing]",
+)
+WANTED = "DATA.AUTOBATCH.MIN_BATCH_SIZE=12"
+
+
+@pytest.fixture(autouse=True)
+def _no_models() -> None:
+    Plain.alive.clear()
+    Plain.num_alive.clear()
+
+
+def attempts(folder: Path) -> list[tuple[str, int | None, int]]:
+    """The remedy, the size found and the wanted one, of each attempt."""
+    fit = json.loads((folder / "autobatch.json").read_text())["train"].get("fit", [])
+    return [(entry["remedy"], entry["batch_size"], entry["wanted"]) for entry in fit]
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+    return config
+
+
+def by_hand(folder: Path) -> tuple[str, ...]:
+    """Options that set what a run has found, and leave AutoBatch off."""
+    data = saved(folder)["DATA"]
+    return (
+        "DATA.AUTOBATCH.ENABLED=False",
+        "TRAIN.GRADIENT_CHECKPOINTING=True",
+        "EXPERIMENT.NAME=by_hand",
+        f"DATA.BATCH_SIZE={data['BATCH_SIZE']}",
+        f"DATA.BATCH_SIZE_VAL={data['BATCH_SIZE_VAL']}",
+    )
+
+
+def test_a_remedy_that_makes_the_wanted_size_fit_trains_as_one_set_by_hand(
+    run: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs/small"
+    outcome = run(*FIT, WANTED)
+    assert outcome.code == 0, outcome.err
+    assert "TRAIN.GRADIENT_CHECKPOINTING True (DATA.AUTOBATCH.FIT)" in outcome.out
+    assert attempts(folder) == [("none", None, 12), ("checkpointing", 24, 12)]
+    assert saved(folder)["TRAIN"]["GRADIENT_CHECKPOINTING"] is True
+    assert Plain.num_alive == [1, 1], "the first model is gone when the second is made"
+    assert run(*FIT, *by_hand(folder)).code == 0
+    assert_same_bits(weights(folder), weights(tmp_path / "runs/by_hand"))
+    assert run(*FIT, *by_hand(folder), "EXPERIMENT.SEED=1", "EXPERIMENT.NAME=other").code == 0
+    with pytest.raises(AssertionError):
+        assert_same_bits(weights(folder), weights(tmp_path / "runs/other"))
+    # Resumed, it has the remedy from the start, whatever fits.
+    Plain.num_alive.clear()
+    assert run(*FIT, "TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True", "MODEL.largest=1000000").code == 0
+    assert len(Plain.num_alive) == 1
+    assert attempts(folder)[-1][:2] == ("checkpointing", 24)
+    assert saved(folder)["TRAIN"]["GRADIENT_CHECKPOINTING"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ("", [("none", 8, 1)]),
+        ("DATA.AUTOBATCH.FIT=[none]", []),
+        ("DATA.AUTOBATCH.FIT=[checkpointing]", [("checkpointing", 24, 1)]),
+        ("DATA.AUTOBATCH.MIN_BATCH_SIZE=8", [("none", 8, 8)]),
+        ("TRAIN.EFFECTIVE_BATCH_SIZE=16", [("none", 8, 16), ("checkpointing", 16, 16)]),
+        ("TRAIN.EFFECTIVE_BATCH_SIZE=32 DATA.AUTOBATCH.MIN_BATCH_SIZE=4", [("none", 8, 4)]),
+        (
+            "TRAIN.EFFECTIVE_BATCH_SIZE=16 MODEL.largest=10 DATA.AUTOBATCH.TOLERANCE=0",
+            [("none", 8, 16), ("checkpointing", 10, 16)],
+        ),
+        ("TRAIN.EFFECTIVE_BATCH_SIZE=16 DATA.AUTOBATCH.MAX_BATCH_SIZE=8", [("none", 8, 16)]),
+    ],
+)
+def test_a_remedy_is_switched_on_only_where_the_wanted_size_does_not_fit(
+    options: str, found: list[tuple[str, int | None, int]], run: Run, tmp_path: Path
+) -> None:
+    outcome = run(*FIT, *options.split())
+    assert outcome.code == 0, outcome.err
+    assert attempts(tmp_path / "runs/small") == found
+    is_on = saved(tmp_path / "runs/small")["TRAIN"]["GRADIENT_CHECKPOINTING"]
+    assert is_on == ("checkpointing" in [remedy for remedy, *_ in found])
+
+
+class Uneven(Switchable):
+    """Has much to compute in one of both ways."""
+
+    def __init__(self, num_classes: dict[str, int], slow_if_checkpointed: bool) -> None:
+        super().__init__(num_classes)
+        self.slow_if_checkpointed = slow_if_checkpointed
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        if self.is_checkpointed == self.slow_if_checkpointed:
+            torch.linalg.svd(torch.ones(300, 300))
+        return super().forward(images)
+
+
+@pytest.mark.usefixtures("few_timed_steps")
+@pytest.mark.parametrize("slow_if_checkpointed", [False, True])
+def test_the_faster_of_both_ways_is_kept(
+    slow_if_checkpointed: bool, run: Run, tmp_path: Path
+) -> None:
+    options = (
+        *FIT,
+        f"MODEL._target_={__name__}.Uneven",
+        f"MODEL.slow_if_checkpointed={slow_if_checkpointed}",
+        "DATA.AUTOBATCH.OBJECTIVE=throughput",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+    )
+    is_kept = not slow_if_checkpointed
+    for argv in ((), ("TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True")):
+        outcome = run(*options, *argv)
+        assert outcome.code == 0, outcome.err
+        tried = [remedy for remedy, *_ in attempts(tmp_path / "runs/small")]
+        assert tried == ["none", "checkpointing"] + ["none"] * slow_if_checkpointed
+        assert saved(tmp_path / "runs/small")["TRAIN"]["GRADIENT_CHECKPOINTING"] == is_kept
+
+
+PLAIN = f"MODEL._target_={__name__}.Plain"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        ("DATA.AUTOBATCH.FIT=[none]", 3, "no batch size fits"),
+        ("MODEL.largest=8", 3, "DATA.AUTOBATCH.FIT has tried none, checkpointing"),
+        ("DATA.AUTOBATCH.FIT=[none,shard]", 2, "DATA.AUTOBATCH.FIT"),
+        (PLAIN, 2, "TRAIN.GRADIENT_CHECKPOINTING"),
+    ],
+)
+def test_a_run_that_no_remedy_can_help_ends(
+    options: str, code: int, text: str, run: Run, tmp_path: Path
+) -> None:
+    outcome = run(*FIT, WANTED, *options.split())
+    assert (outcome.code, text in outcome.err) == (code, True)
+    assert ("oom" in outcome.out) == (code == 3), (
+        "a remedy that the run cannot have is an error before a trial"
+    )
+    assert ("has tried" in outcome.err) == ("largest" in options)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "value", ["[none,chekpointing]", "[]", "[none,none]", "[checkpointing,none]", "null"]
+)
+def test_a_wrong_list_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"DATA\.AUTOBATCH\.FIT"):
+        load_config([f"DATA.AUTOBATCH.FIT={value}"])
+    assert (
+        load_config(["DATA.AUTOBATCH.FIT=[none,checkpointing,shard]"]).config.DATA.AUTOBATCH.FIT[0]
+        == "none"
+    )
+
+
+def test_messages(golden: Golden, run: Run) -> None:
+    """What a run says of its remedies, without the figures of this machine."""
+    told = re.search(r"AutoBatch: .*FIT\)", run(*FIT, WANTED).out)
+    assert told is not None
+    golden(
+        "autobatch_fit",
+        {
+            "a remedy is switched on": re.sub(
+                r"(Budget ).*( Tried)", r"\1<figures>.\2", told.group()
+            ),
+            "no remedy helps": run(*FIT, WANTED, "MODEL.largest=8").err.rpartition(". ")[2],
+            "one process": run(*FIT, "DATA.AUTOBATCH.FIT=[shard]").err,
+            "no checkpointing": run(*FIT, PLAIN).err,
+        },
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_agree_that_a_size_does_not_fit_on_one_of_them(
+    torchrun: Run, tmp_path: Path, rank: int
+) -> None:
+    folder = tmp_path / "runs/small"
+    outcome = torchrun(2, *FIT, WANTED, f"MODEL.rank={rank}")
+    assert outcome.code == 0, outcome.err
+    assert attempts(folder) == [("none", None, 12), ("checkpointing", 24, 12)]
+    outcome = torchrun(2, *FIT, f"MODEL.rank={rank}", *by_hand(folder))
+    assert outcome.code == 0, outcome.err
+    assert_same_bits(weights(folder), weights(tmp_path / "runs/by_hand"))
+    outcome = torchrun(
+        2, *FIT, WANTED, f"MODEL.rank={rank}", "MODEL.largest=8", "EXPERIMENT.NAME=none"
+    )
+    assert outcome.code != 0
+    assert "has tried none, checkpointing" in outcome.err
+
+
+@pytest.mark.e2e
+def test_checkpointing_meets_a_limit_of_memory_that_the_model_alone_does_not(
+    run: Run, tmp_path: Path
+) -> None:
+    options = (
+        *(option for option in FIT if "MODEL." not in option),
+        "MODEL.NAME=test_vit",
+        "DATA.IMG_SIZE=160",
+        "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=48",
+    )
+    assert run(*options, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", "EXPERIMENT.NAME=first").code == 0
+    limit = f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit_with_room_for(65)}"
+    outcome = run(*options, "DATA.AUTOBATCH.MIN_BATCH_SIZE=40", limit)
+    assert outcome.code == 0, outcome.err
+    (_, without, _), (remedy, size, _) = attempts(tmp_path / "runs/small")
+    assert without is None
+    assert (remedy, size is not None and size >= 40) == ("checkpointing", True)
+    assert run(*options, *by_hand(tmp_path / "runs/small")).code == 0
+    assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/by_hand"))

@@ -1,0 +1,336 @@
+"""The searches of a run: its own data, bounds and switches, and what it says about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import threading
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+import linnaeus
+from linnaeus.autobatch.ranks.protocol import RankStatus
+from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.batch_plan.effective_batch import Facts
+from linnaeus.batch_plan.plan import BatchPlan, plan_batches
+from linnaeus.config.load import load_config
+from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
+from linnaeus.run import run
+from linnaeus.runtime.distributed import World
+from linnaeus.runtime.errors import AutoBatchError
+from linnaeus.size_search.fit_attempts import PlannedSizes, find_planned_sizes
+from linnaeus.size_search.searches import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
+from tests.helpers.ledger import limit_with_room_for
+from tests.helpers.runs import SMALL
+from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, prepared
+
+BARE = [option for option in SMALL if not option.startswith("MODEL.")]
+
+
+def plan_for(search: SizeSearch, size: int) -> BatchPlan:
+    facts = Facts(max_micro_batch_size=size, world_size=1, num_samples=12, learning_rate=0.1)
+    return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
+
+
+def entry(size: int, *trials: tuple[int, str, int]) -> dict[str, Any]:
+    """What a search has found, as in a checkpoint; a trial is a size, its status and its peak."""
+    runs = [
+        {"batch_size": size, "status": status, "peak_bytes": peak, "seconds": 0.1}
+        for size, status, peak in trials
+    ]
+    return {
+        "batch_size": size,
+        "certified": True,
+        "limited_by": "memory",
+        "target_memory_fraction": 0.8,
+        "budget_bytes": 1,
+        "total_bytes": 1,
+        "strategy": "guided",
+        "seconds": 1.0,
+        "trials": runs,
+    }
+
+
+# --- planned sizes ---
+
+
+def planned_sizes(search: SizeSearch, **checkpoint: Any) -> PlannedSizes:
+    return find_planned_sizes(search, partial(plan_for, search), checkpoint)
+
+
+def sizes_tried(result: AutoBatchResult) -> list[int]:
+    return [trial.size for trial in result.trials]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "tried"), [([], True), (["fits", "over"], True), (["over", "fits"], False)]
+)
+def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
+    statuses: list[str], tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12")
+    runs = [(8, "fits"), *((6, status) for status in statuses)]
+    found = {
+        "train": AutoBatchResult.from_dict("train", entry(8, *((*trial, 1) for trial in runs)))
+    }
+    monkeypatch.setattr(
+        "linnaeus.size_search.fit_attempts.find_sizes", lambda search, earlier: found
+    )
+    planned = planned_sizes(search)
+    assert planned.plan.micro_batch_size == 6
+    ran = [(trial.size, trial.status) for trial in planned.found["train"].trials]
+    assert ran[: len(runs)] == runs
+    assert (len(ran) > len(runs)) == tried
+    assert ran[-1] == (6, "fits")
+
+
+SAVED = {"train": entry(7), "val": entry(9)}
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(512, (7, 9)), (5, (5, 9)), (4, (4, 8))])
+def test_a_resumed_run_tries_the_sizes_of_its_checkpoint_once(
+    most: int, sizes: tuple[int, int]
+) -> None:
+    """Without the checkpoint it takes all 12 samples; a bound that is lower now counts."""
+    search, _ = prepared(OWN_MODEL, OWN_DATA, f"DATA.AUTOBATCH.MAX_BATCH_SIZE={most}")
+    planned = planned_sizes(search, autobatch=SAVED)
+    for (mode, result), size in zip(planned.found.items(), sizes, strict=True):
+        assert sizes_tried(result) == [size]
+        is_kept = size == SAVED[mode]["batch_size"]
+        assert result.limited_by == ("checkpoint" if is_kept else "max_batch_size")
+    if most == 512:
+        assert planned_sizes(search).batch_sizes == {"train": 12, "val": 12}
+
+
+def test_only_modes_that_are_searched_take_a_size_of_the_checkpoint() -> None:
+    only_val = ("DATA.AUTOBATCH.ENABLED=False", "DATA.AUTOBATCH.ENABLED_VAL=True")
+    search, _ = prepared(OWN_MODEL, OWN_DATA, *only_val)
+    assert planned_sizes(search, autobatch=SAVED).batch_sizes == {"val": 9}
+    assert planned_sizes(search, autobatch={"train": entry(7)}).batch_sizes == {"val": 12}
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.ENABLED_VAL=False")
+    assert planned_sizes(search, autobatch=SAVED).batch_sizes == {"train": 7}
+
+
+@pytest.mark.parametrize(("most", "limit", "val"), [(512, 6, 7), (4, 4, 7), (3, 3, 6)])
+def test_under_a_limit_only_the_validation_size_of_the_checkpoint_is_tried(
+    most: int, limit: int, val: int
+) -> None:
+    """Training's size only says how many samples a step takes: smaller micro-batches are trained."""
+    search, _ = prepared(
+        OWN_MODEL,
+        OWN_DATA,
+        "TRAIN.EFFECTIVE_BATCH_SIZE=12",
+        f"DATA.AUTOBATCH.MAX_BATCH_SIZE={most}",
+    )
+    planned = planned_sizes(
+        search, autobatch={"train": entry(12), "val": entry(7)}, micro_batch_limit=6
+    )
+    assert (planned.plan.micro_batch_size, planned.micro_batch_limit) == (limit, limit)
+    assert planned.plan.effective_batch_size == 12
+    assert planned.batch_sizes == {"train": 12, "val": val}
+    assert sizes_tried(planned.found["val"]) == [val]
+    shapes = {shape[0] for shape in SEEN["shapes"]}
+    assert limit in shapes, "the training step before validation"
+    assert max(shapes) == max(limit, val)
+
+
+def test_a_limit_without_a_size_of_training_is_left_behind() -> None:
+    search, _ = prepared(OWN_MODEL, OWN_DATA)
+    planned = planned_sizes(search, autobatch={}, micro_batch_limit=6)
+    assert (planned.batch_sizes["train"], planned.micro_batch_limit) == (12, None)
+
+
+# --- where a search starts ---
+
+
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [
+        ((), (12, 12)),
+        (("START=5",), (5, 12)),
+        (("START_VAL=3",), (12, 3)),
+        (("START=9999",), (12, 12)),
+    ],
+)
+def test_a_search_starts_at_the_size_of_its_mode_and_finds_the_same(
+    options: tuple[str, ...], tried: tuple[int, int]
+) -> None:
+    argv = [f"DATA.AUTOBATCH.{option}" for option in options]
+    found = find_sizes(prepared(OWN_MODEL, OWN_DATA, *argv)[0])
+    assert tuple(sizes_tried(result)[0] for result in found.values()) == tried
+    assert [result.batch_size for result in found.values()] == [12, 12]
+
+
+# --- bounds ---
+
+
+def test_the_samples_of_one_process_bound_both_sizes() -> None:
+    search, _ = prepared(*BARE, OWN_MODEL)
+    found = find_sizes(search)
+    for mode, size in (("train", 96), ("val", 31)):
+        result = found[mode]
+        assert (result.batch_size, result.limited_by, result.certified) == (size, "dataset", True)
+        assert max(trial.size for trial in result.trials) == size
+
+
+def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    bytes_per_batch = 8 * (3 * 32 * 32 * 4 + 2 * 8)
+    monkeypatch.setattr(
+        "linnaeus.autobatch.memory.loader.available_bytes", lambda workers: 2 * 6 * bytes_per_batch
+    )
+    search, _ = prepared(*BARE, OWN_MODEL, "DATA.NUM_WORKERS=1")
+    for result in find_sizes(search).values():
+        assert result.limited_by == "host_memory"
+        assert 5 <= result.batch_size <= 12
+        assert max(trial.size for trial in result.trials) == result.batch_size
+
+
+def test_memory_bounds_the_size() -> None:
+    """A limit of some MiB beyond what the process holds, once it has loaded all that it needs."""
+    options = (
+        *BARE,
+        OWN_MODEL,
+        "DATA.IMG_SIZE=256",
+        "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
+        "DATA.AUTOBATCH.ENABLED_VAL=False",
+        "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1",
+    )
+    find_sizes(prepared(*options, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4")[0])
+    search, _ = prepared(*options)
+    search.config.AUTOBATCH.MEMORY_LIMIT_GB = limit_with_room_for(40)
+    found = find_sizes(search)["train"]
+    assert (found.limited_by, found.certified) == ("memory", True)
+    # A checkpoint of a larger machine: its size does not fit, and the search goes on below it.
+    size = found.batch_size + 8
+    again = find_sizes(search, {"train": size})["train"]
+    assert (sizes_tried(again)[0], again.limited_by) == (size, "memory")
+    assert again.batch_size < size
+
+
+def test_each_rank_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, _ = prepared(OWN_MODEL, OWN_DATA)
+    monkeypatch.setenv(LIMITS_VARIABLE, "0.01,1000")
+    with pytest.raises(AutoBatchError):
+        find_sizes(search)
+    other = dataclasses.replace(search, world=World(CPU, rank=1))
+    assert find_sizes(other)["train"].batch_size == 12
+
+
+def test_the_keys_that_messages_name_exist() -> None:
+    config = load_config([]).config
+    for mode in get_args(Mode):
+        for name in dataclasses.asdict(keys(mode)).values():
+            for key in re.findall(r"[A-Z]+(?:\.[A-Z_]+)+", name):
+                node: Any = config
+                for part in key.split("."):
+                    node = node[part] if isinstance(node, dict) else getattr(node, part)
+
+
+# --- what a trial sees ---
+
+
+def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_at() -> None:
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.ENABLED_VAL=False")
+    found = find_sizes(search)
+    assert {shape[2:] for shape in SEEN["shapes"]} == {(19, 19)}
+    assert {shape[0] for shape in SEEN["shapes"]} >= {found["train"].batch_size}
+    few = {
+        search.spec("train").load(1).inputs.shape[2]
+        for seed in range(3)
+        for search in prepared(
+            OWN_MODEL, OWN_DATA, f"EXPERIMENT.SEED={seed}", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1"
+        )[:1]
+    }
+    assert len(few) > 1, "each of one sample, which the seed chooses"
+
+
+MIXED = ("DATA.AUGMENT.MIXUP=0.4", "DATA.AUGMENT.CUTMIX=1.0", "LOSS.LABEL_SMOOTHING=0.1")
+
+
+@pytest.mark.parametrize(("steps", "num_micro_batches"), [(1, 1), (5, 2)])
+def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
+    steps: int, num_micro_batches: int
+) -> None:
+    search, _ = prepared(
+        OWN_MODEL, OWN_DATA, f"TRAIN.ACCUMULATION_STEPS={steps}", "DATA.AUTOBATCH.ENABLED_VAL=False"
+    )
+    found = find_sizes(search)["train"]
+    sizes = [shape[0] for shape in SEEN["shapes"]]
+    assert found.batch_size == 12
+    tried = [trial.size for trial in found.trials]
+    assert tried.count(12) == 1
+    assert sizes.count(12) == 2 * num_micro_batches, "two steps a trial"
+
+
+def test_each_training_trial_and_timing_makes_its_own_wrapper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its buckets belong to the peak, and a wrapper is unusable after an error in the middle of a step."""
+    wrappers = []
+    monkeypatch.setattr(
+        "linnaeus.size_search.searches.wrap",
+        lambda model, *_, **__: wrappers.append(model) or model,
+    )
+    search, _ = prepared(OWN_MODEL, OWN_DATA)
+    with search.finder("train", RankStatus()) as finder:
+        for number, size in enumerate((2, 4, 4), start=2):  # the first is preceded by the warm-up
+            assert finder.measure(size).status == "fits"
+            assert len(wrappers) == number
+        finder.time(4)
+        assert len(wrappers) == number + 1
+
+
+def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
+    options = (*MIXED, "TRAIN.AMP=bf16", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    search, assembly = prepared(*BARE, OWN_MODEL, *options)
+    seen: dict[bool, set[tuple[torch.dtype, int]]] = {True: set(), False: set()}
+    assembly.criterion.register_forward_hook(
+        lambda module, arguments, _: seen[torch.is_grad_enabled()].add(
+            (arguments[1].dtype, arguments[1].shape[1])
+        )
+    )
+    find_sizes(search)
+    assert set(SEEN["dtypes"]) == {torch.bfloat16}
+    assert seen == {True: {(torch.float32, 2 + 6)}, False: {(torch.int64, 2)}}
+    # On devices, and where nothing is run, batches are made and not collated.
+    for mode, form in (("train", (torch.float32, 8)), ("val", (torch.int64, 2))):
+        targets = search.spec(mode).make(5, "meta").targets  # type: ignore[arg-type]
+        assert (targets.dtype, targets.shape[1]) == form
+    prediction = search.predict("train")
+    assert prediction.reserved_bytes(2048) > prediction.reserved_bytes(8)
+
+
+def test_an_error_of_the_users_model_ends_the_search_with_that_error() -> None:
+    with pytest.raises(ZeroDivisionError):
+        find_sizes(prepared(OWN_MODEL, OWN_DATA, "MODEL.fails_at=5")[0])
+
+
+class Deep(Model):
+    """Notes the functions of the package that lie above its forward pass, outermost first."""
+
+    stacks: ClassVar[list[list[str]]] = []
+
+    def forward(self, images: Tensor) -> Any:
+        frames, main = sys._current_frames(), threading.main_thread().ident
+        threads = [frames[ident] for ident in dict.fromkeys((main, threading.get_ident())) if ident]
+        calls = [call for frame in threads for call in traceback.extract_stack(frame)]
+        package = str(Path(linnaeus.__file__).parent)
+        self.stacks.append([call.name for call in calls if call.filename.startswith(package)])
+        return super().forward(images)
+
+
+def test_ten_functions_lie_between_a_run_and_the_forward_pass_of_a_trial(tmp_path: Path) -> None:
+    """On the CPU, those of the thread that waits for the trial count too."""
+    argv = (ON, OWN_DATA, f"MODEL._target_={__name__}.Deep", f"EXPERIMENT.OUTPUT_DIR={tmp_path}")
+    run(load_config([*argv, "EXPERIMENT.DEVICE=cpu", "DATA.AUTOBATCH.MAX_BATCH_SIZE=2"]).config)
+    trials = [stack for stack in Deep.stacks if "find_largest" in stack]
+    assert {(stack[0], stack[-1]) for stack in trials} == {("run", "__call__")}
+    assert [stack for stack in trials if len(stack) > 10] == []
+    assert len(trials) < len(Deep.stacks), "it has trained too"
