@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
-from linnaeus.runtime.console import make_console
 from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError
 from linnaeus.runtime.files import (
     AUTOBATCH,
@@ -460,6 +459,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, world: World, *, keep: bool) -> None:
+        from linnaeus.runtime.console import make_console  # completion does without rich
+
         self.console = make_console()
         self.has_begun = False
         self.claim: Claim | None = None
