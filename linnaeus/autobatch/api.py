@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from linnaeus.autobatch.arguments import check_bounds, check_choice, check_functions, kind_of
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.observer import SearchObserver, check_observer
 from linnaeus.autobatch.ranks.collectives import warm_up_collectives
@@ -28,7 +27,14 @@ from linnaeus.autobatch.ranks.single_rank import (
     wrappers_in,
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.settings import Objective, SearchSettings
+from linnaeus.autobatch.settings import (
+    Objective,
+    SearchSettings,
+    check_bounds,
+    check_choice,
+    check_functions,
+    kind_of,
+)
 from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
 from linnaeus.autobatch.state.sharded import is_sharded
 from linnaeus.autobatch.state.snapshot import Snapshot
@@ -106,20 +112,7 @@ def auto_find_batch_size(
             raise ValueError(
                 "strategy is 'binary', which needs max_batch_size; 'binsearch' does not"
             )
-        settings = SearchSettings(
-            target_memory_fraction,
-            min_batch_size,
-            max_batch_size,
-            steps_per_trial,
-            strategy,
-            tolerance,
-            multiple_of,
-            memory_limit_gb,
-            max_trials,
-            timeout_minutes,
-            objective,
-            start,
-        )
+        settings = SearchSettings.of(locals())  # each argument by its name
         state = as_tuple(state)
         make_finder = partial(
             BatchSizeFinder,

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base of all
 
-from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.observer import (
@@ -43,7 +42,7 @@ from linnaeus.autobatch.search import (
     find_largest,
     status_of,
 )
-from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings, last_part
+from linnaeus.autobatch.settings import ARGUMENTS, UNBOUNDED, Names, SearchSettings, last_part
 from linnaeus.autobatch.state.optimizers import check_restorable, unlisted_optimizers_refused
 from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.autobatch.settings import Names
+from linnaeus.autobatch.settings import Names, kind_of
 
 Purpose = Literal["warm-up", "trial", "confirmation", "timing"]
 """Why a size is run: to load kernels, to find the size, to run the size found again, or to time it."""

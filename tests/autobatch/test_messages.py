@@ -115,6 +115,7 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
             {"bounds": [3]},
             {"bounds": {"dataset": 3.5}},
             {"bounds": {3: 4}},
+            {"bounds": {"max_batch_size": 4096}},
             {"state": "model"},
             {"state": {"model": 1}},
             {"state": (3,)},

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.settings import kind_of
 from linnaeus.autobatch.state.rng import restore_of_generator, rng_state, set_rng_state
 from linnaeus.autobatch.state.sharded import modules_of, reset_of
 
