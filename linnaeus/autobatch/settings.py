@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -131,7 +131,7 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in 'aeioAEIOU' else 'a'} {name}"
 
 
-_COMPARISONS = {
+_COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "gt": ("above", operator.gt),
     "ge": ("at least", operator.ge),
     "lt": ("below", operator.lt),
@@ -182,41 +182,3 @@ def check_functions(step: Any, make_batch: Any) -> None:
     for name, function in (("step", step), ("make_batch", make_batch)):
         if not callable(function):
             raise TypeError(f"{name} is {kind_of(function)}; it must be a function")
-
-
-@dataclass(frozen=True)
-class Names:
-    """What messages call settings and remedies: a library call has arguments, the framework has keys.
-
-    Attributes:
-        batch_maker: must return as many samples as it is asked for.
-        smaller_training: how the training before a validation takes less memory.
-    """
-
-    target_memory_fraction: str = "target_memory_fraction"
-    memory_limit_gb: str = "memory_limit_gb"
-    min_batch_size: str = "min_batch_size"
-    max_batch_size: str = "max_batch_size"
-    multiple_of: str = "multiple_of"
-    max_trials: str = "max_trials"
-    timeout_minutes: str = "timeout_minutes"
-    sample_size: str = "the size of a sample"
-    checkpointing: str = "gradient checkpointing"
-    half_precision: str = "bf16 autocast"
-    model: str = "model"
-    optimizer: str = "optimizer"
-    batch_maker: str = "make_batch(n)"
-    smaller_training: str = "choose a smaller model"
-    without_search: str = "train with a batch size of your own"
-
-
-ARGUMENTS = Names()
-
-
-def last_part(name: str) -> str:
-    """The name without the nodes that it lies in, for log lines.
-
-    >>> last_part("DATA.AUTOBATCH.MEMORY_LIMIT_GB"), last_part("memory_limit_gb")
-    ('MEMORY_LIMIT_GB', 'memory_limit_gb')
-    """
-    return name.rpartition(".")[2]

@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.settings import ARGUMENTS, Names
 from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 
 REHEARSED_STEPS = 2
@@ -80,7 +79,7 @@ def subclasses(base: type) -> set[type]:
     return set(found)
 
 
-def check_restorable(snapshot: Snapshot, names: Names = ARGUMENTS) -> None:
+def check_restorable(snapshot: Snapshot) -> None:
     """Check that its optimizers can be put back: from the same state, two runs must give the same.
 
     torch's own optimizers are not tried: they keep all that they have where a snapshot looks. Neither is one
@@ -101,7 +100,7 @@ def check_restorable(snapshot: Snapshot, names: Names = ARGUMENTS) -> None:
             raise AutoBatchError(
                 f"AutoBatch cannot restore the optimizer {type(optimizer).__name__} after its trials: put "
                 "back and stepped again, it does not do the same. Training would not be what it is without a "
-                f"search. Choose another {names.optimizer}, or {names.without_search}. "
+                f"search. Choose another optimizer, or train with a batch size of your own. "
                 "An optimizer of your own must keep all that a step changes in `state`, in "
                 "`param_groups`, or in attributes that are numbers, tensors, random number generators or "
                 "containers of these."
