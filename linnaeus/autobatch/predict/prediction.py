@@ -193,14 +193,7 @@ class Prediction:
             return max(0, size + (other - size) * factor // span)
 
         for one, other in zip(first.events, second.events, strict=True):
-            reduction = one.reduction
-            if reduction is not None and other.reduction is not None:
-                reduction = reduction._replace(
-                    num_outputs=between(reduction.num_outputs, other.reduction.num_outputs),
-                    num_inputs=between(reduction.num_inputs, other.reduction.num_inputs),
-                )
-            num_bytes = between(one.num_bytes, other.num_bytes)
-            yield Event(one.kind, one.storage, num_bytes, one.label, reduction, one.stream)
+            yield one._replace(num_bytes=between(one.num_bytes, other.num_bytes))
 
 
 def predict(
@@ -253,9 +246,7 @@ def replay(
     """
     allocator = CachingAllocator(settings, limit_bytes)
     blocks: dict[int, Block] = {}
-    for kind, storage, num_bytes, label, reduction, stream in events:
-        if reduction is not None:
-            num_bytes = reduction.scratch_bytes()
+    for kind, storage, num_bytes, label, stream in events:
         if kind == "release":
             if storage in blocks:
                 allocator.free(blocks.pop(storage))

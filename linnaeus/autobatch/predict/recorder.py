@@ -22,7 +22,6 @@ from linnaeus.autobatch.memory.storages import (
     accumulates_in_place,
     references_of_a_gradient,
 )
-from linnaeus.autobatch.predict.reductions import Reduction
 from linnaeus.autobatch.predict.swap import UntraceableError
 from linnaeus.autobatch.predict.values import Values
 
@@ -70,7 +69,6 @@ class Event(NamedTuple):
         storage: names the storage, in the order of allocation; 0 for other events.
         num_bytes: of the storage, or borrowed.
         label: of a mark; the operation that allocates.
-        reduction: what the borrowed bytes follow from instead.
         stream: the stream whose blocks it takes: 0, or one of FSDP2's.
     """
 
@@ -78,7 +76,6 @@ class Event(NamedTuple):
     storage: int = 0
     num_bytes: int = 0
     label: str = ""
-    reduction: Reduction | None = None
     stream: int = 0
 
 
@@ -190,10 +187,6 @@ class Recorder(WatchingMode):
         """Record bytes that an operation takes and returns at once, without another allocation in between."""
         if num_bytes:
             self.events.append(Event("borrow", 0, num_bytes, operation))
-
-    def reduce(self, reduction: Reduction) -> None:
-        """Record the scratch memory of a reduction."""
-        self.events.append(Event("borrow", label="reduction", reduction=reduction))
 
     def use_blas(self, num_bytes: int) -> None:
         """Record the workspace of cuBLAS.
@@ -409,9 +402,7 @@ def _convolution_backward(recorder: Recorder, call: Call) -> Any:
         for kind, output in zip(("input", "weight", "bias"), outputs, strict=True):
             if output is not None:
                 recorder.track(output, call.name)
-                if kind == "bias":
-                    recorder.reduce(Reduction.of(grad, (0, *range(2, grad.dim()))))
-                else:
+                if kind != "bias":
                     recorder.use_cudnn(kind, x, w, grad, call.args[9], call.args[4])
     return outputs
 
@@ -474,15 +465,6 @@ def _indexed(recorder: Recorder, call: Call) -> Any:
         else:
             places.append(index)
     return recorder.run(call._replace(args=(tensor, places, *rest)))
-
-
-def _reduction(recorder: Recorder, call: Call) -> Any:
-    output = recorder.run(call)
-    index = 2 if call.name == "linalg_vector_norm" else 1
-    is_given = len(call.args) > index and not isinstance(call.args[index], bool)
-    dims = call.args[index] if is_given else call.kwargs.get("dim")
-    recorder.reduce(Reduction.of(call.args[0], [dims] if isinstance(dims, int) else dims))
-    return output
 
 
 def _safe_softmax(recorder: Recorder, call: Call) -> Any:
@@ -551,7 +533,6 @@ KERNELS: dict[str, Kernel] = {
     **dict.fromkeys(("mm", "bmm"), _copying(0, 1, unless=_is_matrix)),
     **dict.fromkeys(("addmm", "baddbmm"), _copying(1, 2, unless=_is_matrix)),
     **dict.fromkeys(("mv", "addmv", "dot"), _copying(unless=_is_matrix)),
-    **dict.fromkeys(("sum", "mean", "linalg_vector_norm"), _reduction),
     **dict.fromkeys(("index", "index_put", "index_put_", "_index_put_impl_"), _indexed),
     "_safe_softmax": _safe_softmax,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
