@@ -43,7 +43,7 @@ from linnaeus.autobatch.search import (
     status_of,
 )
 from linnaeus.autobatch.settings import UNBOUNDED, SearchSettings
-from linnaeus.autobatch.state.optimizers import check_restorable, unlisted_optimizers_refused
+from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
 from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import (
@@ -160,9 +160,6 @@ class BatchSizeFinder:
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
             self._runner.clean()
-            fraction = self.settings.target_memory_fraction
-            with self.memory.cap(self.memory.budget(fraction, self._limit_bytes)):
-                check_restorable(self._snapshot)
             self._stack = stack.pop_all()
         return self
 
