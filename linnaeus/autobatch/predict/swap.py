@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch import nest
+from linnaeus.autobatch.state.contents import Contents
 from linnaeus.autobatch.state.sharded import modules_of, on_meta
 
 
@@ -60,7 +61,6 @@ class _Swap:
         self.undo = contextlib.ExitStack()  # one that fails keeps none of the others from running
         self._substitutes: dict[int, tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, Any] = {}
-        self._kept: dict[int, Any] = {}
 
     def visit(self, part: Any) -> None:
         if id(part) in self._seen or part is None:
@@ -78,23 +78,9 @@ class _Swap:
         elif hasattr(part, "__dict__") and not isinstance(part, type):
             self._attributes(vars(part))
 
-    def _keep(self, container: Any) -> None:
-        """Put the present contents of a dict or list, and of those in it, back in the end.
-
-        A model caches tensors in them, and a scaler notes there what it has done in a step.
-        """
-        if not isinstance(container, dict | list) or id(container) in self._kept:
-            return
-        self._kept[id(container)] = container
-        before = dict(container) if isinstance(container, dict) else list(container)
-
-        def restore() -> None:
-            container.clear()
-            container.update(before) if isinstance(container, dict) else container.extend(before)
-
-        self.undo.callback(restore)
-        for part in before.values() if isinstance(before, dict) else before:
-            self._keep(part)
+    def _keep(self, attributes: dict[str, Any]) -> None:
+        """Put back attributes and the containers in them: a model caches tensors there."""
+        self.undo.callback(Contents([attributes], only_containers=True).restore)
 
     def _module(self, module: nn.Module) -> None:
         """Children first, as `module.to(device)` does."""

@@ -7,7 +7,6 @@ in the job (shards, gathered parameters, the buffers of reductions), and only th
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as torch_dist
 from torch import nn
+
+from linnaeus.autobatch.state.contents import Contents
 
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _FAKE = "fake"
@@ -156,7 +157,7 @@ def on_meta(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
 
 
 def reset_of(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """A function that puts FSDP2 back to what it is now, with all parameters sharded.
+    """Reshard the modules; return a function that puts FSDP2 back to this.
 
     A step that fails leaves it in the middle of a pass: with gathered parameters and outstanding results.
     """
@@ -164,23 +165,14 @@ def reset_of(modules: Sequence[nn.Module]) -> Callable[[], None]:
     for module in sharded:
         module.reshard()
     parts = parts_of(sharded)
-    hooks = [
+    hooks = (
         value for each in sharded for name, value in vars(each).items() if name.endswith("hooks")
-    ]
-    inner = [
-        value for part in parts for value in vars(part).values() if type(value) in (list, dict, set)
-    ]
-    registered = [
-        module._parameters
-        for module in dict.fromkeys(m for each in sharded for m in each.modules())
-    ]
-    containers = [*map(vars, parts), *inner, *hooks, *registered]
-    contents = [copy.copy(container) for container in containers]
+    )
+    registered = (module._parameters for each in sharded for module in each.modules())
+    contents = Contents([*map(vars, parts), *hooks, *registered], only_containers=True)
 
     def reset() -> None:
-        for container, content in zip(containers, contents, strict=True):
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
+        contents.restore()
         for part in parts:
             for gathered in vars(part).get("all_gather_outputs", ()):
                 gathered.untyped_storage().resize_(0)
