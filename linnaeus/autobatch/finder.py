@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base of all
 
 from linnaeus.autobatch.errors import AutoBatchError
@@ -44,6 +43,7 @@ from linnaeus.autobatch.search import (
 )
 from linnaeus.autobatch.settings import UNBOUNDED, SearchSettings
 from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
+from linnaeus.autobatch.state.sharded import modules_of
 from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import (
@@ -587,8 +587,7 @@ def smallest_size(
     state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_size: int
 ) -> int:
     """The smallest size to try: 2 for training with BatchNorm, which refuses one value per channel."""
-    modules = (module for part in state if isinstance(part, nn.Module) for module in part.modules())
-    if mode == "train" and any(isinstance(module, _BatchNorm) for module in modules):
+    if mode == "train" and any(isinstance(module, _BatchNorm) for module in modules_of(state)):
         return max(min_batch_size, min(2, max_batch_size))
     return min_batch_size
 

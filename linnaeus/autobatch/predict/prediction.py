@@ -132,10 +132,6 @@ class Prediction:
         """The peak with the margin."""
         return int(self.margin * self.peak_bytes(n))
 
-    def slope(self, n: int) -> float:
-        """Bytes that one more sample takes, between n and 2n samples."""
-        return (self.peak_bytes(2 * n) - self.peak_bytes(n)) / n
-
     @property
     def is_constant(self) -> bool:
         """Whether no event of the step depends on the batch size: `make_batch` may ignore it."""
@@ -148,7 +144,6 @@ class Prediction:
         *,
         smallest: int = 1,
         largest: int = 1 << 20,
-        with_margin: bool = False,
     ) -> int | None:
         """The largest batch size in a range that runs within the limit; None if not even the smallest does.
 
@@ -159,7 +154,6 @@ class Prediction:
         Args:
             limit_bytes: bytes of the device that may be in use.
             smallest, largest: the range, both inclusive.
-            with_margin: whether it is to run within the limit divided by the margin.
 
         Raises:
             TypeError, ValueError: the limit is no number of bytes, or the range is empty.
@@ -168,7 +162,6 @@ class Prediction:
             raise TypeError(f"limit_bytes is {limit_bytes!r}; it must be a number of bytes")
         if largest < smallest:
             raise ValueError(f"largest is {largest}; it must be at least smallest, {smallest}")
-        limit_bytes /= self.margin if with_margin else 1
         return self.largest_of(range(smallest, largest + 1), limit_bytes)
 
     def largest_of(self, candidates: Sequence[int] | Candidates, limit_bytes: float) -> int | None:

@@ -38,6 +38,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch import nest
+from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.cuda_paths import cuda_paths
 from linnaeus.autobatch.predict.recorder import Event, Recorder, untraceable
 from linnaeus.autobatch.predict.swap import UntraceableError, state_on_meta
@@ -45,7 +46,6 @@ from linnaeus.autobatch.state.rng import preserved_generators
 
 __all__ = ["Buckets", "Trace", "UntraceableError", "trace"]
 
-MIB = 1 << 20
 NUM_STEPS = 2
 """The first step allocates the optimizer's state, the second starts with it."""
 
