@@ -39,8 +39,6 @@ CAUSE_S = 1.5
 
 GONE = -1
 """The count of heartbeats of a rank that has not begun them, or has left."""
-_PART_BYTES = 1 << 20
-"""Longer values are split: the store refuses those above 8 MiB."""
 
 OnWait = Callable[[int, str], object]
 
@@ -328,41 +326,30 @@ class Beat:
 
 
 class Keys:
-    """Picklable values in a store; no read blocks."""
+    """Picklable values in a store, which takes up to 8 MiB of bytes for each; no read blocks."""
 
     def __init__(self, store: torch_dist.Store) -> None:
         self._store = store
 
     def put(self, key: str, value: Any) -> None:
         """Give a key a value."""
-        text = pickle.dumps(value).hex()
-        parts = [text[start : start + _PART_BYTES] for start in range(0, len(text), _PART_BYTES)]
-        for number, part in enumerate(parts[1:], start=1):
-            self._store.set(f"{key}/{number}", part)
-        self._store.set(key, f"{len(parts)}:{parts[0]}")  # last: now the value exists
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
 
     def put_first(self, key: str, value: Any) -> Any:
-        """Put a small value unless the key has one; return what it has then."""
-        return self._value(key, self._store.compare_set(key, "", f"1:{pickle.dumps(value).hex()}"))
+        """Put a value unless the key has one; return what it has then."""
+        return pickle.loads(self._store.compare_set(key, "", pickle.dumps(value)))  # type: ignore[arg-type]
 
     def get(self, key: str) -> Any:
-        """The value of a key; None if it has none."""
-        return self._value(key, self._store.get(key)) if self._store.check([key]) else None
+        """Return the value of a key; None if it has none."""
+        return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def exist(self, keys: list[str]) -> bool:
-        """Whether all these keys have values."""
+        """Return whether all these keys have values."""
         return bool(self._store.check(keys))
 
     def delete(self, key: str) -> None:
         """Delete a key that has a value."""
-        num_parts = int(self._store.get(key).partition(b":")[0])
-        for name in (key, *(f"{key}/{number}" for number in range(1, num_parts))):
-            self._store.delete_key(name)
-
-    def _value(self, key: str, first: bytes) -> Any:
-        num_parts, _, text = first.partition(b":")
-        rest = (self._store.get(f"{key}/{number}") for number in range(1, int(num_parts)))
-        return pickle.loads(bytes.fromhex(b"".join([text, *rest]).decode()))
+        self._store.delete_key(key)
 
 
 def first_difference(
