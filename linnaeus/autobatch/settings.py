@@ -21,13 +21,13 @@ UNBOUNDED = 2**31
 def _setting(
     default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float
 ) -> Any:
-    """Declare a setting: its default, one sentence, and the strings or the range that it may be in."""
+    """Declare a setting: its default, one sentence, and its choices or range."""
     return field(default=default, metadata={"doc": doc, "choices": choices, "bounds": bounds})
 
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """How a batch size is searched. With BatchNorm, training starts at 2 samples.
+    """Settings of a search. With BatchNorm, training starts at 2 samples.
 
     Raises:
         TypeError, ValueError: a setting of the wrong type, or out of its range.

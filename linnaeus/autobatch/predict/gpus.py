@@ -109,7 +109,7 @@ GPUS: dict[str, int] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """A GPU by its name; case, spaces, dashes, the maker's name and `RTX` do not matter.
+    """Find a GPU by its name; case, spaces, dashes, the maker's name and `RTX` do not matter.
 
     Raises:
         ValueError: several sizes have this name; the message names them.
@@ -130,7 +130,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def device_that_would_do(num_bytes: float, note: str = "") -> str:
-    """In words: the memory that a device needs, in GiB rounded up, and the smallest GPU of the table with it.
+    """Say how much memory a device needs, in GiB rounded up, and which GPU of the table has it.
 
     >>> device_that_would_do(24 * GIB, ", with nothing to spare")
     'a device of 24.00 GiB would do, with nothing to spare, such as rtx-5090'
@@ -143,6 +143,6 @@ def device_that_would_do(num_bytes: float, note: str = "") -> str:
 
 
 def _plain(name: str) -> str:
-    """`NVIDIA GeForce RTX 4090` and `rtx4090` are the same."""
+    """Normalize a name: `NVIDIA GeForce RTX 4090` and `rtx4090` are the same."""
     letters = re.sub("[^a-z0-9]", "", name.lower())
     return re.sub("^(nvidia|geforce|tesla|rtx)+", "", letters).removesuffix("generation")

@@ -46,10 +46,10 @@ from linnaeus.autobatch.search import Candidates, OutOfMemory
 from linnaeus.autobatch.trial import step_with_zero_gradients
 
 BATCH_SIZES = (8, 16)
-"""The batch sizes that are traced: large enough for kernels to take their usual path."""
+"""Batch sizes of the traces: large enough for kernels to take their usual path."""
 
 MARGIN = 1.15
-"""Peak times this is at least the measured peak in 98 of 100 runs, see benchmarks/prediction_accuracy.py."""
+"""In 98 of 100 runs the measured peak is below the predicted one times this (prediction_accuracy.py)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Prediction:
         base_bytes: int | None = None,
         settings: AllocatorSettings | None = None,
     ) -> Prediction:
-        """The prediction from two traces of the same step.
+        """Make the prediction from two traces of the same step.
 
         Args:
             first, second: at two batch sizes, the smaller first.
@@ -102,7 +102,7 @@ class Prediction:
         return cls(base_bytes, settings or AllocatorSettings.from_environment(), (first, second))
 
     def reserved_bytes(self, n: int) -> int:
-        """Most bytes that the allocator reserves in a step with n samples.
+        """Return the most bytes that the allocator reserves in a step with n samples.
 
         Raises:
             ValueError: n is no whole number of samples.
@@ -114,11 +114,11 @@ class Prediction:
         return self._peaks[n]
 
     def peak_bytes(self, n: int) -> int:
-        """Most bytes in use on the device in a step with n samples."""
+        """Return the most bytes in use on the device in a step with n samples."""
         return self.base_bytes + self.reserved_bytes(n)
 
     def peak_within(self, n: int, limit_bytes: float) -> int | None:
-        """The same on a device with so many bytes; None where the step does not fit.
+        """Return the peak on a device with `limit_bytes`; None where the step does not fit.
 
         Where the device is full, the allocator gives its cache back and tries again, and convolutions take
         kernels without a workspace. A trial of AutoBatch accepts neither.
@@ -129,12 +129,12 @@ class Prediction:
         return None
 
     def safe_bytes(self, n: int) -> int:
-        """The peak with the margin."""
+        """Return the peak with the margin."""
         return int(self.margin * self.peak_bytes(n))
 
     @property
     def is_constant(self) -> bool:
-        """Whether no event of the step depends on the batch size: `make_batch` may ignore it."""
+        """Whether predicted memory does not grow with the batch: `make_batch` may ignore its size."""
         first, second = self.traces
         return first.events == second.events
 
@@ -145,7 +145,7 @@ class Prediction:
         smallest: int = 1,
         largest: int = 1 << 20,
     ) -> int | None:
-        """The largest batch size in a range that runs within the limit; None if not even the smallest does.
+        """Return the largest batch size in a range that runs within the limit; None if the smallest does not.
 
         The next size exceeds the limit, or the range. Peaks do not quite grow with the batch: where a larger
         size reuses blocks better, it may be within the limit again. `peak_within` says what a full device
@@ -165,14 +165,14 @@ class Prediction:
         return self.largest_of(range(smallest, largest + 1), limit_bytes)
 
     def largest_of(self, candidates: Sequence[int] | Candidates, limit_bytes: float) -> int | None:
-        """The largest of ascending batch sizes, as `largest` finds it."""
+        """Return the largest of ascending batch sizes that runs within the limit, as `largest` does."""
         num = bisect.bisect_left(
             candidates, True, key=lambda n: self.peak_within(n, limit_bytes) is None
         )
         return candidates[num - 1] if num else None
 
     def _events(self, n: int) -> Iterator[Event]:
-        """The events of a step with n samples."""
+        """Yield the events of a step with n samples."""
         first, second = self.traces
         low, high = first.batch_size, second.batch_size
         factor, span = n - low, high - low
@@ -232,7 +232,7 @@ def predict(
 def replay(
     events: Iterable[Event], settings: AllocatorSettings, limit_bytes: float = math.inf
 ) -> CachingAllocator:
-    """The allocator after these events; workspaces of convolutions are left out where they do not fit.
+    """Replay events; workspaces of convolutions are left out where they do not fit.
 
     Raises:
         OutOfMemory: something else does not fit within the limit.
@@ -254,7 +254,7 @@ def replay(
 
 
 def measured_base_bytes() -> int | None:
-    """Bytes in use on the current CUDA device outside this process's allocator; None without a device."""
+    """Return bytes in use on the current CUDA device outside this process's allocator; None without one."""
     if not torch.cuda.is_available():
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info()

@@ -1,4 +1,4 @@
-"""Put modules, optimizers and what else a step uses on `meta`, and everything back as it was."""
+"""Put the modules, optimizers and tensors of a step on `meta`, and put everything back."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from linnaeus.autobatch.state.sharded import modules_of, on_meta
 
 
 class UntraceableError(RuntimeError):
-    """A step cannot be traced without its device, for the reason that the message names."""
+    """Raised for a step that cannot be traced without its device; the message names the reason."""
 
 
 @contextlib.contextmanager
 def state_on_meta(state: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Inside the context, the tensors of the state are others, without data, on `meta`.
+    """Replace the tensors of the state by tensors without data on `meta`, inside the context.
 
     The objects stay the same, so that a step which holds them runs on `meta`. The tensors themselves are not
     touched: other ones take their places in modules and optimizers, and after the context the places hold
@@ -83,7 +83,7 @@ class _Swap:
         self.undo.callback(Contents([attributes], only_containers=True).restore)
 
     def _module(self, module: nn.Module) -> None:
-        """Children first, as `module.to(device)` does."""
+        """Replace the tensors of a module, children first, as `module.to(device)` does."""
         if isinstance(module, torch.jit.ScriptModule):
             raise UntraceableError(
                 "a TorchScript module holds its tensors where no trace reaches them"
@@ -121,7 +121,7 @@ class _Swap:
         optimizer.state = state
 
     def substitute(self, tensor: Tensor) -> Tensor:
-        """The tensor on `meta` that stands for this one; the same each time."""
+        """Return the substitute of a tensor on `meta`; the same one each time."""
         known = self._substitutes.get(id(tensor))
         if known is not None:
             return known[1]

@@ -52,7 +52,7 @@ NUM_STEPS = 2
 
 @dataclass(frozen=True)
 class Trace:
-    """What two steps of one batch size do to the memory of the device; first comes their state."""
+    """Memory events of two steps of one batch size, after those of their state."""
 
     batch_size: int
     events: tuple[Event, ...]
@@ -67,7 +67,7 @@ class Buckets:
 
     @classmethod
     def of(cls, state: Iterable[Any]) -> Buckets | None:
-        """Those of the first wrapper in `state`; None without one."""
+        """Return the buckets of the first wrapper in `state`; None without one."""
         wrapper = next((part for part in state if isinstance(part, DistributedDataParallel)), None)
         return (
             None
@@ -96,8 +96,8 @@ def trace(
             may be on any device, `meta` too. Afterwards it is as it was.
         buckets: of DistributedDataParallel, around the first module of the state; None where they are held
             already, or there are none.
-        before: called once on `meta` before the steps, such as a training step before those of validation.
-            Of what it does only the memory counts that is still held when it has returned.
+        before: called once on `meta` before the steps, such as a training step before validation. Only memory
+            that is still held when it returns counts.
 
     Raises:
         UntraceableError: an operation needs the values of a tensor (`.item()`, boolean indexing) or has no
@@ -158,7 +158,7 @@ def _on_meta(recorder: Recorder, tensor: Tensor) -> Tensor:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the step that is neither torch's nor this package's; empty if there is none."""
+    """Return the innermost line of the user's code; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_STEP)]
     return f" (line {own[-1].lineno} of {Path(own[-1].filename).name})" if own else ""

@@ -1,4 +1,4 @@
-"""Values of small tensors on `meta`, kept on the CPU: masks, lengths and counters steer what a step does."""
+"""Values of small tensors on `meta`, kept on the CPU: masks, lengths and counters steer a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # torch 2.11 has no 
 from linnaeus.autobatch.predict.swap import UntraceableError
 
 MOST_ELEMENTS, MOST_FLOATS = 1 << 22, 1 << 12
-"""Of a tensor whose values are kept."""
+"""Largest tensors of integers, and of floats, whose values are kept."""
 
 
 def _is_kept(tensor: Tensor) -> bool:
@@ -22,7 +22,7 @@ def _is_kept(tensor: Tensor) -> bool:
 
 
 class Values:
-    """The values of small tensors on `meta` that do not depend on weights, by their storages."""
+    """Values of small tensors on `meta` that do not depend on weights, by storage."""
 
     def __init__(self) -> None:
         self._of_storage: dict[int, UntypedStorage] = {}
@@ -36,11 +36,11 @@ class Values:
             self._of_storage[tensor.untyped_storage()._cdata] = copy.untyped_storage()
 
     def forget(self, address: int) -> None:
-        """Drop those of a storage."""
+        """Drop the values of a storage."""
         self._of_storage.pop(address, None)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor on `meta`, in memory that views of it share; None where they are unknown."""
+        """Return the values of a tensor on `meta`, in memory that its views share; None if unknown."""
         storage = self._of_storage.get(tensor.untyped_storage()._cdata)
         if storage is None:
             return None
@@ -48,21 +48,21 @@ class Values:
         return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def are_known(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether those of all tensors are."""
+        """Return whether the values of all these tensors are known."""
         return all(
             not tensor.is_meta or tensor.untyped_storage()._cdata in self._of_storage
             for tensor in tensors
         )
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation returns for the values of its arguments, which are known."""
+        """Run an operation on the known values of its arguments."""
         args, kwargs = tree_map_only(Tensor, self._on_host, (args, kwargs))
         return func(
             *args, **({**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs)
         )
 
     def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: Any) -> None:
-        """Keep the values of what an operation has returned or written, or forget them."""
+        """Keep or forget the values of tensors that an operation has returned or written."""
         found = [each for each in _tensors(outputs) if each.is_meta]
         is_mutable, fresh = (
             func._schema.is_mutable,
@@ -96,7 +96,7 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
 
 
 class StandIn(float):
-    """The result of `.item()` where the value is unknown: 1, as long as nothing but logging depends on it.
+    """Result of `.item()` where the value is unknown: 1, which may be logged but decides nothing.
 
     After the trace, it is a number like any other.
     """

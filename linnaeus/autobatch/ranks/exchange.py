@@ -1,4 +1,4 @@
-"""What ranks tell each other on the host, through the store of the process group: values, the first failure.
+"""Exchange values and the first failure between ranks on the host, through the store of the process group.
 
     each rank                       store                       rank that waits
     its value of an exchange ─────▶ value/<number>/<rank> ────▶ returns the values of all
@@ -31,14 +31,14 @@ from linnaeus.autobatch.errors import AutoBatchError, LinnaeusError
 POLL_S = (0.001, 1.0)
 """Shortest and longest pause between two reads of a value; the pause grows with the time waited."""
 REPORT_S = 30.0
-"""A waiting rank logs this often what it waits for."""
+"""Time between two log lines of a waiting rank."""
 FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
 CAUSE_S = 1.5
 """Seconds to wait for a heartbeat that shows whether another rank's death caused an error."""
 
 GONE = -1
-"""The count of heartbeats of a rank that has not begun them, or has left."""
+"""Count of heartbeats of a rank that has not begun or has left."""
 
 OnWait = Callable[[int, str], object]
 
@@ -47,7 +47,7 @@ logger = logging.getLogger("linnaeus.autobatch.ranks")
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of the job: the rank that met it, what it says, and its exit code."""
+    """The first error of the job: its rank, its message and its exit code."""
 
     rank: int
     message: str
@@ -55,14 +55,14 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """The failure of a rank that an error ends."""
+        """Make the failure of a rank from the error that ends it."""
         exit_code = getattr(error, "exit_code", None)  # which our own errors have
         message = f"{type(error).__name__}: {error}" if exit_code is None else str(error)
         return cls(rank, message, exit_code or 1)
 
 
 class JobFailedError(LinnaeusError):
-    """The first failure of the job, as ranks other than the failed one raise it, with its exit code."""
+    """Raised by the other ranks: the first failure of the job, with its exit code."""
 
     def __init__(self, failure: Failure, name: int) -> None:
         self.failure, self.exit_code = failure, failure.exit_code
@@ -70,7 +70,7 @@ class JobFailedError(LinnaeusError):
 
 
 class OverdueError(AutoBatchError):
-    """A rank lives but has not sent its value in time: its number in messages, and what it does."""
+    """Raised where a rank lives but has not sent its value in time; with its name and its activity."""
 
     def __init__(self, rank: int, doing: str) -> None:
         self.rank, self.doing = rank, doing
@@ -304,11 +304,11 @@ class Beat:
     pid: int = 0
 
     def is_on_this_machine(self) -> bool:
-        """Whether the PID is one of this machine and namespace."""
+        """Return whether the PID is valid on this machine and in this namespace."""
         return self.namespace == pid_namespace() != ""
 
     def status(self) -> str:
-        """The state of the process, as psutil calls it: a zombie once it has ended. Empty if unknown."""
+        """Return psutil's status of the process: a zombie once it has ended. Empty if unknown."""
         if not self.is_on_this_machine():
             return ""
         try:
@@ -319,7 +319,7 @@ class Beat:
             return ""
 
     def death(self, rank: int) -> Failure | None:
-        """The failure of a rank whose process has ended, and which has not left before."""
+        """Return the failure of a rank whose process has ended without leaving; else None."""
         if self.count == GONE or self.status() != psutil.STATUS_ZOMBIE:
             return None
         return Failure(rank, f"its process died ({self.doing}), so the job ends")
@@ -355,7 +355,7 @@ class Keys:
 def first_difference(
     rows: Sequence[Mapping[str, Any]],
 ) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
-    """The first rank whose facts differ from those of rank 0, and both values of each that does."""
+    """Return the first rank with other facts than rank 0, and both values of each different fact."""
     for rank, row in enumerate(rows):
         pairs = {name: (value, row.get(name)) for name, value in rows[0].items()}
         if different := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
@@ -365,7 +365,7 @@ def first_difference(
 
 @functools.cache
 def pid_namespace() -> str:
-    """Identifies the machine, since its boot, and the PID namespace of this process; empty if unknown."""
+    """Return an id of the boot and the PID namespace of this process; empty if unknown."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

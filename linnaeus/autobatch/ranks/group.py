@@ -16,7 +16,7 @@ from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 Group = torch_dist.ProcessGroup | Literal[False] | None
 
 ARRIVAL_S = 1800.0
-"""How long the first ranks wait for the others to call: those may still load their data."""
+"""Longest wait for the last rank to call, which may still load its data."""
 
 _open: dict[torch_dist.ProcessGroup, ControlPlane] = {}
 """The control planes of the groups that have joined."""

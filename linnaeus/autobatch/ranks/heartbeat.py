@@ -35,7 +35,7 @@ from linnaeus.autobatch.ranks.exchange import (
 )
 
 BEAT_S = 1.0
-"""Time between two heartbeats, and between two looks at those of others."""
+"""Time between two heartbeats, and between two looks at the other ranks."""
 SILENCE_LOOKS = 30
 """Looks without a new heartbeat after which a rank is named, or ends the job because it is stopped."""
 ABANDON_LOOKS = 10

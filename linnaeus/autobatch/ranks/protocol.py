@@ -24,7 +24,7 @@ from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.settings import SearchSettings
 
 GRACE_S = CONFIRMATION_GRACE_S + 30.0
-"""Time that the others wait beyond the deadline of a search: it finishes its last trial first."""
+"""Time that the other ranks wait beyond the deadline of a search, for its last trial."""
 JOINT_STEPS = 4
 """Steps of a joint trial: without a cap, a third step may reserve more than the first two."""
 
@@ -85,7 +85,7 @@ class RankStatus:
 
     @contextlib.contextmanager
     def joint_steps(self) -> Iterator[AbstractContextManager[object]]:
-        """Inside the context, an error of any rank is raised on all; yields the context of joint steps.
+        """Raise an error of any rank on all ranks, inside the context; yield the context of joint steps.
 
         Raises:
             JobFailedError: the first failure, this rank's own included; its cause is this rank's error.
@@ -171,7 +171,7 @@ def confirm_jointly(
     *,
     agree: bool = False,
 ) -> AutoBatchResult:
-    """Run the size found in a joint step of all ranks, and less until it is within every rank's budget.
+    """Run the size found in a joint step of all ranks, and smaller sizes until one is within every budget.
 
     A rank alone does not see the memory of real collectives and communication hooks. In a joint step every
     rank takes the same steps, whatever it measures; the peak is compared with the budget afterwards. All
@@ -231,7 +231,7 @@ def _merged(
     size: int,
     control: ControlPlane | None,
 ) -> AutoBatchResult:
-    """Return the result, once every rank has run a size, or searched below it."""
+    """Merge the results of all ranks that have run a size or searched below it."""
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
     own = verdicts[0]
     found = dataclasses.replace(

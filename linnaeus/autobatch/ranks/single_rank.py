@@ -1,4 +1,4 @@
-"""Steps that one rank runs alone while the others wait: wrappers of the model do without the other ranks."""
+"""Let one rank step alone while the others wait: wrappers of the model do without the other ranks."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def reducers_renewed(
 
 
 def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[Any]) -> None:
-    """Make what sums the gradients anew, as when the wrapper was made: nothing public does it later."""
+    """Make a new reducer, as the wrapper's constructor does: no public function does it later."""
     made: Any = wrapper
     made.process_group = group
     made.reducer = made.logger = None  # its hooks on the parameters go with it

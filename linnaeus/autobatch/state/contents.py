@@ -17,23 +17,23 @@ from linnaeus.autobatch.state.rng import restore_of_generator
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _CONTAINERS = _MAPPINGS | {list, set, deque}
-"""Containers that can be emptied and filled. Subclasses of these may refuse that, and are left alone."""
+"""Containers that can be emptied and filled. Subclasses may refuse that, and are left alone."""
 
 
 class Contents:
-    """Copies of containers, of those inside them, and of the tensors, arrays and generators in all of these.
+    """Copies of nested containers and of the tensors, arrays and generators in them.
 
     Anything else stays in its place and is not looked into: it may be the whole program.
 
     Args:
         roots: the containers, or what else is saved.
-        held: ids of what is put back by others.
+        held: ids of objects that others put back.
         inside: the containers that belong to an object of another kind.
         only_containers: copy no tensor, array or generator.
 
     Attributes:
         tensors: the copies of tensors.
-        seen: ids of all that is put back, by this or by others.
+        seen: ids of all objects that this or others put back.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Contents:
                 waiting.extend(inside(value))
 
     def restore(self, *, with_values: bool = True) -> None:
-        """Put back what differs, parameters' values only `with_values`; what was added goes."""
+        """Undo all changes; values of parameters only `with_values`."""
         for container, content in self._containers:
             if not _holds(container, content):
                 container.clear()
@@ -90,7 +90,7 @@ class Contents:
 
 
 def _holds(container: Any, content: Any) -> bool:
-    """Whether a container holds the very objects that its copy holds, in the same order."""
+    """Return whether a container holds the same objects as its copy, in the same order."""
     if not content or len(container) != len(content):
         return not container and not content
     if isinstance(content, set):
@@ -118,7 +118,7 @@ class TensorValue:
         self.nbytes = sum(part.nbytes for part in parts)
 
     def on_device(self) -> Tensor:
-        """A new tensor with the value, where the tensor was."""
+        """Return a new tensor with the value, on the device of the original."""
         return self.on_host.to(self._device, copy=True)
 
 

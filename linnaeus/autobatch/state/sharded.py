@@ -23,25 +23,25 @@ _FAKE = "fake"
 
 
 def is_fake(group: Any) -> bool:
-    """Whether a process group communicates nothing."""
+    """Return whether a process group communicates nothing."""
     return bool(getattr(group, "group_desc", "") == _FAKE)
 
 
 def modules_of(state: Iterable[Any]) -> list[nn.Module]:
-    """The modules in `state` and in attributes of its objects, such as an average, each with those inside."""
+    """Return the modules, with their submodules, in `state` and in attributes of its objects."""
     held = [value for part in state for value in (part, *getattr(part, "__dict__", {}).values())]
     modules = (module for each in held if isinstance(each, nn.Module) for module in each.modules())
     return list(dict.fromkeys(modules))
 
 
 def is_sharded(state: Iterable[Any]) -> bool:
-    """Whether a parameter in `state` is a DTensor: each process holds a part of it."""
+    """Return whether a parameter in `state` is a DTensor: each process holds a part of it."""
     parameters = (each for module in modules_of(state) for each in module.parameters(recurse=False))
     return any(hasattr(each, "device_mesh") for each in parameters)
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """FSDP2's own objects behind the modules: states, groups of parameters, what they share."""
+    """Return FSDP2's own objects behind the modules: states, parameter groups and shared contexts."""
     found: dict[int, Any] = {}
     sharded: list[Any] = [module for module in modules if hasattr(module, "_get_fsdp_state")]
     waiting = [module._get_fsdp_state() for module in sharded]
@@ -60,7 +60,7 @@ def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 @contextlib.contextmanager
 def fake_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the context, the groups over which the modules are sharded communicate nothing.
+    """Replace the process groups of sharded modules by fake ones that communicate nothing.
 
     FSDP2 holds its groups as objects, and DTensor asks for them by name; both get fake ones in their place.
     """
@@ -86,7 +86,7 @@ def fake_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_job(world_size: int) -> Iterator[None]:
-    """Inside the context, this process is rank 0 of a job whose groups communicate nothing."""
+    """Make this process rank 0 of a job whose groups communicate nothing, inside the context."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch_dist.init_process_group(_FAKE, store=FakeStore(), rank=0, world_size=world_size)
@@ -97,7 +97,7 @@ def fake_job(world_size: int) -> Iterator[None]:
 
 
 def _fake_of(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
-    """A group of the same ranks that communicates nothing: torch has only a private one, for its tests."""
+    """Make a group of the same ranks that communicates nothing, by a private class of torch's tests."""
     from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
     kind = torch_dist.ProcessGroup.BackendType.CUSTOM
@@ -112,14 +112,14 @@ def _fake_of(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
 
 
 def _register(name: Any, group: torch_dist.ProcessGroup) -> None:
-    """Put a group in the place of another, by a name that FSDP2 keeps; no public function does."""
+    """Register a group under the name that FSDP2 keeps; no public function does."""
     torch._C._distributed_c10d._unregister_process_group(name)
     torch._C._distributed_c10d._register_process_group(name, group)
 
 
 @contextlib.contextmanager
 def on_meta(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
-    """Inside the context, sharded modules run on `meta`, in groups that communicate nothing.
+    """Let sharded modules run on `meta`, in groups that communicate nothing, inside the context.
 
     FSDP2 keeps its device, and finds streams in the module of torch that has the device's name: those of
     `torch.cpu` tell which of them is current. Its tensors are for `state_on_meta` to replace.

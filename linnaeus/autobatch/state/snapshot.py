@@ -88,7 +88,7 @@ class Snapshot:
         self._switches = [read() for read, _ in _SWITCHES]
 
     def _inside(self, value: Any) -> list[Any]:
-        """The containers of a module, an optimizer or a scaler, wherever one is found."""
+        """Return the containers of a module, an optimizer or a scaler, wherever one is found."""
         if isinstance(value, nn.Module):
             content = value._modules if _mirrors_native_state(value) else vars(value)
             return [value._parameters, value._buffers, content]
@@ -99,11 +99,11 @@ class Snapshot:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the copies."""
+        """Bytes of the copies on the host."""
         return nest.num_bytes([self._always.tensors, self._kept.tensors, self._others])
 
     def stepping_optimizers(self) -> list[Any]:
-        """The optimizers that run torch's hooks when they step: a wrapper may not, but those inside it do."""
+        """Return the optimizers that run torch's hooks when they step, such as the one inside a wrapper."""
         return [
             part for part in self.optimizers if "_optimizer_load_state_dict_pre_hooks" in vars(part)
         ]
@@ -164,11 +164,11 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
         for name in ("enabled", "benchmark", "deterministic")
     ),
 )
-"""Global switches of torch: a function that reads each, and one that writes it."""
+"""Global switches of torch, each as a pair of functions that read and write it."""
 
 
 def is_optimizer(part: Any) -> bool:
-    """Whether it is an optimizer, or looks like one and has an optimizer inside."""
+    """Return whether it is an optimizer, or looks like one and has an optimizer inside."""
     if isinstance(part, torch.optim.Optimizer | nn.Module):
         return not isinstance(part, nn.Module)
     looks_like_one = hasattr(type(part), "step") and hasattr(
@@ -178,7 +178,7 @@ def is_optimizer(part: Any) -> bool:
 
 
 def parameters_of(part: Any) -> list[Tensor]:
-    """The parameters of a module or an optimizer; nothing of anything else."""
+    """Return the parameters of a module or an optimizer; none of anything else."""
     if isinstance(part, nn.Module):
         return list(part.parameters())
     groups = getattr(part, "param_groups", ()) if is_optimizer(part) else ()
@@ -197,7 +197,7 @@ def _check_initialized(module: nn.Module) -> None:
 
 
 def _mirrors_native_state(module: nn.Module) -> bool:
-    """Whether attributes stand for state outside Python: a wrapper's reducer, shards or compiled code."""
+    """Return whether attributes stand for state outside Python: a reducer, shards or compiled code."""
     native = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.jit")
     return any(base.__module__.startswith(native) for base in type(module).__mro__)
 
@@ -213,7 +213,7 @@ def _loaded(leaf: Any) -> Any:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Whether two leaves are equal. Objects other than tensors and plain values always are."""
+    """Return whether two leaves are equal. Objects other than tensors and plain values always are."""
     if isinstance(before, TensorValue):
         return nest.same(before.on_host, now.on_host)
     return type(before) not in PLAIN or nest.same(before, now)
