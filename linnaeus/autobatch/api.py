@@ -263,7 +263,7 @@ def predict_memory(
     check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))
     state = as_tuple(state)
-    snapshot = Snapshot(state, torch.device("cpu"))  # of what the step holds by itself too
+    snapshot = Snapshot(state, torch.device("cpu"), without_tensors=True)  # a trace writes to none
     try:
         with unlisted_optimizers_refused(state, snapshot):
             buckets = Buckets.of(state)

@@ -23,7 +23,7 @@ from linnaeus.autobatch.memory.storages import (
     references_of_a_gradient,
 )
 from linnaeus.autobatch.predict.swap import UntraceableError
-from linnaeus.autobatch.predict.values import Values
+from linnaeus.autobatch.predict.values import Values, written
 
 BLAS_WORKSPACE_BYTES = 8_519_680
 """Workspace of cuBLAS: torch's default `:4096:2:16:8` up to compute capability 8.x."""
@@ -100,6 +100,7 @@ class Recorder(WatchingMode):
         self._has_blas = [False, False]
         self._timed: set[Any] = set()
         self.values = Values()
+        self._originals: set[int] = set()
         self._optimizes = False
         self._streams: list[Any] = [torch.cpu.current_stream()]
         references_of_a_gradient()
@@ -111,6 +112,8 @@ class Recorder(WatchingMode):
         """
         for tensor, substitute in held:
             self.track(substitute, "state")
+            if not tensor.is_meta:
+                self._originals.add(nest.local(tensor).untyped_storage()._cdata)
             if not tensor.is_floating_point() and not tensor.is_meta:
                 self.values.know(substitute, tensor)
 
@@ -239,6 +242,11 @@ class Recorder(WatchingMode):
         if accumulates_in_place(func, args, kwargs):
             return args[0]
         kwargs = kwargs or {}
+        if func._schema.is_mutable and any(
+            tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._originals
+            for tensor in written(func, args, kwargs)
+        ):
+            return args[0] if func._schema.returns else None  # the step holds a tensor of the state
         name = func.__name__.partition(".")[0]
         self.last_operation = name
         inputs = [*_on_meta(args), *_on_meta(kwargs.values())]

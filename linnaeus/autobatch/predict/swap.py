@@ -80,7 +80,7 @@ class _Swap:
 
     def _keep(self, attributes: dict[str, Any]) -> None:
         """Put back attributes and the containers in them: a model caches tensors there."""
-        self.undo.callback(Contents([attributes], only_containers=True).restore)
+        self.undo.callback(Contents([attributes], without_tensors=True).restore)
 
     def _module(self, module: nn.Module) -> None:
         """Replace the tensors of a module, children first, as `module.to(device)` does."""

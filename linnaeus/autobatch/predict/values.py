@@ -80,15 +80,21 @@ class Values:
                     if tensor.is_meta and not self.are_known([tensor]):
                         self.know(tensor, value)
                 return
-        for position, argument in enumerate(func._schema.arguments if is_mutable else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in _tensors(written):
-                    self.forget(tensor.untyped_storage()._cdata)
+        for tensor in written(func, args, kwargs):
+            self.forget(tensor.untyped_storage()._cdata)
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         value = self.of(tensor) if tensor.is_meta else None
         return tensor if value is None else value
+
+
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operation writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(
+                args[position] if position < len(args) else kwargs.get(argument.name)
+            )
 
 
 def _tensors(nest: Any) -> Iterator[Tensor]:

@@ -29,7 +29,7 @@ class Contents:
         roots: the containers, or what else is saved.
         held: ids of objects that others put back.
         inside: the containers that belong to an object of another kind.
-        only_containers: copy no tensor, array or generator.
+        without_tensors: copy no tensors.
 
     Attributes:
         tensors: the copies of tensors.
@@ -42,7 +42,7 @@ class Contents:
         held: Collection[int] = (),
         inside: Callable[[Any], Iterable[Any]] = lambda value: (),
         *,
-        only_containers: bool = False,
+        without_tensors: bool = False,
     ) -> None:
         self.tensors: list[_TensorCopy] = []
         self.seen = set(held)
@@ -60,10 +60,8 @@ class Contents:
                 waiting.extend(value.values() if kind in _MAPPINGS else value)
             elif isinstance(value, tuple):
                 waiting.extend(value)
-            elif only_containers:
-                continue
             elif isinstance(value, Tensor):
-                if not value.is_meta:
+                if not value.is_meta and not without_tensors:
                     is_parameter = isinstance(value, nn.Parameter)
                     is_trainable = is_parameter or (value.is_leaf and value.requires_grad)
                     copy = _ParameterCopy if is_trainable else _TensorCopy

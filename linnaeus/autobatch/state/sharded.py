@@ -169,7 +169,7 @@ def reset_of(modules: Sequence[nn.Module]) -> Callable[[], None]:
         value for each in sharded for name, value in vars(each).items() if name.endswith("hooks")
     )
     registered = (module._parameters for each in sharded for module in each.modules())
-    contents = Contents([*map(vars, parts), *hooks, *registered], only_containers=True)
+    contents = Contents([*map(vars, parts), *hooks, *registered], without_tensors=True)
 
     def reset() -> None:
         contents.restore()

@@ -32,6 +32,7 @@ class Snapshot:
             the optimizers and parameters inside of them (see `Contents`). Random number generators that are
             objects may be among them.
         device: its global random number generator is saved, beside those of the CPU.
+        without_tensors: copy neither tensors nor state dicts.
 
     Attributes:
         optimizers: those in `state`, and those in attributes of these or of modules.
@@ -41,7 +42,9 @@ class Snapshot:
         TypeError: something in `state` is neither a generator nor has `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, state: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self, state: Sequence[Any], device: torch.device, *, without_tensors: bool = False
+    ) -> None:
         # First, so that no gathered parameters are kept.
         self._reset_sharding = reset_of(modules_of(state))
         self.optimizers: list[Any] = []
@@ -61,7 +64,8 @@ class Snapshot:
                     vars(part)
                 )  # its state dict lacks the progress of an interrupted step
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-                self._others.append((part, nest.map_leaves(_saved, part.state_dict())))
+                if not without_tensors:
+                    self._others.append((part, nest.map_leaves(_saved, part.state_dict())))
             elif restore_of_generator(part) is not None:
                 always.append(part)
             elif part is not None:
@@ -80,8 +84,10 @@ class Snapshot:
         ]
         always += (part for module in modules for part in (module._parameters, module._buffers))
         kept += (vars(module) for module, _ in self._kinds)
-        self._always = Contents(always)
-        self._kept = Contents(kept, self._always.seen, self._inside)
+        self._always = Contents(always, without_tensors=without_tensors)
+        self._kept = Contents(
+            kept, self._always.seen, self._inside, without_tensors=without_tensors
+        )
         self._device = device
         self._rng = rng_state(device)
         self._environment = dict(os.environ)
