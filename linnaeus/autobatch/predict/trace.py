@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
@@ -176,17 +177,14 @@ def _attach_buckets(state: Any, buckets: Buckets) -> None:
     module = next((part for part in nest.leaves(state) if isinstance(part, nn.Module)), None)
     if module is None:
         raise ValueError("gradient buckets need a module in `state`")
-    groups: list[list[nn.Parameter]] = []
-    filled_bytes = buckets.cap_bytes
-    for parameter in reversed(list(module.parameters())):  # gradients come in about this order
-        if not parameter.requires_grad:
-            continue
-        if filled_bytes >= buckets.cap_bytes or groups[-1][0].dtype != parameter.dtype:
-            groups.append([])
-            filled_bytes = 0
-        groups[-1].append(parameter)
-        filled_bytes += parameter.nbytes
-    for group in groups:
+    # Gradients come in about the reverse order. The wrapper itself calls this private function.
+    backwards = reversed(list(module.parameters()))
+    parameters: list[Tensor] = [parameter for parameter in backwards if parameter.requires_grad]
+    if not parameters:
+        return
+    groups, _ = torch_dist._compute_bucket_assignment_by_size(parameters, [buckets.cap_bytes])
+    for indices in groups:
+        group = [parameters[index] for index in indices]
         sizes = [parameter.numel() for parameter in group]
         flat = torch.empty(sum(sizes), dtype=group[0].dtype, device="meta")
         for parameter, part in zip(group, flat.split(sizes), strict=True):
