@@ -86,7 +86,7 @@ def auto_find_batch_size(
             else the device of these parameters, else torch's current accelerator, else the CPU.
         bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}. They
             may differ between ranks: the lowest of each name holds.
-        observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
+        observer: told of each event; by default a `SearchLog`, which logs a line for each trial.
         group: the ranks that search together; every one of them must call this, with the same arguments. Rank
             0 of the group searches while the others wait, then all run the size found, and all return the
             largest that fits on each. So `step` must do without collectives; a DistributedDataParallel
@@ -228,8 +228,8 @@ def predict_memory(
 ) -> Prediction:
     """Predict the peak memory of a step on a CUDA device, at any batch size, without a device.
 
-    The step is called four times, on tensors without data: nothing is computed. Afterwards what is in `state`
-    is what it was.
+    The step is called four times, on tensors without data: nothing is computed, and no weights are copied.
+    Afterwards the objects in `state` are unchanged.
 
     >>> model = torch.nn.Linear(1024, 1024)
     >>> optimizer = torch.optim.AdamW(model.parameters())

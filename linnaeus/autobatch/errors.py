@@ -1,4 +1,4 @@
-"""The errors of a search; `linnaeus.runtime.errors` has those of a run too."""
+"""Errors of a search; `linnaeus.runtime.errors` adds the errors of a run."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.15 with the nati
 Sizes are rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
 segments of 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB. The smallest free block
 that is large enough is taken, and split where enough of it remains. With expandable segments, each of the
-two pools is one segment, of which pages of 2 or 20 MiB are mapped. Where the device is full, all free
+two pools is one segment, mapped in pages of 2 or 20 MiB. Where the device is full, all free
 segments or pages are given back, and the request is tried once more. Each stream has pools of its own.
 
 >>> allocator = CachingAllocator()
@@ -91,7 +91,7 @@ class Pool:
     Attributes:
         entries: size, address and block; no two have the same address, so blocks are never compared.
         unmapped: the same, with 0 for the size.
-        page_bytes: what an expandable segment maps at once.
+        page_bytes: size of the pages of an expandable segment.
     """
 
     def __init__(self, *, is_small: bool) -> None:
@@ -127,7 +127,7 @@ class CachingAllocator:
     """The allocator of one process.
 
     Attributes:
-        limit_bytes: what it can have of the device.
+        limit_bytes: most bytes that it may reserve.
         reserved_bytes, peak_reserved_bytes: bytes of all segments, and the most of them so far.
     """
 
@@ -153,7 +153,7 @@ class CachingAllocator:
         """Serve a request of at least one byte on a stream.
 
         Raises:
-            OutOfMemory: it does not fit within the limit, even without what is cached.
+            OutOfMemory: it does not fit within the limit, even with an empty cache.
         """
         size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         pool = self._pool(stream, is_small=size <= SMALL_BYTES)

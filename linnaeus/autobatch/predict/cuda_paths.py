@@ -1,4 +1,4 @@
-"""Run on `meta` what CUDA would run: its fused kernels, its casts under autocast, its optimizers' paths.
+"""Take the paths of CUDA on `meta`: fused kernels, casts under autocast, multi-tensor optimizers.
 
 Without this, `meta` decomposes attention, dropout and RMSNorm into parts that save more than the fused
 kernels of CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices without
@@ -68,7 +68,7 @@ class CudaPaths(TorchFunctionMode):
     """Mode that takes the paths of CUDA for functions of `meta` tensors, in forward and backward.
 
     Attributes:
-        casts: parameters, and what autocast keeps of them in its own format until its region ends.
+        casts: parameters with their casts, which autocast keeps until its region ends.
     """
 
     def __init__(self) -> None:

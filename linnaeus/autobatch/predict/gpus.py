@@ -4,8 +4,8 @@
 ('h100-80gb', 23.64)
 
 torch sees less than the memory on the card: the driver, and error correction where it is on, keep a part.
-The table has what torch itself says in its messages, where a public report quotes one ("total capacity");
-elsewhere what `nvidia-smi` says, less 0.6 GiB.
+The table has the figure in torch's own messages, where a public report quotes one ("total capacity");
+elsewhere the figure of `nvidia-smi`, less 0.6 GiB.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ ANY_CARD_MIB = 479, 141, 1106
 ASSUMED_BASE_BYTES = ANY_CARD_MIB[0] * _MIB
 
 _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
-"""torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the cards of which both are known."""
+"""torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the cards with both figures known."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device: its name as it is typed, or a size such as `24 GiB`, and the bytes that torch sees.
+    """A device: its name or size, such as `24 GiB`, and the bytes that torch sees.
 
     `base_mib` are in use beside the allocator, with the least and the most there may be.
     """

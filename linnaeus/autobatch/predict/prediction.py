@@ -21,7 +21,7 @@ A step is traced as it would run now: `torch.backends.cudnn.benchmark` counts, s
 empties the allocator's cache again and again, and later steps find no leftovers of the first.
 
 For a model that is built for this only, build model and optimizer inside `with torch.device("meta")`;
-otherwise pass what there is as `state`: it is put on `meta` meanwhile.
+otherwise pass the existing objects as `state`: they are put on `meta` meanwhile.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Prediction:
         Args:
             first, second: at two batch sizes, the smaller first.
             base_bytes: as the attribute; None measures it, or assumes one where there is no device.
-            settings: None takes those of the environment.
+            settings: None reads them from the environment.
 
         Raises:
             UntraceableError: the step does other things at the second size, so its peak at others is a guess.
@@ -148,8 +148,8 @@ class Prediction:
         """Return the largest batch size in a range that runs within the limit; None if the smallest does not.
 
         The next size exceeds the limit, or the range. Peaks do not quite grow with the batch: where a larger
-        size reuses blocks better, it may be within the limit again. `peak_within` says what a full device
-        does; AutoBatch, which wants room for `peak_bytes`, may find less.
+        size reuses blocks better, it may be within the limit again. `peak_within` models a full
+        device; AutoBatch needs room for `peak_bytes` and may find less.
 
         Args:
             limit_bytes: bytes of the device that may be in use.

@@ -25,17 +25,17 @@ class UntraceableError(RuntimeError):
 def state_on_meta(state: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Replace the tensors of the state by tensors without data on `meta`, inside the context.
 
-    The objects stay the same, so that a step which holds them runs on `meta`. The tensors themselves are not
-    touched: other ones take their places in modules and optimizers, and after the context the places hold
-    what they held before. Where the state is on `meta` already, it is kept from what a step does to it.
+    The objects stay the same, so that a step which holds them runs on `meta`. The tensors are not touched:
+    substitutes take their places in modules and optimizers until the context ends. State that is on `meta`
+    already is protected from the step too.
 
     Args:
         state: modules, optimizers, objects with these or with tensors as attributes (scalers, moving
             averages), and lists, tuples and dicts of them.
 
     Yields:
-        The tensors of the state, each with the one on `meta` that stands for it, in the order in which
-        `module.to(device)` copies them.
+        Pairs of a tensor of the state and its substitute on `meta`, in the order in which `module.to(device)`
+        copies them.
 
     Raises:
         UntraceableError: it holds TorchScript modules, or parameters without a shape or in host memory.

@@ -1,4 +1,4 @@
-"""Trace two steps on `meta`: what they allocate and release on a CUDA device, in order.
+"""Trace two steps on `meta`: the memory that they allocate and release on a CUDA device, in order.
 
 >>> model = torch.nn.Linear(1000, 100)
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -91,7 +91,7 @@ def trace(
     Args:
         step: runs one step on a batch: training with the optimizer's update, or validation. It may move
             tensors to a CUDA device and use `torch.autocast` for it; they go to `meta`.
-        make_batch: makes a batch of so many samples, on any device.
+        make_batch: makes a batch of n samples, on any device.
         n: the batch size.
         state: everything with tensors that the step uses: modules, optimizers, scalers, moving averages. It
             may be on any device, `meta` too. Afterwards it is as it was.

@@ -85,7 +85,7 @@ class Exchange:
 
     Args:
         store: of the process group, with a prefix of this attempt's own. A blocking call needs a clone,
-            because it shuts out those of other threads.
+            because it shuts out calls of other threads.
         limit_s: a rank that others wait for at a barrier for so long hangs, although its process lives.
         name_of: the number that messages give to a rank, such as that among all ranks of the job.
         clock: has the functions `monotonic` and `sleep`.
@@ -118,8 +118,8 @@ class Exchange:
 
         Args:
             limit_s: how long to wait for each of the others; None waits as long as they live.
-            on_wait: called about every second with the name of the rank that this one waits for, and with
-                what that one does.
+            on_wait: called about every second with the name and the activity of the rank that this one
+                waits for.
 
         Raises:
             OverdueError: a rank takes longer than `limit_s`.
@@ -336,7 +336,7 @@ class Keys:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
 
     def put_first(self, key: str, value: Any) -> Any:
-        """Put a value unless the key has one; return what it has then."""
+        """Put a value unless the key has one; return the value of the key."""
         return pickle.loads(self._store.compare_set(key, "", pickle.dumps(value)))  # type: ignore[arg-type]
 
     def get(self, key: str) -> Any:

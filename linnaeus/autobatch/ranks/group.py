@@ -56,8 +56,8 @@ def joined_ranks(group: Group = None) -> Iterator[ControlPlane | None]:
     """Join the ranks of a group: `with joined_ranks(group) as control: ...`.
 
     Yields the control plane of the ranks; None for a process alone. Every rank of the group must enter and
-    leave it; entering waits until all have. An error of one rank is published before it is raised. So what
-    prepares a search belongs inside: searches in it, and the same context entered once more, use the same
+    leave it; entering waits until all have. An error of one rank is published before it is raised. So
+    prepare a search inside: searches in it, and the same context entered once more, use the same
     control plane. Use it in the same order on every rank.
 
         with joined_ranks(group) as control:

@@ -104,7 +104,7 @@ class ControlPlane(Exchange):
         os._exit(error.exit_code)
 
     def look(self) -> None:
-        """Send a heartbeat and look at those of others: a thread does so every `BEAT_S` seconds."""
+        """Send a heartbeat and look at the other ranks: a thread does so every `BEAT_S` seconds."""
         self._beat(self._own_keys)
         failure = self._own_keys.get("failure")
         if failure is None:

@@ -178,7 +178,7 @@ def confirm_jointly(
     ranks raise the first failure, such as a device that is really full. All must call this.
 
     Args:
-        found: what `search` has returned; each rank has run its size alone.
+        found: result of `search`; each rank has run its size alone.
         make_finder: makes the finder of this rank, whose trials use the real process groups.
         search: `search_on_ranks`, with all but `found` and `size` given.
         status, settings, agree: as there.

@@ -31,7 +31,7 @@ _COMMUNICATING = frozenset(
 
 
 def check_can_step_alone(state: Sequence[Any]) -> None:
-    """Check that one rank can run a step alone with what is in `state`.
+    """Check that one rank can run a step alone with the objects in `state`.
 
     Raises:
         AutoBatchError: it cannot with one of the objects; names its class.
@@ -88,7 +88,7 @@ def check_members(
 
 @contextlib.contextmanager
 def stepping_alone(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Let this rank run steps with what is in `state` while the others wait.
+    """Let this rank run steps with the objects in `state` while the others wait.
 
     DistributedDataParallel and SyncBatchNorm work over a group of this rank alone, with the same buckets, but
     without communication hooks. What shards a model (FSDP2, DTensor) works over fake groups of the same size.

@@ -26,7 +26,7 @@ class Contents:
     Anything else stays in its place and is not looked into: it may be the whole program.
 
     Args:
-        roots: the containers, or what else is saved.
+        roots: the containers, and other objects to save.
         held: ids of objects that others put back.
         inside: the containers that belong to an object of another kind.
         without_tensors: copy no tensors.

@@ -1,7 +1,7 @@
 """Sharded models (FSDP2, DTensor) in a search: one rank steps alone, in groups that communicate nothing.
 
-torch's fake process group has the size of the job and one process. A step in it allocates what it allocates
-in the job (shards, gathered parameters, the buffers of reductions), and only the values are meaningless.
+torch's fake process group has the size of the job and one process. A step in it allocates the
+same memory as in the job (shards, gathered parameters, buffers of reductions). Only values are meaningless.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _register(name: Any, group: torch_dist.ProcessGroup) -> None:
 def on_meta(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
     """Let sharded modules run on `meta`, in groups that communicate nothing, inside the context.
 
-    FSDP2 keeps its device, and finds streams in the module of torch that has the device's name: those of
-    `torch.cpu` tell which of them is current. Its tensors are for `state_on_meta` to replace.
+    FSDP2 keeps its device, and finds streams in the module of torch that has the device's name. `torch.cpu`
+    tells which stream is current. Its tensors are for `state_on_meta` to replace.
 
     Yields:
         FSDP2's objects behind the modules.

@@ -31,11 +31,11 @@ class Snapshot:
             plain attributes are saved too; of optimizers, the exact dtype of their state, all attributes, and
             the optimizers and parameters inside of them (see `Contents`). Random number generators that are
             objects may be among them.
-        device: its global random number generator is saved, beside those of the CPU.
+        device: its global random number generator is saved, and the generators of the CPU.
         without_tensors: copy neither tensors nor state dicts.
 
     Attributes:
-        optimizers: those in `state`, and those in attributes of these or of modules.
+        optimizers: the optimizers in `state` and in attributes of its modules and optimizers.
 
     Raises:
         AutoBatchError: a module in `state` has parameters without values (lazy layers).
