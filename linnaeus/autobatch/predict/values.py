@@ -110,30 +110,23 @@ class StandIn(float):
     is_traced = False
 
 
-def _stays_unknown(name: str) -> Callable[..., Any]:
+def _guarded(name: str) -> Callable[..., Any]:
     plain = getattr(float, name)
 
     def compute(*numbers: float) -> Any:
         result = plain(*numbers)
-        return StandIn(result) if isinstance(result, float) else result
+        if isinstance(result, float):
+            return StandIn(result)
+        if StandIn.is_traced and isinstance(result, int) and name != "__round__":
+            raise UntraceableError(
+                "a decision on the result of `.item()` needs the value of a tensor"
+            )
+        return result
 
     return compute
 
 
-def _is_refused(name: str) -> Callable[..., Any]:
-    def decide(*numbers: float) -> Any:
-        if StandIn.is_traced:
-            raise UntraceableError(
-                "a decision on the result of `.item()` needs the value of a tensor"
-            )
-        return getattr(float, name)(*numbers)
-
-    return decide
-
-
 _ARITHMETIC = "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rpow neg abs round"
-for _name in _ARITHMETIC.split():
-    setattr(StandIn, f"__{_name}__", _stays_unknown(f"__{_name}__"))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int"):
-    setattr(StandIn, f"__{_name}__", _is_refused(f"__{_name}__"))
+for _name in f"{_ARITHMETIC} lt le gt ge eq ne bool int".split():
+    setattr(StandIn, f"__{_name}__", _guarded(f"__{_name}__"))
 StandIn.__hash__ = float.__hash__  # type: ignore[method-assign]
