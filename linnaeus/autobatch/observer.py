@@ -148,6 +148,13 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.3f}"
 
 
+def in_units(num_bytes: float) -> str:
+    """Such as `2.66 GiB` or `18.5 MiB`."""
+    if abs(num_bytes) < GIB / 10:
+        return f"{num_bytes / 1024**2:.3g} MiB"
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
 def speed(timing: Timing) -> str:
     """Such as `205.3 samples/s`."""
     return f"{timing.samples_per_s:.4g} samples/s" if timing.samples_per_s else "no longer fits"
@@ -156,7 +163,7 @@ def speed(timing: Timing) -> str:
 def budget_of_total(budget_bytes: int, total_bytes: int, total_name: str = "") -> str:
     """Such as `1.20 GiB of 1.50 GiB (MEMORY_LIMIT_GB)`; `total_name` as in `SearchLimits`."""
     name = f" ({total_name})" if total_name else ""
-    return f"{budget_bytes / GIB:.2f} GiB of {total_bytes / GIB:.2f} GiB{name}"
+    return f"{in_units(budget_bytes)} of {in_units(total_bytes)}{name}"
 
 
 def nothing_fits(
@@ -169,6 +176,7 @@ def nothing_fits(
     min_batch_size: int,
     held_bytes: int,
     outside: str,
+    has_history: bool,
     names: Names,
 ) -> str:
     """The message of a search without a result.
@@ -178,6 +186,7 @@ def nothing_fits(
         min_batch_size: the smallest size asked for; with BatchNorm, the smallest size tried may be larger.
         held_bytes: what the process holds between two trials.
         outside: says what is held outside the allocator.
+        has_history: whether the optimizer is LBFGS.
     """
     settings = {
         "timeout": ("time", names.timeout_minutes),
@@ -191,10 +200,10 @@ def nothing_fits(
     )
     origin = f"({names.memory_limit_gb})" if limits.total_name else f"on {device}"
     sizes = limits.budget_bytes, limits.total_bytes, held_bytes
-    budget, total, held = (f"{num_bytes / GIB:.2f} GiB" for num_bytes in sizes)
+    budget, total, held = map(in_units, sizes)
     others_bytes = int(limits.target_memory_fraction * limits.total_bytes) - limits.budget_bytes
     has_others = others_bytes > GIB // 100
-    others = f", less {others_bytes / GIB:.2f} GiB for others or a cap of the allocator ({outside})"
+    others = f", less {in_units(others_bytes)} for others or a cap of the allocator ({outside})"
     tried = ", ".join(
         f"{trial.size} ({trial.status}{', ' + gib(trial.peak_bytes) + ' GiB' if trial.peak_bytes else ''})"
         for trial in trials
@@ -207,6 +216,10 @@ def nothing_fits(
             f"lower {smallest}{names.sample_size}",
             f"use {checkpointing}{names.half_precision}",
         ]
+        if mode == "val" and names.outputs:
+            remedies.append(f"keep less of {names.outputs}")
+    if has_history:
+        remedies.append("lower history_size of LBFGS")
     remedies.append(f"choose a smaller {names.model}")
     raised = [names.target_memory_fraction] if limits.target_memory_fraction < 1 else []
     raised += [names.memory_limit_gb] if limits.total_name else []

@@ -122,6 +122,7 @@ class Names:
 
     Attributes:
         batch_maker: must return as many samples as it is asked for.
+        outputs: grow with the batches of a validation; empty where nothing does.
         smaller_training: how the training before a validation takes less memory.
     """
 
@@ -138,6 +139,7 @@ class Names:
     model: str = "model"
     optimizer: str = "optimizer"
     batch_maker: str = "make_batch(n)"
+    outputs: str = "each batch until validation ends, such as outputs and metric states"
     smaller_training: str = "choose a smaller model"
     without_search: str = "train with a batch size of your own"
 

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -33,8 +34,13 @@ MIN_TIMED_S = 0.25
 until there are `MAX_TIMED_STEPS`."""
 
 NEARLY_FULL = 0.9
-"""Fraction of the budget above which a trial empties the cache and repeats its steps: that raises a peak by
-less than the rest."""
+"""Fraction of the budget above which a trial empties the cache and repeats its steps. Fragmentation then adds
+less than 10 %, so lower peaks cannot cross the budget."""
+MORE_STEPS = 5
+"""Steps that a warm-up takes more than a trial, to see whether equal steps allocate equal memory. If not, all
+trials take them too."""
+STEADY = 0.005
+"""Fraction by which the allocations of equal steps may differ in a warm-up, where other tensors are small."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -95,6 +101,12 @@ class TrialRunner:
         training: whether modules run in training mode.
         budget_bytes: what the process may hold on the device; the search sets it.
         step, make_batch, and the others: as for `BatchSizeFinder`.
+
+    Attributes:
+        is_steady: whether equal steps allocate equal memory, as far as the warm-up shows. If not, trials take
+            more steps, and the largest peak counts.
+        varies_by: by size, the fraction by which the peaks of equal steps differed; empty if steady.
+        num_calls: calls of the step so far.
     """
 
     step: Callable[[Any], object]
@@ -117,14 +129,22 @@ class TrialRunner:
         self._optimizers = self.snapshot.stepping_optimizers()
         self._modules = [part for part in self.state if isinstance(part, nn.Module)]
         self._is_prepared = self.training
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers):
+        if self.has_history:
             self.num_steps = max(self.num_steps, 2)  # the second runs beside a full history
         self._largest_fitted = 0
         self._sizes_given: set[int] = set()
         self._kinds_given: set[tuple[int, ...]] = set()
         self._has_drifted = False  # whether parameters have other values than when the search began
         self._num_retries = 0
-        self.num_calls = 0  # of the step, in trials
+        self.num_calls = 0
+        self.is_steady = True
+        self.varies_by: dict[int, float] = {}
+        self._allocations_vary_by = 0.0
+
+    @property
+    def has_history(self) -> bool:
+        """Whether an optimizer keeps a history of steps."""
+        return any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers)
 
     def __call__(self, size: int) -> int:
         """Run one trial and return the peak: bytes that the process held on the device.
@@ -134,18 +154,13 @@ class TrialRunner:
             NoMoreSamples: `make_batch` has given fewer samples, and gives no more.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
-        self.before_trial(size)
-        self.memory.clean()
-        graphs = num_compiled_graphs()
         try:
-            # Not `_isolated`: the fewer frames lie above the model, the easier is a traceback to read.
-            failure, peak_bytes = self.memory.isolate(partial(self._run, size))
-        except NoMoreSamples:
-            self._undo(graphs)
+            peak_bytes = self._on_a_clean_slate(self._run, size)
+        except (OutOfMemory, NoMoreSamples, AutoBatchError) as error:
+            self._has_drifted = True
+            logger.debug("batch size %d: %s", size, error)
             raise
         except Exception as error:
-            if isinstance(error, AutoBatchError):
-                raise
             if not self._has_drifted:
                 if not self._largest_fitted:
                     error.add_note(
@@ -158,19 +173,29 @@ class TrialRunner:
             self._has_drifted = False
             return self(size)
         self._has_drifted = True
-        self._undo(graphs)
-        if failure is None:
-            self._largest_fitted = max(self._largest_fitted, size)
-            return peak_bytes
-        logger.debug("batch size %d: %s", size, failure)
-        raise failure
+        self._largest_fitted = max(self._largest_fitted, size)
+        return peak_bytes
+
+    def warm_up(self, size: int) -> None:
+        """Run a size first: kernels are loaded, and whether equal steps allocate equal memory shows.
+
+        Raises:
+            OutOfMemory: the size did not fit under the budget.
+        """
+        self.is_steady = False
+        try:
+            self(size)
+        finally:  # code that `torch.compile` has generated for the CPU allocates unseen
+            is_seen = self.memory.device.type != "cpu" or not num_compiled_graphs()
+            self.is_steady = not is_seen or self._allocations_vary_by <= STEADY
+            self.varies_by.clear()
 
     def time(self, size: int) -> list[float]:
         """Seconds of each of several steps, after one warm-up step and without a cap.
 
         Infinity if the size no longer fits: less memory is free than when it ran.
         """
-        return self._isolated(self._time_steps, size)
+        return self._on_a_clean_slate(self._time_steps, size)
 
     def run_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
         """Run the steps of a trial together with all other ranks, and return the peak in bytes.
@@ -185,24 +210,20 @@ class TrialRunner:
         Raises:
             OutOfMemory: the device is full.
         """
-        failure, peak_bytes = self._isolated(partial(self._run, lockstep=lockstep), size)
-        if failure is not None:
-            raise failure
-        return peak_bytes
+        return self._on_a_clean_slate(partial(self._run, lockstep=lockstep), size)
 
-    def _isolated(self, run: Callable[[int], T], size: int) -> T:
-        """Call a function of the size on a clean slate, and undo what it has allocated."""
+    def _on_a_clean_slate(self, run: Callable[[int], tuple[Exception | None, T]], size: int) -> T:
+        """Call a function of the size, undo what it has allocated, and raise the failure it returns."""
         self.before_trial(size)
         self.memory.clean()
         graphs = num_compiled_graphs()
-        value = self.memory.isolate(partial(run, size))
-        self._undo(graphs)
-        return value
-
-    def _undo(self, num_graphs: int) -> None:
-        if num_compiled_graphs() > num_graphs:
+        failure, value = self.memory.isolate(partial(run, size))
+        if num_compiled_graphs() > graphs:
             torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self.clean()
+        if failure is not None:
+            raise failure
+        return value
 
     def clean(self) -> None:
         """Undo what a trial has allocated. A validation search keeps the optimizer state.
@@ -217,7 +238,7 @@ class TrialRunner:
 
     def _run(
         self, size: int, lockstep: AbstractContextManager[object] | None = None
-    ) -> tuple[OutOfMemory | None, int]:
+    ) -> tuple[Exception | None, int]:
         """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes.
 
         In lockstep with other ranks there is no budget, and the number of steps depends on nothing measured.
@@ -228,7 +249,7 @@ class TrialRunner:
             with (
                 memory.cap(memory.total_bytes),
                 lockstep,
-                self._out_of_memory_caught() as failures,
+                self._failures_caught() as failures,
             ):
                 self._prepare_validation()  # training may use more than validation
             if failures:
@@ -239,36 +260,73 @@ class TrialRunner:
                 )
         if is_alone and memory.in_use() >= self.budget_bytes:
             return OutOfMemory("the process holds the whole budget before the first sample"), 0
+        peak_bytes = 0
         with memory.cap(self.budget_bytes if is_alone else memory.total_bytes):
-            with lockstep, self._out_of_memory_caught(size) as failures:
+            with lockstep, self._failures_caught(size) as failures:
                 if self.training and self.num_steps == 1:
                     self._allocate_optimizer_state()
                 for module in self._modules:
                     module.train(self.training)
-                is_timing_kernels = memory.device.type == "cuda" and torch.backends.cudnn.benchmark
-                for number in range(self.num_steps + is_timing_kernels):
-                    if number == int(is_timing_kernels):
-                        memory.reset_peak()
-                        self._num_retries = memory.num_retries()
-                    with _stepped(self._optimizers) as stepped:
-                        self.step(self._batch(size))
-                    self.num_calls += 1
-                    if self.training and number == 0:
-                        for optimizer in self._optimizers:
-                            if optimizer not in stepped:
-                                step_with_zero_gradients(optimizer, memory.refused)
-                            fill_history(optimizer)
-                is_nearly_full = memory.peak() > NEARLY_FULL * self.budget_bytes
-                if is_alone and self.empties_cache and is_nearly_full:
+                if is_alone and not self.is_steady:
+                    peak_bytes = self._take_varied_steps(size)
+                else:
+                    self._take_steps(size)
+                if (
+                    is_alone
+                    and self.empties_cache
+                    and memory.peak() > NEARLY_FULL * self.budget_bytes
+                ):
                     empty_cache(memory.device)
                     for _ in range(self.num_steps):
-                        self.step(self.make_batch(size))
-                        self.num_calls += 1
+                        self._take_step(size)
                 synchronize(memory.device)  # errors of kernels belong to this trial
-            peak_bytes = memory.peak() + memory.placement_bytes
+            peak_bytes = max(peak_bytes, memory.peak()) + memory.placement_bytes
         if is_alone and not failures and memory.num_retries() > self._num_retries:
-            return OutOfMemory("the allocator had to flush its cache"), peak_bytes
+            failures.append(OutOfMemory("the allocator had to flush its cache"))
         return (failures[0] if failures else None), peak_bytes
+
+    def _take_steps(self, size: int) -> None:
+        """Take the first steps of a trial; the peak is that of `num_steps` of them."""
+        is_timing_kernels = self.memory.device.type == "cuda" and torch.backends.cudnn.benchmark
+        for number in range(self.num_steps + is_timing_kernels):
+            if number == int(is_timing_kernels):
+                self.memory.reset_peak()
+                self._num_retries = self.memory.num_retries()
+            stepped = self._take_step(size)
+            if self.training and number == 0:
+                for optimizer in self._optimizers:
+                    if optimizer not in stepped:
+                        step_with_zero_gradients(optimizer, self.memory.refused)
+                    fill_history(optimizer)
+
+    def _take_varied_steps(self, size: int) -> int:
+        """Take the first steps and some more, note by how much these differ, and return the highest peak.
+
+        Steps are equal if as many optimizers have stepped in them.
+        """
+        self._take_steps(size)
+        memory, equal = self.memory, defaultdict[int, list[tuple[int, int]]](list)
+        peak_bytes = memory.peak()
+        for _ in range(MORE_STEPS):
+            memory.reset_peak()
+            allocated_bytes, held_bytes = memory.allocated_bytes(), memory.tensor_bytes()
+            num_stepped = len(self._take_step(size))
+            allocated_bytes = memory.allocated_bytes() - allocated_bytes
+            equal[num_stepped].append((allocated_bytes, memory.tensor_peak() - held_bytes))
+            peak_bytes = max(peak_bytes, memory.peak())
+        self._allocations_vary_by, grown = (
+            max(1 - min(each) / max(*each, 1) for each in column)
+            for column in zip(*(zip(*steps, strict=True) for steps in equal.values()), strict=True)
+        )
+        self.varies_by[size] = max(grown, self.varies_by.get(size, 0.0))
+        return peak_bytes
+
+    def _take_step(self, size: int) -> list[torch.optim.Optimizer]:
+        """Call the step with a new batch; return the optimizers that have stepped in it."""
+        with _stepped(self._optimizers) as stepped:
+            self.step(self._batch(size))
+        self.num_calls += 1
+        return stepped
 
     def _batch(self, size: int) -> Any:
         """Make a batch, and notice where `make_batch` has no more samples.
@@ -297,9 +355,9 @@ class TrialRunner:
         given = (shape[0] for shape in shapes if kinds[shape] in self._kinds_given)
         return max((number for number in given if least <= number < size), default=size)
 
-    def _time_steps(self, size: int) -> list[float]:
+    def _time_steps(self, size: int) -> tuple[None, list[float]]:
         seconds: list[float] = []
-        with self._out_of_memory_caught() as failures:
+        with self._failures_caught() as failures:
             for module in self._modules:
                 module.train(self.training)
             self.step(self.make_batch(size))
@@ -311,21 +369,22 @@ class TrialRunner:
                 self.step(self.make_batch(size))
                 synchronize(self.memory.device)
                 seconds.append(time.perf_counter() - began)
-        return [math.inf] if failures else seconds
+        return None, [math.inf] if failures else seconds
 
     @contextlib.contextmanager
-    def _out_of_memory_caught(self, size: int = 0) -> Iterator[list[OutOfMemory]]:
+    def _failures_caught(self, size: int = 0) -> Iterator[list[Exception]]:
         """Catch an out-of-memory error inside the context; the list then has one with its first line.
 
-        That a kernel takes no tensors of this size counts too, where a smaller size has fitted.
+        That there are no more samples counts too, and that a kernel takes no tensors of this size, where a
+        smaller size has fitted.
         """
-        failures: list[OutOfMemory] = []
+        failures: list[Exception] = []
         try:
             yield failures
         except Exception as error:
             message = str(error).partition("\n")[0] or type(error).__name__
-            failure = OutOfMemory(message)
-            if not self.memory.refused(error):
+            failure = error if isinstance(error, NoMoreSamples) else OutOfMemory(message)
+            if failure is not error and not self.memory.refused(error):
                 if not (0 < self._largest_fitted < size and exceeds_a_kernel(error)):
                     raise
                 logger.warning(

@@ -400,6 +400,7 @@ def keys(mode: Mode) -> Names:
         model="MODEL.NAME",
         optimizer="OPTIMIZER.NAME",
         batch_maker="the collate function",
+        outputs="",
         smaller_training=(
             f"lower DATA.BATCH_SIZE, or {node}.MAX_BATCH_SIZE where AutoBatch chose the training size"
         ),

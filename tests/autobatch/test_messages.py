@@ -55,6 +55,7 @@ def why_nothing_fits(is_limited: bool = False, **instead: Any) -> str:
         "min_batch_size": 600,
         "held_bytes": GIB // 4,
         "outside": "<others>",
+        "has_history": False,
         "names": ARGUMENTS,
         **instead,
     }
@@ -234,6 +235,8 @@ def test_messages(
         "nothing fits beside others": {"limits": beside},
         "nothing fits within a limit": {"is_limited": True},
         "the trials ran out": {"limited_by": "max_trials", "trials": over},
+        "the history of LBFGS": {"has_history": True},
+        "a validation": {"mode": "val"},
         "a validation that is full before the first sample": {"mode": "val", "held_bytes": 2 * GIB},
         "nothing fits in a run": {"is_limited": True, "names": keys("train"), "min_batch_size": 1},
     }.items():
@@ -252,5 +255,13 @@ def test_messages(
     ]
     messages["warnings"] = "\n".join(warnings)
     leaking = partial(search, lambda batch: kept.append(make_batch(8)))
+    caplog.clear()
+    draw = iter(itertools.cycle([1, 2, 3]))
+    search(
+        lambda batch: torch.empty(next(draw) * len(batch) * MIB // 4),
+        make_batch,
+        max_batch_size=100,
+    )
+    messages["memory that varies"] = caplog.messages[-1]
     messages["leak"] = raised(leaking, make_batch, **bounds)
     golden("autobatch", messages)
