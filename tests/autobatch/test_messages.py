@@ -256,12 +256,9 @@ def test_messages(
     messages["warnings"] = "\n".join(warnings)
     leaking = partial(search, lambda batch: kept.append(make_batch(8)))
     caplog.clear()
-    draw = iter(itertools.cycle([1, 2, 3]))
-    search(
-        lambda batch: torch.empty(next(draw) * len(batch) * MIB // 4),
-        make_batch,
-        max_batch_size=100,
-    )
+    draw = itertools.cycle([1, 2, 3])
+    bounds["max_batch_size"] = 100
+    search(lambda batch: torch.empty(next(draw) * len(batch) * MIB // 4), make_batch, **bounds)
     messages["memory that varies"] = caplog.messages[-1]
-    messages["leak"] = raised(leaking, make_batch, **bounds)
+    messages["leak"] = raised(leaking, make_batch, **{**bounds, "max_batch_size": 8})
     golden("autobatch", messages)
