@@ -103,7 +103,7 @@ class BatchSizeFinder:
         total_bytes: the device's memory, or the limit set for it if that is less.
         trials: all trials so far, each added as soon as it has run.
         min_size: the smallest size that is tried: `min_batch_size`, or 2 where BatchNorm needs two samples.
-        budget_bytes: what the process may hold on the device, as last read; 0 before the first search.
+        budget_bytes: most bytes that the process may hold, as last read; 0 before the first search.
 
     Raises:
         AutoBatchError: the bounds leave no size to try.
@@ -323,19 +323,15 @@ class BatchSizeFinder:
         If no trial or no time is left, return the largest size that fits with what is held now.
         """
         size = found.size
-        if size is None or not self._num_left:
-            return self._largest_known("max_trials")
-        if time.monotonic() >= self._deadline:
-            return self._largest_known("timeout")
-        before = self._known.get(size)
-        self._one_trial(size, "confirmation")
-        if before is not None and self._variation(size):
-            runs = before, self._known[size]
-            self._known[size] = max(runs, key=lambda run: run.peak_bytes or math.inf)
+        if size is None or not self._num_left or time.monotonic() >= self._deadline:
+            return self._largest_known("timeout" if self._num_left else "max_trials")
+        before, newest = self._known[size], self._one_trial(size, "confirmation")
+        if self._variation(size):
+            self._known[size] = max(before, newest, key=lambda run: run.peak_bytes or math.inf)
         return found
 
     def _largest_known(self, limited_by: LimitedBy) -> SearchResult:
-        """The largest size that fits according to its newest trial, with what has come to be held since."""
+        """Return the largest size that fits by its newest trial, beside the memory held since then."""
         grown_bytes = max(self.held_bytes - self._held_at_start, 0)
         found = self._search(
             budget_bytes=self.budget_bytes - grown_bytes, known=self._known.values(), max_trials=0
@@ -343,7 +339,7 @@ class BatchSizeFinder:
         return replace(found, certified=False, limited_by=limited_by)
 
     def _read_budget_again(self) -> bool:
-        """Lower the budget by what is new outside the allocator; whether anything held has notably grown."""
+        """Lower the budget by new use outside the allocator; return whether any use has notably grown."""
         before_bytes, fraction = self.budget_bytes, self._current.target_memory_fraction
         self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))
         is_lower = before_bytes - self.budget_bytes > NOTABLE_GROWTH * self.memory.total_bytes
@@ -352,7 +348,7 @@ class BatchSizeFinder:
         return is_lower or self._has_grown()
 
     def _outside(self) -> str:
-        """What is held outside the allocator now, and was when the search began."""
+        """Say how much is in use outside the allocator, now and when the search began."""
         return (
             f"{in_units(self.memory.outside())} of {self.memory.device} are held by other processes and "
             f"outside the allocator of this one, {in_units(self._outside_at_start)} when the search began"
@@ -411,17 +407,11 @@ class BatchSizeFinder:
 
     def _warn_about_equal_peaks(self) -> None:
         """Warn where a much larger size needs no more memory: its batches may be no larger."""
-        measured = [trial for trial in self._known.values() if trial.peak_bytes is not None]
-        if not measured:
-            return
-        smallest, largest = (
-            choose(measured, key=lambda trial: trial.size) for choose in (min, max)
-        )
-        if largest.size >= 2 * smallest.size and (largest.peak_bytes or 0) <= (
-            smallest.peak_bytes or 0
-        ):
+        peaks = {size: trial.peak_bytes for size, trial in self._known.items() if trial.peak_bytes}
+        smallest, largest = min(peaks, default=1), max(peaks, default=1)
+        if largest >= 2 * smallest and peaks[largest] <= peaks[smallest]:
             _warn_once(
-                f"warning: batch size {largest.size} needs no more memory than {smallest.size}. Check that "
+                f"warning: batch size {largest} needs no more memory than {smallest}. Check that "
                 f"{self._names.batch_maker} returns as many samples as it is asked for"
             )
 
@@ -583,7 +573,7 @@ class BatchSizeFinder:
         self._snapshot.check_restored()
 
     def _set_budget(self, budget_bytes: int) -> None:
-        """Set the budget of the trials to come. What ran out of memory under a smaller one may fit it."""
+        """Set the budget of the trials to come. Sizes that ran out of memory under a smaller one may fit."""
         if budget_bytes > self.budget_bytes:
             self._forget(lambda trial: trial.peak_bytes is None)
         self.budget_bytes = self._runner.budget_bytes = budget_bytes

@@ -1,4 +1,4 @@
-"""What a search tells: its events, their log lines, and the message where no batch size fits."""
+"""Events of a search, their log lines, and the message where no batch size fits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ logger = logging.getLogger("linnaeus.autobatch")
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What bounds a search.
+    """Bounds of a search.
 
     Attributes:
         min_size, max_size: smallest and largest size that may be tried.
-        budget_bytes: what the process may hold on the device.
+        budget_bytes: most bytes that the process may hold on the device.
         target_memory_fraction: fraction of `total_bytes` that may be in use on the device.
         total_bytes: the device's memory, or the limit set for it.
         total_name: name of the limit that `total_bytes` is; empty where it is the device's memory.
@@ -48,7 +48,7 @@ class SearchLimits:
 
 
 class SearchObserver:
-    """Is told what a search does. Each method does nothing unless overridden.
+    """Receives the events of a search. Each method does nothing unless overridden.
 
     A search begins with the `warm-up` of a size, which has no result. Each `trial` and `confirmation` that
     has started is also finished, unless an exception ends the search.
@@ -184,8 +184,8 @@ def nothing_fits(
     Args:
         limited_by: why the search ended.
         min_batch_size: the smallest size asked for; with BatchNorm, the smallest size tried may be larger.
-        held_bytes: what the process holds between two trials.
-        outside: says what is held outside the allocator.
+        held_bytes: bytes that the process holds between two trials.
+        outside: sentence on the memory in use outside the allocator.
         has_history: whether the optimizer is LBFGS.
     """
     settings = {

@@ -122,7 +122,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         size: the largest size that was seen to fit; None if none was.
@@ -314,7 +314,7 @@ class _Search:
 
     @property
     def within(self) -> float:
-        """How much larger than `low` the largest candidate that may fit is, as a fraction of the former."""
+        """(largest candidate that may fit - `low`) / `low`."""
         if self.certified:
             return 0.0
         if self.low < 0:
@@ -364,7 +364,7 @@ class _Search:
         return abs(self.peaks[size] - self.budget_bytes), -size
 
     def inside(self, index: int) -> int:
-        """The index inside the bracket that is closest to the given one, but not needlessly near its ends.
+        """Move an index into the bracket, and away from an end where a trial could not end the search.
 
         Trials below `first` are left out, because a failure at `first` already settles the search; likewise
         those above `last` where something has failed, because a fit at `last` settles it.
@@ -375,11 +375,8 @@ class _Search:
         if self.tolerance and not self.unbounded:
             least = self.candidates[self.high - 1] / (1 + self.tolerance)
             last = max(bisect.bisect_left(self.candidates, least), self.low + 1)
-        first, last = (
-            min(first, last),
-            max(first, last),
-        )  # in a narrow bracket both outcomes settle it
-        return max(first, min(index, last))
+        # In a narrow bracket both outcomes settle it, and `first` is above `last`.
+        return sorted((first, index, last))[1]
 
     def add(self, trial: TrialRecord) -> None:
         width = self.width

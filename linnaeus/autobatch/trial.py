@@ -8,19 +8,18 @@ import logging
 import math
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.memory.interface import DeviceMemory, T, empty_cache, synchronize
+from linnaeus.autobatch.memory.interface import DeviceMemory, empty_cache, synchronize
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.search import KernelLimit, OutOfMemory
@@ -80,13 +79,13 @@ class TrialRunner:
     """Runs batch sizes one at a time: the `measure` function of the search.
 
     Each trial starts with an empty cache and runs under a cap, so that the allocator itself refuses memory
-    above the budget. By the end of a trial everything is allocated that training keeps allocated.
+    above the budget. By its end, a trial has allocated everything that training keeps.
 
     A training trial begins with the optimizer state of the snapshot, usually none. An optimizer that has not
     stepped by the end of the first step (a scaler skipped it, or the step only accumulates) then takes a step
     with zero gradients; in trials of a single step it does so before. Where training empties the cache of an
     accelerator between its steps, a trial that nearly fills the budget does so too, and repeats its steps:
-    what training keeps then lies between gaps of activations.
+    tensors that training keeps then lie between gaps of activations.
 
     LBFGS gets a full history after its first step, since training fills it long after a trial has ended.
 
@@ -99,7 +98,7 @@ class TrialRunner:
         snapshot: the copies of `state`.
         num_steps: steps per trial.
         training: whether modules run in training mode.
-        budget_bytes: what the process may hold on the device; the search sets it.
+        budget_bytes: most bytes that the process may hold on the device; the search sets it.
         step, make_batch, and the others: as for `BatchSizeFinder`.
 
     Attributes:
@@ -155,7 +154,10 @@ class TrialRunner:
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
         try:
-            peak_bytes = self._on_a_clean_slate(self._run, size)
+            with self._clean_slate(size):
+                failure, peak_bytes = self.memory.isolate(partial(self._run, size))
+            if failure is not None:
+                raise failure
         except (OutOfMemory, NoMoreSamples, AutoBatchError) as error:
             self._has_drifted = True
             logger.debug("batch size %d: %s", size, error)
@@ -195,7 +197,8 @@ class TrialRunner:
 
         Infinity if the size no longer fits: less memory is free than when it ran.
         """
-        return self._on_a_clean_slate(self._time_steps, size)
+        with self._clean_slate(size):
+            return self.memory.isolate(partial(self._time_steps, size))
 
     def run_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
         """Run the steps of a trial together with all other ranks, and return the peak in bytes.
@@ -210,23 +213,25 @@ class TrialRunner:
         Raises:
             OutOfMemory: the device is full.
         """
-        return self._on_a_clean_slate(partial(self._run, lockstep=lockstep), size)
+        with self._clean_slate(size):
+            failure, peak_bytes = self.memory.isolate(partial(self._run, size, lockstep))
+        if failure is not None:
+            raise failure
+        return peak_bytes
 
-    def _on_a_clean_slate(self, run: Callable[[int], tuple[Exception | None, T]], size: int) -> T:
-        """Call a function of the size, undo what it has allocated, and raise the failure it returns."""
+    @contextlib.contextmanager
+    def _clean_slate(self, size: int) -> Iterator[None]:
+        """Begin with an empty cache, and release what the context has allocated unless it raises."""
         self.before_trial(size)
         self.memory.clean()
         graphs = num_compiled_graphs()
-        failure, value = self.memory.isolate(partial(run, size))
+        yield
         if num_compiled_graphs() > graphs:
             torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self.clean()
-        if failure is not None:
-            raise failure
-        return value
 
     def clean(self) -> None:
-        """Undo what a trial has allocated. A validation search keeps the optimizer state.
+        """Release all that a trial has allocated. A validation search keeps the optimizer state.
 
         Parameters keep the values that the trial has left: the search restores them once, when it ends.
         """
@@ -260,17 +265,32 @@ class TrialRunner:
                 )
         if is_alone and memory.in_use() >= self.budget_bytes:
             return OutOfMemory("the process holds the whole budget before the first sample"), 0
-        peak_bytes = 0
+        further = list[_Step]()
         with memory.cap(self.budget_bytes if is_alone else memory.total_bytes):
             with lockstep, self._failures_caught(size) as failures:
                 if self.training and self.num_steps == 1:
                     self._allocate_optimizer_state()
                 for module in self._modules:
                     module.train(self.training)
-                if is_alone and not self.is_steady:
-                    peak_bytes = self._take_varied_steps(size)
-                else:
-                    self._take_steps(size)
+                # Not in functions: the fewer frames lie above the model, the easier is a traceback to read.
+                first = int(memory.device.type == "cuda" and torch.backends.cudnn.benchmark)
+                last = first + self.num_steps
+                num_steps = last if self.is_steady or not is_alone else last + MORE_STEPS
+                for number in range(num_steps):
+                    if number == first:
+                        memory.reset_peak()
+                        self._num_retries = memory.num_retries()
+                    with contextlib.ExitStack() as stack:
+                        stepped = stack.enter_context(_stepped(self._optimizers))
+                        if number >= last:
+                            stack.enter_context(_measured(memory, stepped, further))
+                        self.step(self._batch(size))
+                    self.num_calls += 1
+                    if self.training and number == 0:
+                        for optimizer in self._optimizers:
+                            if optimizer not in stepped:
+                                step_with_zero_gradients(optimizer, memory.refused)
+                            fill_history(optimizer)
                 if (
                     is_alone
                     and self.empties_cache
@@ -278,55 +298,18 @@ class TrialRunner:
                 ):
                     empty_cache(memory.device)
                     for _ in range(self.num_steps):
-                        self._take_step(size)
+                        self.step(self.make_batch(size))
+                        self.num_calls += 1
                 synchronize(memory.device)  # errors of kernels belong to this trial
-            peak_bytes = max(peak_bytes, memory.peak()) + memory.placement_bytes
+            peak_bytes = max([memory.peak(), *(step.peak_before for step in further)])
+        if further:
+            equal = [step for step in further if step.num_stepped == further[-1].num_stepped]
+            self._allocations_vary_by = _variation([step.allocated_bytes for step in equal])
+            grown = _variation([step.grown_bytes for step in equal])
+            self.varies_by[size] = max(grown, self.varies_by.get(size, 0.0))
         if is_alone and not failures and memory.num_retries() > self._num_retries:
             failures.append(OutOfMemory("the allocator had to flush its cache"))
-        return (failures[0] if failures else None), peak_bytes
-
-    def _take_steps(self, size: int) -> None:
-        """Take the first steps of a trial; the peak is that of `num_steps` of them."""
-        is_timing_kernels = self.memory.device.type == "cuda" and torch.backends.cudnn.benchmark
-        for number in range(self.num_steps + is_timing_kernels):
-            if number == int(is_timing_kernels):
-                self.memory.reset_peak()
-                self._num_retries = self.memory.num_retries()
-            stepped = self._take_step(size)
-            if self.training and number == 0:
-                for optimizer in self._optimizers:
-                    if optimizer not in stepped:
-                        step_with_zero_gradients(optimizer, self.memory.refused)
-                    fill_history(optimizer)
-
-    def _take_varied_steps(self, size: int) -> int:
-        """Take the first steps and some more, note by how much these differ, and return the highest peak.
-
-        Steps are equal if as many optimizers have stepped in them.
-        """
-        self._take_steps(size)
-        memory, equal = self.memory, defaultdict[int, list[tuple[int, int]]](list)
-        peak_bytes = memory.peak()
-        for _ in range(MORE_STEPS):
-            memory.reset_peak()
-            allocated_bytes, held_bytes = memory.allocated_bytes(), memory.tensor_bytes()
-            num_stepped = len(self._take_step(size))
-            allocated_bytes = memory.allocated_bytes() - allocated_bytes
-            equal[num_stepped].append((allocated_bytes, memory.tensor_peak() - held_bytes))
-            peak_bytes = max(peak_bytes, memory.peak())
-        self._allocations_vary_by, grown = (
-            max(1 - min(each) / max(*each, 1) for each in column)
-            for column in zip(*(zip(*steps, strict=True) for steps in equal.values()), strict=True)
-        )
-        self.varies_by[size] = max(grown, self.varies_by.get(size, 0.0))
-        return peak_bytes
-
-    def _take_step(self, size: int) -> list[torch.optim.Optimizer]:
-        """Call the step with a new batch; return the optimizers that have stepped in it."""
-        with _stepped(self._optimizers) as stepped:
-            self.step(self._batch(size))
-        self.num_calls += 1
-        return stepped
+        return (failures[0] if failures else None), peak_bytes + memory.placement_bytes
 
     def _batch(self, size: int) -> Any:
         """Make a batch, and notice where `make_batch` has no more samples.
@@ -355,7 +338,7 @@ class TrialRunner:
         given = (shape[0] for shape in shapes if kinds[shape] in self._kinds_given)
         return max((number for number in given if least <= number < size), default=size)
 
-    def _time_steps(self, size: int) -> tuple[None, list[float]]:
+    def _time_steps(self, size: int) -> list[float]:
         seconds: list[float] = []
         with self._failures_caught() as failures:
             for module in self._modules:
@@ -369,7 +352,7 @@ class TrialRunner:
                 self.step(self.make_batch(size))
                 synchronize(self.memory.device)
                 seconds.append(time.perf_counter() - began)
-        return None, [math.inf] if failures else seconds
+        return [math.inf] if failures else seconds
 
     @contextlib.contextmanager
     def _failures_caught(self, size: int = 0) -> Iterator[list[Exception]]:
@@ -395,7 +378,7 @@ class TrialRunner:
             failures.append(failure)
 
     def _prepare_validation(self) -> None:
-        """Allocate what training keeps: optimizer state, gradient buckets, state of the average."""
+        """Allocate all that training keeps: optimizer state, gradient buckets, state of the average."""
         if self.train_once is not None:
             for module in self._modules:
                 module.train()
@@ -470,6 +453,35 @@ def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch
             handle = optimizer.register_step_post_hook(lambda stepped, *_: seen.append(stepped))
             stack.callback(handle.remove)
         yield seen
+
+
+class _Step(NamedTuple):
+    """Memory of one step: the peak before it, its allocations in all, and its own peak above what was held.
+
+    Steps are equal if as many optimizers have stepped in them.
+    """
+
+    num_stepped: int
+    peak_before: int
+    allocated_bytes: int
+    grown_bytes: int
+
+
+@contextlib.contextmanager
+def _measured(memory: DeviceMemory, stepped: Sequence[Any], steps: list[_Step]) -> Iterator[None]:
+    """Measure the step inside the context by itself, and add it to the steps."""
+    peak_bytes = memory.peak()
+    memory.reset_peak()
+    allocated_bytes, held_bytes = memory.allocated_bytes(), memory.tensor_bytes()
+    yield
+    allocated_bytes = memory.allocated_bytes() - allocated_bytes
+    grown_bytes = memory.tensor_peak() - held_bytes
+    steps.append(_Step(len(stepped), peak_bytes, allocated_bytes, grown_bytes))
+
+
+def _variation(values: Sequence[int]) -> float:
+    """Fraction by which the smallest value is below the largest."""
+    return 1 - min(values) / max(*values, 1)
 
 
 def release_frames(error: BaseException) -> None:

@@ -257,7 +257,7 @@ def test_messages(
     leaking = partial(search, lambda batch: kept.append(make_batch(8)))
     caplog.clear()
     draw = itertools.cycle([1, 2, 3])
-    bounds["max_batch_size"] = 100
+    bounds["max_batch_size"] = 30
     search(lambda batch: torch.empty(next(draw) * len(batch) * MIB // 4), make_batch, **bounds)
     messages["memory that varies"] = caplog.messages[-1]
     messages["leak"] = raised(leaking, make_batch, **{**bounds, "max_batch_size": 8})
