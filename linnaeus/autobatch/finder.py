@@ -86,7 +86,7 @@ class BatchSizeFinder:
     """Searches the batch size of one step function. Later searches reuse the trials of earlier ones.
 
     Use it as a context. On leaving, parameters, buffers, gradients, optimizers, scalers, random number
-    generators, modes and the allocator's cap are bit for bit what they were on entering.
+    generators, modes and the allocator's cap are bit for bit as on entering.
 
     Args:
         settings: defaults of its searches; `find` lists what one search may override.
@@ -94,7 +94,7 @@ class BatchSizeFinder:
         train_once: runs one training step before the first validation trial, so that validation is measured
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called with the size before each trial and each timing.
-        names: what messages call the settings.
+        names: of the settings in messages.
         empties_cache: whether training empties the cache between its steps, as around a validation.
         neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
         step, make_batch, and the others: as for `auto_find_batch_size`.
@@ -191,7 +191,7 @@ class BatchSizeFinder:
         """Find the largest size within a fraction of the device's memory, or the size of another objective.
 
         Args:
-            settings: by default those of the finder. Others may differ in `target_memory_fraction`,
+            settings: of this search; the finder's by default. They may differ in `target_memory_fraction`,
                 `strategy`, `tolerance`, `max_trials`, `timeout_minutes`, `objective` and `start`.
             confirm: read the budget again after the search; the size found has to fit it. No
                 trial for it begins later than `CONFIRMATION_GRACE_S` after the deadline.
@@ -320,7 +320,7 @@ class BatchSizeFinder:
     def _run_again(self, found: SearchResult) -> SearchResult:
         """Run the size found again, and let the larger peak count where memory varies.
 
-        If no trial or no time is left, return the largest size that fits with what is held now.
+        If no trial or no time is left, return the largest size that fits beside the memory held now.
         """
         size = found.size
         if size is None or not self._num_left or time.monotonic() >= self._deadline:
@@ -365,7 +365,7 @@ class BatchSizeFinder:
 
         A cache that is full grows no more. So the smallest size runs again, with the whole device as its
         budget. A leak grows by as much per sample as in the search, or by as much per call. Growth that is
-        less, such as that of losses in a list, does not explain the memory held.
+        less, as by losses in a list, does not explain the memory held.
         """
         kept_bytes, num_calls = self._kept_at_start
         num_calls = max(self._runner.num_calls - num_calls, 1)
@@ -573,7 +573,7 @@ class BatchSizeFinder:
         self._snapshot.check_restored()
 
     def _set_budget(self, budget_bytes: int) -> None:
-        """Set the budget of the trials to come. Sizes that ran out of memory under a smaller one may fit."""
+        """Set the budget of later trials. Sizes that ran out of memory under a smaller one may fit."""
         if budget_bytes > self.budget_bytes:
             self._forget(lambda trial: trial.peak_bytes is None)
         self.budget_bytes = self._runner.budget_bytes = budget_bytes
@@ -599,7 +599,7 @@ def _warn_once(message: str) -> None:
 
 
 def _device(state: Sequence[Any], device: torch.device | str | None, mode: Mode) -> torch.device:
-    """The device whose memory counts: the one given, or the accelerator among those of all parameters."""
+    """Return the device to measure: the one given, else the accelerator that holds parameters."""
     devices = {parameter.device for part in state for parameter in parameters_of(part)}
     accelerators = sorted(str(each) for each in devices if each.type not in ("cpu", "meta"))
     if len(accelerators) > 1:

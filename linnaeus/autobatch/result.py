@@ -39,7 +39,7 @@ class AutoBatchResult:
             the budget; 0.0 if certified.
         limited_by: why the size is not larger: `memory`, `kernel` (takes no larger size), `max_batch_size`,
             `dataset`, `effective_batch`, `host_memory`, `checkpoint` (a resumed run tries no more),
-            `unread_samples` (those may be larger than the samples of trials), `max_trials` or `timeout`;
+            `unread_samples` (unread samples may be larger), `max_trials` or `timeout`;
             `throughput` for a size below the largest that fits.
         target_memory_fraction: fraction of the device's memory that may be in use.
         budget_bytes: most bytes that this process may hold on the device.

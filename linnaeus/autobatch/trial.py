@@ -90,8 +90,8 @@ class TrialRunner:
     LBFGS gets a full history after its first step, since training fills it long after a trial has ended.
 
     With `torch.backends.cudnn.benchmark`, a first step is not counted: cuDNN times kernels in it, with
-    workspaces up to all that is free. The first validation trial begins with a training step, and keeps what
-    training keeps until the last trial.
+    workspaces up to all that is free. The first validation trial begins with a training step. Its
+    optimizer state stays until the last trial.
 
     Args:
         memory: of the device.
@@ -151,7 +151,7 @@ class TrialRunner:
         Raises:
             OutOfMemory: the size did not fit under the budget.
             NoMoreSamples: `make_batch` has given fewer samples, and gives no more.
-            AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
+            AutoBatchError: the training state beside a validation does not fit on the device.
         """
         try:
             with self._clean_slate(size):
@@ -221,7 +221,7 @@ class TrialRunner:
 
     @contextlib.contextmanager
     def _clean_slate(self, size: int) -> Iterator[None]:
-        """Begin with an empty cache, and release what the context has allocated unless it raises."""
+        """Begin with an empty cache, and release the context's allocations unless it raises."""
         self.before_trial(size)
         self.memory.clean()
         graphs = num_compiled_graphs()
@@ -456,7 +456,7 @@ def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch
 
 
 class _Step(NamedTuple):
-    """Memory of one step: the peak before it, its allocations in all, and its own peak above what was held.
+    """Memory of one step: the peak before it, the sum of its allocations, and its peak above the memory held.
 
     Steps are equal if as many optimizers have stepped in them.
     """
