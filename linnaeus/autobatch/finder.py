@@ -1,8 +1,18 @@
-"""Find the batch size of one step function: snapshot, search by trials, second reading, restoration.
+"""Find the batch size of one step function: snapshot, search by trials, confirmation, restoration.
 
-A search reads the budget, tries sizes until the largest one that fits is known, and reads the budget once
-more. Meanwhile other processes may have allocated memory, and trials on an accelerator load kernels and open
-connections. On the CPU these belong to the process, whose own memory a budget leaves out.
+The bytes of a device during a search:
+
+    |--- outside ---|----------------- budget ----------------|-- left free --|
+                    |--- held ---|--- growth of a trial ---|
+                    |---------------- peak ----------------|
+    |----------- target_memory_fraction x total --------------|
+    |---------------------------------- total --------------------------------|
+
+*Outside* are other processes, and the context and libraries of this one. *Held* is in use in the allocator of
+this process between two trials. A size fits if the peak of its trial is within the budget. Both may grow
+during a search: other processes allocate, trials load kernels and open connections. So the budget is read
+again after the search, and the size found has to fit it as well. On the CPU, context and libraries are this
+process's own memory, which the budget does not subtract.
 """
 
 from __future__ import annotations
@@ -30,11 +40,13 @@ from linnaeus.autobatch.observer import (
     SearchLimits,
     SearchLog,
     SearchObserver,
+    in_units,
     nothing_fits,
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import (
     Candidates,
+    LimitedBy,
     OutOfMemory,
     SearchResult,
     TrialRecord,
@@ -59,8 +71,9 @@ CONFIRMATION_GRACE_S = 30.0
 """Time beyond the deadline of a search in which the size found is confirmed, or others below it tried."""
 LEAK_TRIALS = 4
 """Trials of the smallest size that all have to keep tensors before a step is said to leak."""
-NOTABLE_FALL = 0.02
-"""Fraction by which the peak of a larger size has to be smaller for peaks to be called random."""
+NOTABLE_VARIATION = 0.02
+"""Fraction by which peaks of equal steps have to differ, or the peak of a larger size to be smaller, for the
+memory of a step to be called varying."""
 NOTABLE_GROWTH = 0.01
 """Fraction of the device by which the budget has to shrink during a search to be logged. Also the fraction of
 the budget, less the memory held at the start, by which the memory held has to grow for a warning."""
@@ -72,10 +85,10 @@ class BatchSizeFinder:
     """Searches the batch size of one step function. Later searches reuse the trials of earlier ones.
 
     Use it as a context. On leaving, parameters, buffers, gradients, optimizers, scalers, random number
-    generators, modes and the allocator's cap are bit for bit what they were on entering.
+    generators, modes and the allocator's cap are bit for bit as on entering.
 
     Args:
-        settings: of its searches; see `find` for those that one of them may have otherwise.
+        settings: defaults of its searches; `find` lists what one search may override.
         batches_per_step: batches that one call of `step` takes; needed for samples per second.
         train_once: runs one training step before the first validation trial, so that validation is measured
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
@@ -88,7 +101,7 @@ class BatchSizeFinder:
         total_bytes: the device's memory, or the limit set for it if that is less.
         trials: all trials so far, each added as soon as it has run.
         min_size: the smallest size that is tried: `min_batch_size`, or 2 where BatchNorm needs two samples.
-        budget_bytes: what the process may hold on the device, as last read; 0 before the first search.
+        budget_bytes: most bytes that the process may hold, as last read; 0 before the first search.
 
     Raises:
         AutoBatchError: the bounds leave no size to try.
@@ -120,9 +133,7 @@ class BatchSizeFinder:
             ) from error
         self.trials: list[TrialRecord] = []
         self.budget_bytes = 0
-        self._outside_bytes = self._held_at_start = (
-            0  # outside and inside the allocator at the start
-        )
+        self._current = settings  # of the search in progress
         self._known: dict[int, TrialRecord] = {}
         largest = UNBOUNDED if settings.max_batch_size is None else settings.max_batch_size
         self.min_size = smallest_size(state, mode, settings.min_batch_size, largest)
@@ -172,7 +183,7 @@ class BatchSizeFinder:
         """Find the largest size within a fraction of the device's memory, or the size of another objective.
 
         Args:
-            settings: by default those of the finder. Others may differ in `target_memory_fraction`,
+            settings: of this search; the finder's by default. They may differ in `target_memory_fraction`,
                 `strategy`, `tolerance`, `max_trials`, `timeout_minutes`, `objective` and `start`.
             confirm: read the budget again after the search; the size found has to fit it. No
                 trial for it begins later than `CONFIRMATION_GRACE_S` after the deadline.
@@ -180,23 +191,19 @@ class BatchSizeFinder:
         Raises:
             AutoBatchError: no size fits.
         """
-        settings = settings or self.settings
-        fraction, tolerance = settings.target_memory_fraction, settings.tolerance
+        self._current = settings = settings or self.settings
+        fraction = settings.target_memory_fraction
         self._warn_about_promise(fraction)
         started = time.monotonic()
-        deadline = started + settings.timeout_minutes * 60
-        num_before = len(self.trials)
+        self._deadline = started + settings.timeout_minutes * 60
+        self._num_before = len(self.trials)
         before_bytes = self.budget_bytes
         self._set_budget(self._first_budget(fraction))
-        if (
-            self._runner.empties_cache
-        ):  # what nearly fills this budget has not emptied it under a larger one
+        if self._runner.empties_cache:
+            # What nearly fills this budget has not emptied the cache under a larger one.
             low, high = NEARLY_FULL * self.budget_bytes, NEARLY_FULL * before_bytes
-            known = self._known.values()
-            self._known = {
-                each.size: each for each in known if not low < (each.peak_bytes or 0) <= high
-            }
-        self._outside_bytes, self._held_at_start = self.memory.outside(), self.held_bytes
+            self._forget(lambda trial: low < (trial.peak_bytes or 0) <= high)
+        self._outside_at_start, self._held_at_start = self.memory.outside(), self.held_bytes
         self._kept_at_start = self.memory.tensor_bytes(), self._runner.num_calls
         self._observer.search_started(self._limits(fraction))
         found: SearchResult | None = None
@@ -208,119 +215,133 @@ class BatchSizeFinder:
                     **self._arguments(
                         known=self._known.values(),
                         strategy=settings.strategy,
-                        tolerance=tolerance,
-                        max_trials=settings.max_trials - (len(self.trials) - num_before),
+                        max_trials=self._num_left,
                         start=settings.start,
-                        fixed_bytes=self.held_bytes,
-                        deadline_s=deadline - time.monotonic(),
+                        deadline_s=self._deadline - time.monotonic(),
                     ),
                 )
             except NoMoreSamples as error:
                 self._bound, self._max_size = "dataset", error.num_samples
                 logger.info("AutoBatch %s: %s", self.mode, error)
         if confirm:
-            deadline += CONFIRMATION_GRACE_S
-            found = self._confirmed(found, fraction, tolerance, deadline)
-        if self._peaks_fall():
+            self._deadline += CONFIRMATION_GRACE_S
+            found = self._confirmed(found)
+        if found.size is not None and (variation := self._variation(found.size)):
             logger.warning(
-                "warning: a batch size needed less memory than a smaller one, so what a step needs varies at "
-                "random: the size found has run three times, and is not certified"
+                "warning: the memory of a step varies from call to call, by %.0f %% in trials. Batch size %d "
+                "is not certified: training may meet a step that needs more. Let make_batch(n) return the "
+                "largest batch, and keep the step from leaving out layers or drawing sizes during the "
+                "search, or lower target_memory_fraction",
+                100 * variation,
+                found.size,
             )
             found = replace(found, certified=False)
         if self._has_grown():  # no part of `state` holds it
             self._check_leak()
             logger.warning(
-                "warning: the process holds %.3g MiB more than when the search began, although each trial is "
+                "warning: the process holds %s more than when the search began, although each trial is "
                 "undone: the step keeps tensors from call to call, as a cache does. Tensors that it keeps "
                 "only in training come on top of the peak of a trial",
-                (self.held_bytes - self._held_at_start) / 1024**2,
+                in_units(self.held_bytes - self._held_at_start),
             )
-        result = self._result(found, settings, num_before, started)
+        result = self._result(found, time.monotonic() - started)
         if settings.objective == "throughput":
             rest = settings.timeout_minutes - result.seconds / 60
             result = self.prefer_throughput(result, timeout_minutes=rest)
         return result
 
-    def _confirmed(
-        self, found: SearchResult, fraction: float, tolerance: float, deadline: float
-    ) -> SearchResult:
-        """Check the size found against a budget that is read again; if it no longer fits, search below it.
+    @property
+    def _num_left(self) -> int:
+        """Trials that this search may still run."""
+        return max(self._current.max_trials - (len(self.trials) - self._num_before), 0)
 
-        It runs once more only where notably more is held than before, and another size has run since. A
-        search below starts a little below the size, and counts earlier trials only where the time runs out
-        before a size has fitted. Then the budget is read again, until the size found fits what was read after
-        it ran. No trial begins after the deadline.
+    def _confirmed(self, found: SearchResult) -> SearchResult:
+        """Check the size found against the budget as read again; search below it if it no longer fits.
+
+        The size runs again only if memory in use has grown and another size ran after it. Where memory
+        varies, it runs until there are three runs. The budget is read again after each search, until the size
+        found fits a budget that was read after it ran.
         """
-        has_grown = self._read_budget_again(fraction)
-        if found.size is not None and has_grown and self.trials[-1].size != found.size:
-            if time.monotonic() < deadline:
-                self._one_trial(found.size, "confirmation")
-            else:
-                found = self._without_further_trials()
-        while found.size is not None:
-            if are_random := self._peaks_fall():
-                self._run_twice_more(found.size, deadline)
-            newest = self._known[found.size]
-            if newest.fits(self.budget_bytes):
+        if self._read_budget_again() and found.size not in (None, self.trials[-1].size):
+            found = self._run_again(found)
+        while (size := found.size) is not None:
+            variation = self._variation(size)
+            for _ in range(2 if variation else 0):
+                found = self._run_again(found)
+            newest = self._known[size]
+            if found.size != size or newest.fits(self.budget_bytes):
                 break
-            reason = "its peak differs from run to run" if are_random else self._outside()
-            logger.info("batch size %d no longer fits: %s", found.size, reason)
-            candidates = Candidates(self.min_size, newest.size, self.settings.multiple_of)
+            reason = "its memory varies" if variation else self._outside()
+            logger.info("batch size %d no longer fits: %s", size, reason)
+            candidates = Candidates(self.min_size, size, self.settings.multiple_of)
             last = len(candidates) - 1
+            further = max(1, int(self._current.tolerance * last))
             found = self._search(
                 "confirmation",
-                max_size=newest.size,
+                max_size=size,
                 known=[newest],
-                tolerance=tolerance,
-                start=candidates[max(last - max(1, int(tolerance * last)), 0)],
-                deadline_s=deadline - time.monotonic(),
+                start=None if newest.peak_bytes else candidates[max(last - further, 0)],
+                max_trials=self._num_left,
+                deadline_s=self._deadline - time.monotonic(),
             )
-            if found.size is None and found.limited_by == "timeout":
-                found = self._without_further_trials()
-            self._read_budget_again(fraction)
+            if found.size is None and found.limited_by in ("max_trials", "timeout"):
+                found = self._largest_known(found.limited_by)
+            self._read_budget_again()
         return found
 
-    def _peaks_fall(self) -> bool:
-        """Whether a size has needed notably less than a smaller one."""
-        measured = sorted(
-            (each.size, each.peak_bytes) for each in self._known.values() if each.peak_bytes
-        )
-        peaks = [peak_bytes for _, peak_bytes in measured]
-        largest = itertools.accumulate(peaks, max)
-        return any(
-            peak < (1 - NOTABLE_FALL) * most for peak, most in zip(peaks, largest, strict=True)
-        )
+    def _variation(self, size: int) -> float:
+        """Fraction by which peaks of equal steps differ, or are below that of a smaller size.
 
-    def _run_twice_more(self, size: int, deadline: float) -> None:
-        """Let the largest peak of three runs count: with other random numbers, a step needs more."""
-        runs = [self._known[size]]
-        while len(runs) < 3 and time.monotonic() < deadline:
-            runs.append(self._one_trial(size, "confirmation"))
-        self._known[size] = max(runs, key=lambda run: run.peak_bytes or math.inf)
+        0 if it is small, or if twice the growth of the size fits.
+        """
+        held_bytes, trial = self.held_bytes, self._known.get(size)
+        if (
+            trial
+            and 2 * ((trial.peak_bytes or math.inf) - held_bytes) <= self.budget_bytes - held_bytes
+        ):
+            return 0.0
+        trials = sorted(self._known.values(), key=lambda trial: trial.size)
+        peaks = [trial.peak_bytes for trial in trials if trial.peak_bytes]
+        most = itertools.accumulate(peaks, max)
+        falls = (1 - peak / largest for peak, largest in zip(peaks, most, strict=True))
+        largest = max(self._runner.varies_by.get(size, 0.0), *falls, 0.0)
+        return largest if largest > NOTABLE_VARIATION else 0.0
 
-    def _without_further_trials(self) -> SearchResult:
-        """The largest size that fits according to its newest trial, with what has come to be held since."""
+    def _run_again(self, found: SearchResult) -> SearchResult:
+        """Run the size found again, and let the larger peak count where memory varies.
+
+        If no trial or no time is left, return the largest size that fits beside the memory held now.
+        """
+        size = found.size
+        if size is None or not self._num_left or time.monotonic() >= self._deadline:
+            return self._largest_known("timeout" if self._num_left else "max_trials")
+        before, newest = self._known[size], self._one_trial(size, "confirmation")
+        if self._variation(size):
+            self._known[size] = max(before, newest, key=lambda run: run.peak_bytes or math.inf)
+        return found
+
+    def _largest_known(self, limited_by: LimitedBy) -> SearchResult:
+        """Return the largest size that fits by its newest trial, beside the memory held since then."""
         grown_bytes = max(self.held_bytes - self._held_at_start, 0)
-        known = self._known.values()
         found = self._search(
-            budget_bytes=self.budget_bytes - grown_bytes, known=known, deadline_s=0
+            budget_bytes=self.budget_bytes - grown_bytes, known=self._known.values(), max_trials=0
         )
-        return replace(found, certified=False, limited_by="timeout")
+        return replace(found, certified=False, limited_by=limited_by)
 
-    def _read_budget_again(self, fraction: float) -> bool:
-        """Lower the budget by what is new outside the allocator; whether anything held has notably grown."""
-        before_bytes = self.budget_bytes
+    def _read_budget_again(self) -> bool:
+        """Lower the budget by new use outside the allocator; return whether any use has notably grown."""
+        before_bytes, fraction = self.budget_bytes, self._current.target_memory_fraction
         self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))
         is_lower = before_bytes - self.budget_bytes > NOTABLE_GROWTH * self.memory.total_bytes
         if is_lower:
-            logger.info("the budget is %.2f GiB now: %s", self.budget_bytes / GIB, self._outside())
+            logger.info("the budget is %s now: %s", in_units(self.budget_bytes), self._outside())
         return is_lower or self._has_grown()
 
     def _outside(self) -> str:
-        """What is held outside the allocator now, and was when the search began."""
+        """Say how much is in use outside the allocator, now and when the search began."""
         return (
-            f"{self.memory.outside() / GIB:.2f} GiB of {self.memory.device} are held by other processes and "
-            f"outside the allocator of this one, {self._outside_bytes / GIB:.2f} GiB when the search began"
+            f"{in_units(self.memory.outside())} of {self.memory.device} are held by other processes and "
+            f"outside the allocator of this one, {in_units(self._outside_at_start)} when the search began"
         )
 
     def _has_grown(self) -> bool:
@@ -334,7 +355,7 @@ class BatchSizeFinder:
 
         A cache that is full grows no more. So the smallest size runs again, with the whole device as its
         budget. A leak grows by as much per sample as in the search, or by as much per call. Growth that is
-        less, such as that of losses in a list, does not explain the memory held.
+        less, as by losses in a list, does not explain the memory held.
         """
         kept_bytes, num_calls = self._kept_at_start
         num_calls = max(self._runner.num_calls - num_calls, 1)
@@ -354,8 +375,8 @@ class BatchSizeFinder:
                 self._runner.budget_bytes = self.budget_bytes
                 return
         raise AutoBatchError(
-            f"AutoBatch ({self.mode}): the step keeps {per_call / 1024**2:.3g} MiB of tensors more after "
-            "each call (the mean over all trials), so no batch size fits for long. It may append outputs or "
+            f"AutoBatch ({self.mode}): the step keeps {in_units(per_call)} of tensors more after each "
+            "call (the mean over all trials), so no batch size fits for long. It may append outputs or "
             "losses to a list: append .item() or .detach().cpu() instead, or clear the list. Fill a cache of "
             "bounded size before the search."
         )
@@ -376,23 +397,16 @@ class BatchSizeFinder:
 
     def _warn_about_equal_peaks(self) -> None:
         """Warn where a much larger size needs no more memory: its batches may be no larger."""
-        measured = [trial for trial in self._known.values() if trial.peak_bytes is not None]
-        if not measured:
-            return
-        smallest, largest = (
-            choose(measured, key=lambda trial: trial.size) for choose in (min, max)
-        )
-        if largest.size >= 2 * smallest.size and (largest.peak_bytes or 0) <= (
-            smallest.peak_bytes or 0
-        ):
+        peaks = {size: trial.peak_bytes for size, trial in self._known.items() if trial.peak_bytes}
+        smallest, largest = min(peaks, default=1), max(peaks, default=1)
+        if largest >= 2 * smallest and peaks[largest] <= peaks[smallest]:
             _warn_once(
-                f"warning: batch size {largest.size} needs no more memory than {smallest.size}. Check that "
+                f"warning: batch size {largest} needs no more memory than {smallest}. Check that "
                 "make_batch(n) returns as many samples as it is asked for"
             )
 
-    def _result(
-        self, found: SearchResult, settings: SearchSettings, num_before: int, started: float
-    ) -> AutoBatchResult:
+    def _result(self, found: SearchResult, seconds: float) -> AutoBatchResult:
+        settings, num_before = self._current, self._num_before
         fraction = settings.target_memory_fraction
         if found.size is None:
             raise AutoBatchError(
@@ -405,27 +419,27 @@ class BatchSizeFinder:
                     min_batch_size=settings.min_batch_size,
                     held_bytes=self.held_bytes,
                     outside=self._outside(),
+                    has_history=self._runner.has_history,
                 )
             )
         self._warn_about_equal_peaks()
-        size = found.size
-        limited_by = self._bound if found.limited_by == "max_batch_size" else found.limited_by
-        for place, trial in enumerate(self.trials[num_before:], start=num_before):
-            self.trials[place] = replace(
-                trial, status=status_of(trial.peak_bytes, self.budget_bytes, trial.status)
-            )
+        self.trials[num_before:] = [
+            replace(trial, status=status_of(trial.peak_bytes, self.budget_bytes, trial.status))
+            for trial in self.trials[num_before:]
+        ]
+        at_bound = found.limited_by == "max_batch_size"
         return AutoBatchResult(
             mode=self.mode,
-            batch_size=size,
+            batch_size=found.size,
             certified=found.certified,
-            limited_by=limited_by,
+            limited_by=self._bound if at_bound else found.limited_by,
             target_memory_fraction=fraction,
             budget_bytes=self.budget_bytes,
             held_bytes=self.held_bytes,
             total_bytes=self.total_bytes,
             total_is_limit=self._is_limited,
             strategy=settings.strategy,
-            seconds=time.monotonic() - started,
+            seconds=seconds,
             trials=tuple(self.trials[num_before:]),
             within=found.within,
             tolerance=settings.tolerance,
@@ -501,8 +515,10 @@ class BatchSizeFinder:
         return seconds
 
     def _fits_now(self, size: int) -> bool:
-        """Whether the size fits according to its newest trial; a size without one is run."""
-        return (self._known.get(size) or self._one_trial(size)).fits(self.budget_bytes)
+        """Whether the size fits by its newest trial; one without is run, if a trial is left."""
+        if size not in self._known and self._num_left:
+            self._one_trial(size)
+        return size in self._known and self._known[size].fits(self.budget_bytes)
 
     def _one_trial(self, size: int, purpose: Purpose = "trial") -> TrialRecord:
         return self._search(purpose, min_size=size, max_size=size, multiple_of=1).trials[0]
@@ -511,12 +527,14 @@ class BatchSizeFinder:
         return find_largest(self._runner, **self._arguments(purpose, **others))
 
     def _arguments(self, purpose: Purpose = "trial", **others: Any) -> dict[str, Any]:
-        """Those of `find_largest`, under the budget of this finder and, unless given, within its bounds."""
+        """Arguments of `find_largest`, unless given: the bounds and the budget of this finder."""
         return {
             "budget_bytes": self.budget_bytes,
             "min_size": self.min_size,
             "max_size": self._max_size,
             "multiple_of": self.settings.multiple_of,
+            "tolerance": self._current.tolerance,
+            "fixed_bytes": self.held_bytes,
             "clock": time.monotonic,
             "on_trial": self._record,
             "on_start": lambda size: self._observer.trial_started(size, purpose),
@@ -534,7 +552,7 @@ class BatchSizeFinder:
             self._runner.budget_bytes = self.memory.budget(fraction, self._limit_bytes)
             self._observer.trial_started(self.min_size, "warm-up")
             with contextlib.suppress(OutOfMemory):  # the search will find that out
-                self._runner(self.min_size)
+                self._runner.warm_up(self.min_size)
             self._settle()
         return self.memory.budget(fraction, self._limit_bytes)
 
@@ -544,11 +562,13 @@ class BatchSizeFinder:
         self._snapshot.check_restored()
 
     def _set_budget(self, budget_bytes: int) -> None:
-        """Set the budget of the trials to come. What ran out of memory under a smaller one may fit it."""
+        """Set the budget of later trials. Sizes that ran out of memory under a smaller one may fit."""
         if budget_bytes > self.budget_bytes:
-            known = self._known.values()
-            self._known = {trial.size: trial for trial in known if trial.peak_bytes is not None}
+            self._forget(lambda trial: trial.peak_bytes is None)
         self.budget_bytes = self._runner.budget_bytes = budget_bytes
+
+    def _forget(self, is_outdated: Callable[[TrialRecord], bool]) -> None:
+        self._known = {size: trial for size, trial in self._known.items() if not is_outdated(trial)}
 
     def _limits(self, fraction: float) -> SearchLimits:
         return SearchLimits(
@@ -568,7 +588,7 @@ def _warn_once(message: str) -> None:
 
 
 def _device(state: Sequence[Any], device: torch.device | str | None, mode: Mode) -> torch.device:
-    """The device whose memory counts: the one given, or the accelerator among those of all parameters."""
+    """Return the device to measure: the one given, else the accelerator that holds parameters."""
     devices = {parameter.device for part in state for parameter in parameters_of(part)}
     accelerators = sorted(str(each) for each in devices if each.type not in ("cpu", "meta"))
     if len(accelerators) > 1:

@@ -1,4 +1,4 @@
-"""What a search tells: its events, their log lines, and the message where no batch size fits."""
+"""Events of a search, their log lines, and the message where no batch size fits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ logger = logging.getLogger("linnaeus.autobatch")
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What bounds a search.
+    """Bounds of a search.
 
     Attributes:
         min_size, max_size: smallest and largest size that may be tried.
-        budget_bytes: what the process may hold on the device.
+        budget_bytes: most bytes that the process may hold on the device.
         target_memory_fraction: fraction of `total_bytes` that may be in use on the device.
         total_bytes: the device's memory, or the limit set for it.
         total_name: name of the limit that `total_bytes` is; empty where it is the device's memory.
@@ -47,7 +47,7 @@ class SearchLimits:
 
 
 class SearchObserver:
-    """Is told what a search does. Each method does nothing unless overridden.
+    """Receives the events of a search. Each method does nothing unless overridden.
 
     A search begins with the `warm-up` of a size, which has no result. Each `trial` and `confirmation` that
     has started is also finished, unless an exception ends the search.
@@ -147,6 +147,13 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.3f}"
 
 
+def in_units(num_bytes: float) -> str:
+    """Such as `2.66 GiB` or `18.5 MiB`."""
+    if abs(num_bytes) < GIB / 10:
+        return f"{num_bytes / 1024**2:.3g} MiB"
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
 def speed(timing: Timing) -> str:
     """Such as `205.3 samples/s`."""
     return f"{timing.samples_per_s:.4g} samples/s" if timing.samples_per_s else "no longer fits"
@@ -155,7 +162,7 @@ def speed(timing: Timing) -> str:
 def budget_of_total(budget_bytes: int, total_bytes: int, total_name: str = "") -> str:
     """Such as `1.20 GiB of 1.50 GiB (MEMORY_LIMIT_GB)`; `total_name` as in `SearchLimits`."""
     name = f" ({total_name})" if total_name else ""
-    return f"{budget_bytes / GIB:.2f} GiB of {total_bytes / GIB:.2f} GiB{name}"
+    return f"{in_units(budget_bytes)} of {in_units(total_bytes)}{name}"
 
 
 def nothing_fits(
@@ -168,14 +175,16 @@ def nothing_fits(
     min_batch_size: int,
     held_bytes: int,
     outside: str,
+    has_history: bool,
 ) -> str:
     """The message of a search without a result.
 
     Args:
         limited_by: why the search ended.
         min_batch_size: the smallest size asked for; with BatchNorm, the smallest size tried may be larger.
-        held_bytes: what the process holds between two trials.
-        outside: says what is held outside the allocator.
+        held_bytes: bytes that the process holds between two trials.
+        outside: sentence on the memory in use outside the allocator.
+        has_history: whether the optimizer is LBFGS.
     """
     settings = {
         "timeout": ("time", "timeout_minutes"),
@@ -189,10 +198,10 @@ def nothing_fits(
     )
     origin = "(memory_limit_gb)" if limits.total_name else f"on {device}"
     sizes = limits.budget_bytes, limits.total_bytes, held_bytes
-    budget, total, held = (f"{num_bytes / GIB:.2f} GiB" for num_bytes in sizes)
+    budget, total, held = map(in_units, sizes)
     others_bytes = int(limits.target_memory_fraction * limits.total_bytes) - limits.budget_bytes
     has_others = others_bytes > GIB // 100
-    others = f", less {others_bytes / GIB:.2f} GiB for others or a cap of the allocator ({outside})"
+    others = f", less {in_units(others_bytes)} for others or a cap of the allocator ({outside})"
     tried = ", ".join(
         f"{trial.size} ({trial.status}{', ' + gib(trial.peak_bytes) + ' GiB' if trial.peak_bytes else ''})"
         for trial in trials
@@ -202,6 +211,12 @@ def nothing_fits(
         smallest = "min_batch_size or " if min_batch_size > 1 else ""
         checkpointing = "gradient checkpointing or " if mode == "train" else ""
         remedies += [f"lower {smallest}the size of a sample", f"use {checkpointing}bf16 autocast"]
+        if mode == "val":
+            remedies.append(
+                "keep less of each batch until validation ends, such as outputs and metric states"
+            )
+    if has_history:
+        remedies.append("lower history_size of LBFGS")
     remedies.append("choose a smaller model")
     raised = ["target_memory_fraction"] if limits.target_memory_fraction < 1 else []
     raised += ["memory_limit_gb"] if limits.total_name else []

@@ -39,11 +39,11 @@ class AutoBatchResult:
             the budget; 0.0 if certified.
         limited_by: why the size is not larger: `memory`, `kernel` (takes no larger size), `max_batch_size`,
             `dataset`, `effective_batch`, `host_memory`, `checkpoint` (a resumed run tries no more),
-            `unread_samples` (those may be larger than the samples of trials), `max_trials` or `timeout`;
+            `unread_samples` (unread samples may be larger), `max_trials` or `timeout`;
             `throughput` for a size below the largest that fits.
         target_memory_fraction: fraction of the device's memory that may be in use.
-        budget_bytes: what this process may hold on the device.
-        held_bytes: what it held between two trials when the search ended; peaks contain it.
+        budget_bytes: most bytes that this process may hold on the device.
+        held_bytes: bytes that it held between two trials when the search ended; peaks contain them.
         total_bytes: the device's memory, or the limit set for it if that is less.
         strategy: name of the search strategy.
         seconds: duration of the search.
@@ -52,7 +52,7 @@ class AutoBatchResult:
         ran_on_every_rank: the sizes that fit on each of several ranks, which have all run them; `trials`
             are those of rank 0.
         total_is_limit: whether `total_bytes` is the limit.
-        tolerance, multiple_of, min_batch_size, max_batch_size: what was asked for; None in the result of an
+        tolerance, multiple_of, min_batch_size, max_batch_size: as asked for; None in the result of an
             earlier version.
         fit: the attempts of `DATA.AUTOBATCH.FIT`, each with its remedy, the size found and the wanted one.
     """

@@ -64,7 +64,7 @@ beyond this many times the largest measured size gives way to a parabola."""
 LEAP = 32
 """While nothing has failed, bisection goes up by at most this factor: it makes batches on the host."""
 LINEAR_SIZE = 50
-"""Bisection treats sizes well below this as a linear scale and those well above it as a logarithmic one: from
+"""Bisection treats sizes well below this as a linear scale and sizes well above it as a logarithmic one: from
 here on, a tolerance of 1 % is more than one sample."""
 PATIENCE = 8
 """Trials that may leave more than `HALVED` of the bracket. On measured curves one search in a hundred needs
@@ -94,7 +94,7 @@ class TrialRecord:
     Attributes:
         status: `fits` (ran within the budget), `over` (ran, above the budget), `oom` (ran out of memory) or
             `kernel` (a kernel does not take the size).
-        peak_bytes: what `measure` returned; None when it raised `OutOfMemory`.
+        peak_bytes: returned by `measure`; None where it raised `OutOfMemory`.
     """
 
     size: int
@@ -107,7 +107,7 @@ class TrialRecord:
             raise ValueError(f"size is {self.size}; it must be at least 1")
 
     def fits(self, budget_bytes: int) -> bool:
-        """Whether it ran with a peak within a budget, which need not be that of the trial."""
+        """Whether it ran with a peak within a budget, of this trial or another."""
         return self.peak_bytes is not None and self.peak_bytes <= budget_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         size: the largest size that was seen to fit; None if none was.
@@ -185,7 +185,7 @@ def find_largest(
         known: earlier trials, one for each size. They count as run: they bound and guide the search, and may
             hold its answer. Peaks are judged by this search's budget, not by their status. A record without
             a peak counts as out of memory, so leave those out that had a smaller budget.
-        fixed_bytes: part of every peak that is known not to depend on the size, such as what is held before
+        fixed_bytes: part of every peak that is known not to depend on the size, as memory held before
             the first sample. It makes the first guesses of a guided search better.
         clock: seconds, for the deadline and the records.
         on_start: called with each size before it is tried.
@@ -239,7 +239,7 @@ def status_of(
 
 
 class Candidates:
-    """The sizes that may be tried, ascending: all those below `multiple_of`, then its multiples."""
+    """Sizes that may be tried, ascending: all sizes below `multiple_of`, then its multiples."""
 
     def __init__(self, min_size: int, max_size: int, multiple_of: int) -> None:
         first_multiple = -(-min_size // multiple_of) * multiple_of
@@ -314,7 +314,7 @@ class _Search:
 
     @property
     def within(self) -> float:
-        """How much larger than `low` the largest candidate that may fit is, as a fraction of the former."""
+        """(largest candidate that may fit - `low`) / `low`."""
         if self.certified:
             return 0.0
         if self.low < 0:
@@ -364,10 +364,10 @@ class _Search:
         return abs(self.peaks[size] - self.budget_bytes), -size
 
     def inside(self, index: int) -> int:
-        """The index inside the bracket that is closest to the given one, but not needlessly near its ends.
+        """Move an index into the bracket, and away from an end where a trial could not end the search.
 
-        Trials below `first` are left out, because a failure at `first` already settles the search; likewise
-        those above `last` where something has failed, because a fit at `last` settles it.
+        Trials below `first` are left out, because a failure at `first` already settles the search. After a
+        failure, trials above `last` are left out too, because a fit at `last` settles it.
         """
         first, last = self.low + 1, self.high - 1
         if self.tolerance and self.low >= 0:
@@ -375,11 +375,8 @@ class _Search:
         if self.tolerance and not self.unbounded:
             least = self.candidates[self.high - 1] / (1 + self.tolerance)
             last = max(bisect.bisect_left(self.candidates, least), self.low + 1)
-        first, last = (
-            min(first, last),
-            max(first, last),
-        )  # in a narrow bracket both outcomes settle it
-        return max(first, min(index, last))
+        # In a narrow bracket both outcomes settle it, and `first` is above `last`.
+        return sorted((first, index, last))[1]
 
     def add(self, trial: TrialRecord) -> None:
         width = self.width

@@ -24,7 +24,7 @@ def sizes_by_speed(
     *,
     deadline_s: float = math.inf,
 ) -> tuple[list[int], dict[int, float]]:
-    """Time a few candidates and select those that are fast enough.
+    """Time a few candidates and select the sizes that are fast enough.
 
     >>> min(sizes_by_speed(lambda n: [0.1 + n / 1000] * 5, range(1, 4097))[0])
     1280

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.memory.interface import DeviceMemory, T, empty_cache, synchronize
+from linnaeus.autobatch.memory.interface import DeviceMemory, empty_cache, synchronize
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.search import KernelLimit, OutOfMemory
@@ -32,8 +32,13 @@ MIN_TIMED_S = 0.25
 until there are `MAX_TIMED_STEPS`."""
 
 NEARLY_FULL = 0.9
-"""Fraction of the budget above which a trial empties the cache and repeats its steps: that raises a peak by
-less than the rest."""
+"""Fraction of the budget above which a trial empties the cache and repeats its steps. Fragmentation then adds
+less than 10 %, so lower peaks cannot cross the budget."""
+MORE_STEPS = 5
+"""Steps that a warm-up takes more than a trial, to see whether equal steps allocate equal memory. If not, all
+trials take them too."""
+STEADY = 0.005
+"""Fraction by which the allocations of equal steps may differ in a warm-up, where other tensors are small."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -73,27 +78,33 @@ class TrialRunner:
     """Runs batch sizes one at a time: the `measure` function of the search.
 
     Each trial starts with an empty cache and runs under a cap, so that the allocator itself refuses memory
-    above the budget. By the end of a trial everything is allocated that training keeps allocated.
+    above the budget. By its end, a trial has allocated everything that training keeps.
 
     A training trial begins with the optimizer state of the snapshot, usually none. An optimizer that has not
     stepped by the end of the first step (a scaler skipped it, or the step only accumulates) then takes a step
     with zero gradients; in trials of a single step it does so before. Where training empties the cache of an
     accelerator between its steps, a trial that nearly fills the budget does so too, and repeats its steps:
-    what training keeps then lies between gaps of activations.
+    tensors that training keeps then lie between gaps of activations.
 
     LBFGS gets a full history after its first step, since training fills it long after a trial has ended.
 
     With `torch.backends.cudnn.benchmark`, a first step is not counted: cuDNN times kernels in it, with
-    workspaces up to all that is free. The first validation trial begins with a training step, and keeps what
-    training keeps until the last trial.
+    workspaces up to all that is free. The first validation trial begins with a training step. Its
+    optimizer state stays until the last trial.
 
     Args:
         memory: of the device.
         snapshot: the copies of `state`.
         num_steps: steps per trial.
         training: whether modules run in training mode.
-        budget_bytes: what the process may hold on the device; the search sets it.
+        budget_bytes: most bytes that the process may hold on the device; the search sets it.
         step, make_batch, and the others: as for `BatchSizeFinder`.
+
+    Attributes:
+        is_steady: whether equal steps allocate equal memory, as far as the warm-up shows. If not, trials take
+            more steps, and the largest peak counts.
+        varies_by: by size, the fraction by which the peaks of equal steps differed; empty if steady.
+        num_calls: calls of the step so far.
     """
 
     step: Callable[[Any], object]
@@ -115,14 +126,22 @@ class TrialRunner:
         self._optimizers = self.snapshot.stepping_optimizers()
         self._modules = [part for part in self.state if isinstance(part, nn.Module)]
         self._is_prepared = self.training
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers):
+        if self.has_history:
             self.num_steps = max(self.num_steps, 2)  # the second runs beside a full history
         self._largest_fitted = 0
         self._sizes_given: set[int] = set()
         self._kinds_given: set[tuple[int, ...]] = set()
         self._has_drifted = False  # whether parameters have other values than when the search began
         self._num_retries = 0
-        self.num_calls = 0  # of the step, in trials
+        self.num_calls = 0
+        self.is_steady = True
+        self.varies_by: dict[int, float] = {}
+        self._allocations_vary_by = 0.0
+
+    @property
+    def has_history(self) -> bool:
+        """Whether an optimizer keeps a history of steps."""
+        return any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._optimizers)
 
     def __call__(self, size: int) -> int:
         """Run one trial and return the peak: bytes that the process held on the device.
@@ -130,20 +149,18 @@ class TrialRunner:
         Raises:
             OutOfMemory: the size did not fit under the budget.
             NoMoreSamples: `make_batch` has given fewer samples, and gives no more.
-            AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
+            AutoBatchError: the training state beside a validation does not fit on the device.
         """
-        self.before_trial(size)
-        self.memory.clean()
-        graphs = num_compiled_graphs()
         try:
-            # Not `_isolated`: the fewer frames lie above the model, the easier is a traceback to read.
-            failure, peak_bytes = self.memory.isolate(partial(self._run, size))
-        except NoMoreSamples:
-            self._undo(graphs)
+            with self._clean_slate(size):
+                failure, peak_bytes = self.memory.isolate(partial(self._run, size))
+            if failure is not None:
+                raise failure
+        except (OutOfMemory, NoMoreSamples, AutoBatchError) as error:
+            self._has_drifted = True
+            logger.debug("batch size %d: %s", size, error)
             raise
         except Exception as error:
-            if isinstance(error, AutoBatchError):
-                raise
             if not self._has_drifted:
                 if not self._largest_fitted:
                     error.add_note(
@@ -156,19 +173,30 @@ class TrialRunner:
             self._has_drifted = False
             return self(size)
         self._has_drifted = True
-        self._undo(graphs)
-        if failure is None:
-            self._largest_fitted = max(self._largest_fitted, size)
-            return peak_bytes
-        logger.debug("batch size %d: %s", size, failure)
-        raise failure
+        self._largest_fitted = max(self._largest_fitted, size)
+        return peak_bytes
+
+    def warm_up(self, size: int) -> None:
+        """Run a size first: kernels are loaded, and whether equal steps allocate equal memory shows.
+
+        Raises:
+            OutOfMemory: the size did not fit under the budget.
+        """
+        self.is_steady = False
+        try:
+            self(size)
+        finally:  # code that `torch.compile` has generated for the CPU allocates unseen
+            is_seen = self.memory.device.type != "cpu" or not num_compiled_graphs()
+            self.is_steady = not is_seen or self._allocations_vary_by <= STEADY
+            self.varies_by.clear()
 
     def time(self, size: int) -> list[float]:
         """Seconds of each of several steps, after one warm-up step and without a cap.
 
         Infinity if the size no longer fits: less memory is free than when it ran.
         """
-        return self._isolated(self._time_steps, size)
+        with self._clean_slate(size):
+            return self.memory.isolate(partial(self._time_steps, size))
 
     def run_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
         """Run the steps of a trial together with all other ranks, and return the peak in bytes.
@@ -183,27 +211,25 @@ class TrialRunner:
         Raises:
             OutOfMemory: the device is full.
         """
-        failure, peak_bytes = self._isolated(partial(self._run, lockstep=lockstep), size)
+        with self._clean_slate(size):
+            failure, peak_bytes = self.memory.isolate(partial(self._run, size, lockstep))
         if failure is not None:
             raise failure
         return peak_bytes
 
-    def _isolated(self, run: Callable[[int], T], size: int) -> T:
-        """Call a function of the size on a clean slate, and undo what it has allocated."""
+    @contextlib.contextmanager
+    def _clean_slate(self, size: int) -> Iterator[None]:
+        """Begin with an empty cache, and release the context's allocations unless it raises."""
         self.before_trial(size)
         self.memory.clean()
         graphs = num_compiled_graphs()
-        value = self.memory.isolate(partial(run, size))
-        self._undo(graphs)
-        return value
-
-    def _undo(self, num_graphs: int) -> None:
-        if num_compiled_graphs() > num_graphs:
+        yield
+        if num_compiled_graphs() > graphs:
             torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self.clean()
 
     def clean(self) -> None:
-        """Undo what a trial has allocated. A validation search keeps the optimizer state.
+        """Release all that a trial has allocated. A validation search keeps the optimizer state.
 
         Parameters keep the values that the trial has left: the search restores them once, when it ends.
         """
@@ -215,7 +241,7 @@ class TrialRunner:
 
     def _run(
         self, size: int, lockstep: AbstractContextManager[object] | None = None
-    ) -> tuple[OutOfMemory | None, int]:
+    ) -> tuple[Exception | None, int]:
         """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes.
 
         In lockstep with other ranks there is no budget, and the number of steps depends on nothing measured.
@@ -226,7 +252,7 @@ class TrialRunner:
             with (
                 memory.cap(memory.total_bytes),
                 lockstep,
-                self._out_of_memory_caught() as failures,
+                self._failures_caught() as failures,
             ):
                 self._prepare_validation()  # training may use more than validation
             if failures:
@@ -237,18 +263,25 @@ class TrialRunner:
                 )
         if is_alone and memory.in_use() >= self.budget_bytes:
             return OutOfMemory("the process holds the whole budget before the first sample"), 0
+        further = list[_Step]()
         with memory.cap(self.budget_bytes if is_alone else memory.total_bytes):
-            with lockstep, self._out_of_memory_caught(size) as failures:
+            with lockstep, self._failures_caught(size) as failures:
                 if self.training and self.num_steps == 1:
                     self._allocate_optimizer_state()
                 for module in self._modules:
                     module.train(self.training)
-                is_timing_kernels = memory.device.type == "cuda" and torch.backends.cudnn.benchmark
-                for number in range(self.num_steps + is_timing_kernels):
-                    if number == int(is_timing_kernels):
+                # Not in functions: the fewer frames lie above the model, the easier is a traceback to read.
+                first = int(memory.device.type == "cuda" and torch.backends.cudnn.benchmark)
+                last = first + self.num_steps
+                num_steps = last if self.is_steady or not is_alone else last + MORE_STEPS
+                for number in range(num_steps):
+                    if number == first:
                         memory.reset_peak()
                         self._num_retries = memory.num_retries()
-                    with _stepped(self._optimizers) as stepped:
+                    with contextlib.ExitStack() as stack:
+                        stepped = stack.enter_context(_stepped(self._optimizers))
+                        if number >= last:
+                            stack.enter_context(_measured(memory, stepped, further))
                         self.step(self._batch(size))
                     self.num_calls += 1
                     if self.training and number == 0:
@@ -256,17 +289,25 @@ class TrialRunner:
                             if optimizer not in stepped:
                                 step_with_zero_gradients(optimizer, memory.refused)
                             fill_history(optimizer)
-                is_nearly_full = memory.peak() > NEARLY_FULL * self.budget_bytes
-                if is_alone and self.empties_cache and is_nearly_full:
+                if (
+                    is_alone
+                    and self.empties_cache
+                    and memory.peak() > NEARLY_FULL * self.budget_bytes
+                ):
                     empty_cache(memory.device)
                     for _ in range(self.num_steps):
                         self.step(self.make_batch(size))
                         self.num_calls += 1
                 synchronize(memory.device)  # errors of kernels belong to this trial
-            peak_bytes = memory.peak() + memory.placement_bytes
+            peak_bytes = max([memory.peak(), *(step.peak_before for step in further)])
+        if further:
+            equal = [step for step in further if step.num_stepped == further[-1].num_stepped]
+            self._allocations_vary_by = _variation([step.allocated_bytes for step in equal])
+            grown = _variation([step.grown_bytes for step in equal])
+            self.varies_by[size] = max(grown, self.varies_by.get(size, 0.0))
         if is_alone and not failures and memory.num_retries() > self._num_retries:
-            return OutOfMemory("the allocator had to flush its cache"), peak_bytes
-        return (failures[0] if failures else None), peak_bytes
+            failures.append(OutOfMemory("the allocator had to flush its cache"))
+        return (failures[0] if failures else None), peak_bytes + memory.placement_bytes
 
     def _batch(self, size: int) -> Any:
         """Make a batch, and notice where `make_batch` has no more samples.
@@ -297,7 +338,7 @@ class TrialRunner:
 
     def _time_steps(self, size: int) -> list[float]:
         seconds: list[float] = []
-        with self._out_of_memory_caught() as failures:
+        with self._failures_caught() as failures:
             for module in self._modules:
                 module.train(self.training)
             self.step(self.make_batch(size))
@@ -312,18 +353,19 @@ class TrialRunner:
         return [math.inf] if failures else seconds
 
     @contextlib.contextmanager
-    def _out_of_memory_caught(self, size: int = 0) -> Iterator[list[OutOfMemory]]:
+    def _failures_caught(self, size: int = 0) -> Iterator[list[Exception]]:
         """Catch an out-of-memory error inside the context; the list then has one with its first line.
 
-        That a kernel takes no tensors of this size counts too, where a smaller size has fitted.
+        That there are no more samples counts too, and that a kernel takes no tensors of this size, where a
+        smaller size has fitted.
         """
-        failures: list[OutOfMemory] = []
+        failures: list[Exception] = []
         try:
             yield failures
         except Exception as error:
             message = str(error).partition("\n")[0] or type(error).__name__
-            failure = OutOfMemory(message)
-            if not self.memory.refused(error):
+            failure = error if isinstance(error, NoMoreSamples) else OutOfMemory(message)
+            if failure is not error and not self.memory.refused(error):
                 if not (0 < self._largest_fitted < size and exceeds_a_kernel(error)):
                     raise
                 logger.warning(
@@ -334,7 +376,7 @@ class TrialRunner:
             failures.append(failure)
 
     def _prepare_validation(self) -> None:
-        """Allocate what training keeps: optimizer state, gradient buckets, state of the average."""
+        """Allocate all that training keeps: optimizer state, gradient buckets, state of the average."""
         if self.train_once is not None:
             for module in self._modules:
                 module.train()
@@ -409,6 +451,35 @@ def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch
             handle = optimizer.register_step_post_hook(lambda stepped, *_: seen.append(stepped))
             stack.callback(handle.remove)
         yield seen
+
+
+class _Step(NamedTuple):
+    """Memory of one step: the peak before it, the sum of its allocations, and its peak above the memory held.
+
+    Steps are equal if as many optimizers have stepped in them.
+    """
+
+    num_stepped: int
+    peak_before: int
+    allocated_bytes: int
+    grown_bytes: int
+
+
+@contextlib.contextmanager
+def _measured(memory: DeviceMemory, stepped: Sequence[Any], steps: list[_Step]) -> Iterator[None]:
+    """Measure the step inside the context by itself, and add it to the steps."""
+    peak_bytes = memory.peak()
+    memory.reset_peak()
+    allocated_bytes, held_bytes = memory.allocated_bytes(), memory.tensor_bytes()
+    yield
+    allocated_bytes = memory.allocated_bytes() - allocated_bytes
+    grown_bytes = memory.tensor_peak() - held_bytes
+    steps.append(_Step(len(stepped), peak_bytes, allocated_bytes, grown_bytes))
+
+
+def _variation(values: Sequence[int]) -> float:
+    """Fraction by which the smallest value is below the largest."""
+    return 1 - min(values) / max(*values, 1)
 
 
 def release_frames(error: BaseException) -> None:

@@ -22,6 +22,7 @@ _REMEDIES = {
         "lower DATA.BATCH_SIZE, or DATA.AUTOBATCH.MAX_BATCH_SIZE where AutoBatch chose the training size"
     ),
     "make_batch(n)": "the collate function",
+    "keep less of each batch until validation ends, such as outputs and metric states; ": "",
 }
 
 

@@ -71,7 +71,7 @@ def test_peaks_that_fall_are_no_certificate(worst: int) -> None:
     def step(batch: Tensor) -> None:
         nonlocal num_runs
         num_runs += 1
-        factor = 5 if len(batch) == 16 else worst if num_runs > 7 else 1
+        factor = 5 if len(batch) == 16 else worst if num_runs > 12 else 1
         torch.empty(len(batch) * factor, WIDTH)
 
     options = room(200, max_batch_size=300, steps_per_trial=1)
@@ -82,6 +82,60 @@ def test_peaks_that_fall_are_no_certificate(worst: int) -> None:
     assert max(peak or 0 for peak in peaks) <= result.budget_bytes
     most = 100 if worst == 1 else 66
     assert 0.97 * most <= result.batch_size <= most
+
+
+class Drawn:
+    """Batches and steps that take one to three MiB a sample more than `plain_step`, whichever is drawn."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def factor(self) -> int:
+        return self.random.choice([1, 2, 3])
+
+    def make_batch(self, size: int) -> Tensor:
+        return torch.empty(size, self.factor() * WIDTH)
+
+    def step(self, batch: Tensor) -> None:
+        torch.empty(len(batch), self.factor() * WIDTH)
+
+    def step_in_pieces(self, batch: Tensor) -> None:
+        """Allocate more or less in all, but never more at once."""
+        for _ in range(self.factor()):
+            plain_step(batch)
+
+
+@pytest.mark.parametrize("max_trials", [1, 5, 25])
+@pytest.mark.parametrize("drawn", ["make_batch", "step"])
+def test_a_size_is_no_certificate_where_memory_varies(drawn: str, max_trials: int) -> None:
+    parts: dict[str, Any] = {"step": plain_step, "make_batch": make_batch}
+    parts[drawn] = getattr(Drawn(), drawn)
+    result = find_on_cpu(**parts, **room(240), max_batch_size=300, max_trials=max_trials)
+    assert not result.certified
+    assert len(result.trials) <= max_trials
+    most = 40 if drawn == "make_batch" else 60  # six or four MiB a sample
+    assert result.batch_size == 16 if max_trials == 1 else 0.9 * most <= result.batch_size <= most
+
+
+@pytest.mark.parametrize("name", ["pieces", "accumulation"])
+def test_steps_that_differ_without_a_higher_peak_are_certified(name: str) -> None:
+    model = nn.Linear(1, MIB)
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls: list[int] = []
+
+    def accumulate(batch: Tensor) -> None:
+        calls.append(len(batch))
+        model(batch[:1, :1]).sum().backward()
+        if len(calls) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step = Drawn().step_in_pieces if name == "pieces" else accumulate
+    arguments: dict[str, Any] = {"state": (model, optimizer), "tolerance": 0.0, **room(150)}
+    result = find_on_cpu(step, make_batch, max_batch_size=300, **arguments)
+    assert (result.certified, result.limited_by) == (True, "memory")
+    sizes = [trial.size for trial in result.trials]
+    assert len(set(sizes)) == len(sizes), "no size ran again"
 
 
 @pytest.mark.parametrize("extra_mib", [20, 400])
@@ -177,6 +231,24 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
         assert 45 <= result.batch_size <= 56, "two MiB a sample in 110 MiB"
     else:
         assert (again.status, result.batch_size) == ("oom", 64)
+
+
+@pytest.mark.parametrize("objective", ["memory", "throughput"])
+@pytest.mark.parametrize("max_trials", range(1, 9))
+def test_confirmations_count_among_the_trials(max_trials: int, objective: Any) -> None:
+    """Each of the first trials leaves more behind, so that sizes are confirmed."""
+    held: list[Tensor] = []
+
+    def make_batch_and_keep(size: int) -> Tensor:
+        if size > 16 and len(held) < 4:
+            held.append(make_batch(8))
+        return make_batch(size)
+
+    arguments = room(150, max_batch_size=300, max_trials=max_trials, objective=objective)
+    result = find_on_cpu(plain_step, make_batch_and_keep, **arguments)
+    assert len(result.trials) <= max_trials
+    assert record_of(result, result.batch_size).peak_bytes <= result.budget_bytes
+    assert result.certified or result.limited_by in ("max_trials", "throughput")
 
 
 def test_what_others_take_during_a_search_lowers_its_budget(

@@ -54,6 +54,7 @@ def why_nothing_fits(is_limited: bool = False, **instead: Any) -> str:
         "min_batch_size": 600,
         "held_bytes": GIB // 4,
         "outside": "<others>",
+        "has_history": False,
         **instead,
     }
     return nothing_fits(**found)
@@ -240,6 +241,8 @@ def test_messages(
         "nothing fits beside others": {"limits": beside},
         "nothing fits within a limit": {"is_limited": True},
         "the trials ran out": {"limited_by": "max_trials", "trials": over},
+        "the history of LBFGS": {"has_history": True},
+        "a validation": {"mode": "val"},
         "a validation that is full before the first sample": {"mode": "val", "held_bytes": 2 * GIB},
     }.items():
         messages[title] = why_nothing_fits(**instead)
@@ -258,5 +261,10 @@ def test_messages(
     ]
     messages["warnings"] = "\n".join(warnings)
     leaking = partial(search, lambda batch: kept.append(make_batch(8)))
-    messages["leak"] = raised(leaking, make_batch, **bounds)
+    caplog.clear()
+    draw = itertools.cycle([1, 2, 3])
+    bounds["max_batch_size"] = 30
+    search(lambda batch: torch.empty(next(draw) * len(batch) * MIB // 4), make_batch, **bounds)
+    messages["memory that varies"] = caplog.messages[-1]
+    messages["leak"] = raised(leaking, make_batch, **{**bounds, "max_batch_size": 8})
     golden("autobatch", messages)

@@ -65,6 +65,14 @@ class AcceleratorMemory(DeviceMemory):
         """Bytes that the allocator has handed out."""
         return int(self._api.memory_allocated(self.device))
 
+    def tensor_peak(self) -> int:
+        """Most bytes that the allocator has handed out since `reset_peak`."""
+        return int(self._api.max_memory_allocated(self.device))
+
+    def allocated_bytes(self) -> int:
+        """Sum of all blocks that the allocator has handed out."""
+        return int(self._api.memory_stats(self.device).get("allocated_bytes.all.allocated", 0))
+
     def _free_and_total(self) -> tuple[int, int]:
         api = self._api
         read = api.get_memory_info if api is torch.accelerator else api.mem_get_info

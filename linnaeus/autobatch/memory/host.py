@@ -59,7 +59,9 @@ class CpuMemory(DeviceMemory):
         self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
         self._tracer = StorageTracer(self._allocated, self._freed)
         self._count_lock = threading.RLock()  # garbage collection frees tensors in any thread
-        self._live_bytes = self._peak_bytes = 0  # of the tensors that the tracer has seen
+        self._allocated_bytes = self._live_bytes = self._peak_bytes = (
+            0  # of the tensors that the tracer has seen
+        )
         self._cap_bytes = math.inf
         self._live_at_reset = self._resident_at_reset = 0
         self.settle()
@@ -108,6 +110,10 @@ class CpuMemory(DeviceMemory):
             grown_bytes = status_bytes("VmHWM") - self._resident_at_reset
             peak_bytes = max(peak_bytes, self._live_at_reset + grown_bytes)
         return self._base_bytes + peak_bytes
+
+    def allocated_bytes(self) -> int:
+        """See `DeviceMemory.allocated_bytes`."""
+        return self._allocated_bytes
 
     def in_use(self) -> int:
         """What the process held when `settle` was called, and the tensors that trials allocated since."""
@@ -173,6 +179,7 @@ class CpuMemory(DeviceMemory):
     def _allocated(self, number: int, num_bytes: int) -> None:
         with self._count_lock:
             self._live_bytes += num_bytes
+            self._allocated_bytes += num_bytes
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
         if self.in_use() > self._cap_bytes:
             raise MemoryError(

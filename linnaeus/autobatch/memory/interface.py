@@ -90,6 +90,14 @@ class DeviceMemory(FailedAllocations, ABC):
         """Memory in use without the fragmentation that `in_use` may include; compare two of them."""
         return self.in_use()
 
+    def tensor_peak(self) -> int:
+        """Most of `tensor_bytes` since `reset_peak`."""
+        return self.peak()
+
+    def allocated_bytes(self) -> int:
+        """Sum of all allocations so far, freed or not; 0 where nobody counts them."""
+        return 0
+
     def num_retries(self) -> int:
         """How often the allocator had to flush its cache to serve a request; 0 where it does not count."""
         return 0
