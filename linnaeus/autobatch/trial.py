@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.memory.interface import DeviceMemory, T, empty_cache, synchronize
+from linnaeus.autobatch.memory.interface import DeviceMemory, empty_cache, synchronize
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.search import KernelLimit, OutOfMemory
@@ -36,6 +36,7 @@ NEARLY_FULL = 0.9
 """Fraction of the budget above which a trial empties the cache and repeats its steps: that raises a peak by
 less than the rest."""
 
+T = TypeVar("T")
 logger = logging.getLogger("linnaeus.autobatch")
 
 
@@ -138,8 +139,7 @@ class TrialRunner:
         self.memory.clean()
         graphs = num_compiled_graphs()
         try:
-            # Not `_isolated`: the fewer frames lie above the model, the easier is a traceback to read.
-            failure, peak_bytes = self.memory.isolate(partial(self._run, size))
+            failure, peak_bytes = self._run(size)
         except NoMoreSamples:
             self._undo(graphs)
             raise
@@ -170,7 +170,7 @@ class TrialRunner:
 
         Infinity if the size no longer fits: less memory is free than when it ran.
         """
-        return self._isolated(self._time_steps, size)
+        return self._undone(self._time_steps, size)
 
     def run_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
         """Run the steps of a trial together with all other ranks, and return the peak in bytes.
@@ -185,17 +185,17 @@ class TrialRunner:
         Raises:
             OutOfMemory: the device is full.
         """
-        failure, peak_bytes = self._isolated(partial(self._run, lockstep=lockstep), size)
+        failure, peak_bytes = self._undone(partial(self._run, lockstep=lockstep), size)
         if failure is not None:
             raise failure
         return peak_bytes
 
-    def _isolated(self, run: Callable[[int], T], size: int) -> T:
+    def _undone(self, run: Callable[[int], T], size: int) -> T:
         """Call a function of the size on a clean slate, and undo what it has allocated."""
         self.before_trial(size)
         self.memory.clean()
         graphs = num_compiled_graphs()
-        value = self.memory.isolate(partial(run, size))
+        value = run(size)
         self._undo(graphs)
         return value
 
