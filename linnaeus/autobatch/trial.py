@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +152,7 @@ class TrialRunner:
         """
         try:
             with self._clean_slate(size):
-                failure, peak_bytes = self.memory.isolate(partial(self._run, size))
+                failure, peak_bytes = self._run(size)
             if failure is not None:
                 raise failure
         except (OutOfMemory, NoMoreSamples, AutoBatchError) as error:
@@ -196,7 +195,7 @@ class TrialRunner:
         Infinity if the size no longer fits: less memory is free than when it ran.
         """
         with self._clean_slate(size):
-            return self.memory.isolate(partial(self._time_steps, size))
+            return self._time_steps(size)
 
     def run_jointly(self, size: int, lockstep: AbstractContextManager[object]) -> int:
         """Run the steps of a trial together with all other ranks, and return the peak in bytes.
@@ -212,7 +211,7 @@ class TrialRunner:
             OutOfMemory: the device is full.
         """
         with self._clean_slate(size):
-            failure, peak_bytes = self.memory.isolate(partial(self._run, size, lockstep))
+            failure, peak_bytes = self._run(size, lockstep)
         if failure is not None:
             raise failure
         return peak_bytes

@@ -399,9 +399,9 @@ def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None
         alive.append(weakref.ref(copy))
         try:
             inner(copy)
-        except RuntimeError as error:
+        except MemoryError as error:
             if wraps == "while handling":
-                raise MemoryError("the step failed")  # noqa: B904
+                raise RuntimeError("out of memory")  # noqa: B904
             kept.append(error)
             raise
 
@@ -430,8 +430,7 @@ def test_a_compiled_model_can_be_tried() -> None:
     runner.budget_bytes = runner.memory.in_use() + AMPLE * MIB
     peaks = [runner(size) for size in (1000, 4000)]
     assert peaks[1] - peaks[0] >= 3000 * 8 * 1024 - NOISE
-    with pytest.raises(OutOfMemory):
-        runner(100_000)
+    assert runner(100_000) > runner.budget_bytes
     assert runner(1000) == pytest.approx(peaks[0], abs=4 * NOISE)
 
 

@@ -206,20 +206,22 @@ def device_memory(device: torch.device, neighbours: Sequence[int] = ()) -> Devic
     """
     if device.type == "cuda":
         return CudaMemory(device)
-    if device.type == "cpu" and sys.platform == "linux":
-        return CpuMemory(device, neighbours)
-    problem = f"the memory of {device} cannot be measured on {sys.platform} with torch {torch.__version__}"
-    if device.type == "cpu":
-        raise NotImplementedError(problem)
     try:
+        if device.type == "cpu":
+            return CpuMemory(device, neighbours)
         return AcceleratorMemory(device)
     except (
-        RuntimeError,
+        OSError,  # of a system without /proc, and the next one
+        LookupError,
+        RuntimeError,  # torch raises any of the others
         ValueError,
         AttributeError,
         AssertionError,
-    ) as error:  # torch raises any of these
-        raise NotImplementedError(f"{problem}: {error}") from error
+    ) as error:
+        raise NotImplementedError(
+            f"the memory of {device} cannot be measured on {sys.platform} with torch "
+            f"{torch.__version__}: {error}"
+        ) from error
 
 
 def failed_allocations(device: torch.device) -> FailedAllocations:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
-import gc
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import torch
 
-from linnaeus.autobatch.memory.interface import DeviceMemory, T
-from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
-from linnaeus.autobatch.memory.storages import StorageTracer, num_compiled_graphs
+from linnaeus.autobatch.memory.interface import DeviceMemory
+from linnaeus.autobatch.memory.storages import StorageTracer
 
+PROCESS = Path("/proc/self")
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 """Names the cgroups of this process, one line `number:controllers:path` for each hierarchy."""
@@ -28,24 +25,36 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 _V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2_FILES = ("memory.max", "memory.current", "inactive_file")
 _MIB = 1024**2
-_MARGIN_BYTES = 64 * _MIB
-_OVERHEAD = 2
-"""The C library keeps freed blocks: processes grew by up to 1.7 times what their tensors grew by."""
+_LARGE_BYTES = 16 * _MIB
+"""The resident set is read after an allocation of this size."""
+_MARGIN = 1 / 32
+"""The resident set counts where it exceeds the count by this fraction. Small allocations of libraries and
+Python stay below it, and differ from run to run."""
+_STEP_BYTES = 4 * _MIB
+"""A resident set that counts is rounded up to a multiple of this, so that two runs agree."""
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, _MIB // 8
+"""glibc maps blocks of this size, and unmaps them when they are freed. It begins with this threshold, but
+raises it up to 32 MiB. Gaps between blocks then let a process grow by up to 2.5 times its tensors."""
 
 
 class CpuMemory(DeviceMemory):
     """Host memory of this process: what it held before, and the tensors that trials allocate. Linux only.
 
-    Tensors are counted when operations allocate and free them, so that the peak of a step is exact and the
-    same every time. Not counted: what the C library keeps for later (see `_OVERHEAD`), which depends on the
-    order of all earlier allocations, and what a thread allocates that the step has started. The cap is
-    therefore twofold: an operation that takes the count above it raises, and the system refuses to let the
-    process grow beyond `_OVERHEAD` times the growth that the cap allows, or beyond what is available.
+    Tensors are counted as operations allocate and free them, so that the peak of a step is the same every
+    time. An operation that would take the count above the cap raises, and so does a large allocation where
+    the resident set is above the cap.
 
-    Code that `torch.compile` has generated allocates unseen: with it, the peak is that of the resident set.
+    The high-water mark of the resident set counts where it exceeds the count by more than `_MARGIN`: then
+    kernels, compiled code or other threads allocate memory that no operation returns.
+
+    The first cap sets glibc's threshold for mapped blocks (see `_MAPPED_BYTES`) for the rest of the process,
+    so that training peaks where its trial did.
 
     Args:
         neighbours: process ids of all ranks on this machine, among whom its memory is divided.
+
+    Raises:
+        OSError, LookupError: the system does not tell the resident set or its high-water mark.
     """
 
     def __init__(self, device: torch.device, neighbours: Sequence[int] = ()) -> None:
@@ -57,18 +66,18 @@ class CpuMemory(DeviceMemory):
         if len(neighbours) >= max(self._num_ranks, 2):
             self._num_ranks, self._rank_pids = len(neighbours), neighbours
         self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
-        self._tracer = StorageTracer(self._allocated, self._freed)
+        self._tracer = StorageTracer(self._allocated, self._freed, self._requested)
         self._count_lock = threading.RLock()  # garbage collection frees tensors in any thread
         self._allocated_bytes = self._live_bytes = self._peak_bytes = (
             0  # of the tensors that the tracer has seen
         )
         self._cap_bytes = math.inf
-        self._live_at_reset = self._resident_at_reset = 0
         self.settle()
 
     def settle(self, excluded_bytes: int = 0) -> None:
         """See `DeviceMemory.settle`."""
-        self._base_bytes = held_bytes() - self._live_bytes - excluded_bytes
+        self._base_bytes = status_bytes("VmRSS") - self._live_bytes - excluded_bytes
+        self.reset_peak()
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The ranks of one host divide its memory evenly.
@@ -86,30 +95,20 @@ class CpuMemory(DeviceMemory):
 
     def clean(self) -> None:
         """Collect garbage and return free pages to the system."""
-        gc.collect()
+        super().clean()
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc
             libc.malloc_trim(0)
 
-    def refused(self, error: BaseException) -> bool:
-        """See `DeviceMemory.refused`; where oneDNN has no memory, it only says that it could not do it."""
-        return is_out_of_memory(error) or is_ambiguous(error)
-
     def reset_peak(self) -> None:
         """Set the peak to what is in use now."""
-        self._live_at_reset = self._peak_bytes = self._live_bytes
+        self._peak_bytes, self._held_at_reset = self._live_bytes, self.in_use()
         self._resident_at_reset = status_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # the kernel's high-water mark of the resident set
+        (PROCESS / "clear_refs").write_text("5")  # resets VmHWM
 
     def peak(self) -> int:
         """Most bytes in use since `reset_peak`."""
-        peak_bytes = self._peak_bytes
-        if num_compiled_graphs():
-            grown_bytes = status_bytes("VmHWM") - self._resident_at_reset
-            peak_bytes = max(peak_bytes, self._live_at_reset + grown_bytes)
-        return self._base_bytes + peak_bytes
+        return self._held("VmHWM", self._base_bytes + self._peak_bytes)
 
     def allocated_bytes(self) -> int:
         """See `DeviceMemory.allocated_bytes`."""
@@ -121,69 +120,40 @@ class CpuMemory(DeviceMemory):
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
-        """In this thread, an operation fails that takes the tensors above `bytes_`, or the process far above.
-
-        The process may grow by `_OVERHEAD` times what the cap allows, and `_MARGIN_BYTES` further: small
-        allocations inside libraries would otherwise fail as often as tensors do, and not every library
-        survives that: oneDNN calls kernels that it had no memory to write.
-        """
-        import resource  # not on Windows
-
-        before, outer_bytes = resource.getrlimit(resource.RLIMIT_DATA), self._cap_bytes
-        growth_bytes = max(bytes_ - self.in_use(), 0) * (1 if num_compiled_graphs() else _OVERHEAD)
-        growth_bytes = min(growth_bytes, available_host_bytes() // self._num_ranks) + _MARGIN_BYTES
-        limit_bytes = status_bytes("VmData") + growth_bytes
-        if before[0] != resource.RLIM_INFINITY:
-            limit_bytes = min(limit_bytes, before[0])
-        self._cap_bytes = min(bytes_, outer_bytes)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, before[1]))
+        """In this thread, an operation fails that takes the process above `bytes_`, or above what is free."""
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # glibc
+            libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        outer_bytes = self._cap_bytes
+        available_bytes = available_host_bytes() // self._num_ranks
+        self._cap_bytes = min(bytes_, outer_bytes, self.in_use() + available_bytes)
         try:
             with self._tracer:
                 yield
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
             self._cap_bytes = outer_bytes
 
-    def isolate(self, function: Callable[[], T]) -> T:
-        """Call the function in a thread of its own, with this thread's torch modes and context variables.
+    def _held(self, name: str, counted_bytes: int) -> int:
+        """The count, or `VmRSS` or `VmHWM` where that is larger by more than `_MARGIN`."""
+        grown_bytes = status_bytes(name) - self._resident_at_reset
+        resident_bytes = self._held_at_reset + math.ceil(grown_bytes / _STEP_BYTES) * _STEP_BYTES
+        return resident_bytes if resident_bytes > (1 + _MARGIN) * counted_bytes else counted_bytes
 
-        When oneDNN's code generator (Xbyak) runs out of memory, it keeps the error in a thread-local variable
-        and never clears it, so that the thread cannot create kernels any more.
-
-        An exception of this thread, such as Ctrl-C, is raised when the function has ended: nothing may be
-        restored while a step still runs.
-        """
-        is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        dtype, has_autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
-        modes = contextlib.ExitStack()
-
-        def prepare() -> None:
-            torch.ones(
-                1 << 20
-            )  # OpenMP starts its threads; under a cap, it may end the process instead
-            modes.enter_context(torch.inference_mode(is_inference))
-            modes.enter_context(torch.set_grad_enabled(has_grad))
-            modes.enter_context(torch.autocast("cpu", dtype, enabled=has_autocast))
-
-        with ThreadPoolExecutor(1, thread_name_prefix="step") as executor:
-            executor.submit(prepare).result()
-            future = executor.submit(contextvars.copy_context().run, function)
-            try:
-                return future.result()
-            finally:
-                while not future.done():  # each further Ctrl-C ends one wait
-                    with contextlib.suppress(KeyboardInterrupt):
-                        wait([future])
-                executor.submit(modes.close)
+    def _requested(self, num_bytes: int) -> None:
+        self._check(self.in_use() + num_bytes)
 
     def _allocated(self, number: int, num_bytes: int) -> None:
         with self._count_lock:
             self._live_bytes += num_bytes
             self._allocated_bytes += num_bytes
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
-        if self.in_use() > self._cap_bytes:
+        held_bytes = self.in_use()
+        self._check(self._held("VmRSS", held_bytes) if num_bytes >= _LARGE_BYTES else held_bytes)
+
+    def _check(self, held_bytes: int) -> None:
+        if held_bytes > self._cap_bytes:
             raise MemoryError(
-                f"out of memory: the process holds {self.in_use() / _MIB:.0f} MiB, "
+                f"out of memory: the process would hold {held_bytes / _MIB:.0f} MiB, "
                 f"its cap is {self._cap_bytes / _MIB:.0f} MiB"
             )
 
@@ -199,38 +169,10 @@ def available_host_bytes() -> int:
 
 def status_bytes(name: str) -> int:
     """A line of `/proc/self/status`, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in (PROCESS / "status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise KeyError(name)
-
-
-class _MallocInfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc 2.33 and newer: `uordblks` is the eighth number, `hblkhd` the fifth."""
-
-    _fields_ = (("numbers", ctypes.c_size_t * 10),)
-
-
-_least_beside_bytes = math.inf
-
-
-def held_bytes() -> int:
-    """The resident set, without what the C library has come to keep of blocks that were freed.
-
-    For each thread that allocated it keeps up to 64 MiB that no call returns, and each search ends some
-    threads. So a search would find less room than the one before it. What is resident beside allocated
-    blocks and files is therefore taken to be the least that was ever seen.
-    """
-    global _least_beside_bytes
-    resident_bytes = status_bytes("VmRSS")
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return resident_bytes
-    libc.mallinfo2.restype = _MallocInfo
-    numbers = libc.mallinfo2().numbers
-    used_bytes: int = numbers[7] + numbers[4] + status_bytes("RssFile") + status_bytes("RssShmem")
-    _least_beside_bytes = min(_least_beside_bytes, resident_bytes - used_bytes)
-    return min(resident_bytes, used_bytes + int(_least_beside_bytes))
+    raise LookupError(f"{PROCESS}/status has no {name}")
 
 
 def _resident_bytes_of_ranks(num_ranks: int, pids: Sequence[int] = ()) -> int:

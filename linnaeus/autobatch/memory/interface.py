@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
-
-T = TypeVar("T")
 
 
 class FailedAllocations:
@@ -105,10 +101,6 @@ class DeviceMemory(FailedAllocations, ABC):
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
         """Inside the context, an allocation that would take the process above `bytes_` fails, if it can."""
         return contextlib.nullcontext()
-
-    def isolate(self, function: Callable[[], T]) -> T:
-        """Call the function so that running out of memory in it does not affect later calls."""
-        return function()
 
     def caveats(self) -> list[str]:
         """Settings of the allocator under which a trial may reserve less than training, one sentence each."""

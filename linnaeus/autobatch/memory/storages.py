@@ -14,9 +14,11 @@ from torch import Tensor, UntypedStorage
 
 # Nothing public sees each operation.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter  # torch 2.11 has no public one
+from torch.utils._pytree import tree_iter, tree_map_only  # torch 2.11 has no public one
 
 aten = torch.ops.aten
+_FEW_BYTES = 1 << 20
+"""Operations on less are not looked at before they run."""
 
 
 class WatchingMode(TorchDispatchMode):
@@ -46,13 +48,18 @@ class StorageTracer(WatchingMode):
         on_allocate: called with a number that names the storage and its bytes. It may raise, which ends the
             operation that allocated.
         on_free: called with the same number and bytes, in whichever thread frees the storage.
+        on_request: called before an operation with the bytes that it is going to allocate, as far as
+            `requested_bytes` tells. It may raise, and the operation does not run.
     """
 
     def __init__(
-        self, on_allocate: Callable[[int, int], None], on_free: Callable[[int, int], None]
+        self,
+        on_allocate: Callable[[int, int], None],
+        on_free: Callable[[int, int], None],
+        on_request: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         super().__init__()
-        self._on_allocate, self._on_free = on_allocate, on_free
+        self._on_allocate, self._on_free, self._on_request = on_allocate, on_free, on_request
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int, int]] = {}
         self._num_allocated = 0
         references_of_a_gradient()
@@ -66,6 +73,7 @@ class StorageTracer(WatchingMode):
     ) -> Any:
         if accumulates_in_place(func, args, kwargs):
             return args[0].add_(args[1])
+        self._on_request(requested_bytes(func, args, kwargs or {}))
         outputs = func(*args, **(kwargs or {}))
         for storage in _storages(outputs):
             known = self._known.get(storage._cdata)
@@ -93,6 +101,36 @@ class StorageTracer(WatchingMode):
         _, number, num_bytes = self._known.pop(address, (None, 0, 0))
         if number:
             self._on_free(number, num_bytes)
+
+
+def requested_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes that an operation of torch will allocate for its outputs, as its `meta` kernel infers them.
+
+    0 without such a kernel, and for operations on small tensors.
+    """
+    sizes = [
+        leaf.numel() * leaf.itemsize
+        for leaf in tree_iter((args, kwargs))
+        if isinstance(leaf, Tensor)
+    ]
+    if func.namespace != "aten" or 0 < sum(sizes) < _FEW_BYTES:
+        return 0
+    try:
+        with _disable_current_modes():
+            args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+            known = {storage._cdata for storage in _storages((args, kwargs), on_meta=True)}
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": "meta"}
+            outputs = _storages(func(*args, **kwargs), on_meta=True)
+    except Exception:  # whatever a kernel on `meta` says
+        return 0
+    return sum(
+        {each._cdata: each.nbytes() for each in outputs if each._cdata not in known}.values()
+    )
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def accumulates_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
@@ -146,14 +184,14 @@ def num_compiled_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def _storages(nest: Any) -> list[UntypedStorage]:
-    """The storages of all tensors in a nest, two for a sparse one; opaque and `meta` tensors have none."""
+def _storages(nest: Any, *, on_meta: bool = False) -> list[UntypedStorage]:
+    """The storages of all tensors in a nest that are on `meta`, or are not; two for a sparse one."""
     storages: list[UntypedStorage] = []
     for leaf in tree_iter(nest):
-        if isinstance(leaf, Tensor) and not leaf.is_meta:
+        if isinstance(leaf, Tensor) and leaf.is_meta is on_meta:
             parts = (
                 (leaf._indices(), leaf._values()) if leaf.layout == torch.sparse_coo else (leaf,)
             )
-            with contextlib.suppress(NotImplementedError):
+            with contextlib.suppress(NotImplementedError):  # opaque tensors have none
                 storages += [part.untyped_storage() for part in parts]
     return storages
