@@ -17,9 +17,10 @@ from PIL import Image
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain, never_call
 from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_ranges
-from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
+from linnaeus.data.datasets import build_data
 from linnaeus.data.image import DEFAULT_DECODING, Decoding
 from linnaeus.data.image_files import ImageFiles
+from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
 from linnaeus.inference.images import Reader
 from linnaeus.inference.trained import load_run
 from linnaeus.models.model_spec import ModelSpec

@@ -13,18 +13,18 @@ from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec, batch_size
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.checked import measure_ranges
-from linnaeus.data.datasets import (
-    EvaluationData,
-    EvaluationRequest,
-    build_data,
-    build_evaluation_data,
-)
+from linnaeus.data.datasets import build_data
 from linnaeus.data.image import Decoding, load_image
 from linnaeus.data.mixing import Mixing, mixed_epochs
 from linnaeus.data.sampler import BalancedSampler
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing, build_transforms
 from linnaeus.data.user_dataset import UserDataset
+from linnaeus.inference.evaluation_data import (
+    EvaluationData,
+    EvaluationRequest,
+    build_evaluation_data,
+)
 from tests.helpers import datasets
 from tests.helpers.datasets import write_image
 from tests.helpers.forks import ROOT

@@ -26,7 +26,6 @@ from linnaeus.cli.parser import check_files
 from linnaeus.config.load import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import as_size, dataset_length
-from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_evaluation_data
 from linnaeus.data.loader import build_val_loader, with_measured_workers
 from linnaeus.data.split_file import SPLIT_FILE
 from linnaeus.data.transforms import Preprocessing
@@ -36,6 +35,11 @@ from linnaeus.inference.evaluate import (
     check_takes_size,
     evaluate,
     evaluated_preprocessing,
+)
+from linnaeus.inference.evaluation_data import (
+    EvaluationData,
+    EvaluationRequest,
+    build_evaluation_data,
 )
 from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run

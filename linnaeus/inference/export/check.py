@@ -12,7 +12,7 @@ from torch import Tensor
 from linnaeus.config.instantiate import check_targets, targets
 from linnaeus.config.load import load_config, read_run_config, settings_of
 from linnaeus.data.bundle import dataset_length
-from linnaeus.data.datasets import EvaluationRequest, build_evaluation_data
+from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
 from linnaeus.inference.paths import Unreadable, walk
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.runtime.errors import ConfigError, DataError, LinnaeusError, TrustError, first_line

@@ -11,16 +11,16 @@ import torch
 from torch.utils.data import Dataset
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.datasets import (
-    EvaluationData,
-    EvaluationRequest,
-    Relabel,
-    build_data,
-    build_evaluation_data,
-)
+from linnaeus.data.datasets import build_data
 from linnaeus.data.split_file import save_split
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing
+from linnaeus.inference.evaluation_data import (
+    EvaluationData,
+    EvaluationRequest,
+    Relabel,
+    build_evaluation_data,
+)
 from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
 
