@@ -447,8 +447,8 @@ class DataConfig:
     )
     NUM_WORKERS: int | None = key(
         None,
-        "loader processes per training process; 0 loads in the latter; null measures at the start how "
-        "many load image files or a `_target_` dataset fastest, and is 0 for other data",
+        "loader processes per training process; 0 loads in the latter; null is up to 8, "
+        "one for each CPU core, for image files and `_target_` datasets, and 0 for data in memory",
         ge=0,
     )
     PREFETCH_FACTOR: int = key(2, "batches that each loader process prepares ahead", ge=1)
