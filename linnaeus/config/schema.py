@@ -311,6 +311,11 @@ class AugmentConfig:
         "none", "torchvision's policy", choices=("none", "randaugment", "trivialaugment")
     )
     ERASING: float = key(0.0, "probability that a random rectangle is erased", ge=0, le=1)
+    ERASING_MODE: str = key(
+        "const",
+        "what an erased rectangle shows: MEAN (`const`), one random color (`rand`) or noise (`pixel`)",
+        choices=("const", "rand", "pixel"),
+    )
     MIXUP: float = key(
         0.0,
         "alpha of Mixup, which blends pairs of images of a micro-batch; 0 is off. Where CUTMIX is on "
@@ -319,6 +324,18 @@ class AugmentConfig:
     )
     CUTMIX: float = key(
         0.0, "alpha of CutMix, which pastes a rectangle of another image; 0 is off", ge=0
+    )
+    MIX_PROB: float = key(1.0, "probability that a batch is mixed", ge=0, le=1)
+    MIX_SWITCH: float = key(
+        0.5, "where MIXUP and CUTMIX are on: probability of CUTMIX, for a mixed batch", ge=0, le=1
+    )
+    CUTMIX_MINMAX: list[float] | None = key(
+        None,
+        "sides of CutMix's rectangle as fractions of the image's, [low, high]; null draws its area with the "
+        "alpha CUTMIX",
+        ge=0,
+        le=1,
+        check=_crop_scale,
     )
     MIX_OFF_EPOCHS: int = key(0, "last epochs, without MIXUP and CUTMIX", unit="epochs", ge=0)
     INTERPOLATION: str | None = key(

@@ -12,8 +12,8 @@ from linnaeus.data.bundle import DataBundle, OnMain, training_targets
 from linnaeus.data.image_files import build_files
 from linnaeus.data.imagefolder import read_folders
 from linnaeus.data.manifest import read_manifest
-from linnaeus.data.mixing import build_mixing
-from linnaeus.data.user_dataset import UserCollate, build_user_dataset
+from linnaeus.data.mixing import build_device_transform
+from linnaeus.data.user_dataset import build_user_dataset
 from linnaeus.runtime.errors import ConfigError
 
 _BUILT_IN = {
@@ -57,14 +57,10 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = call) ->
     else:
         data = build_files(_FILES[dataset.NAME](dataset), data_config, on_main)
     data.report.insert(0, data.description)
-    # A user's collate function may give a batch that it keeps.
-    is_fresh = not isinstance(data.collate, UserCollate)
-    data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
-    if data.mixing is not None and is_users:
-        with preserved_generators():
-            data.mixing.to_soft_targets(
-                data.collate([data.train[0]])
-            )  # an error must show now, not in training
+    data.on_device = build_device_transform(data_config.AUGMENT, data.taxonomy, data.preprocessing)
+    if data.on_device.mixing is not None and is_users:
+        with preserved_generators():  # an error must show now, not in training
+            data.on_device.check(data.collate([data.train[0]]))
     if data_config.SAMPLER == "balanced":
         training_targets(data, "DATA.SAMPLER balanced")
     return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections import Counter, defaultdict
@@ -19,16 +18,15 @@ import numpy as np
 import torch
 from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_channels, measure_ranges
 from linnaeus.data.image import DEFAULT_DECODING, Decoding, load_image
 from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
-from linnaeus.data.transforms import Pipeline, Transform, build_transforms
+from linnaeus.data.transforms import Pipeline, build_transforms
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.files import other_spelling
 from linnaeus.runtime.words import counted, several
@@ -103,15 +101,12 @@ class FoundFiles:
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     """Images that are decoded on access.
 
-    The loader reads pixels, and normalises while collating unless the transform erases after it. That gives
-    the batches of `collate_pairs` bit for bit, and spares a float copy of each image.
-
     Args:
         root, paths: the folder that relative paths start from, and the path of each image.
         targets: [N, L], int64, one column per level; -1 is unknown. Of several labels per sample [N, C],
             int8, which items have as float32.
         channels: of an image; every image is converted to 1 (grey) or 3 (RGB), or has another number.
-        transform: turns an image into an input; set before the first access.
+        transform: resizes and augments an image; set before the first access.
         decoding: how a file becomes pixels.
     """
 
@@ -121,7 +116,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         paths: Sequence[str],
         targets: Tensor,
         channels: int,
-        transform: Transform | None = None,
+        transform: Pipeline | None = None,
         decoding: Decoding = DEFAULT_DECODING,
     ) -> None:
         self.root = str(root)
@@ -133,11 +128,6 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         self.transform = transform
         self.decoding = decoding
 
-    @property
-    def normalises_batches(self) -> bool:
-        """Whether `collate_pixels` normalises, so that the loader calls `read_pixels`."""
-        return isinstance(self.transform, Pipeline) and self.transform.erasing is None
-
     def __len__(self) -> int:
         return len(self.paths)
 
@@ -147,36 +137,12 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return [os.path.join(self.root, os.fsdecode(path)) for path in self.paths]  # noqa: PTH118
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.transform(self._load(index)), self._target(index)  # type: ignore[misc]
-
-    def read_pixels(self, index: int) -> tuple[Tensor, Tensor]:
-        """The pixels of a sample before normalisation, uint8 [C, height, width], and its labels [L]."""
-        return self.transform.pixels(self._load(index)), self._target(index)  # type: ignore[union-attr]
-
-    def collate_pixels(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
-        """The batch of samples that `read_pixels` gave."""
-        images, targets = zip(*samples, strict=True)
-        shape = (len(images), *images[0].shape)
-        if get_worker_info() is None:
-            inputs = torch.empty(shape)
-        else:  # in shared memory, as torch's own collate function does it
-            inputs = (
-                torch.empty(0)
-                .set_(torch.UntypedStorage._new_shared(4 * math.prod(shape)))
-                .view(shape)
-            )
-        for image, place in zip(images, inputs, strict=True):
-            self.transform.normalise.write(image, place)  # type: ignore[union-attr]
-        return Batch(inputs, default_collate(list(targets)))
-
-    def _target(self, index: int) -> Tensor:
-        target = self.targets[index]
-        return target.float() if target.dtype == torch.int8 else target
-
-    def _load(self, index: int) -> Tensor:
+        """The pixels of a sample, uint8 [C, height, width], and its labels [L]."""
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
-        min_size = self.transform.min_size if isinstance(self.transform, Pipeline) else None
-        return load_image(path, self.channels, self.decoding, min_size)
+        assert self.transform is not None
+        image = load_image(path, self.channels, self.decoding, self.transform.min_size)
+        target = self.targets[index]
+        return self.transform(image), target.float() if target.dtype == torch.int8 else target
 
 
 def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:

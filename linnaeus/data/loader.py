@@ -23,16 +23,15 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
-from linnaeus.data.batch import Batch
+from linnaeus.data.batch import Batch, CopiedAhead
 from linnaeus.data.bundle import (
     Collate,
     DataBundle,
-    collate_pairs,
     dataset_length,
     training_targets,
 )
 from linnaeus.data.image_files import ImageFiles
-from linnaeus.data.mixing import Mixing
+from linnaeus.data.mixing import DeviceTransform
 from linnaeus.data.sampler import (
     BalancedSampler,
     EpochSampler,
@@ -68,14 +67,14 @@ class _Loader(DataLoader[Any]):
 class SeededBatches(Dataset[Any]):
     """Reads and collates whole batches, with the global generators seeded for each sample.
 
-    Collating and mixing draw on from the generators' state after the last sample. Mixing is done in the first
-    `mixed_epochs` epochs.
+    Collating draws on from the generators' state after the last sample, and so do the choices for the device.
+    Batches are mixed in the first `mixed_epochs` epochs.
     """
 
     dataset: Dataset[Any]
     collate: Collate
     seed: int
-    mixing: Mixing | None = None
+    on_device: DeviceTransform | None = None
     mixed_epochs: int = 0
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
@@ -93,21 +92,15 @@ class SeededBatches(Dataset[Any]):
             return error
 
     def _read(self, keys: list[SampleKey]) -> Batch:
-        dataset, read, collate = self.dataset, self.dataset.__getitem__, self.collate
-        if (
-            isinstance(dataset, ImageFiles)
-            and dataset.normalises_batches
-            and collate is collate_pairs
-        ):
-            read, collate = dataset.read_pixels, dataset.collate_pixels
         samples = []
         for epoch, index, *draw in keys:
             seed_generators(derive_seed(self.seed, epoch, index, *draw))
-            samples.append(read(index))
-        batch = collate(samples)
-        if self.mixing is None or keys[0][0] >= self.mixed_epochs:
+            samples.append(self.dataset[index])
+        batch = self.collate(samples)
+        if self.on_device is None:
             return batch
-        return self.mixing(batch)
+        mixes = keys[0][0] < self.mixed_epochs
+        return batch._replace(choices=self.on_device.choose(batch, mixes=mixes))
 
 
 def with_num_workers(config: DataConfig, data: DataBundle, world: World) -> DataConfig:
@@ -136,7 +129,7 @@ def with_num_workers(config: DataConfig, data: DataBundle, world: World) -> Data
 class BatchLoader:
     """Batches of one split for one process. Each iteration runs through one epoch.
 
-    Host memory is page-locked for CUDA only.
+    With CUDA, batches are on the device, copied from page-locked memory while the step before them runs.
     """
 
     def __init__(
@@ -149,6 +142,7 @@ class BatchLoader:
     ) -> None:
         workers = config.NUM_WORKERS or 0
         self._batches = batches
+        self._device = world.device
         self._closing = multiprocessing.get_context().Event()
         """Tells the worker processes that they may be ended."""
         self._loader: DataLoader[Any] | None = _Loader(
@@ -182,10 +176,9 @@ class BatchLoader:
         """
         if self._loader is None:
             raise RuntimeError("this loader is closed")
-        with (
-            blocked()
-        ):  # a launcher's signal must not end a worker that cannot leave it to this process yet
-            return _Batches(iter(self._loader))
+        with blocked():  # a launcher's signal must not end a worker that cannot ignore it yet
+            batches = _Batches(iter(self._loader))
+        return CopiedAhead(batches, self._device) if self._device.type == "cuda" else batches
 
     def __len__(self) -> int:
         """Batches of the next iteration; they are counted without reading them."""
@@ -269,7 +262,7 @@ def build_loaders(
         sampler: EpochSampler = BalancedSampler(targets, **order)
     else:
         sampler = EpochSampler(dataset_length(bundle.train), **order)
-    dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
+    dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.on_device, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
     held_out = (
         build_val_loader(

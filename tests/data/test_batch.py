@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch import nest
-from linnaeus.data.batch import Batch, BatchSpec, batch_size, to_device
+from linnaeus.data.batch import Batch, BatchSpec, batch_size
 from linnaeus.data.bundle import collate_pairs
+from linnaeus.training.precision import Precision
 
 Sample = tuple[Tensor, int]
 
@@ -113,16 +114,14 @@ def test_reading_samples_leaves_the_global_generators_alone() -> None:
     assert expected[1:] == got[1:]
 
 
-def test_channels_last_is_for_image_inputs_only() -> None:
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_channels_last_is_for_image_inputs_only(channels_last: bool) -> None:
     inputs = {"image": torch.rand(2, 3, 4, 4), "mask": torch.ones(2, 3, 4, 4, dtype=torch.int64)}
-    batch = to_device(Batch(inputs, torch.rand(2, 3, 4, 4)), "cpu", channels_last=True)
-    assert batch.inputs["image"].is_contiguous(memory_format=torch.channels_last)
-    assert batch.inputs["mask"].is_contiguous()
-    assert batch.targets.is_contiguous()
-    spec = BatchSpec(Images([(3, 4, 4)] * 4), collate_pairs, 3, seed=0)
-    made = spec.make(5, "cpu", channels_last=True)
-    assert made.inputs.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(made.inputs, spec.make(5, "cpu").inputs)
+    precision = Precision(torch.device("cpu"), channels_last=channels_last)
+    placed, targets = precision.place(Batch(inputs, torch.rand(2, 3, 4, 4)))
+    assert placed["image"].is_contiguous(memory_format=torch.channels_last) == channels_last
+    assert placed["mask"].is_contiguous()
+    assert targets.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -151,6 +150,6 @@ def test_made_batch_takes_no_more_than_itself_on_the_device() -> None:
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    batch = spec.make(1000, "cuda", channels_last=True)
+    batch = spec.make(1000, "cuda")
     assert torch.cuda.max_memory_allocated() - before <= 1.01 * batch.inputs.nbytes + 2**20
     assert torch.equal(spec.make(64, "cuda").inputs.cpu(), spec.make(64, "cpu").inputs)

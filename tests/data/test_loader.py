@@ -19,9 +19,8 @@ from torch.utils.data import Dataset
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
-from linnaeus.data.bundle import DataBundle, collate_pairs
+from linnaeus.data.bundle import DataBundle, collate_pairs, dataset_length
 from linnaeus.data.datasets import build_data
-from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.loader import (
     Loaders,
     build_loaders,
@@ -71,8 +70,8 @@ class Calls(Dataset[Any]):
 
 
 def noisy_collate(samples: list[Any]) -> Batch:
-    inputs, targets = collate_pairs(samples)
-    return Batch(inputs + torch.rand(()) + random.random(), targets)
+    batch = collate_pairs(samples)
+    return Batch(batch.inputs + torch.rand(()) + random.random(), batch.targets)
 
 
 def bundle_of(
@@ -201,20 +200,14 @@ def test_batches_depend_neither_on_workers_nor_on_where_an_epoch_was_left_or_is_
         assert_same([batch.inputs for batch in made.train], expected[8 + 2 : 8 + 5])
 
 
-@pytest.mark.parametrize(("erasing", "workers"), [(0.0, 2), (0.5, 0)])
-def test_batches_of_files_are_their_samples_collated(
-    nested: Path, erasing: float, workers: int
-) -> None:
-    """Although the loader normalises whole batches, unless something follows on that."""
+@pytest.mark.parametrize("workers", WORKERS)
+def test_batches_of_files_are_their_pixels_collated(nested: Path, workers: int) -> None:
     node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
-    augment = replace(AUGMENT, ERASING=erasing)
-    data = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=augment), seed=0)
-    assert isinstance(data.train, ImageFiles)
-    assert data.train.normalises_batches == (erasing == 0)
+    data = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=AUGMENT), seed=0)
     with loaders(data, workers=workers) as made:
         made.train.set_epoch(1)
         batches = list(made.train)
-    order = EpochSampler(len(data.train), seed=0)
+    order = EpochSampler(dataset_length(data.train), seed=0)
     order.set_epoch(1)
     keys = iter(order)
     for batch in batches:
@@ -223,9 +216,9 @@ def test_batches_of_files_are_their_samples_collated(
             seed_generators(derive_seed(0, 1, index))
             samples.append(data.train[index])
         expected = collate_pairs(samples)
+        assert batch.inputs.dtype == torch.uint8
         assert torch.equal(batch.inputs, expected.inputs)
         assert torch.equal(batch.targets, expected.targets)
-        assert batch.inputs.is_contiguous()
 
 
 def test_epochs_and_seeds_differ_and_validation_does_not() -> None:
@@ -386,7 +379,7 @@ def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("workers", "pin"), [(0, True), (2, True), (2, False)])
-def test_batches_are_pinned_for_cuda_as_asked(workers: int, pin: bool) -> None:
+def test_batches_are_on_the_gpu_one_ahead(workers: int, pin: bool) -> None:
     config = DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin)
     with build_loaders(
         bundle_of(Draws(8)),
@@ -396,4 +389,6 @@ def test_batches_are_pinned_for_cuda_as_asked(workers: int, pin: bool) -> None:
         batch_size_val=4,
         seed=0,
     ) as made:
-        assert [batch.inputs.is_pinned() for batch in made.train] == [pin] * 2
+        batches = [batch.inputs for batch in made.train]
+        assert [batch.device.type for batch in batches] == ["cuda"] * 2
+        assert sorted(torch.cat(batches)[:, 3].tolist()) == [*range(8)]

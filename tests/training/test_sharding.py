@@ -210,7 +210,7 @@ def trained(world: World, how: str, *argv: str, num_steps: int = NUM_STEPS) -> d
         parts.model, world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS
     ).train()
     step = dataclasses.replace(parts.train_step, model=model)
-    batches = SeededBatches(data.train, data.collate, 0, data.mixing, 1)
+    batches = SeededBatches(data.train, data.collate, 0, data.on_device, 1)
 
     def batch(number: int) -> Batch:
         first = (number * world.world_size + world.rank) * SAMPLES

@@ -112,7 +112,10 @@ def _of_dataset(run: TrainedRun) -> tuple[list[Tensor], str]:
     inputs, problems, num_samples = [], [], dataset_length(data.bundle.val)
     for index in range(0, num_samples, max(1, num_samples // NUM_IMAGES))[:NUM_IMAGES]:
         try:
-            inputs.append(data.bundle.val[index][0])
+            image = data.bundle.val[index][0]
+            if spec.preprocessing is not None and image.dtype == torch.uint8:
+                image = spec.preprocessing.normalise()(image)
+            inputs.append(image)
         except DataError as error:  # a damaged image; there are others
             problems.append(error)
     if not inputs:
