@@ -9,6 +9,7 @@ Nodes and keys are upper case and nested. A default that follows another key is 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -122,6 +123,13 @@ def _crop_scale(value: list[float] | None) -> str | None:
     if value is None or (len(value) == 2 and value[0] <= value[1]):
         return None
     return "must be [low, high] with low <= high"
+
+
+def _policy(value: str) -> str | None:
+    own = ("none", "randaugment", "trivialaugment")
+    if value in own or re.fullmatch(r"(rand|augmix)(-[a-z]+[\d.]+)*|originalr?|3a", value):
+        return None
+    return f"must be {', '.join(own)} or a policy of timm, such as rand-m9-mstd0.5-inc1 or 3a"
 
 
 def _weights_source(value: str | None) -> str | None:
@@ -308,7 +316,10 @@ class AugmentConfig:
         0.0, "strength of random changes of brightness, contrast and saturation", ge=0
     )
     POLICY: str = key(
-        "none", "torchvision's policy", choices=("none", "randaugment", "trivialaugment")
+        "none",
+        "`randaugment` or `trivialaugment` of torchvision, or a policy of timm, such as "
+        "`rand-m9-mstd0.5-inc1`, `augmix-m3-w3`, `original` or `3a`",
+        check=_policy,
     )
     ERASING: float = key(0.0, "probability that a random rectangle is erased", ge=0, le=1)
     ERASING_MODE: str = key(

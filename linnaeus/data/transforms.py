@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from PIL import Image
+from timm.data import create_transform
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
 from linnaeus.data.image import DEFAULT_DECODING, Decoding
-from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError, first_line
 
 Transform = Callable[[Tensor], Tensor]
 """uint8 [C, H, W] of any size to uint8 [C, height, width]."""
@@ -157,7 +159,9 @@ class ThroughPillow(nn.Module):
         # Plane by plane: that is faster than interleaving the channels as `to_pil_image` does.
         planes = [Image.fromarray(plane.numpy()) for plane in image]
         pillow = planes[0] if len(planes) == 1 else Image.merge("RGB", planes)
-        tensor: Tensor = functional.pil_to_tensor(self.transform(pillow))
+        with suppress(ValueError):  # timm 1.0 asks Pillow 13 for colors of 0 bits
+            pillow = self.transform(pillow)
+        tensor: Tensor = functional.pil_to_tensor(pillow)
         return tensor.contiguous()
 
 
@@ -276,5 +280,26 @@ def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[
     if augment.COLOR_JITTER:
         steps.append(v2.ColorJitter(*[augment.COLOR_JITTER] * 3))
     if augment.POLICY != "none":
-        steps.append(ThroughPillow(_POLICIES[augment.POLICY]()))
+        steps.append(ThroughPillow(_policy(augment.POLICY, preprocessing)))
     return steps
+
+
+def _policy(name: str, preprocessing: Preprocessing) -> Callable[[Image.Image], Image.Image]:
+    """torchvision's policy of this name, or timm's for its configuration string."""
+    if name in _POLICIES:
+        return _POLICIES[name]()  # type: ignore[no-any-return]
+    try:
+        _, policy, _ = create_transform(
+            (3, *preprocessing.size),
+            is_training=True,
+            auto_augment=name,
+            color_jitter=None,
+            interpolation=preprocessing.interpolation,
+            mean=preprocessing.mean,
+            separate=True,
+        )
+    except (AssertionError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"DATA.AUGMENT.POLICY: timm knows no {name!r}: {first_line(error)}"
+        ) from error
+    return policy  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch import nest
-from linnaeus.data.batch import Batch, BatchSpec, batch_size
+from linnaeus.data.batch import Batch, BatchSpec, CopiedAhead, batch_size
 from linnaeus.data.bundle import collate_pairs
+from linnaeus.runtime.errors import DataError
 from linnaeus.training.precision import Precision
 
 Sample = tuple[Tensor, int]
@@ -153,3 +154,38 @@ def test_made_batch_takes_no_more_than_itself_on_the_device() -> None:
     batch = spec.make(1000, "cuda")
     assert torch.cuda.max_memory_allocated() - before <= 1.01 * batch.inputs.nbytes + 2**20
     assert torch.equal(spec.make(64, "cuda").inputs.cpu(), spec.make(64, "cpu").inputs)
+
+
+def counted(number: int, seen: list[Any], error: Exception | None = None) -> Iterator[Batch]:
+    for position in range(number):
+        is_cuda = torch.cuda.is_available()
+        seen.append(torch.cuda.current_stream() if is_cuda else None)
+        inputs = torch.full((1 << 20,), position, dtype=torch.uint8)
+        yield Batch(inputs, torch.tensor([position]))
+    if error is not None:
+        raise error
+
+
+def test_an_error_of_the_next_batch_waits_for_its_turn() -> None:
+    batches = CopiedAhead(counted(2, [], DataError("damaged")), torch.device("cpu"))
+    assert [int(next(batches).targets) for _ in range(2)] == [0, 1]
+    with pytest.raises(DataError, match="damaged"):
+        next(batches)
+    assert len(list(CopiedAhead(counted(3, []), torch.device("cpu")))) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_next_batch_is_copied_on_another_stream() -> None:
+    streams: list[Any] = []
+    before = torch.cuda.memory_allocated()
+    batches = CopiedAhead(counted(4, streams), torch.device("cuda"))
+    found = []
+    for position, batch in enumerate(batches):
+        assert len(streams) == min(position + 2, 4)  # one ahead, no more
+        assert torch.cuda.memory_allocated() - before < 2.5 * 2**20
+        found.append((int(batch.targets), int(batch.inputs[-1])))
+        del batch
+    assert found == [(position, position) for position in range(4)]
+    assert len({*streams}) == 1
+    assert torch.cuda.current_stream() not in streams

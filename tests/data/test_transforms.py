@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from linnaeus.config.load import load_config
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig, ModelConfig
 from linnaeus.data.bundle import as_size
 from linnaeus.data.transforms import (
@@ -28,6 +29,8 @@ from linnaeus.data.transforms import (
     build_transforms,
 )
 from linnaeus.models.preprocessing import with_preprocessing
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.rng import seed_generators
 
 IMAGE = torch.randint(
     0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -64,6 +67,9 @@ def num_different(pipeline: Pipeline, image: torch.Tensor = IMAGE) -> int:
         {"COLOR_JITTER": 0.4},
         {"POLICY": "randaugment"},
         {"POLICY": "trivialaugment"},
+        {"POLICY": "rand-m9-mstd0.5-inc1"},
+        {"POLICY": "augmix-m3-w3"},
+        {"POLICY": "3a"},
     ],
 )
 @pytest.mark.parametrize("channels", [1, 3])
@@ -117,6 +123,44 @@ def test_policies_are_those_of_torchvision_on_pillow_images(kind: Any, channels:
         assert found.is_contiguous()
         other.append(not torch.equal(found, image))
     assert sum(other) > 4
+
+
+@pytest.mark.parametrize("policy", ["rand-m9-n3", "originalr", "3a"])
+def test_other_policies_are_those_of_timm(policy: str) -> None:
+    ours = transform((40, 60), POLICY=policy)
+    timms = create_transform(
+        (3, 40, 60),
+        is_training=True,
+        auto_augment=policy,
+        color_jitter=None,
+        interpolation="bilinear",
+        mean=(0.5,) * 3,
+        separate=True,
+    )[1]
+    changed = []
+    for seed in range(12):
+        seed_generators(seed)
+        found = ours(IMAGE)
+        seed_generators(seed)
+        expected = functional.pil_to_tensor(timms(functional.to_pil_image(IMAGE)))
+        assert torch.equal(found, expected)
+        changed.append(not torch.equal(found, IMAGE))
+    assert sum(changed) > 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_known"),
+    [("rand-m9-mstd0.5-inc1", True), ("3a", True), ("rand-x", False), ("4a", False)],
+)
+def test_a_policy_that_nobody_knows_is_refused(policy: str, is_known: bool) -> None:
+    words = [f"DATA.AUGMENT.POLICY={policy}"]
+    if is_known:
+        assert policy == load_config(words).config.DATA.AUGMENT.POLICY
+    else:
+        with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
+            load_config(words)
+    with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
+        transform(POLICY="augmix-q3")
 
 
 def test_the_image_that_comes_in_is_not_changed() -> None:
