@@ -120,8 +120,8 @@ class SizeSearch:
             training.discard_wrapper()
             training.step(training.batches(self.spec("train"), trained_at or 1))
 
-        def validate(batches: Iterator[Batch]) -> None:
-            self.assembly.validation_step(next(batches))
+        def validations(size: int) -> Iterator[None]:
+            return map(self.assembly.validation_step, self._batches(spec, size))
 
         is_training = mode == "train"
         sharded_state = (
@@ -132,8 +132,8 @@ class SizeSearch:
             self._frozen_as_in_last_epoch(),
             log_level(self.config.AUTOBATCH, mode),
             BatchSizeFinder(
-                training.step if is_training else validate,
-                partial(training.batches if is_training else self._batches, spec),
+                training.step if is_training else next,  # with no frame of its own
+                partial(training.batches, spec) if is_training else validations,
                 settings or self.settings(mode),
                 state=self.assembly.state,
                 mode=mode,
@@ -190,8 +190,7 @@ class SizeSearch:
             training.discard_wrapper()
 
         def validate(size: int) -> None:
-            batches = alone._batches(specs["val"], size)
-            validation_step(next(batches))
+            next(map(validation_step, alone._batches(specs["val"], size)))
 
         with self._frozen_as_in_last_epoch():
             return predict(
