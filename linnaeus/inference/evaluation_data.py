@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from operator import call
 from os.path import exists
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, OnMain, collate_pairs, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.image_files import (
     Listing,
-    encode,
     hold_out,
-    leave_out,
     make_split,
     require_files,
 )
@@ -30,7 +25,7 @@ from linnaeus.data.manifest import read_evaluated_manifest
 from linnaeus.data.split_file import read_split
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.data.user_dataset import UserCollate, UserDataset, build_user_dataset
+from linnaeus.data.user_dataset import UserCollate, build_user_dataset
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.words import counted
 
@@ -91,7 +86,7 @@ def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) ->
     """
     dataset = request.config.DATASET
     if isinstance(dataset, Mapping):
-        return _user_data(request, on_main)
+        return _user_data(request)
     if dataset.NAME in ("imagefolder", "manifest"):
         return _files(request, on_main)
     config = request.config
@@ -210,50 +205,38 @@ def _saved_validation(request: EvaluationRequest) -> Listing | None:
     return Listing(str(file), Path(), paths, lineages, is_table=True)
 
 
-def _columns(
-    source: str, names: Sequence[str] | None, num_names: int, index: LabelIndex
-) -> tuple[list[int], list[int]]:
-    """Match the levels of a source with those of the run, by name.
+def _aligned(
+    listing: Listing, level_names: Sequence[str] | None, index: LabelIndex, report: list[str]
+) -> tuple[Listing, list[int]]:
+    """The listing with lineages as the index reads them, and the positions of the levels that it lacks.
 
-    Where the source names none (None), as nested folders, its finest level is the finest of the run.
-
-    Returns:
-        For each level of the run its position in the source, -1 where it has none; and the positions of the
-        run's levels that the source does not have.
+    Levels are matched by name. Where the source names none (None), as nested folders, its finest level is the
+    finest of the run.
 
     Raises:
         DataError: no level of the source is one of the run.
     """
-    wanted = index.taxonomy.names
-    if names is None:
+    source, wanted, num_names = listing.source, index.taxonomy.names, len(listing.lineages[0])
+    if level_names is None:
         columns = [max(-1, level + num_names - len(wanted)) for level in range(len(wanted))]
     else:
-        columns = [names.index(name) if name in names else -1 for name in wanted]
+        columns = [level_names.index(name) if name in level_names else -1 for name in wanted]
     missing = [level for level, column in enumerate(columns) if column < 0]
     if len(missing) == len(wanted):
         raise DataError(
-            f"{source}: its levels {', '.join(names or ())} are not those of the run, "
+            f"{source}: its levels {', '.join(level_names or ())} are not those of the run, "
             f"{', '.join(wanted)}"
         )
-    return columns, missing
-
-
-def _aligned(
-    listing: Listing, level_names: Sequence[str] | None, index: LabelIndex, report: list[str]
-) -> tuple[Listing, list[int]]:
-    """The listing with lineages as the index reads them, and the positions of the levels that it lacks."""
-    source, lineages = listing.source, listing.lineages
-    columns, missing = _columns(source, level_names, len(lineages[0]), index)
     if missing:
-        names = ", ".join(index.taxonomy.names[level] for level in missing)
+        names = ", ".join(wanted[level] for level in missing)
         report.append(
             f"{source}: no {names} there; labels follow from the level below, as in training"
         )
     unique: dict[Lineage, Lineage] = {
         lineage: tuple(None if column < 0 else lineage[column] for column in columns)
-        for lineage in set(lineages)
+        for lineage in set(listing.lineages)
     }
-    return replace(listing, lineages=[unique[lineage] for lineage in lineages]), missing
+    return replace(listing, lineages=[unique[each] for each in listing.lineages]), missing
 
 
 def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -> None:
@@ -266,15 +249,13 @@ def _fill_missing(targets: Tensor, missing: Sequence[int], taxonomy: Taxonomy) -
             targets[:, level] = parents[targets[:, level + 1]]
 
 
-def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
-    preprocessing = request.preprocessing
+def _user_data(request: EvaluationRequest) -> EvaluationData:
+    preprocessing, index = request.preprocessing, request.index
     bundle = build_user_dataset(
         request.config, seed=request.seed, splits=("val",), preprocessing=preprocessing
     )
-    dataset: Any = bundle.val
-    name, index, declared = bundle.source, request.index, bundle.taxonomy
+    name, declared = bundle.source, bundle.taxonomy
     report: list[str] = []
-    num_left_out = 0
     if bundle.preprocessing is not None and preprocessing is None:
         raise DataError(f"{name}: gives Pillow images, but the dataset of the run gave tensors")
     if index is None:
@@ -282,92 +263,15 @@ def _user_data(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
             raise DataError(f"{name}: has classes, but the dataset of the run declared none")
     elif declared is None:
         report.append(f"{name}: declares no classes; its labels are assumed to be the run's")
-        dataset.taxonomy = index.taxonomy
+        bundle.val.taxonomy = index.taxonomy  # type: ignore[attr-defined]
         if isinstance(bundle.collate, UserCollate):
             bundle.collate.taxonomy = index.taxonomy
     elif (declared.levels, declared.is_multilabel) != (
         index.taxonomy.levels,
         index.taxonomy.is_multilabel,
     ):
-        if declared.is_multilabel or index.taxonomy.is_multilabel:
-            raise DataError(
-                f"{name}: several labels for a sample are not matched by name; give the dataset the classes "
-                "of the run, in their order, and its `multilabel`"
-            )
-        num_left_out = _relabel(dataset, Relabel(declared, index, name), request, on_main, report)
-    return _evaluated(bundle, request, name, "split val", report, num_left_out)
-
-
-def _relabel(
-    dataset: UserDataset,
-    relabel: Relabel,
-    request: EvaluationRequest,
-    on_main: OnMain,
-    report: list[str],
-) -> int:
-    """Give the dataset the labels of the run, and leave out samples of other classes; how many these are."""
-    if dataset.raw:
         raise DataError(
-            f"{dataset.name}: its classes are not those of the run, and as it has a collate_fn of its own, "
-            "its labels cannot be matched by name; give the dataset the classes of the run, in their order"
+            f"{name}: its classes are not those of the run, and labels of a `_target_` dataset are numbers; "
+            "give it the classes of the run, in their order"
         )
-    num_left_out = 0
-    if relabel.unknown:
-        kept = on_main(
-            lambda: [i for i in range(len(dataset)) if not relabel.is_unknown(dataset[i][1])]
-        )
-        num_left_out = len(dataset) - len(kept)
-    if num_left_out:
-        leave_out(dataset.name, relabel.unknown, num_left_out, len(kept), report, request.remedy)
-        dataset.dataset = Subset(dataset.dataset, kept)
-    dataset.relabel = relabel
-    return num_left_out
-
-
-class Relabel:
-    """Turns labels of a dataset into those of a run, by the names of the classes and of their ancestors.
-
-    Where parents are unknown, on either side, a name alone identifies a class.
-
-    Attributes:
-        unknown: the dataset's classes that the run does not know, as paths from their coarsest ancestor.
-
-    Raises:
-        DataError: no level of the dataset is one of the run.
-    """
-
-    def __init__(self, declared: Taxonomy, index: LabelIndex, name: str) -> None:
-        is_flat = len(declared.levels) == len(index.lookup) == 1
-        names = None if is_flat else declared.names
-        columns, self._missing = _columns(name, names, len(declared.levels), index)
-        self._taxonomy = index.taxonomy
-        self._tables: dict[int, tuple[int, Tensor]] = {}
-        """For levels of the run that the dataset has: the column there, and the label of each class there."""
-        unknown: dict[str, None] = {}
-        classes = [(*x.classes, None) for x in declared.levels]  # the last one is that of -1
-        for level, low in enumerate(columns):
-            if low < 0:
-                continue
-            rows = [
-                repeat(None)
-                if column < 0
-                else map(classes[column].__getitem__, declared.ancestors(low, column))
-                for column in columns
-            ]
-            targets, lacking = encode([*zip(*rows, strict=False)], index)
-            unknown |= dict.fromkeys(lacking)
-            self._tables[level] = low, torch.cat([targets[:, level], torch.tensor([UNKNOWN])])
-        self.unknown = list(unknown)
-
-    def __call__(self, targets: Tensor) -> Tensor:
-        """Labels [N, L] of the run for labels [N, levels of the dataset]; -1 is unknown in both."""
-        found = torch.full((len(targets), len(self._taxonomy.levels)), UNKNOWN)
-        for level, (column, table) in self._tables.items():
-            found[:, level] = table[targets[:, column]]
-        _fill_missing(found, self._missing, self._taxonomy)
-        return found
-
-    def is_unknown(self, target: Tensor) -> bool:
-        """Whether a sample's labels [levels of the dataset] have a class that the run does not know."""
-        tables = self._tables.values()
-        return any(target[c] != UNKNOWN and table[target[c]] == UNKNOWN for c, table in tables)
+    return _evaluated(bundle, request, name, "split val", report)
