@@ -72,10 +72,14 @@ class Mixing:
 
         An unknown label stays unknown: with several labels per sample -1, else zeros in its level.
         """
-        transform, part = (
-            (self.cutmix, drawn["lam_adjusted"]) if "box" in drawn else (self.mixup, drawn["lam"])
-        )
-        images = transform.transform(images, {"labels": None, "batch_size": len(images), **drawn})
+        if "box" in drawn:
+            part, (left, top, right, bottom) = drawn["lam_adjusted"], drawn["box"]
+            other = images[..., top:bottom, left:right].roll(1, 0)
+            images = images.clone()
+            images[..., top:bottom, left:right] = other
+        else:
+            part = drawn["lam"]
+            images = images.roll(1, 0).lerp_(images, part)
         if not self.is_multilabel:
             targets = soft_targets(targets, self.num_classes)
         others = targets.roll(1, 0)

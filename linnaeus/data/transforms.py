@@ -118,7 +118,7 @@ class Normalise(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8, or fractions in [0, 1], [..., C, height, width] to float32 of the same shape."""
-        result = images.to(torch.float32, copy=True)
+        result = images.to(torch.float32, copy=True)  # mixed types would take ten times as long
         if not images.is_floating_point():
             result.mul_(1 / 255)
         return result.sub_(self.mean.to(result.device)).div_(self.std.to(result.device))
