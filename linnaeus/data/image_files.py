@@ -267,7 +267,19 @@ def make_split(
     """
     listing = Listing.joined(listings)
     if config.ON_BAD_IMAGE == "skip":
-        listing = without_damaged(listing, channels, decoding, on_main, report)
+        damaged: dict[int, str] = (
+            on_main(lambda: find_damaged(listing.files, channels, decoding)[0]) or {}
+        )
+        named = several([f"{listing.paths[i]} ({reason})" for i, reason in damaged.items()])
+        num_files = len(listing.paths)
+        if len(damaged) == num_files:
+            raise DataError(
+                f"{listing.source}: none of the {num_files} images can be read: {named}"
+            )
+        if damaged:
+            number = counted(len(damaged), "damaged image")
+            report.append(f"{listing.source}: {number} left out: {named}")
+            listing = listing.take(_without(num_files, damaged))
     targets, unknown = encode(listing.lineages, index)
     left_out = {position for positions in unknown.values() for position in positions}
     if unknown:
@@ -276,9 +288,22 @@ def make_split(
             f"{name} (first in {listing.root / listing.paths[positions[0]]})"
             for name, positions in unknown.items()
         ]
-        leave_out(listing.source, names, len(left_out), len(kept), report, remedy)
+        text = (
+            f"{listing.source}: {counted(len(left_out), 'sample')} of {counted(len(names), 'class')} "
+            f"without a training sample: {several(names)}"
+        )
+        if remedy is not None or not kept:
+            raise DataError(f"{text}; {remedy if kept else 'these are all samples'}")
+        report.append(f"{text}; left out")
         listing, targets = listing.take(kept), targets[kept]
-    report_coarse(listing, report)
+    coarse = [
+        path
+        for path, names in zip(listing.paths, listing.lineages, strict=True)
+        if names[-1] is None
+    ]
+    if coarse:
+        counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
+        report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
     finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
     if needs_labels and not (finest != UNKNOWN).any():
         raise DataError(
@@ -286,30 +311,6 @@ def make_split(
         )
     split = ImageFiles(listing.root, listing.paths, targets, channels, decoding=decoding)
     return split, len(left_out)
-
-
-def leave_out(
-    source: str,
-    classes: Sequence[str],
-    num_samples: int,
-    num_kept: int,
-    report: list[str],
-    remedy: str | None,
-) -> None:
-    """Report samples of classes without a training sample as left out.
-
-    Raises:
-        DataError: there is a remedy, which ends the message, or no sample is kept.
-    """
-    text = (
-        f"{source}: {counted(num_samples, 'sample')} of {counted(len(classes), 'class')} without a training "
-        f"sample: {several(classes)}"
-    )
-    if not num_kept:
-        raise DataError(f"{text}; these are all samples")
-    if remedy is not None:
-        raise DataError(f"{text}; {remedy}")
-    report.append(f"{text}; left out")
 
 
 def stratified_split(
@@ -436,18 +437,6 @@ def hold_out(
     return listing.take(train), listing.take(val)
 
 
-def report_coarse(listing: Listing, report: list[str]) -> None:
-    """Report how many samples have an unknown finest label."""
-    coarse = [
-        path
-        for path, names in zip(listing.paths, listing.lineages, strict=True)
-        if names[-1] is None
-    ]
-    if coarse:
-        counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
-        report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
-
-
 def report_homonyms(lineages: Iterable[Lineage], report: list[str]) -> None:
     """Report classes of one name under several parents, the smallest first: one may be a typo."""
     found: list[tuple[int, str]] = []
@@ -534,27 +523,6 @@ def _with_statistics(
     values = " and ".join(f"{key} {value}" for key, value in measured.items())
     report.append(f"{values}: measured on {num_images}; DATA.AUGMENT sets others")
     return replace(augment, **measured)
-
-
-def without_damaged(
-    listing: Listing, channels: int, decoding: Decoding, on_main: OnMain, report: list[str]
-) -> Listing:
-    """Leave out the files that cannot be decoded, which rank 0 looks for, and report them.
-
-    Raises:
-        DataError: none can be.
-    """
-    damaged: dict[int, str] | None = on_main(
-        lambda: find_damaged(listing.files, channels, decoding)[0]
-    )
-    if not damaged:
-        return listing
-    num_files = len(listing.paths)
-    named = several([f"{listing.paths[i]} ({reason})" for i, reason in damaged.items()])
-    if len(damaged) == num_files:
-        raise DataError(f"{listing.source}: none of the {num_files} images can be read: {named}")
-    report.append(f"{listing.source}: {counted(len(damaged), 'damaged image')} left out: {named}")
-    return listing.take([i for i in range(num_files) if i not in damaged])
 
 
 def require_files(listing: Listing, config: DataConfig) -> None:

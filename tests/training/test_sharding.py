@@ -216,7 +216,10 @@ def trained(world: World, how: str, *argv: str, num_steps: int = NUM_STEPS) -> d
         first = (number * world.world_size + world.rank) * SAMPLES
         made = batches.__getitems__([(0, (first + i) % NUM_SAMPLES) for i in range(SAMPLES)])
         return Batch(
-            *(t.to(torch.get_default_dtype()) if t.is_floating_point() else t for t in made)
+            *(
+                t.to(torch.get_default_dtype()) if t.is_floating_point() else t
+                for t in data.on_device(made)
+            )
         )
 
     losses = [
