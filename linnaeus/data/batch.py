@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -78,6 +79,12 @@ def to_device(batch: Batch, device: torch.device | str, *, non_blocking: bool = 
     return Batch(inputs, targets, batch.choices)
 
 
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream for copies to a device: the allocator reuses memory within a stream alone."""
+    return torch.cuda.Stream(device)
+
+
 class CopiedAhead(Iterator[Batch]):
     """Batches on a device, each copied on a stream of its own while the step before it runs.
 
@@ -88,7 +95,7 @@ class CopiedAhead(Iterator[Batch]):
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
         self._batches = batches
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _copy_stream(device) if device.type == "cuda" else None
         self._next: Batch | Exception = self._copy()
 
     def _copy(self) -> Batch | Exception:
