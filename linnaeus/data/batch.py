@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -79,42 +78,54 @@ def to_device(batch: Batch, device: torch.device | str, *, non_blocking: bool = 
     return Batch(inputs, targets, batch.choices)
 
 
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream for copies to a device: the allocator reuses memory within a stream alone."""
-    return torch.cuda.Stream(device)
-
-
 class CopiedAhead(Iterator[Batch]):
     """Batches on a device, each copied on a stream of its own while the step before it runs.
 
-    Two batches are on the device at any time: a copy begins when the step that used its memory has ended. An
-    error of the next batch is raised when that batch is asked for.
+    Two batches are on the device at any time: a copy begins when the steps before it have ended. Their memory
+    is that of the current stream, so the allocator reuses it as any other. An error of the next batch is
+    raised when that batch is asked for.
     """
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
         self._batches = batches
         self._device = device
-        self._stream = _copy_stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next: Batch | Exception = self._copy()
 
     def _copy(self) -> Batch | Exception:
         try:
-            with torch.cuda.stream(self._stream):
-                return to_device(next(self._batches), self._device, non_blocking=True)
+            batch = next(self._batches)
+            if self._stream is None:
+                return to_device(batch, self._device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            inputs, targets = (nest.map_leaves(self._move, part) for part in batch[:2])
+            return Batch(inputs, targets, batch.choices)
+        except StopIteration:
+            return StopIteration()  # without a traceback, which would refer to this object
         except Exception as error:
             return error
+
+    def _move(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.is_cuda:
+            return leaf.to(self._device) if hasattr(leaf, "to") else leaf
+        place = torch.empty_like(leaf, device=self._device)
+        with torch.cuda.stream(self._stream):
+            return place.copy_(leaf, non_blocking=True)
 
     def __next__(self) -> Batch:
         batch = self._next
         if isinstance(batch, Exception):
             raise batch
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            self._stream.wait_stream(current)
+        self._wait()
         self._next = self._copy()
         return batch
+
+    def __del__(self) -> None:
+        self._wait()  # the memory of a copy under way must not be used for anything else
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class BatchSpec:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch import nest
@@ -158,8 +159,7 @@ def test_made_batch_takes_no_more_than_itself_on_the_device() -> None:
 
 def counted(number: int, seen: list[Any], error: Exception | None = None) -> Iterator[Batch]:
     for position in range(number):
-        is_cuda = torch.cuda.is_available()
-        seen.append(torch.cuda.current_stream() if is_cuda else None)
+        seen.append(position)
         inputs = torch.full((1 << 20,), position, dtype=torch.uint8)
         yield Batch(inputs, torch.tensor([position]))
     if error is not None:
@@ -174,18 +174,33 @@ def test_an_error_of_the_next_batch_waits_for_its_turn() -> None:
     assert len(list(CopiedAhead(counted(3, []), torch.device("cpu")))) == 3
 
 
+class Copies(TorchDispatchMode):
+    """The streams of the copies from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[torch.cuda.Stream] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and not args[1].is_cuda:
+            self.streams.append(torch.cuda.current_stream())
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_next_batch_is_copied_on_another_stream() -> None:
-    streams: list[Any] = []
-    before = torch.cuda.memory_allocated()
-    batches = CopiedAhead(counted(4, streams), torch.device("cuda"))
+    seen: list[int] = []
     found = []
-    for position, batch in enumerate(batches):
-        assert len(streams) == min(position + 2, 4)  # one ahead, no more
-        assert torch.cuda.memory_allocated() - before < 2.5 * 2**20
-        found.append((int(batch.targets), int(batch.inputs[-1])))
-        del batch
-    assert found == [(position, position) for position in range(4)]
-    assert len({*streams}) == 1
-    assert torch.cuda.current_stream() not in streams
+    before = torch.cuda.memory_allocated()
+    with Copies() as copies:
+        batches = CopiedAhead(counted(4, seen), torch.device("cuda"))
+        for position, batch in enumerate(batches):
+            assert len(seen) == min(position + 2, 4)  # one ahead, no more
+            assert torch.cuda.memory_allocated() - before < 2.5 * 2**20
+            found.append(batch.inputs[-1:].clone())
+            del batch
+    assert [int(value) for value in found] == [*range(4)]
+    assert len(copies.streams) == 8  # inputs and targets
+    assert len({*copies.streams}) == 1
+    assert torch.cuda.current_stream() not in copies.streams
