@@ -156,8 +156,9 @@ def ours(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
             "DATA.NUM_WORKERS=0",
         ]
     ).config
+    data = build_data(config.DATA, seed=0)
     with build_loaders(
-        build_data(config.DATA, seed=0),
+        data,
         config.DATA,
         World(torch.device("cpu")),
         sizes=lambda epoch, skip: iter([size] * (arguments.images // size)),
@@ -167,7 +168,7 @@ def ours(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
         epoch = 0
         while True:
             loaders.train.set_epoch(epoch)
-            yield from loaders.train
+            yield from map(data.on_device, loaders.train)
             epoch += 1
 
 

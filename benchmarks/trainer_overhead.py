@@ -127,11 +127,10 @@ def bare_turns(config: Config, device: torch.device) -> Iterator[None]:
     while True:
         loaders.train.set_epoch(epoch)
         model.train()
-        for step, (images, targets) in enumerate(loaders.train):
-            images, targets = (
-                images.to(device, non_blocking=True),
-                targets.to(device, non_blocking=True),
-            )
+        for step, batch in enumerate(loaders.train):
+            images = batch.inputs.to(device, non_blocking=True)
+            targets = batch.targets.to(device, non_blocking=True)
+            images = ((images / 255) - 0.5) / 0.5
             logits = model(images)
             losses = [
                 functional.cross_entropy(logits[level], targets[:, level])

@@ -13,7 +13,7 @@ from linnaeus.autobatch.memory.device import device_memory
 from linnaeus.config.load import save_config, with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import build_loaders, with_measured_workers
+from linnaeus.data.loader import build_loaders, with_num_workers
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.data.split_file import SPLIT_FILE, save_split
 from linnaeus.models.model_spec import MODEL_FILE, ModelSpec
@@ -145,7 +145,7 @@ def run(config: Config) -> FitResult:
                         sharding,
                     ),
                 )
-            loading = with_measured_workers(config.DATA, data, world, seed)
+            loading = with_num_workers(config.DATA, data, world)
             search, plan_for = size_search(
                 dataclasses.replace(config, DATA=loading), data, assembly, world, folder.console
             )

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from linnaeus.config.schema import DatasetConfig, LossConfig
-from linnaeus.data.batch import Batch
+from linnaeus.config.schema import AugmentConfig, DatasetConfig, LossConfig
 from linnaeus.data.image_files import Listing, encode, hold_out
 from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, index_labels
@@ -218,7 +217,8 @@ def test_manifest_cells_and_mixing() -> None:
     )
     assert len(val.paths) == 6
     assert {*"abc"} <= {*str(val.lineages)}
-    mixed = Mixing([3], 1.0, 0, is_multilabel=True)(Batch(torch.zeros(4, 1, 2, 2), TARGETS)).targets
+    mixing = Mixing([3], AugmentConfig(MIXUP=1.0), is_multilabel=True)
+    _, mixed = mixing(torch.zeros(4, 1, 2, 2), TARGETS, {"lam": 0.3})
     assert torch.equal(mixed < 0, (TARGETS < 0) | (TARGETS.roll(1, 0) < 0))
     assert 0 < float(mixed[0, 0]) < 1
 

@@ -9,6 +9,7 @@ Nodes and keys are upper case and nested. A default that follows another key is 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -122,6 +123,13 @@ def _crop_scale(value: list[float] | None) -> str | None:
     if value is None or (len(value) == 2 and value[0] <= value[1]):
         return None
     return "must be [low, high] with low <= high"
+
+
+def _policy(value: str) -> str | None:
+    own = ("none", "randaugment", "trivialaugment")
+    if value in own or re.fullmatch(r"(rand|augmix)(-[a-z]+[\d.]+)*|originalr?|3a", value):
+        return None
+    return f"must be {', '.join(own)} or a policy of timm, such as rand-m9-mstd0.5-inc1 or 3a"
 
 
 def _weights_source(value: str | None) -> str | None:
@@ -308,9 +316,17 @@ class AugmentConfig:
         0.0, "strength of random changes of brightness, contrast and saturation", ge=0
     )
     POLICY: str = key(
-        "none", "torchvision's policy", choices=("none", "randaugment", "trivialaugment")
+        "none",
+        "`randaugment` or `trivialaugment` of torchvision, or a policy of timm, such as "
+        "`rand-m9-mstd0.5-inc1`, `augmix-m3-w3`, `original` or `3a`",
+        check=_policy,
     )
     ERASING: float = key(0.0, "probability that a random rectangle is erased", ge=0, le=1)
+    ERASING_MODE: str = key(
+        "const",
+        "what an erased rectangle shows: MEAN (`const`), one random color (`rand`) or noise (`pixel`)",
+        choices=("const", "rand", "pixel"),
+    )
     MIXUP: float = key(
         0.0,
         "alpha of Mixup, which blends pairs of images of a micro-batch; 0 is off. Where CUTMIX is on "
@@ -319,6 +335,18 @@ class AugmentConfig:
     )
     CUTMIX: float = key(
         0.0, "alpha of CutMix, which pastes a rectangle of another image; 0 is off", ge=0
+    )
+    MIX_PROB: float = key(1.0, "probability that a batch is mixed", ge=0, le=1)
+    MIX_SWITCH: float = key(
+        0.5, "where MIXUP and CUTMIX are on: probability of CUTMIX, for a mixed batch", ge=0, le=1
+    )
+    CUTMIX_MINMAX: list[float] | None = key(
+        None,
+        "sides of CutMix's rectangle as fractions of the image's, [low, high]; null draws its area with the "
+        "alpha CUTMIX",
+        ge=0,
+        le=1,
+        check=_crop_scale,
     )
     MIX_OFF_EPOCHS: int = key(0, "last epochs, without MIXUP and CUTMIX", unit="epochs", ge=0)
     INTERPOLATION: str | None = key(
@@ -447,8 +475,8 @@ class DataConfig:
     )
     NUM_WORKERS: int | None = key(
         None,
-        "loader processes per training process; 0 loads in the latter; null measures at the start how "
-        "many load image files or a `_target_` dataset fastest, and is 0 for other data",
+        "loader processes per training process; 0 loads in the latter; null is up to 8, "
+        "one for each CPU core, for image files and `_target_` datasets, and 0 for data in memory",
         ge=0,
     )
     PREFETCH_FACTOR: int = key(2, "batches that each loader process prepares ahead", ge=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -22,15 +22,17 @@ class Batch(NamedTuple):
     """What one training or validation step consumes.
 
     Attributes:
-        inputs: float tensor [B, C, H, W], or any nest of tensors for a user's dataset.
-        targets: int64 tensor [B, L], one column per level of the taxonomy, -1 where unknown; where Mixup or
-            CutMix is on, float32 tensor [B, sum of the classes of all levels], see `soft_targets`; with
-            several labels per sample, float32 tensor [B, C] of 1, 0, and -1 where unknown; for a user's
-            dataset without a taxonomy, its targets as they are.
+        inputs: pixels, uint8 tensor [B, C, H, W], which the device normalises; where a user's dataset gives
+            tensors, any nest of them.
+        targets: int64 tensor [B, L], one column per level of the taxonomy, -1 where unknown; with several
+            labels per sample, float32 tensor [B, C] of 1, 0, and -1 where unknown; for a user's dataset
+            without a taxonomy, its targets as they are.
+        choices: random choices of the loader for what the device does to the batch; see `DeviceTransform`.
     """
 
     inputs: Any
     targets: Any
+    choices: Mapping[str, Any] | None = None
 
 
 def describe(value: Any) -> str:
@@ -63,29 +65,67 @@ def batch_size(batch: Batch) -> int:
     return lengths[0]
 
 
-def to_device(
-    batch: Batch,
-    device: torch.device | str,
-    *,
-    non_blocking: bool = False,
-    channels_last: bool = False,
-) -> Batch:
+def to_device(batch: Batch, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
     """Move every tensor of a batch, in nests of tuples, lists and dicts too.
 
-    `non_blocking` does not wait for copies from page-locked memory. `channels_last` is the memory format of
-    floating-point inputs with 4 dimensions.
+    `non_blocking` does not wait for copies from page-locked memory.
     """
 
-    def move(leaf: Any, *, is_image: bool = False) -> Any:
-        layout = {"memory_format": torch.channels_last} if is_image else {}
-        return leaf.to(device, non_blocking=non_blocking, **layout) if hasattr(leaf, "to") else leaf
+    def move(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=non_blocking) if hasattr(leaf, "to") else leaf
 
-    return Batch(
-        nest.map_leaves(
-            lambda leaf: move(leaf, is_image=channels_last and is_image_batch(leaf)), batch.inputs
-        ),
-        nest.map_leaves(move, batch.targets),
-    )
+    inputs, targets = (nest.map_leaves(move, part) for part in batch[:2])
+    return Batch(inputs, targets, batch.choices)
+
+
+class CopiedAhead(Iterator[Batch]):
+    """Batches on a device, each copied on a stream of its own while the step before it runs.
+
+    Two batches are on the device at any time: a copy begins when the steps before it have ended. Their memory
+    is that of the current stream, so the allocator reuses it as any other. An error of the next batch is
+    raised when that batch is asked for.
+    """
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
+        self._batches = batches
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._next: Batch | Exception = self._copy()
+
+    def _copy(self) -> Batch | Exception:
+        try:
+            batch = next(self._batches)
+            if self._stream is None:
+                return to_device(batch, self._device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            inputs, targets = (nest.map_leaves(self._move, part) for part in batch[:2])
+            return Batch(inputs, targets, batch.choices)
+        except StopIteration:
+            return StopIteration()  # without a traceback, which would refer to this object
+        except Exception as error:
+            return error
+
+    def _move(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.is_cuda:
+            return leaf.to(self._device) if hasattr(leaf, "to") else leaf
+        place = torch.empty_like(leaf, device=self._device)
+        with torch.cuda.stream(self._stream):
+            return place.copy_(leaf, non_blocking=True)
+
+    def __next__(self) -> Batch:
+        batch = self._next
+        if isinstance(batch, Exception):
+            raise batch
+        self._wait()
+        self._next = self._copy()
+        return batch
+
+    def __del__(self) -> None:
+        self._wait()  # the memory of a copy under way must not be used for anything else
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class BatchSpec:
@@ -100,6 +140,7 @@ class BatchSpec:
         num_samples: samples to look at.
         seed: for datasets and collate functions that draw random numbers. The state of the global random
             generators is restored.
+        choose: draws the `choices` of a batch; None where the device only normalises.
 
     Raises:
         DataError: the dataset is empty.
@@ -111,6 +152,7 @@ class BatchSpec:
         collate: Callable[[list[Any]], Batch],
         num_samples: int,
         seed: int = 0,
+        choose: Callable[[Batch], Mapping[str, Any] | None] | None = None,
     ) -> None:
         length = len(dataset)  # type: ignore[arg-type]
         if length == 0:
@@ -125,32 +167,26 @@ class BatchSpec:
         self.samples = groups[max(groups, key=lambda shapes: sum(map(math.prod, shapes)))]
         self.collate = collate
         self.seed = seed
+        self.choose = choose
         self.tensor_bytes = [
-            nest.num_bytes(leaf) for leaf in nest.leaves(self._collate(self.samples[:1]))
+            nest.num_bytes(leaf) for leaf in nest.leaves(self._collate(self.samples[:1])[:2])
         ]
         self._base = self._collate(self.samples)
         self._grows = _growing_leaves(self.samples, self._collate)
 
-    def make(self, n: int, device: torch.device | str, *, channels_last: bool = False) -> Batch:
-        """A batch of n samples on a device, with inputs in the memory format of `to_device`.
-
-        Making it takes no more device memory than the batch itself.
-        """
+    def make(self, n: int, device: torch.device | str) -> Batch:
+        """A batch of n samples on a device. Making it takes no more device memory than the batch itself."""
         if self._grows is None:
-            batch = self._collate(list(islice(cycle(self.samples), n)))
-            return to_device(batch, device, channels_last=channels_last)
+            return to_device(self._collate(list(islice(cycle(self.samples), n))), device)
         grows = iter(self._grows)
 
-        def fill(leaf: Any, *, is_input: bool) -> Any:
+        def fill(leaf: Any) -> Any:
             if not next(grows):
                 return leaf.to(device) if isinstance(leaf, Tensor) else leaf
-            length = len(leaf) // len(self.samples) * n
-            return _filled(leaf, length, device, channels_last=channels_last and is_input)
+            return _filled(leaf, len(leaf) // len(self.samples) * n, device)
 
-        inputs = nest.map_leaves(lambda leaf: fill(leaf, is_input=True), self._base.inputs)
-        return Batch(
-            inputs, nest.map_leaves(lambda leaf: fill(leaf, is_input=False), self._base.targets)
-        )
+        inputs, targets = (nest.map_leaves(fill, part) for part in self._base[:2])
+        return Batch(inputs, targets, self._base.choices)
 
     def load(self, n: int) -> Batch:
         """A batch of n samples on the host, made as a loader in this process makes it.
@@ -169,7 +205,8 @@ class BatchSpec:
     def _collate(self, samples: list[Any]) -> Batch:
         with preserved_generators():
             seed_generators(self.seed)
-            return self.collate(samples)
+            batch = self.collate(samples)
+            return batch if self.choose is None else batch._replace(choices=self.choose(batch))
 
 
 def _growing_leaves(samples: list[Any], collate: Callable[[list[Any]], Batch]) -> list[bool] | None:
@@ -179,8 +216,8 @@ def _growing_leaves(samples: list[Any], collate: Callable[[list[Any]], Batch]) -
     concatenation of the samples collated one by one.
     """
     samples = [*samples, samples[0]]
-    joint = collate(samples)
-    singles = [collate([sample]) for sample in samples]
+    joint = collate(samples)[:2]
+    singles = [collate([sample])[:2] for sample in samples]
     if any(nest.structure(single) != nest.structure(joint) for single in singles):
         return None
     grows = []
@@ -195,16 +232,9 @@ def _growing_leaves(samples: list[Any], collate: Callable[[list[Any]], Batch]) -
     return grows
 
 
-def _filled(
-    base: Tensor, length: int, device: torch.device | str, *, channels_last: bool
-) -> Tensor:
+def _filled(base: Tensor, length: int, device: torch.device | str) -> Tensor:
     """`base` repeated along its first dimension up to `length`, written into one allocation on the device."""
-    layout = (
-        torch.channels_last if channels_last and is_image_batch(base) else torch.contiguous_format
-    )
-    result = torch.empty(
-        length, *base.shape[1:], dtype=base.dtype, device=device, memory_format=layout
-    )
+    result = torch.empty(length, *base.shape[1:], dtype=base.dtype, device=device)
     filled = min(length, len(base))
     result[:filled].copy_(base[:filled])
     while filled < length:

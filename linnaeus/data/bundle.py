@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from linnaeus.data.batch import Batch
-from linnaeus.data.mixing import Mixing
+from linnaeus.data.mixing import DeviceTransform
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.runtime.errors import ConfigError
@@ -35,7 +35,7 @@ class DataBundle:
         report: sentences for the user about what was found, held out or left out.
         preprocessing: how an image becomes an input in validation; None where the dataset gives tensors.
         index: gives the labels of class names; None where there is no more to it than the taxonomy's names.
-        mixing: what is done to collated training batches; None leaves them alone. Validation is not mixed.
+        on_device: what the device does to batches; validation is neither erased nor mixed.
         test: a third split, for one evaluation at the end; None where there is none.
         source: the folder, the manifest or the name of the dataset, for the report.
     """
@@ -49,7 +49,7 @@ class DataBundle:
     report: list[str] = field(default_factory=list)
     preprocessing: Preprocessing | None = None
     index: LabelIndex | None = None
-    mixing: Mixing | None = None
+    on_device: DeviceTransform = field(default_factory=DeviceTransform)
     test: Dataset[Any] | None = None
     source: str = ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections import Counter, defaultdict
@@ -19,16 +18,15 @@ import numpy as np
 import torch
 from sklearn.model_selection import StratifiedGroupKFold
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
-from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_channels, measure_ranges
 from linnaeus.data.image import DEFAULT_DECODING, Decoding, load_image
 from linnaeus.data.splits import SPLITS
 from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
-from linnaeus.data.transforms import Pipeline, Transform, build_transforms
+from linnaeus.data.transforms import Pipeline, build_transforms
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.files import other_spelling
 from linnaeus.runtime.words import counted, several
@@ -103,15 +101,12 @@ class FoundFiles:
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     """Images that are decoded on access.
 
-    The loader reads pixels, and normalises while collating unless the transform erases after it. That gives
-    the batches of `collate_pairs` bit for bit, and spares a float copy of each image.
-
     Args:
         root, paths: the folder that relative paths start from, and the path of each image.
         targets: [N, L], int64, one column per level; -1 is unknown. Of several labels per sample [N, C],
             int8, which items have as float32.
         channels: of an image; every image is converted to 1 (grey) or 3 (RGB), or has another number.
-        transform: turns an image into an input; set before the first access.
+        transform: resizes and augments an image; set before the first access.
         decoding: how a file becomes pixels.
     """
 
@@ -121,7 +116,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         paths: Sequence[str],
         targets: Tensor,
         channels: int,
-        transform: Transform | None = None,
+        transform: Pipeline | None = None,
         decoding: Decoding = DEFAULT_DECODING,
     ) -> None:
         self.root = str(root)
@@ -133,11 +128,6 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         self.transform = transform
         self.decoding = decoding
 
-    @property
-    def normalises_batches(self) -> bool:
-        """Whether `collate_pixels` normalises, so that the loader calls `read_pixels`."""
-        return isinstance(self.transform, Pipeline) and self.transform.erasing is None
-
     def __len__(self) -> int:
         return len(self.paths)
 
@@ -147,36 +137,12 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return [os.path.join(self.root, os.fsdecode(path)) for path in self.paths]  # noqa: PTH118
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.transform(self._load(index)), self._target(index)  # type: ignore[misc]
-
-    def read_pixels(self, index: int) -> tuple[Tensor, Tensor]:
-        """The pixels of a sample before normalisation, uint8 [C, height, width], and its labels [L]."""
-        return self.transform.pixels(self._load(index)), self._target(index)  # type: ignore[union-attr]
-
-    def collate_pixels(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
-        """The batch of samples that `read_pixels` gave."""
-        images, targets = zip(*samples, strict=True)
-        shape = (len(images), *images[0].shape)
-        if get_worker_info() is None:
-            inputs = torch.empty(shape)
-        else:  # in shared memory, as torch's own collate function does it
-            inputs = (
-                torch.empty(0)
-                .set_(torch.UntypedStorage._new_shared(4 * math.prod(shape)))
-                .view(shape)
-            )
-        for image, place in zip(images, inputs, strict=True):
-            self.transform.normalise.write(image, place)  # type: ignore[union-attr]
-        return Batch(inputs, default_collate(list(targets)))
-
-    def _target(self, index: int) -> Tensor:
-        target = self.targets[index]
-        return target.float() if target.dtype == torch.int8 else target
-
-    def _load(self, index: int) -> Tensor:
+        """The pixels of a sample, uint8 [C, height, width], and its labels [L]."""
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
-        min_size = self.transform.min_size if isinstance(self.transform, Pipeline) else None
-        return load_image(path, self.channels, self.decoding, min_size)
+        assert self.transform is not None
+        image = load_image(path, self.channels, self.decoding, self.transform.min_size)
+        target = self.targets[index]
+        return self.transform(image), target.float() if target.dtype == torch.int8 else target
 
 
 def roots_of(dataset: DatasetConfig) -> list[DatasetConfig]:
@@ -301,7 +267,19 @@ def make_split(
     """
     listing = Listing.joined(listings)
     if config.ON_BAD_IMAGE == "skip":
-        listing = without_damaged(listing, channels, decoding, on_main, report)
+        damaged: dict[int, str] = (
+            on_main(lambda: find_damaged(listing.files, channels, decoding)[0]) or {}
+        )
+        named = several([f"{listing.paths[i]} ({reason})" for i, reason in damaged.items()])
+        num_files = len(listing.paths)
+        if len(damaged) == num_files:
+            raise DataError(
+                f"{listing.source}: none of the {num_files} images can be read: {named}"
+            )
+        if damaged:
+            number = counted(len(damaged), "damaged image")
+            report.append(f"{listing.source}: {number} left out: {named}")
+            listing = listing.take(_without(num_files, damaged))
     targets, unknown = encode(listing.lineages, index)
     left_out = {position for positions in unknown.values() for position in positions}
     if unknown:
@@ -310,9 +288,22 @@ def make_split(
             f"{name} (first in {listing.root / listing.paths[positions[0]]})"
             for name, positions in unknown.items()
         ]
-        leave_out(listing.source, names, len(left_out), len(kept), report, remedy)
+        text = (
+            f"{listing.source}: {counted(len(left_out), 'sample')} of {counted(len(names), 'class')} "
+            f"without a training sample: {several(names)}"
+        )
+        if remedy is not None or not kept:
+            raise DataError(f"{text}; {remedy if kept else 'these are all samples'}")
+        report.append(f"{text}; left out")
         listing, targets = listing.take(kept), targets[kept]
-    report_coarse(listing, report)
+    coarse = [
+        path
+        for path, names in zip(listing.paths, listing.lineages, strict=True)
+        if names[-1] is None
+    ]
+    if coarse:
+        counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
+        report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
     finest = targets if index.taxonomy.is_multilabel else targets[:, -1]
     if needs_labels and not (finest != UNKNOWN).any():
         raise DataError(
@@ -320,30 +311,6 @@ def make_split(
         )
     split = ImageFiles(listing.root, listing.paths, targets, channels, decoding=decoding)
     return split, len(left_out)
-
-
-def leave_out(
-    source: str,
-    classes: Sequence[str],
-    num_samples: int,
-    num_kept: int,
-    report: list[str],
-    remedy: str | None,
-) -> None:
-    """Report samples of classes without a training sample as left out.
-
-    Raises:
-        DataError: there is a remedy, which ends the message, or no sample is kept.
-    """
-    text = (
-        f"{source}: {counted(num_samples, 'sample')} of {counted(len(classes), 'class')} without a training "
-        f"sample: {several(classes)}"
-    )
-    if not num_kept:
-        raise DataError(f"{text}; these are all samples")
-    if remedy is not None:
-        raise DataError(f"{text}; {remedy}")
-    report.append(f"{text}; left out")
 
 
 def stratified_split(
@@ -470,18 +437,6 @@ def hold_out(
     return listing.take(train), listing.take(val)
 
 
-def report_coarse(listing: Listing, report: list[str]) -> None:
-    """Report how many samples have an unknown finest label."""
-    coarse = [
-        path
-        for path, names in zip(listing.paths, listing.lineages, strict=True)
-        if names[-1] is None
-    ]
-    if coarse:
-        counts = f"{len(coarse)} of {counted(len(listing.paths), 'image')}"
-        report.append(f"{listing.source}: finest label unknown for {counts}, first {coarse[0]}")
-
-
 def report_homonyms(lineages: Iterable[Lineage], report: list[str]) -> None:
     """Report classes of one name under several parents, the smallest first: one may be a typo."""
     found: list[tuple[int, str]] = []
@@ -568,27 +523,6 @@ def _with_statistics(
     values = " and ".join(f"{key} {value}" for key, value in measured.items())
     report.append(f"{values}: measured on {num_images}; DATA.AUGMENT sets others")
     return replace(augment, **measured)
-
-
-def without_damaged(
-    listing: Listing, channels: int, decoding: Decoding, on_main: OnMain, report: list[str]
-) -> Listing:
-    """Leave out the files that cannot be decoded, which rank 0 looks for, and report them.
-
-    Raises:
-        DataError: none can be.
-    """
-    damaged: dict[int, str] | None = on_main(
-        lambda: find_damaged(listing.files, channels, decoding)[0]
-    )
-    if not damaged:
-        return listing
-    num_files = len(listing.paths)
-    named = several([f"{listing.paths[i]} ({reason})" for i, reason in damaged.items()])
-    if len(damaged) == num_files:
-        raise DataError(f"{listing.source}: none of the {num_files} images can be read: {named}")
-    report.append(f"{listing.source}: {counted(len(damaged), 'damaged image')} left out: {named}")
-    return listing.take([i for i in range(num_files) if i not in damaged])
 
 
 def require_files(listing: Listing, config: DataConfig) -> None:

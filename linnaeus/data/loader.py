@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
-import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -24,19 +21,17 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from linnaeus.autobatch import nest
 from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
-from linnaeus.data.batch import Batch
+from linnaeus.data.batch import Batch, CopiedAhead
 from linnaeus.data.bundle import (
     Collate,
     DataBundle,
-    collate_pairs,
     dataset_length,
     training_targets,
 )
 from linnaeus.data.image_files import ImageFiles
-from linnaeus.data.mixing import Mixing
+from linnaeus.data.mixing import DeviceTransform
 from linnaeus.data.sampler import (
     BalancedSampler,
     EpochSampler,
@@ -51,16 +46,10 @@ from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import DataError
 from linnaeus.runtime.rng import derive_seed, seed_generators
 from linnaeus.runtime.signals import SIGNALS, blocked
-from linnaeus.runtime.words import counted
 
 logger = logging.getLogger("linnaeus.data")
-MOST_WORKERS = 16
+MOST_WORKERS = 8
 """Bound on the loader processes that `DATA.NUM_WORKERS null` starts for each training process."""
-_MEASURED_S = 0.5
-"""How long the speed of each number of loader processes is measured."""
-_TIMEOUT_S = 60.0
-"""Loader processes that give no batch for so long while they are measured hang."""
-_TIMED_OUT = re.compile(r"DataLoader timed out")
 _WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)", re.DOTALL)
 
 
@@ -78,14 +67,14 @@ class _Loader(DataLoader[Any]):
 class SeededBatches(Dataset[Any]):
     """Reads and collates whole batches, with the global generators seeded for each sample.
 
-    Collating and mixing draw on from the generators' state after the last sample. Mixing is done in the first
-    `mixed_epochs` epochs.
+    Collating draws on from the generators' state after the last sample, and so do the choices for the device.
+    Batches are mixed in the first `mixed_epochs` epochs.
     """
 
     dataset: Dataset[Any]
     collate: Collate
     seed: int
-    mixing: Mixing | None = None
+    on_device: DeviceTransform | None = None
     mixed_epochs: int = 0
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
@@ -103,117 +92,44 @@ class SeededBatches(Dataset[Any]):
             return error
 
     def _read(self, keys: list[SampleKey]) -> Batch:
-        dataset, read, collate = self.dataset, self.dataset.__getitem__, self.collate
-        if (
-            isinstance(dataset, ImageFiles)
-            and dataset.normalises_batches
-            and collate is collate_pairs
-        ):
-            read, collate = dataset.read_pixels, dataset.collate_pixels
         samples = []
         for epoch, index, *draw in keys:
             seed_generators(derive_seed(self.seed, epoch, index, *draw))
-            samples.append(read(index))
-        batch = collate(samples)
-        if self.mixing is None or keys[0][0] >= self.mixed_epochs:
+            samples.append(self.dataset[index])
+        batch = self.collate(samples)
+        if self.on_device is None:
             return batch
-        return self.mixing(batch)
+        mixes = keys[0][0] < self.mixed_epochs
+        return batch._replace(choices=self.on_device.choose(batch, mixes=mixes))
 
 
-def with_measured_workers(
-    config: DataConfig, data: DataBundle, world: World, seed: int
-) -> DataConfig:
-    """The DATA node with a number for `NUM_WORKERS` null: the fewest processes that load at full speed.
+def with_num_workers(config: DataConfig, data: DataBundle, world: World) -> DataConfig:
+    """The DATA node with a number for `NUM_WORKERS` null.
 
-    Rank 0 measures with the training samples, and all ranks take its number; batches do not depend on it.
-    Image files and users' datasets are measured. Data in memory gets 0, and so does a user's dataset that
-    several processes cannot share, or whose processes fail.
-
-    Raises:
-        DataError: a sample cannot be read.
+    Image files and users' datasets get a loader process for each CPU core of a rank, at most `MOST_WORKERS`.
+    Data in memory gets 0, and so does a user's dataset that several processes cannot share.
     """
     if config.NUM_WORKERS is not None:
         return config
-    own = data.train if isinstance(data.train, UserDataset) else None
-    num_samples, cores = dataset_length(data.train), num_cores()
-    dataset = SeededBatches(data.train, data.collate, seed, data.mixing, sys.maxsize)
-
-    def alone_because(reason: str) -> int:
-        logger.info("loader: in the training process: %s (DATA.NUM_WORKERS)", reason)
-        return 0
-
-    def measure() -> int:
-        most = max(1, min(MOST_WORKERS, cores // world.local_world_size))
-        with suppress(OSError):  # the batches of workers lie in shared memory
-            sample = dataset.__getitems__([(0, 0)])
-            sample_bytes = sum(nest.num_bytes(leaf) for leaf in nest.leaves(sample))
-            batch_bytes = config.BATCH_SIZE * max(1, sample_bytes)
-            room = shutil.disk_usage("/dev/shm").free / 2 / world.local_world_size
-            most = min(most, int(room / (batch_bytes * (config.PREFETCH_FACTOR + 2))))
-        alone = samples_per_s(dataset, config, 0, batch_size=1) if cores > 1 else math.inf
-        if num_samples / world.world_size < alone:
-            why = "it loads an epoch within a second" if cores > 1 else "it has one CPU core"
-            return alone_because(why)
-        if own is not None and (reason := reason_against_sharing(own.dataset)):
-            return alone_because(f"processes cannot share {own.name}: {reason}")
-        chosen, rates = 0, dict[int, float]()
-        for workers in sorted({n for n in (1, 2, 4, 8, most) if 0 < n <= most}):
-            batch_size = max(1, min(32, int(alone / 50)))  # loads in some 20 ms
-            try:
-                rates[workers] = samples_per_s(dataset, config, workers, batch_size)
-            except DataError as error:
-                if own is None:
-                    raise
-                return alone_because(f"with {counted(workers, 'loader process')}: {error}")
-            # Even one that loads no faster does so while the model computes.
-            if chosen and rates[workers] < 1.2 * rates[chosen]:
-                break
-            chosen = workers
-        if not rates:
-            return alone_because("no room in /dev/shm for others")
-        speeds = ", ".join(f"{rate:.0f} with {workers}" for workers, rate in rates.items())
-        logger.info("loader: DATA.NUM_WORKERS %d (samples per second: %s)", chosen, speeds)
-        return chosen
-
-    is_measured = isinstance(data.train, ImageFiles | UserDataset)
-    workers = world.on_main(measure) if is_measured else 0
+    workers = min(MOST_WORKERS, num_cores() // world.local_world_size)
+    if not isinstance(data.train, ImageFiles | UserDataset):
+        workers = 0
+    elif isinstance(data.train, UserDataset):
+        reason = reason_against_sharing(data.train.dataset)
+        if reason and world.is_main:
+            logger.info(
+                "loader: in the training process, since others cannot share %s: %s (DATA.NUM_WORKERS)",
+                data.train.name,
+                reason,
+            )
+        workers = 0 if reason else workers
     return replace(config, NUM_WORKERS=workers)
-
-
-def samples_per_s(
-    dataset: SeededBatches, config: DataConfig, workers: int, batch_size: int
-) -> float:
-    """How fast a loader is once its workers have started."""
-    order = EpochSampler(dataset_length(dataset.dataset), seed=dataset.seed)
-    order.set_epoch(workers)  # begins with other files, which the system has not cached
-    batches = PlannedBatches(order, lambda epoch, skip: repeat(batch_size))
-    config = replace(config, NUM_WORKERS=workers)
-    started, num_read = time.monotonic(), 0
-    with closing(
-        BatchLoader(
-            dataset,
-            batches,
-            config,
-            World(torch.device("cpu")),
-            dataset.seed,
-            timeout_s=_TIMEOUT_S if workers else 0.0,
-        )
-    ) as loader:
-        for position, _ in enumerate(loader):
-            if position < workers:
-                started = time.monotonic()
-                continue
-            num_read += batch_size
-            if time.monotonic() - started > _MEASURED_S:
-                break
-    return num_read / (time.monotonic() - started)
 
 
 class BatchLoader:
     """Batches of one split for one process. Each iteration runs through one epoch.
 
-    Host memory is page-locked for CUDA only. `timeout_s` is the longest wait for a batch of a worker; 0
-    is no limit.
+    With CUDA, batches are on the device, copied from page-locked memory while the step before them runs.
     """
 
     def __init__(
@@ -223,11 +139,10 @@ class BatchLoader:
         config: DataConfig,
         world: World,
         seed: int,
-        *,
-        timeout_s: float = 0.0,
     ) -> None:
         workers = config.NUM_WORKERS or 0
         self._batches = batches
+        self._device = world.device
         self._closing = multiprocessing.get_context().Event()
         """Tells the worker processes that they may be ended."""
         self._loader: DataLoader[Any] | None = _Loader(
@@ -237,7 +152,6 @@ class BatchLoader:
             num_workers=workers,
             prefetch_factor=config.PREFETCH_FACTOR if workers else None,
             persistent_workers=workers > 0,
-            timeout=timeout_s,
             pin_memory=config.PIN_MEMORY and world.device.type == "cuda",
             worker_init_fn=partial(_start_worker, self._closing),
             # Without one of its own, torch's loader draws from the global generator at every epoch.
@@ -262,10 +176,9 @@ class BatchLoader:
         """
         if self._loader is None:
             raise RuntimeError("this loader is closed")
-        with (
-            blocked()
-        ):  # a launcher's signal must not end a worker that cannot leave it to this process yet
-            return _Batches(iter(self._loader))
+        with blocked():  # a launcher's signal must not end a worker that cannot ignore it yet
+            batches = _Batches(iter(self._loader))
+        return CopiedAhead(batches, self._device) if self._device.type == "cuda" else batches
 
     def __len__(self) -> int:
         """Batches of the next iteration; they are counted without reading them."""
@@ -296,8 +209,6 @@ class _Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except RuntimeError as error:
-            if _TIMED_OUT.match(str(error)):
-                raise DataError("a loader process gives no batch and seems to hang") from error
             if not _WORKER_DIED.match(str(error)):
                 raise
             raise DataError(
@@ -351,7 +262,7 @@ def build_loaders(
         sampler: EpochSampler = BalancedSampler(targets, **order)
     else:
         sampler = EpochSampler(dataset_length(bundle.train), **order)
-    dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
+    dataset = SeededBatches(bundle.train, bundle.collate, seed, bundle.on_device, mixed_epochs)
     train = BatchLoader(dataset, PlannedBatches(sampler, sizes), config, world, seed)
     held_out = (
         build_val_loader(

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: training batches whose images and labels are mixed in pairs.
+"""What the device does to a batch: normalisation, erasing, and Mixup and CutMix of pairs of samples.
 
 Shapes: B is the number of samples in a batch, L the number of levels, C the sum of the classes of
 all levels.
@@ -6,17 +6,24 @@ all levels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms import v2
 
+from linnaeus.autobatch.state.rng import preserved_generators
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.batch import Batch, describe, is_image_batch
+from linnaeus.data.batch import Batch, describe
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
+from linnaeus.data.transforms import Normalise, Preprocessing
 from linnaeus.runtime.errors import ConfigError, DataError
+from linnaeus.runtime.rng import seed_generators
 
 _BOTH = "DATA.AUGMENT.MIXUP and DATA.AUGMENT.CUTMIX"
 
@@ -24,98 +31,125 @@ _BOTH = "DATA.AUGMENT.MIXUP and DATA.AUGMENT.CUTMIX"
 class Mixing:
     """Mixes each sample of a batch with the one before it, and the first with the last.
 
-    Random choices use torch's global generator, which the loader has seeded for the last sample of the batch.
+    The loader draws how (`draw`), and the device mixes (`__call__`).
 
     Args:
         num_classes: classes of each level.
-        mixup: alpha of Mixup (Zhang et al. 2018, arXiv:1710.09412); 0 is off.
-        cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0 is off. With both, each batch takes
-            one of them with equal probability.
-        in_place: write the mixed images over the batch; otherwise over a copy.
+        augment: the node DATA.AUGMENT. `MIXUP` and `CUTMIX` are the alphas of Mixup (Zhang et al. 2018,
+            arXiv:1710.09412) and CutMix (Yun et al. 2019, arXiv:1905.04899).
         is_multilabel: whether targets are those of several labels per sample, [B, C] with -1 where unknown.
     """
 
     def __init__(
-        self,
-        num_classes: Sequence[int],
-        mixup: float,
-        cutmix: float,
-        *,
-        in_place: bool = True,
-        is_multilabel: bool = False,
+        self, num_classes: Sequence[int], augment: AugmentConfig, *, is_multilabel: bool = False
     ) -> None:
         self.num_classes = tuple(num_classes)
         self.is_multilabel = is_multilabel
-        self.in_place = in_place
-        kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
-        self.transforms = [kind(alpha=alpha) for kind, alpha in kinds if alpha > 0]
+        self.augment = augment
+        self.mixup = v2.MixUp(alpha=augment.MIXUP or 1.0)
+        self.cutmix = v2.CutMix(alpha=augment.CUTMIX or 1.0)
 
-    def to_soft_targets(self, batch: Batch) -> Batch:
-        """The batch with its labels [B, L] as probabilities [B, C], and unmixed: what mixing starts from.
+    def draw(self, images: Tensor) -> Mapping[str, Any]:
+        """The parameters of torchvision's transform for a batch of images, from torch's global generator."""
+        augment = self.augment
+        share = augment.MIX_SWITCH if augment.MIXUP else 1.0
+        if not augment.CUTMIX or (share < 1 and float(torch.rand(())) >= share):
+            return self.mixup.make_params([images])  # type: ignore[no-any-return]
+        if augment.CUTMIX_MINMAX is None:
+            return self.cutmix.make_params([images])  # type: ignore[no-any-return]
+        sides = images.shape[:-3:-1]  # width, height
+        cut = [int(side * torch.empty(()).uniform_(*augment.CUTMIX_MINMAX)) for side in sides]
+        start = [
+            int(torch.randint(side - part + 1, ())) for side, part in zip(sides, cut, strict=True)
+        ]
+        end = map(operator.add, start, cut)
+        return {"box": (*start, *end), "lam_adjusted": 1 - math.prod(cut) / math.prod(sides)}
 
-        Raises:
-            DataError: inputs that are not float [B, channels, height, width], or targets of another form.
+    def __call__(
+        self, images: Tensor, targets: Tensor, drawn: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Mixed float images [B, channels, height, width], and their targets as probabilities [B, C].
+
+        An unknown label stays unknown: with several labels per sample -1, else zeros in its level.
         """
-        inputs, targets = batch
-        num_levels = len(self.num_classes)
+        if "box" in drawn:
+            part, (left, top, right, bottom) = drawn["lam_adjusted"], drawn["box"]
+            other = images[..., top:bottom, left:right].roll(1, 0)
+            images = images.clone()
+            images[..., top:bottom, left:right] = other
+        else:
+            part = drawn["lam"]
+            images = images.roll(1, 0).lerp_(images, part)
+        if not self.is_multilabel:
+            targets = soft_targets(targets, self.num_classes)
+        others = targets.roll(1, 0)
+        is_unknown = (targets < 0) | (others < 0)
+        return images, (targets * part + others * (1 - part)).masked_fill(is_unknown, UNKNOWN)
+
+
+@dataclass(frozen=True)
+class DeviceTransform:
+    """Makes inputs and targets of the model from a batch of the loader, on the device of the batch.
+
+    Attributes:
+        normalise: for pixels (uint8); other inputs are inputs of the model already.
+        erasing: erases rectangles of normalised pixels, in training.
+        mixing: Mixup and CutMix, in training.
+    """
+
+    normalise: Normalise | None = None
+    erasing: RandomErasing | None = None
+    mixing: Mixing | None = None
+
+    def check(self, batch: Batch) -> None:
+        """Raise `DataError` for a batch that cannot be mixed, where batches are."""
+        if self.mixing is None:
+            return
+        inputs, targets, _ = batch
+        num_levels = len(self.mixing.num_classes)
+        is_images = isinstance(inputs, Tensor) and inputs.ndim == 4
+        is_pixels = is_images and inputs.dtype == torch.uint8 and self.normalise is not None
+        is_images = is_pixels or (is_images and inputs.is_floating_point())
         is_labels = isinstance(targets, Tensor) and not targets.is_floating_point()
         is_labels = is_labels and targets.shape == (len(inputs), num_levels)
-        if not is_image_batch(inputs) or not (self.is_multilabel or is_labels):
+        if not is_images or not (self.mixing.is_multilabel or is_labels):
             raise DataError(
                 f"{_BOTH} mix images, float [batch, channels, height, width], with labels, whole numbers "
                 f"[batch, {num_levels}], not {describe(inputs)} with {describe(targets)}; set both to 0"
             )
-        if self.is_multilabel:
-            return batch
-        return Batch(inputs, soft_targets(targets, self.num_classes))
 
-    @property
-    def num_copies(self) -> int:
-        """Copies of a batch of images that mixing holds beside it."""
-        return 0 if self.in_place else 1
+    def choose(
+        self, batch: Batch, *, mixes: bool = True, always: bool = False
+    ) -> dict[str, Any] | None:
+        """Draw the `choices` of a training batch, from torch's global generator.
 
-    def soft_collate(self, collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
-        """Return a collate function whose batches have soft targets."""
-        return lambda samples: self.to_soft_targets(collate(samples))
-
-    def __call__(self, batch: Batch) -> Batch:
-        """The mixed batch; errors are those of `to_soft_targets`."""
-        return self.mix(self.to_soft_targets(batch))
-
-    def mix(self, batch: Batch) -> Batch:
-        """Mix what `to_soft_targets` returned; a batch of one sample stays as it is.
-
-        torchvision draws the parts and rectangles. Its own kernels hold two more batches of images and take
-        eleven times as long: 101 ms instead of 9 for 128 images of 224 pixels.
+        `mixes` is whether its epoch is mixed; with `always`, the batch is mixed whatever the probability.
         """
-        images, targets = batch
-        if len(targets) == 1:
-            return batch
-        which = int(torch.randint(len(self.transforms), ())) if len(self.transforms) > 1 else 0
-        drawn = self.transforms[which].make_params([images])
-        if not self.in_place:
-            images = images.clone()
-        if "box" in drawn:
-            part, (left, top, right, bottom) = drawn["lam_adjusted"], drawn["box"]
-            _write_over(images[..., top:bottom, left:right], lambda box, other: box.copy_(other))
-        else:
-            part = drawn["lam"]
-            _write_over(images, lambda image, other: image.mul_(part).add_(other, alpha=1 - part))
-        others = targets.roll(1, 0)
-        is_unknown = (targets < 0) | (others < 0)
-        return Batch(
-            images, (targets * part + others * (1 - part)).masked_fill(is_unknown, UNKNOWN)
-        )
+        choices: dict[str, Any] = {}
+        if self.mixing is not None and mixes:
+            self.check(batch)
+            share = self.mixing.augment.MIX_PROB
+            is_drawn = len(batch.inputs) > 1 and (share == 1 or float(torch.rand(())) < share)
+            if is_drawn or always:
+                choices["mix"] = self.mixing.draw(batch.inputs)
+        if self.erasing is not None:
+            choices["seed"] = int(torch.randint(1 << 62, ()))
+        return choices or None
 
-
-def _write_over(images: Tensor, write: Callable[[Tensor, Tensor], object]) -> None:
-    """Call `write(image, the one before it)` for each image, which may change the first of both in place."""
-    last = images[-1].clone()
-    for index in range(
-        len(images) - 1, 0, -1
-    ):  # from the end, so that the one before is still as it was
-        write(images[index], images[index - 1])
-    write(images[0], last)
+    def __call__(self, batch: Batch) -> tuple[Any, Any]:
+        """Inputs and targets."""
+        inputs, targets, choices = batch[0], batch[1], batch.choices or {}
+        is_pixels = isinstance(inputs, Tensor) and inputs.dtype == torch.uint8
+        if self.normalise is not None and is_pixels:
+            inputs = self.normalise(inputs)
+            if self.erasing is not None and "seed" in choices:
+                with preserved_generators():
+                    seed_generators(choices["seed"])
+                    self.erasing.device = inputs.device
+                    self.erasing(inputs)
+        if self.mixing is not None and "mix" in choices:
+            inputs, targets = self.mixing(inputs, targets, choices["mix"])
+        return inputs, targets
 
 
 def soft_targets(labels: Tensor, num_classes: Sequence[int]) -> Tensor:
@@ -140,25 +174,28 @@ def one_hot(labels: Tensor, num_classes: int) -> Tensor:
     return labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
 
 
-def build_mixing(
-    augment: AugmentConfig, taxonomy: Taxonomy | None, *, in_place: bool = True
-) -> Mixing | None:
-    """What `DATA.AUGMENT` asks for; None where both keys are 0.
+def build_device_transform(
+    augment: AugmentConfig, taxonomy: Taxonomy | None, preprocessing: Preprocessing | None
+) -> DeviceTransform:
+    """What `DATA.AUGMENT` asks for; without a preprocessing, inputs are neither normalised nor erased.
 
     Raises:
         ConfigError: mixing is on, and there are no classes.
     """
-    if not is_mixing(augment):
-        return None
-    if taxonomy is None:
-        raise ConfigError(
-            f"{_BOTH}: mixed labels need classes, which the dataset does not declare; give it "
-            f"`taxonomy`, `classes` or `num_classes`, or set {_BOTH} to 0"
-        )
-    counts, is_multilabel = list(taxonomy.num_classes.values()), taxonomy.is_multilabel
-    return Mixing(
-        counts, augment.MIXUP, augment.CUTMIX, in_place=in_place, is_multilabel=is_multilabel
-    )
+    mixing = erasing = None
+    if is_mixing(augment):
+        if taxonomy is None:
+            raise ConfigError(
+                f"{_BOTH}: mixed labels need classes, which the dataset does not declare; give it "
+                f"`taxonomy`, `classes` or `num_classes`, or set {_BOTH} to 0"
+            )
+        counts = [*taxonomy.num_classes.values()]
+        mixing = Mixing(counts, augment, is_multilabel=taxonomy.is_multilabel)
+    if preprocessing is None:
+        return DeviceTransform(mixing=mixing)
+    if augment.ERASING:
+        erasing = RandomErasing(augment.ERASING, mode=augment.ERASING_MODE)
+    return DeviceTransform(preprocessing.normalise(), erasing, mixing)
 
 
 def is_mixing(augment: AugmentConfig) -> bool:

@@ -1,25 +1,27 @@
-"""Augmentation, resizing and normalisation, as torchvision v2 pipelines over uint8 tensors [C, H, W]."""
+"""Augmentation and resizing, as torchvision v2 pipelines over uint8 tensors [C, H, W], and normalisation."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from PIL import Image
+from timm.data import create_transform
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
 from linnaeus.data.image import DEFAULT_DECODING, Decoding
-from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.errors import ConfigError, first_line
 
 Transform = Callable[[Tensor], Tensor]
-"""uint8 [C, H, W] of any size to float32 [C, height, width], normalised."""
+"""uint8 [C, H, W] of any size to uint8 [C, height, width]."""
 
 _POLICIES: dict[str, Callable[[], Any]] = {
     "randaugment": v2.RandAugment,
@@ -107,47 +109,30 @@ class ResizeCenterCrop(nn.Module):
 
 
 class Normalise(nn.Module):
-    """`v2.ToDtype(torch.float32, scale=True)` and `v2.Normalize`, bit for bit, into memory that is there."""
+    """`v2.ToDtype(torch.float32, scale=True)` and `v2.Normalize`, bit for bit, with one copy."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         self.mean = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
         self.std = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
 
-    def forward(self, image: Tensor) -> Tensor:
-        """uint8, or fractions in [0, 1], [C, height, width] to float32 of the same shape."""
-        return self.write(image, torch.empty(image.shape, dtype=torch.float32))
-
-    def write(self, image: Tensor, result: Tensor) -> Tensor:
-        """Write what `forward` returns into a tensor."""
-        result.copy_(image)
-        if not image.is_floating_point():
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8, or fractions in [0, 1], [..., C, height, width] to float32 of the same shape."""
+        result = images.to(torch.float32, copy=True)  # mixed types would take ten times as long
+        if not images.is_floating_point():
             result.mul_(1 / 255)
-        return result.sub_(self.mean).div_(self.std)
+        return result.sub_(self.mean.to(result.device)).div_(self.std.to(result.device))
 
 
-class Pipeline(nn.Module):
-    """Steps on uint8 pixels [C, any, any], then normalisation, then erasing where it is not None."""
-
-    def __init__(
-        self, pixels: Sequence[nn.Module], normalise: Normalise, erasing: nn.Module | None = None
-    ) -> None:
-        super().__init__()
-        self.pixels = nn.Sequential(*pixels)
-        self.normalise = normalise
-        self.erasing = erasing
-
-    def forward(self, image: Tensor) -> Tensor:
-        """uint8 [C, any, any] to float32 [C, height, width]."""
-        image = self.normalise(self.pixels(image))
-        return image if self.erasing is None else self.erasing(image)
+class Pipeline(nn.Sequential):
+    """Steps on pixels, uint8 or fractions in [0, 1], [C, any, any] to [C, height, width]."""
 
     def min_size(self, height: int, width: int) -> tuple[float, float]:
         """Height and width at which an image is twice as large as the result of its resizing, or larger.
 
         For a random crop these follow from the crop that the next call takes.
         """
-        step: Any = self.pixels[0]
+        step: Any = self[0]
         rows, columns = (2.0 * side for side in step.size)
         if not isinstance(step, v2.RandomResizedCrop):
             return rows / step.fraction, columns / step.fraction
@@ -174,7 +159,9 @@ class ThroughPillow(nn.Module):
         # Plane by plane: that is faster than interleaving the channels as `to_pil_image` does.
         planes = [Image.fromarray(plane.numpy()) for plane in image]
         pillow = planes[0] if len(planes) == 1 else Image.merge("RGB", planes)
-        tensor: Tensor = functional.pil_to_tensor(self.transform(pillow))
+        with suppress(ValueError):  # timm 1.0 asks Pillow 13 for colors of 0 bits
+            pillow = self.transform(pillow)
+        tensor: Tensor = functional.pil_to_tensor(pillow)
         return tensor.contiguous()
 
 
@@ -201,11 +188,16 @@ class Preprocessing:
     decoding: Decoding = field(default=Decoding(background=None))
 
     def transform(self) -> Pipeline:
-        """The pipeline of validation and prediction."""
-        crop = ResizeCenterCrop(
-            self.size, self.crop_fraction, self.resize, self.interpolation, self.mean
+        """Resizes and crops an image for validation and prediction."""
+        return Pipeline(
+            ResizeCenterCrop(
+                self.size, self.crop_fraction, self.resize, self.interpolation, self.mean
+            )
         )
-        return Pipeline([crop], Normalise(self.mean, self.std))
+
+    def normalise(self) -> Normalise:
+        """Turns what `transform` gives into inputs of the model, one image or a batch."""
+        return Normalise(self.mean, self.std)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
@@ -231,7 +223,7 @@ def build_transforms(
     size: tuple[int, int],
     channels: int,
     decoding: Decoding = DEFAULT_DECODING,
-) -> tuple[Transform, Preprocessing]:
+) -> tuple[Pipeline, Preprocessing]:
     """The pipeline of training, and what validation does with an image.
 
     Random choices use torch's global generator, which the loader seeds for each sample. `size` is height and
@@ -267,9 +259,7 @@ def build_transforms(
     preprocessing = Preprocessing(
         channels, size, fraction, mean, std, interpolation, mode, decoding
     )
-    erasing = v2.RandomErasing(augment.ERASING, inplace=True) if augment.ERASING else None
-    train = Pipeline(_augmentation(augment, preprocessing), Normalise(mean, std), erasing)
-    return train, preprocessing
+    return Pipeline(*_augmentation(augment, preprocessing)), preprocessing
 
 
 def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[Any]:
@@ -290,5 +280,26 @@ def _augmentation(augment: AugmentConfig, preprocessing: Preprocessing) -> list[
     if augment.COLOR_JITTER:
         steps.append(v2.ColorJitter(*[augment.COLOR_JITTER] * 3))
     if augment.POLICY != "none":
-        steps.append(ThroughPillow(_POLICIES[augment.POLICY]()))
+        steps.append(ThroughPillow(_policy(augment.POLICY, preprocessing)))
     return steps
+
+
+def _policy(name: str, preprocessing: Preprocessing) -> Callable[[Image.Image], Image.Image]:
+    """torchvision's policy of this name, or timm's for its configuration string."""
+    if name in _POLICIES:
+        return _POLICIES[name]()  # type: ignore[no-any-return]
+    try:
+        _, policy, _ = create_transform(
+            (3, *preprocessing.size),
+            is_training=True,
+            auto_augment=name,
+            color_jitter=None,
+            interpolation=preprocessing.interpolation,
+            mean=preprocessing.mean,
+            separate=True,
+        )
+    except (AssertionError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"DATA.AUGMENT.POLICY: timm knows no {name!r}: {first_line(error)}"
+        ) from error
+    return policy  # type: ignore[no-any-return]

@@ -52,7 +52,6 @@ class UserDataset(Dataset[Any]):
     transform: Transform | None = None
     channels: int = 3
     decoding: Decoding = DEFAULT_DECODING
-    relabel: Callable[[Tensor], Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -87,7 +86,7 @@ class UserDataset(Dataset[Any]):
             if self.taxonomy.is_multilabel:
                 return inputs, _label_set(target, self.taxonomy, where)
             target = _labels(_row(target, self.taxonomy, where), None, self.taxonomy, where)[0]
-        return inputs, target if self.relabel is None else self.relabel(target[None])[0]
+        return inputs, target
 
 
 @dataclass(eq=False)

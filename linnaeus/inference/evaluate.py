@@ -15,6 +15,7 @@ from linnaeus.autobatch.memory.device import failed_allocations
 from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
+from linnaeus.data.mixing import DeviceTransform
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.inference.figures import EvaluationMetrics, LevelFigures, SetFigures
 from linnaeus.inference.trained import TrainedRun
@@ -81,7 +82,9 @@ def assemble_evaluation(
             f"{trained.checkpoint}: the state of its loss does not fit LOSS: {first_detail(error)}"
         ) from error
     metrics = EvaluationMetrics(taxonomy, device, are_logs=gives_log_probabilities(model))
-    precision = build_precision(config, device)
+    preprocessing = trained.spec.preprocessing
+    transform = DeviceTransform(None if preprocessing is None else preprocessing.normalise())
+    precision = build_precision(config, device, transform)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros((), device=device), requires_grad=False)])
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     assembly = Assembly(

@@ -38,6 +38,7 @@ class Reader:
         self._spec = spec
         if spec.preprocessing is not None:
             self._transform = spec.preprocessing.transform()
+            self._normalise = spec.preprocessing.normalise()
 
     def __repr__(self) -> str:
         preprocessing = self._spec.preprocessing
@@ -55,7 +56,7 @@ class Reader:
             return self._own_input(image)
         pixels = self._pixels(image, self._spec.preprocessing)
         try:
-            result: Tensor = self._transform(pixels)
+            result: Tensor = self._normalise(self._transform(pixels))
             return result
         except (
             ValueError,

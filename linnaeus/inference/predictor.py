@@ -192,9 +192,9 @@ class Predictor:
 
     @torch.no_grad()
     def _forward(self, inputs: Sequence[Tensor], sources: Sequence[str | int]) -> list[Prediction]:
-        batch = self.precision.place(Batch(torch.stack(list(inputs)), None))
+        placed, _ = self.precision.place(Batch(torch.stack(list(inputs)), None))
         with self.precision.autocast():
-            outputs = self.model(batch.inputs)
+            outputs = self.model(placed)
         return predictions_of(
             outputs,
             sources,

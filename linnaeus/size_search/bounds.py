@@ -48,7 +48,6 @@ def max_batch_sizes(
             sum(tensor_bytes),
             config.NUM_WORKERS or 0,
             config.PREFETCH_FACTOR,
-            num_copies=data.mixing.num_copies if mode == "train" and data.mixing is not None else 0,
             pinned=config.PIN_MEMORY and world.device.type == "cuda",
             num_ranks=world.local_world_size,
         ),

@@ -31,7 +31,7 @@ from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.state.sharded import is_sharded
 from linnaeus.batch_plan.effective_batch import micro_batches_held
 from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
-from linnaeus.data.batch import Batch, BatchSpec
+from linnaeus.data.batch import Batch, BatchSpec, CopiedAhead
 from linnaeus.data.bundle import DataBundle
 from linnaeus.runtime.console import StatusLine
 from linnaeus.runtime.distributed import World
@@ -121,8 +121,8 @@ class SizeSearch:
             training.discard_wrapper()
             training.step(training.batches(self.spec("train"), trained_at or 1))
 
-        def validation_batch(size: int) -> Batch:
-            return next(self._batches(spec, size, num_batches=1))
+        def validations(size: int) -> Iterator[None]:
+            return map(self.assembly.validation_step, self._batches(spec, size))
 
         is_training = mode == "train"
         sharded_state = (
@@ -134,8 +134,8 @@ class SizeSearch:
             log_level(self.config.AUTOBATCH, mode),
             messages_in_keys(mode),
             BatchSizeFinder(
-                training.step if is_training else self.assembly.validation_step,
-                partial(training.batches, spec) if is_training else validation_batch,
+                training.step if is_training else next,  # with no frame of its own
+                partial(training.batches, spec) if is_training else validations,
                 settings or self.settings(mode),
                 state=self.assembly.state,
                 mode=mode,
@@ -191,7 +191,7 @@ class SizeSearch:
             training.discard_wrapper()
 
         def validate(size: int) -> None:
-            validation_step(next(alone._batches(specs["val"], size, num_batches=1)))
+            next(map(validation_step, alone._batches(specs["val"], size)))
 
         with self._frozen_as_in_last_epoch():
             return predict(
@@ -210,22 +210,25 @@ class SizeSearch:
         freezing = self.assembly.freezing
         return freezing.unfrozen(only_if=freezing.ends_within(self.train.EPOCHS))
 
-    def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
-        """Makes each batch when it is asked for: as in training, only one exists at a time."""
-        device, channels_last = self.world.device, self.train.CHANNELS_LAST
-        if (
-            device.type == "cpu" and not self.config.NUM_WORKERS
-        ):  # loading takes memory of the device
-            return (spec.load(size) for _ in range(num_batches))
-        return (spec.make(size, device, channels_last=channels_last) for _ in range(num_batches))
+    def _batches(self, spec: BatchSpec, size: int, num_batches: int = 1) -> Iterator[Batch]:
+        """Makes each batch when it is asked for: as in training, only one exists at a time.
+
+        On a GPU there is one more, which the loader copies there during the step.
+        """
+        device = self.world.device
+        if device.type == "cpu":
+            # Loading in this process takes memory of the device.
+            make = partial(spec.make, device=device) if self.config.NUM_WORKERS else spec.load
+            return (make(size) for _ in range(num_batches))
+        return CopiedAhead((spec.make(size, device) for _ in range(num_batches + 1)), device)
 
     def spec(self, mode: Mode) -> BatchSpec:
         """What a mode's batches look like."""
-        dataset, collate = self.data.train if mode == "train" else self.data.val, self.data.collate
-        if mode == "train" and self.data.mixing is not None:
-            # Mixed batches have the shapes and types of soft ones, which can be filled on the device.
-            collate = self.data.mixing.soft_collate(collate)
-        return BatchSpec(dataset, collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed)
+        num_samples, data = self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.data
+        if mode == "val":
+            return BatchSpec(data.val, data.collate, num_samples, self.seed)
+        choose = partial(data.on_device.choose, always=True)
+        return BatchSpec(data.train, data.collate, num_samples, self.seed, choose)
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
         """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""

@@ -174,7 +174,7 @@ def assemble(
             f"{', '.join(metrics.names)}"
         )
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
-    precision = build_precision(config, device)
+    precision = build_precision(config, device, data.on_device)
     return Assembly(
         model=model,
         criterion=criterion,
@@ -212,7 +212,7 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
     criterion = build_loss(node, taxonomy, device, weights).to(device)
     if isinstance(criterion, SingleLevel) and taxonomy is not None and not taxonomy.is_multilabel:
         num_classes = len(taxonomy.levels[0].classes)
-        criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
+        criterion.check_takes_targets(num_classes, device, mixes=data.on_device.mixing is not None)
     elif isinstance(criterion, SingleLevel):
         for split in (data.train, data.val, data.test):
             labels = getattr(split, "targets", None)

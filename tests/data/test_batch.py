@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch import nest
-from linnaeus.data.batch import Batch, BatchSpec, batch_size, to_device
+from linnaeus.data.batch import Batch, BatchSpec, CopiedAhead, batch_size
 from linnaeus.data.bundle import collate_pairs
+from linnaeus.runtime.errors import DataError
+from linnaeus.training.precision import Precision
 
 Sample = tuple[Tensor, int]
 
@@ -113,16 +116,14 @@ def test_reading_samples_leaves_the_global_generators_alone() -> None:
     assert expected[1:] == got[1:]
 
 
-def test_channels_last_is_for_image_inputs_only() -> None:
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_channels_last_is_for_image_inputs_only(channels_last: bool) -> None:
     inputs = {"image": torch.rand(2, 3, 4, 4), "mask": torch.ones(2, 3, 4, 4, dtype=torch.int64)}
-    batch = to_device(Batch(inputs, torch.rand(2, 3, 4, 4)), "cpu", channels_last=True)
-    assert batch.inputs["image"].is_contiguous(memory_format=torch.channels_last)
-    assert batch.inputs["mask"].is_contiguous()
-    assert batch.targets.is_contiguous()
-    spec = BatchSpec(Images([(3, 4, 4)] * 4), collate_pairs, 3, seed=0)
-    made = spec.make(5, "cpu", channels_last=True)
-    assert made.inputs.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(made.inputs, spec.make(5, "cpu").inputs)
+    precision = Precision(torch.device("cpu"), channels_last=channels_last)
+    placed, targets = precision.place(Batch(inputs, torch.rand(2, 3, 4, 4)))
+    assert placed["image"].is_contiguous(memory_format=torch.channels_last) == channels_last
+    assert placed["mask"].is_contiguous()
+    assert targets.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,55 @@ def test_made_batch_takes_no_more_than_itself_on_the_device() -> None:
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    batch = spec.make(1000, "cuda", channels_last=True)
+    batch = spec.make(1000, "cuda")
     assert torch.cuda.max_memory_allocated() - before <= 1.01 * batch.inputs.nbytes + 2**20
     assert torch.equal(spec.make(64, "cuda").inputs.cpu(), spec.make(64, "cpu").inputs)
+
+
+def counted(number: int, seen: list[Any], error: Exception | None = None) -> Iterator[Batch]:
+    for position in range(number):
+        seen.append(position)
+        inputs = torch.full((1 << 20,), position, dtype=torch.uint8)
+        yield Batch(inputs, torch.tensor([position]))
+    if error is not None:
+        raise error
+
+
+def test_an_error_of_the_next_batch_waits_for_its_turn() -> None:
+    batches = CopiedAhead(counted(2, [], DataError("damaged")), torch.device("cpu"))
+    assert [int(next(batches).targets) for _ in range(2)] == [0, 1]
+    with pytest.raises(DataError, match="damaged"):
+        next(batches)
+    assert len(list(CopiedAhead(counted(3, []), torch.device("cpu")))) == 3
+
+
+class Copies(TorchDispatchMode):
+    """The streams of the copies from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[torch.cuda.Stream] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and not args[1].is_cuda:
+            self.streams.append(torch.cuda.current_stream())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_next_batch_is_copied_on_another_stream() -> None:
+    seen: list[int] = []
+    found = []
+    before = torch.cuda.memory_allocated()
+    with Copies() as copies:
+        batches = CopiedAhead(counted(4, seen), torch.device("cuda"))
+        for position, batch in enumerate(batches):
+            assert len(seen) == min(position + 2, 4)  # one ahead, no more
+            assert torch.cuda.memory_allocated() - before < 2.5 * 2**20
+            found.append(batch.inputs[-1:].clone())
+            del batch
+    assert [int(value) for value in found] == [*range(4)]
+    assert len(copies.streams) == 8  # inputs and targets
+    assert len({*copies.streams}) == 1
+    assert torch.cuda.current_stream() not in copies.streams

@@ -13,7 +13,8 @@ import torch
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
+from linnaeus.data.datasets import build_data
+from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
 from linnaeus.runtime.errors import ConfigError, DataError
 from tests.helpers.datasets import write_image
 

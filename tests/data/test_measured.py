@@ -17,9 +17,10 @@ from PIL import Image
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain, never_call
 from linnaeus.data.checked import MOST_IMAGES, find_damaged, measure_ranges
-from linnaeus.data.datasets import EvaluationRequest, build_data, build_evaluation_data
+from linnaeus.data.datasets import build_data
 from linnaeus.data.image import DEFAULT_DECODING, Decoding
 from linnaeus.data.image_files import ImageFiles
+from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
 from linnaeus.inference.images import Reader
 from linnaeus.inference.trained import load_run
 from linnaeus.models.model_spec import ModelSpec
@@ -74,7 +75,7 @@ def test_one_file_decides_on_the_significant_bits(tmp_path: Path, ending: str) -
     assert {"40", "4095"} <= {*re.findall(r"\d+", line)}
     images: Any = bundle.train
     position = next(i for i, file in enumerate(images.files) if file.endswith(f"/17.{ending}"))
-    assert int(images.read_pixels(position)[0].max()) == 255
+    assert int(images[position][0].max()) == 255
     assert depth(build(root, BIT_DEPTH=14)) == 14
     grey16(root, {names[3]: 65535})
     bundle = build(root)
@@ -169,7 +170,7 @@ def test_one_range_is_measured_for_all_files(tmp_path: Path, make: Any, white: i
     [line] = range_lines(bundle)
     assert {str(white), "8"} <= {*re.findall(r"\d+", line)}
     images: Any = bundle.train
-    pixels = torch.stack([images.read_pixels(i)[0] for i in range(len(images))])
+    pixels = torch.stack([images[i][0] for i in range(len(images))])
     assert pixels.float().mean().item() == pytest.approx(
         127.5 * (100_000 / white if white > 2**16 else 1), rel=0.1
     )
@@ -223,7 +224,7 @@ def test_some_negative_pixels_and_rounding_are_no_error(tmp_path: Path) -> None:
     bundle = build(arrays(tmp_path, make))
     assert decoding_of(bundle).float_bits == 1
     images: Any = bundle.train
-    assert images.read_pixels(0)[0].float().mean().item() == pytest.approx(127.5, rel=0.1)
+    assert images[0][0].float().mean().item() == pytest.approx(127.5, rel=0.1)
 
 
 def test_a_split_above_the_range_is_noted_and_clipped(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_a_split_above_the_range_is_noted_and_clipped(tmp_path: Path) -> None:
     assert line.startswith("val")
     assert str(tmp_path / "val") in line
     images: Any = bundle.val
-    assert int(images.read_pixels(0)[0].max()) == 255
+    assert int(images[0][0].max()) == 255
     assert [line[:5] for line in clipped_lines(build(tmp_path, BIT_DEPTH=10))] == ["train", "val: "]
 
 
@@ -401,7 +402,7 @@ def test_all_commands_read_a_large_photo_alike(tmp_path: Path, decode: str) -> N
     for position, file in enumerate(bundle.val.files):
         pixels = bundle.val[position][0]
         assert torch.equal(pixels, evaluated[position][0])
-        assert torch.equal(pixels, read(file))
+        assert torch.equal(spec.preprocessing.normalise()(pixels), read(file))
 
 
 def test_a_run_that_recorded_no_decoding_reads_as_before(tmp_path: Path) -> None:

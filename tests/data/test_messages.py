@@ -13,18 +13,18 @@ from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec, batch_size
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.checked import measure_ranges
-from linnaeus.data.datasets import (
-    EvaluationData,
-    EvaluationRequest,
-    build_data,
-    build_evaluation_data,
-)
+from linnaeus.data.datasets import build_data
 from linnaeus.data.image import Decoding, load_image
-from linnaeus.data.mixing import Mixing, mixed_epochs
+from linnaeus.data.mixing import DeviceTransform, Mixing, mixed_epochs
 from linnaeus.data.sampler import BalancedSampler
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing, build_transforms
 from linnaeus.data.user_dataset import UserDataset
+from linnaeus.inference.evaluation_data import (
+    EvaluationData,
+    EvaluationRequest,
+    build_evaluation_data,
+)
 from tests.helpers import datasets
 from tests.helpers.datasets import write_image
 from tests.helpers.forks import ROOT
@@ -209,7 +209,7 @@ OWN: dict[str, Callable[[], object]] = {
     "mixing without classes": lambda: target("Samples", MIXED),
     "mixing vectors": lambda: target("Samples", MIXED, num_classes=2, shape=[8]),
     "mixing mappings": lambda: target("InMappings", MIXED),
-    "mixing other targets": lambda: Mixing([2, 3], 1.0, 0.0)(
+    "mixing other targets": lambda: DeviceTransform(mixing=Mixing([2, 3], MIXED)).choose(
         Batch(torch.rand(5, 3, 8, 8), torch.rand(5, 2))
     ),
     "no epoch to mix": lambda: mixed_epochs(AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3), 3),

@@ -1,11 +1,14 @@
-"""Mixup and CutMix of training batches: labels on all levels, reproducible, counted by AutoBatch."""
+"""What the device does to batches: erasing, Mixup and CutMix with labels on all levels, reproducible."""
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torchvision.transforms import v2
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
@@ -13,27 +16,42 @@ from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
-from linnaeus.data.mixing import Mixing, mixed_epochs, soft_targets
+from linnaeus.data.mixing import (
+    DeviceTransform,
+    Mixing,
+    build_device_transform,
+    mixed_epochs,
+    soft_targets,
+)
+from linnaeus.data.transforms import build_transforms
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
-from tests.helpers.ledger import Ledger
 
 CPU = torch.device("cpu")
 COUNTS = [2, 3]
 LABELS = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 2], [0, 0]])
 SOFT = soft_targets(LABELS, COUNTS)
 IMAGES = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-ALPHAS = [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)]
+ALPHAS: list[dict[str, Any]] = [{"MIXUP": 0.4}, {"CUTMIX": 1.0}, {"MIXUP": 0.4, "CUTMIX": 1.0}]
+
+
+def transform(**augment: Any) -> DeviceTransform:
+    return DeviceTransform(mixing=Mixing(COUNTS, AugmentConfig(**augment)))
+
+
+def chosen(on_device: DeviceTransform, batch: Batch) -> Batch:
+    return batch._replace(choices=on_device.choose(batch))
 
 
 @pytest.mark.parametrize(
-    ("ours", "other"), [((0.4, 0.0), v2.MixUp(alpha=0.4)), ((0.0, 0.7), v2.CutMix(alpha=0.7))]
+    ("ours", "other"),
+    [({"MIXUP": 0.4}, v2.MixUp(alpha=0.4)), ({"CUTMIX": 0.7}, v2.CutMix(alpha=0.7))],
 )
-def test_the_batch_is_that_of_torchvision(ours: tuple[float, float], other: Any) -> None:
-    changed = []
+def test_the_batch_is_that_of_torchvision(ours: dict[str, float], other: Any) -> None:
+    changed, on_device = [], transform(**ours)
     for seed in range(5):
         seed_all(seed)
-        images, soft = Mixing(COUNTS, *ours)(Batch(IMAGES.clone(), LABELS))
+        images, soft = on_device(chosen(on_device, Batch(IMAGES, LABELS)))
         seed_all(seed)
         expected, expected_soft = other(IMAGES, SOFT)
         torch.testing.assert_close(images, expected)
@@ -42,18 +60,70 @@ def test_the_batch_is_that_of_torchvision(ours: tuple[float, float], other: Any)
     assert sum(changed) > 2  # a rectangle may be empty
 
 
-def test_a_batch_that_a_user_keeps_is_not_written_over() -> None:
-    for in_place in (True, False):
-        images = IMAGES.clone()
-        Mixing(COUNTS, 0.4, 0.0, in_place=in_place)(Batch(images, LABELS))
-        assert torch.equal(images, IMAGES) != in_place
+def kinds(**augment: Any) -> Counter[str]:
+    """What 400 batches of one shape get."""
+    on_device, batch = transform(**augment), Batch(IMAGES, LABELS)
+    torch.manual_seed(0)
+    drawn = [(on_device.choose(batch) or {}).get("mix", {}) for _ in range(400)]
+    return Counter("cutmix" if "box" in each else "mixup" if each else "none" for each in drawn)
+
+
+def test_probability_and_switch_decide_what_a_batch_gets() -> None:
+    assert kinds(MIXUP=1.0) == {"mixup": 400}
+    assert kinds(CUTMIX=1.0, MIX_SWITCH=0.0) == {"cutmix": 400}
+    both = kinds(MIXUP=1.0, CUTMIX=1.0)
+    assert both["mixup"] == pytest.approx(200, abs=50)
+    assert both["none"] == 0
+    some = kinds(MIXUP=1.0, CUTMIX=1.0, MIX_PROB=0.5, MIX_SWITCH=0.2)
+    assert some["none"] == pytest.approx(200, abs=50)
+    assert some["cutmix"] == pytest.approx(40, abs=25)
+    assert kinds(MIXUP=1.0, CUTMIX=1.0, MIX_SWITCH=0.0)["cutmix"] == 0
+    assert kinds(MIXUP=1.0, MIX_PROB=0.0) == {"none": 400}
+
+
+def test_the_rectangle_has_sides_between_the_bounds() -> None:
+    mixing = Mixing(COUNTS, AugmentConfig(CUTMIX=1.0, CUTMIX_MINMAX=[0.25, 0.5]))
+    for height, width in ((40, 80), (3, 2)):
+        for _ in range(50):
+            drawn = mixing.draw(torch.zeros(2, 1, height, width))
+            left, top, right, bottom = drawn["box"]
+            for side, start, end in ((width, left, right), (height, top, bottom)):
+                assert 0 <= start <= end <= side
+                assert int(0.25 * side) <= end - start <= 0.5 * side
+            area = (right - left) * (bottom - top) / (height * width)
+            assert drawn["lam_adjusted"] == pytest.approx(1 - area)
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_erasing_depends_on_the_choices_alone(mode: str) -> None:
+    augment = AugmentConfig(ERASING=1.0, ERASING_MODE=mode)
+    preprocessing = build_transforms(augment, (16, 16), 3)[1]
+    on_device = build_device_transform(augment, None, preprocessing)
+    assert build_device_transform(augment, None, None).erasing is None
+    pixels = torch.full((4, 3, 16, 16), 255, dtype=torch.uint8)
+    batch = chosen(on_device, Batch(pixels, LABELS[:4]))
+    state = torch.get_rng_state()
+    first, again = on_device(batch)[0], on_device(batch)[0]
+    assert torch.equal(first, again)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(first, on_device(chosen(on_device, batch))[0])
+    plain = on_device(Batch(pixels, None))[0]
+    torch.testing.assert_close(plain, torch.ones(4, 3, 16, 16))
+    for image in first:
+        erased = image[image != plain[0]]
+        assert 0 < erased.numel() < 0.5 * image.numel()
+        assert len(erased.unique()) == pytest.approx(
+            {"const": 1, "rand": 3}.get(mode, erased.numel())
+        )
+    given = torch.rand(4, 3, 16, 16)  # inputs of a user's dataset
+    assert on_device(batch._replace(inputs=given))[0] is given
 
 
 def loaders(
     workers: int = 0, size: int = 4, epochs: int = 2, sampler: str = "shuffle", **mix: Any
 ) -> Loaders:
     node = DatasetConfig(NAME="synthetic", NUM_SAMPLES=13, NUM_SAMPLES_VAL=6, NUM_CLASSES=COUNTS)
-    augment = AugmentConfig(**({"MIXUP": 0.4, "CUTMIX": 1.0} | mix))
+    augment = AugmentConfig(**({"MIXUP": 0.4, "CUTMIX": 1.0, "ERASING": 0.5} | mix))
     config = DataConfig(DATASET=node, IMG_SIZE=8, AUGMENT=augment, NUM_WORKERS=workers)
     data = build_data(config, seed=0)
     return build_loaders(
@@ -67,61 +137,51 @@ def loaders(
     )
 
 
-def batches(made: Loaders, epoch: int = 0, skip: int = 0) -> list[Batch]:
+def batches(made: Loaders, epoch: int = 0, skip: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """The training batches as the model sees them."""
     made.train.set_epoch(epoch, skip)
-    return list(made.train)
+    on_device = made.train._loader.dataset.on_device  # type: ignore[union-attr]
+    return [on_device(batch) for batch in made.train]
+
+
+def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
+    assert all(map(torch.equal, one, other))
 
 
 def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed() -> None:
     with loaders() as made, loaders(workers=2) as parallel:
         whole = batches(made)
         for one, other in zip(whole, batches(parallel), strict=True):
-            assert torch.equal(one.inputs, other.inputs)
-            assert torch.equal(one.targets, other.targets)
+            assert_same(one, other)
         (rest,) = batches(made, skip=8)
-        assert torch.equal(rest.inputs, whole[2].inputs)
-        assert torch.equal(rest.targets, whole[2].targets)
+        assert_same(rest, whole[2])
         again = batches(made, epoch=1)
-    assert not torch.equal(again[0].inputs, whole[0].inputs)
-    assert any(((batch.targets > 0) & (batch.targets < 1)).any() for batch in whole)
+    assert not torch.equal(again[0][0], whole[0][0])
+    assert any(((targets > 0) & (targets < 1)).any() for _, targets in whole)
 
 
 def test_validation_and_the_last_epochs_are_not_mixed() -> None:
     assert mixed_epochs(AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3), 4) == 1
     assert mixed_epochs(AugmentConfig(MIX_OFF_EPOCHS=3), 3) == 0
-    with loaders(MIX_OFF_EPOCHS=1) as made, loaders(MIXUP=0.0, CUTMIX=0.0) as plain:
-        assert batches(made, 0)[0].targets.shape == (4, 5)
-        for mixes, other in (
-            (batches(made, 1), batches(plain, 1)),
-            (list(made.val), list(plain.val)),
-        ):
-            for one, expected in zip(mixes, other, strict=True):
-                assert torch.equal(one.inputs, expected.inputs)
-                assert torch.equal(one.targets, expected.targets)
+    off = {"MIXUP": 0.0, "CUTMIX": 0.0, "ERASING": 0.0}
+    with loaders(MIX_OFF_EPOCHS=1, ERASING=0.0) as made, loaders(**off) as plain:
+        assert batches(made, 0)[0][1].shape == (4, 5)
+        for one, expected in zip(batches(made, 1), batches(plain, 1), strict=True):
+            assert_same(one, expected)
+    with loaders() as made:
+        assert {batch.choices for batch in made.val} == {None}
 
 
-@pytest.mark.parametrize("alphas", ALPHAS)
-def test_a_spec_makes_batches_of_the_mixed_form_without_collating(
-    alphas: tuple[float, float],
-) -> None:
+@pytest.mark.parametrize("augment", ALPHAS)
+def test_a_spec_makes_batches_that_are_mixed(augment: dict[str, Any]) -> None:
     samples = list(zip(IMAGES, LABELS, strict=True))
-    mixing = Mixing(COUNTS, *alphas)
-    spec = BatchSpec(samples, mixing.soft_collate(collate_pairs), num_samples=5)
-    spec.collate = lambda samples: pytest.fail("batches are filled")
-    real = mixing(collate_pairs([samples[index % 5] for index in range(7)]))
-    for made, expected in zip(spec.make(7, "meta"), real, strict=True):
-        assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
-
-
-@pytest.mark.parametrize("alphas", ALPHAS[:2])
-@pytest.mark.parametrize("in_place", [True, False])
-def test_mixing_holds_the_copies_that_the_bound_of_host_memory_counts(
-    alphas: tuple[float, float], in_place: bool
-) -> None:
-    batch = Batch(torch.rand(64, 3, 32, 32), torch.zeros(64, 2, dtype=torch.int64))
-    mixing = Mixing(COUNTS, *alphas, in_place=in_place)
-    batch = mixing.to_soft_targets(batch)
-    with Ledger() as ledger:
-        mixing.mix(batch)
-        copies = ledger.peak_bytes / batch.inputs.nbytes
-    assert mixing.num_copies <= copies < mixing.num_copies + 0.03  # an image and the labels
+    on_device = transform(**augment, MIX_PROB=0.0)
+    choose = partial(on_device.choose, always=True)
+    spec = BatchSpec(samples, collate_pairs, num_samples=5, choose=choose)
+    for size in (1, 7):
+        batch = spec.make(size, "meta")
+        assert "mix" in (batch.choices or {})
+        inputs, targets = on_device(batch)
+        assert inputs.shape == (size, 3, 8, 8)
+        assert (targets.shape, targets.dtype) == ((size, 5), torch.float32)
+    assert "mix" in (spec.load(3).choices or {})

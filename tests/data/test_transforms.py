@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from linnaeus.config.load import load_config
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig, ModelConfig
 from linnaeus.data.bundle import as_size
 from linnaeus.data.transforms import (
@@ -25,10 +26,11 @@ from linnaeus.data.transforms import (
     Preprocessing,
     ResizeCenterCrop,
     ThroughPillow,
-    Transform,
     build_transforms,
 )
 from linnaeus.models.preprocessing import with_preprocessing
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.rng import seed_generators
 
 IMAGE = torch.randint(
     0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -38,19 +40,21 @@ OFF = AugmentConfig(CROP_SCALE=[1.0, 1.0])
 
 def transform(
     size: tuple[int, int] = (16, 16), train: bool = True, channels: int = 3, **changes: Any
-) -> Transform:
+) -> Pipeline:
     for_training, for_validation = build_transforms(replace(OFF, **changes), size, channels)
     return for_training if train else for_validation.transform()
 
 
-def results(
-    pipeline: Transform, image: torch.Tensor = IMAGE, tries: int = 20
-) -> list[torch.Tensor]:
+def inputs_of(preprocessing: Preprocessing, image: torch.Tensor) -> torch.Tensor:
+    return preprocessing.normalise()(preprocessing.transform()(image))
+
+
+def results(pipeline: Pipeline, image: torch.Tensor = IMAGE, tries: int = 20) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [pipeline(image.clone()) for _ in range(tries)]
 
 
-def num_different(pipeline: Transform, image: torch.Tensor = IMAGE) -> int:
+def num_different(pipeline: Pipeline, image: torch.Tensor = IMAGE) -> int:
     return len({tuple(result.flatten().tolist()) for result in results(pipeline, image)})
 
 
@@ -63,7 +67,9 @@ def num_different(pipeline: Transform, image: torch.Tensor = IMAGE) -> int:
         {"COLOR_JITTER": 0.4},
         {"POLICY": "randaugment"},
         {"POLICY": "trivialaugment"},
-        {"ERASING": 0.5},
+        {"POLICY": "rand-m9-mstd0.5-inc1"},
+        {"POLICY": "augmix-m3-w3"},
+        {"POLICY": "3a"},
     ],
 )
 @pytest.mark.parametrize("channels", [1, 3])
@@ -76,8 +82,7 @@ def test_each_augmentation_changes_training_and_not_validation(
     assert num_different(transform(channels=channels, train=False, **changes), image) == 1
     for result in results(train, image):
         assert result.shape == (channels, 16, 16)
-        assert result.dtype == torch.float32
-        assert result.isfinite().all()
+        assert result.dtype == torch.uint8
 
 
 def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
@@ -98,7 +103,7 @@ def test_statistics_of_colours_become_those_of_grey() -> None:
     grey = torch.full((1, 40, 60), 128, dtype=torch.uint8)
     colour = Image.new("RGB", (1, 1), tuple(round(255 * value) for value in mean))
     expected = (128 / 255 - colour.convert("L").getpixel((0, 0)) / 255) / 0.2256
-    shown = transform((40, 60), channels=1, MEAN=mean, STD=std)(grey)
+    shown = inputs_of(build_transforms(replace(OFF, MEAN=mean, STD=std), (40, 60), 1)[1], grey)
     assert shown.shape == (1, 40, 60)
     assert float(shown.mean()) == pytest.approx(expected, abs=0.01)
     assert float(shown.mean()) != pytest.approx((128 / 255 - 0.5) / 0.5, abs=0.01)
@@ -120,9 +125,47 @@ def test_policies_are_those_of_torchvision_on_pillow_images(kind: Any, channels:
     assert sum(other) > 4
 
 
+@pytest.mark.parametrize("policy", ["rand-m9-n3", "originalr", "3a"])
+def test_other_policies_are_those_of_timm(policy: str) -> None:
+    ours = transform((40, 60), POLICY=policy)
+    timms = create_transform(
+        (3, 40, 60),
+        is_training=True,
+        auto_augment=policy,
+        color_jitter=None,
+        interpolation="bilinear",
+        mean=(0.5,) * 3,
+        separate=True,
+    )[1]
+    changed = []
+    for seed in range(12):
+        seed_generators(seed)
+        found = ours(IMAGE)
+        seed_generators(seed)
+        expected = functional.pil_to_tensor(timms(functional.to_pil_image(IMAGE)))
+        assert torch.equal(found, expected)
+        changed.append(not torch.equal(found, IMAGE))
+    assert sum(changed) > 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_known"),
+    [("rand-m9-mstd0.5-inc1", True), ("3a", True), ("rand-x", False), ("4a", False)],
+)
+def test_a_policy_that_nobody_knows_is_refused(policy: str, is_known: bool) -> None:
+    words = [f"DATA.AUGMENT.POLICY={policy}"]
+    if is_known:
+        assert policy == load_config(words).config.DATA.AUGMENT.POLICY
+    else:
+        with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
+            load_config(words)
+    with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.POLICY"):
+        transform(POLICY="augmix-q3")
+
+
 def test_the_image_that_comes_in_is_not_changed() -> None:
     before = IMAGE.clone()
-    results(transform((40, 60), ERASING=1.0))
+    results(transform((40, 60), HFLIP=0.5, COLOR_JITTER=0.4))
     assert torch.equal(IMAGE, before)
 
 
@@ -164,7 +207,7 @@ def test_validation_sees_what_timm_shows_the_weights(name: str) -> None:
         image = photograph(*size)
         expected = timms(image) * std
         found, otherwise = (
-            each.transform()(functional.pil_to_tensor(image)) * std for each in (own, plain)
+            inputs_of(each, functional.pil_to_tensor(image)) * std for each in (own, plain)
         )
         assert float((found - expected).abs().max()) <= 2.01
         assert float((found - expected).abs().mean()) <= 0.05
@@ -230,10 +273,10 @@ def test_files_with_few_keys_are_resized_and_cropped(
     content = {"channels": 3, "size": [32, 32], "crop_fraction": fraction}
     content |= {"mean": [0.5] * 3, "std": [0.5] * 3}
     image = pixels(shape)
-    found = Preprocessing.from_dict(content).transform().pixels(image)  # type: ignore[attr-defined]
+    found = Preprocessing.from_dict(content).transform()(image)
     expected = whole(image, 32, fraction)
     assert int((found.int() - expected.int()).abs().max()) <= is_cropped_first
-    fractions = Preprocessing.from_dict(content).transform().pixels(image / 255)  # type: ignore[attr-defined]
+    fractions = Preprocessing.from_dict(content).transform()(image / 255)
     torch.testing.assert_close(255 * fractions, expected.float(), rtol=0, atol=1.5)
 
 
@@ -281,8 +324,7 @@ def test_training_crops_with_the_interpolation_of_validation() -> None:
 @pytest.mark.parametrize("scale", [[0.08, 1.0], [0.3, 0.3]])
 def test_the_size_to_decode_follows_from_the_crop(scale: list[float]) -> None:
     pipeline = transform((48, 32), CROP_SCALE=scale)
-    assert isinstance(pipeline, Pipeline)
-    crop: Any = pipeline.pixels[0]
+    crop: Any = pipeline[0]
     sizes = set()
     for seed in range(20):
         torch.manual_seed(seed)
@@ -299,5 +341,4 @@ def test_the_size_to_decode_follows_from_the_crop(scale: list[float]) -> None:
 def test_a_centre_crop_needs_twice_its_size(mode: str) -> None:
     for fraction, size in ((1.0, (96, 64)), (0.5, (192, 128))):
         pipeline = transform((48, 32), train=False, CROP_FRACTION=fraction, RESIZE=mode)
-        assert isinstance(pipeline, Pipeline)
         assert pipeline.min_size(3000, 4000) == size

@@ -15,6 +15,7 @@ from PIL import Image
 from linnaeus.autobatch.state.rng import rng_state
 from linnaeus.data.batch import Batch
 from linnaeus.data.image_files import ImageFiles
+from linnaeus.data.mixing import DeviceTransform
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.inference import predictor
 from linnaeus.inference.paths import Unreadable
@@ -48,7 +49,7 @@ def test_predictions_are_those_of_validation_bit_for_bit(
     step = ValidationStep(
         birds.model,
         lambda *_: torch.zeros(()),
-        birds.precision,
+        replace(birds.precision, transform=DeviceTransform(preprocessing.normalise())),
         lambda out, *_: outputs.append(out),
     )
     for batch in torch.utils.data.DataLoader(dataset, 3):

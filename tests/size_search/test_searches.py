@@ -180,7 +180,7 @@ def test_the_samples_of_one_process_bound_both_sizes() -> None:
 
 
 def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    bytes_per_batch = 8 * (3 * 32 * 32 * 4 + 2 * 8)
+    bytes_per_batch = 8 * (3 * 32 * 32 + 2 * 8)
     monkeypatch.setattr(
         "linnaeus.autobatch.memory.loader.available_bytes", lambda workers: 2 * 6 * bytes_per_batch
     )
@@ -290,7 +290,8 @@ def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
     assert seen == {True: {(torch.float32, 2 + 6)}, False: {(torch.int64, 2)}}
     # On devices, and where nothing is run, batches are made and not collated.
     for mode, form in (("train", (torch.float32, 8)), ("val", (torch.int64, 2))):
-        targets = search.spec(mode).make(5, "meta").targets  # type: ignore[arg-type]
+        batch = search.spec(mode).make(5, "meta")  # type: ignore[arg-type]
+        _, targets = search.data.on_device(batch)
         assert (targets.dtype, targets.shape[1]) == form
     prediction = search.predict("train")
     assert prediction.reserved_bytes(2048) > prediction.reserved_bytes(8)

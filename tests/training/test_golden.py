@@ -13,6 +13,7 @@ step that clips otherwise, scales its loss otherwise or sees other images moves 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from linnaeus.data.loader import BatchLoader, build_loaders
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
 from linnaeus.training.build import assemble
+from linnaeus.training.precision import Precision
 from linnaeus.training.schedule import Schedule
 
 RECORD = Path(__file__).parent / "golden" / "losses.json"
@@ -53,8 +55,10 @@ TRAIN = TrainConfig(
 )
 
 
-def in_float64(loader: BatchLoader) -> Any:
-    return (Batch(batch.inputs.double(), batch.targets) for batch in loader)
+def in_float64(loader: BatchLoader, precision: Precision) -> Iterator[Batch]:
+    for batch in loader:
+        inputs, targets = precision.place(batch)
+        yield Batch(inputs.double(), targets)
 
 
 def train(num_steps: int = NUM_STEPS) -> dict[str, Any]:
@@ -78,12 +82,12 @@ def train(num_steps: int = NUM_STEPS) -> dict[str, Any]:
         batch_size_val=64,
         seed=0,
     ) as loaders:
-        batches = in_float64(loaders.train)
+        batches = in_float64(loaders.train, parts.train_step.precision)
         parts.model.train()
         for step in range(num_steps):
             losses.append(float(parts.train_step(batches, TRAIN.ACCUMULATION_STEPS)))
             schedule.apply(step + 1)
-        for batch in islice(in_float64(loaders.val), 2):
+        for batch in islice(in_float64(loaders.val, parts.train_step.precision), 2):
             parts.validation_step(batch)
     return {"train": losses, "val": parts.metrics.compute(World(device))}
 

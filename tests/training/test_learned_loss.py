@@ -103,7 +103,8 @@ def trained(world: World, num_micro: int, clip: float | None, amp: str) -> dict[
     step.model = wrap(parts.model, world)
     for seed in range(NUM_STEPS):
         mine = [
-            part[world.rank :: world.world_size].chunk(num_micro) for part in effective_batch(seed)
+            part[world.rank :: world.world_size].chunk(num_micro)
+            for part in effective_batch(seed)[:2]
         ]
         step([Batch(*pair) for pair in zip(*mine, strict=True)], num_micro)
         assert all(parameter.grad is None for parameter in parts.criterion.parameters())
@@ -121,7 +122,7 @@ def by_hand(clip: float | None, *, learns: bool = True) -> dict[str, Tensor]:
     groups += [{"params": own, "weight_decay": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
     for seed in range(NUM_STEPS):
-        inputs, targets = effective_batch(seed)
+        inputs, targets = effective_batch(seed)[:2]
         loss(model(inputs), targets).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_([*model.parameters(), *own], clip)

@@ -210,13 +210,16 @@ def trained(world: World, how: str, *argv: str, num_steps: int = NUM_STEPS) -> d
         parts.model, world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS
     ).train()
     step = dataclasses.replace(parts.train_step, model=model)
-    batches = SeededBatches(data.train, data.collate, 0, data.mixing, 1)
+    batches = SeededBatches(data.train, data.collate, 0, data.on_device, 1)
 
     def batch(number: int) -> Batch:
         first = (number * world.world_size + world.rank) * SAMPLES
         made = batches.__getitems__([(0, (first + i) % NUM_SAMPLES) for i in range(SAMPLES)])
         return Batch(
-            *(t.to(torch.get_default_dtype()) if t.is_floating_point() else t for t in made)
+            *(
+                t.to(torch.get_default_dtype()) if t.is_floating_point() else t
+                for t in data.on_device(made)
+            )
         )
 
     losses = [

@@ -142,7 +142,7 @@ def test_at_most_one_micro_batch_is_alive() -> None:
             yield remember(make_batch(seed=seed))
 
     def remember(batch: Batch) -> Batch:
-        references.extend(weakref.ref(tensor) for tensor in batch)
+        references.extend(weakref.ref(tensor) for tensor in batch[:2])
         return batch
 
     make_step(make_model())(micro_batches(), 4)

@@ -13,7 +13,7 @@ HOST_MEMORY_FRACTION = 0.5
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def num_host_batches(workers: int, prefetch_factor: int, num_copies: int = 0) -> int:
+def num_host_batches(workers: int, prefetch_factor: int) -> int:
     """The most batches that one loader holds in host memory, without pinned copies.
 
     A worker holds `prefetch_factor` finished batches, and the samples and the collated tensors of the next
@@ -22,13 +22,11 @@ def num_host_batches(workers: int, prefetch_factor: int, num_copies: int = 0) ->
     Args:
         workers: loader processes.
         prefetch_factor: batches that a worker makes ahead.
-        num_copies: further copies that making a batch holds for a while, such as `Mixing.num_copies`.
 
-    >>> num_host_batches(0, 2), num_host_batches(4, 2), num_host_batches(4, 2, num_copies=2)
-    (3, 17, 25)
+    >>> num_host_batches(0, 2), num_host_batches(4, 2)
+    (3, 17)
     """
-    making = 2 + num_copies
-    return workers * (prefetch_factor + making) + 1 if workers else making + 1
+    return workers * (prefetch_factor + 2) + 1 if workers else 3
 
 
 def largest_host_batch(
@@ -36,7 +34,6 @@ def largest_host_batch(
     workers: int,
     prefetch_factor: int | None = None,
     *,
-    num_copies: int = 0,
     pinned: bool = False,
     num_ranks: int = 1,
 ) -> int:
@@ -46,13 +43,13 @@ def largest_host_batch(
 
     Args:
         sample_bytes: of the tensors of one collated sample.
-        workers, prefetch_factor, num_copies: as for `num_host_batches`; None is 2, as in a `DataLoader`.
+        workers, prefetch_factor: as for `num_host_batches`; None is 2, as in a `DataLoader`.
         pinned: whether each batch has a pinned copy, which is up to twice as large: its allocator rounds each
             tensor up to a power of two.
         num_ranks: ranks on this machine.
     """
     available = available_bytes(workers) * HOST_MEMORY_FRACTION / num_ranks
-    num_batches = num_host_batches(workers, prefetch_factor or 2, num_copies)
+    num_batches = num_host_batches(workers, prefetch_factor or 2)
     return max(1, int(available / num_batches / max(1, sample_bytes * (3 if pinned else 1))))
 
 

@@ -17,7 +17,7 @@ from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import save_plot, show
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import with_measured_workers
+from linnaeus.data.loader import with_num_workers
 from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.console import StatusLine, make_console
 from linnaeus.runtime.distributed import World, join
@@ -66,7 +66,7 @@ def run(options: Options, config: Config) -> int:
             config = replace(config, DATA=data_node)
             data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
             if not options.predict:
-                loading = with_measured_workers(config.DATA, data, world, config.EXPERIMENT.SEED)
+                loading = with_num_workers(config.DATA, data, world)
                 config = replace(config, DATA=loading)
             find(Setup(config, data, world, RankStatus(line.update), console), options, analysis)
         analysis.interrupted = False

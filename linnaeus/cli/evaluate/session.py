@@ -26,8 +26,7 @@ from linnaeus.cli.parser import check_files
 from linnaeus.config.load import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import as_size, dataset_length
-from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_evaluation_data
-from linnaeus.data.loader import build_val_loader, with_measured_workers
+from linnaeus.data.loader import build_val_loader, with_num_workers
 from linnaeus.data.split_file import SPLIT_FILE
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.inference.evaluate import (
@@ -36,6 +35,11 @@ from linnaeus.inference.evaluate import (
     check_takes_size,
     evaluate,
     evaluated_preprocessing,
+)
+from linnaeus.inference.evaluation_data import (
+    EvaluationData,
+    EvaluationRequest,
+    build_evaluation_data,
 )
 from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run
@@ -197,7 +201,7 @@ def _data(session: Session) -> EvaluationData:
 def _measure(session: Session, data: EvaluationData) -> tuple[Config, Outcome]:
     """Find the batch size where that is asked for, and run over the data."""
     config, world = session.config, session.world
-    loading = with_measured_workers(config.DATA, data.bundle, world, config.EXPERIMENT.SEED)
+    loading = with_num_workers(config.DATA, data.bundle, world)
     config = dataclasses.replace(config, DATA=loading)
     assembly, metrics = assemble_evaluation(session.trained, config.LOSS, config.TRAIN)
     found: AutoBatchResult | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from linnaeus.config.instantiate import check_targets, targets
 from linnaeus.config.load import load_config, read_run_config, settings_of
 from linnaeus.data.bundle import dataset_length
-from linnaeus.data.datasets import EvaluationRequest, build_evaluation_data
+from linnaeus.inference.evaluation_data import EvaluationRequest, build_evaluation_data
 from linnaeus.inference.paths import Unreadable, walk
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.runtime.errors import ConfigError, DataError, LinnaeusError, TrustError, first_line
@@ -112,7 +112,10 @@ def _of_dataset(run: TrainedRun) -> tuple[list[Tensor], str]:
     inputs, problems, num_samples = [], [], dataset_length(data.bundle.val)
     for index in range(0, num_samples, max(1, num_samples // NUM_IMAGES))[:NUM_IMAGES]:
         try:
-            inputs.append(data.bundle.val[index][0])
+            image = data.bundle.val[index][0]
+            if spec.preprocessing is not None and image.dtype == torch.uint8:
+                image = spec.preprocessing.normalise()(image)
+            inputs.append(image)
         except DataError as error:  # a damaged image; there are others
             problems.append(error)
     if not inputs:

@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import Dataset
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.datasets import (
+from linnaeus.data.datasets import build_data
+from linnaeus.data.split_file import save_split
+from linnaeus.data.taxonomy import LabelIndex, index_labels
+from linnaeus.data.transforms import Preprocessing
+from linnaeus.inference.evaluation_data import (
     EvaluationData,
     EvaluationRequest,
-    Relabel,
-    build_data,
     build_evaluation_data,
 )
-from linnaeus.data.split_file import save_split
-from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
-from linnaeus.data.transforms import Preprocessing
 from linnaeus.runtime.errors import DataError
 from tests.helpers.datasets import write_image
 
@@ -206,84 +204,30 @@ class Named(Dataset[Any]):
 
     def __init__(self, split: str, classes: Any) -> None:
         assert split == "val", "the training split is not needed"
-        if isinstance(classes, list):
-            self.classes = classes
-        else:
-            self.taxonomy = classes
-        self.num = len(
-            classes if isinstance(classes, list) else next(iter(reversed(classes.values())))
-        )
+        self.taxonomy = classes
 
     def __len__(self) -> int:
-        return self.num
+        return len(next(iter(self.taxonomy.values())))
 
     def __getitem__(self, index: int) -> Any:
-        return 0.0, index if hasattr(self, "classes") else {"species": index}
+        return 0.0, index
 
 
-def user_data(index: LabelIndex | None, classes: Any, *, skip: bool = False) -> EvaluationData:
+def user_data(index: LabelIndex | None, classes: Any) -> EvaluationData:
     config = DataConfig(DATASET={"_target_": f"{__name__}.Named", "classes": classes})
-    return build_evaluation_data(EvaluationRequest(config, index, None, 0, False, skip))
+    return build_evaluation_data(EvaluationRequest(config, index, None, 0, False))
 
 
-@pytest.mark.parametrize(
-    ("index", "classes", "expected"),
-    [
-        (FLAT, ["fox", "lion", "lynx", "wolf"], [[0], [1], [2], [3]]),
-        (FLAT, ["wolf", "fox"], [[3], [0]]),
-        (NESTED, {"species": ["wolf", "lion"]}, [[1, 3], [0, 0]]),
-    ],
-)
-def test_classes_of_a_users_dataset_are_matched_by_name(
-    index: LabelIndex, classes: Any, expected: list[list[int]]
-) -> None:
-    dataset: Any = user_data(index, classes).bundle.val
-    assert [dataset[i][1].tolist() for i in range(len(dataset))] == expected
-
-
-def test_unknown_classes_of_a_users_dataset() -> None:
-    data = user_data(FLAT, ["wolf", "dodo", "fox"], skip=True)
-    dataset: Any = data.bundle.val
-    assert ([dataset[i][1].tolist() for i in range(len(dataset))], data.num_left_out) == (
-        [[3], [0]],
-        1,
-    )
-
-
-def declared(genera: list[str], species: dict[str, int]) -> Taxonomy:
-    """A taxonomy of genera, and of species with the label of their genus."""
-    levels = (
-        Level("genus", tuple(genera)),
-        Level("species", tuple(name for name, _ in species.items())),
-    )
-    return Taxonomy(levels, (tuple(species.values()),))
-
-
-HOMONYMS = index_labels(
-    ["genus", "species"], [("Ficus", "alba"), ("Populus", "alba"), ("Populus", "nigra")]
-)
-"""Labels 0 and 1 are both called `alba`."""
-
-
-def relabelled(relabel: Relabel, *rows: tuple[int, int]) -> list[list[int]]:
-    found: list[list[int]] = relabel(torch.tensor(rows)).tolist()
-    return found
-
-
-def test_a_name_that_several_classes_have_is_told_by_its_parent() -> None:
-    same_names = Taxonomy(
-        (Level("genus", ("Populus", "Ficus")), Level("species", ("nigra", "alba", "alba"))),
-        ((0, 0, 1),),
-    )
-    relabel = Relabel(same_names, HOMONYMS, "own")
-    assert relabel.unknown == []
-    assert relabelled(relabel, (0, 0), (0, 1), (1, 2)) == [[1, 2], [1, 1], [0, 0]]
-
-
-def test_a_class_of_another_parent_is_not_that_of_the_run() -> None:
-    """With its own parent it is; and where the parent is not known, its name is enough."""
-    index = LabelIndex.of(declared(["Populus", "Ficus"], {"nigra": 0, "carica": 1}))
-    swapped = Relabel(declared(["Populus", "Ficus"], {"nigra": 1, "carica": 0}), index, "own")
-    assert swapped.unknown == ["Ficus/nigra", "Populus/carica"]
-    open_ended = Relabel(declared(["Ficus", "Populus"], {"nigra": -1, "carica": 0}), index, "own")
-    assert (open_ended.unknown, relabelled(open_ended, (-1, 0))) == ([], [[-1, 0]])
+def test_a_users_dataset_needs_the_classes_of_the_run_in_their_order() -> None:
+    classes = ["fox", "lion", "lynx", "wolf"]
+    dataset: Any = user_data(FLAT, {"species": classes}).bundle.val
+    assert [dataset[i][1].tolist() for i in range(len(dataset))] == [[0], [1], [2], [3]]
+    for index, other in (
+        (FLAT, {"species": ["wolf", "fox"]}),
+        (FLAT, {"species": classes[::-1]}),
+        (FLAT, {"genus": classes}),
+        (NESTED, {"species": classes}),
+        (None, {"species": classes}),
+    ):
+        with pytest.raises(DataError, match="Named"):
+            user_data(index, other)
