@@ -31,9 +31,15 @@ from linnaeus.runtime.files import (
 from linnaeus.runtime.rng import derive_seed, deterministic, seed_all
 from linnaeus.runtime.run_folder import TRIAL, RunFolder, stopped_reason
 from linnaeus.runtime.signals import StopRequest
-from linnaeus.size_search.fit_attempts import Ladder, find_planned_sizes, size_search
+from linnaeus.size_search.fit_attempts import FitAttempts
+from linnaeus.size_search.planned_sizes import find_planned_sizes, prepare_search
 from linnaeus.size_search.report import device_environment, save_searches, summary
-from linnaeus.training.build import assemble, built_facts, check_before_data, configuration_facts
+from linnaeus.training.build import (
+    assemble,
+    check_before_data,
+    configuration_facts,
+    model_fingerprint,
+)
 from linnaeus.training.callbacks import build_callbacks
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import wrap
@@ -104,9 +110,10 @@ def run(config: Config) -> FitResult:
         saved = None if content is None else content.get("config", {})
         data_node, note = with_preprocessing(config.DATA, config.MODEL, saved)
         config = dataclasses.replace(config, DATA=data_node)
-        ladder = Ladder(config, world, content)
-        while not ladder.is_done:
-            config, train = ladder.config, ladder.config.TRAIN
+        attempts = FitAttempts(config, world, content)
+        sized = None
+        while sized is None:
+            config, train = attempts.config, attempts.config.TRAIN
             seed_all(seed)
             world.update("building data and model")
             data = build_data(config.DATA, seed=seed, on_main=world.on_main)
@@ -122,7 +129,7 @@ def run(config: Config) -> FitResult:
                 load_weights=checkpoint is None,
                 sharding=config.DIST,
             )
-            world.check_equal(built_facts(data, assembly))
+            world.check_equal(model_fingerprint(data, assembly))
             if checkpoint is not None:
                 checkpoint.restore(assembly, world)
                 progress = resumed_progress(
@@ -146,12 +153,12 @@ def run(config: Config) -> FitResult:
                     ),
                 )
             loading = with_measured_workers(config.DATA, data, world, seed)
-            search, plan_for = size_search(
+            search, plan_for = prepare_search(
                 dataclasses.replace(config, DATA=loading), data, assembly, world, folder.console
             )
-            with ladder.attempt(search) as search:
-                sized = ladder.noted(find_planned_sizes(search, plan_for, content))
-            if not ladder.is_done:
+            with attempts.next(search) as search:
+                sized = attempts.record(find_planned_sizes(search, plan_for, content))
+            if sized is None:
                 del data, assembly, search, plan_for  # their memory is for the next attempt
                 device_memory(world.device).clean()
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan

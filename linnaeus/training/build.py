@@ -267,7 +267,7 @@ def plan_facts(
 
 
 def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
-    """What all ranks must have in common from the start: the configuration by key, and the versions."""
+    """Return the configuration by key and the versions, which all ranks must have in common."""
     return {
         "version of Linnaeus": __version__,
         "version of torch": torch.__version__,
@@ -275,8 +275,8 @@ def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def built_facts(data: DataBundle, assembly: Assembly) -> dict[str, str]:
-    """What all ranks must have built alike before the first collective, short enough for an error."""
+def model_fingerprint(data: DataBundle, assembly: Assembly) -> dict[str, str]:
+    """Return digests of samples, classes and parameters, which all ranks must have in common."""
     parameters = [
         (name, list(parameter.shape))
         for part in (assembly.model, assembly.criterion)

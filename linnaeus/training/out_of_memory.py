@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.state.rng import rng_state, set_rng_state
-from linnaeus.batch_plan.schedule import Stage
+from linnaeus.batch_plan.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.models.build import batchnorm_kind, set_gradient_checkpointing
 from linnaeus.runtime.distributed import World

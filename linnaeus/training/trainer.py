@@ -20,7 +20,7 @@ from linnaeus.autobatch.memory.device import failed_allocations
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.autobatch.state.rng import rng_state
 from linnaeus.batch_plan.plan import BatchPlan
-from linnaeus.batch_plan.schedule import Stage
+from linnaeus.batch_plan.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import BatchLoader, Loaders
@@ -442,7 +442,7 @@ class Trainer:
             OutOfMemoryError: from `error`; this process does not take the step again.
         """
         limit = -(-stage.micro_batch_size // 2)
-        limited = self.plan.limited(limit)
+        limited = self.plan.with_max_micro_batch(limit)
         text = (
             f"out of memory in optimizer step {self.progress.step + 1}, with micro-batches of "
             f"{stage.micro_batch_size} (x {stage.accumulation_steps} accumulation x {stage.world_size} "

@@ -18,7 +18,7 @@ from linnaeus.config.schema import LossConfig, NoiseScaleConfig, OptimizerConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.runtime.distributed import World
-from linnaeus.size_search.fit_attempts import PlannedSizes
+from linnaeus.size_search.planned_sizes import PlannedSizes
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import check_loss_takes_outputs
 from linnaeus.training.checkpoint import (

@@ -46,7 +46,7 @@ from linnaeus.runtime.log import close_logging, set_up_logging
 from linnaeus.runtime.rng import deterministic, seed_all
 from linnaeus.runtime.signals import StopRequest
 from linnaeus.runtime.words import counted
-from linnaeus.size_search.fit_attempts import size_origin
+from linnaeus.size_search.planned_sizes import size_origin
 from linnaeus.size_search.report import device_environment
 from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.build import configuration_facts
