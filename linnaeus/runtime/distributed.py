@@ -253,11 +253,11 @@ def join(device_name: str, config: DistSettings) -> Iterator[World]:
         return
     faulthandler.enable()
     world = World(device, rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    with errors_told_first(world):
+    with report_errors_to_all_ranks(world):
         control = _meet(rank, world_size, config)
     with control:
         world = replace(world, control=control)
-        with errors_told_first(world):
+        with report_errors_to_all_ranks(world):
             control.update("joining the process group")
             host_group, single_rank_group = _make_groups(device, control, config)
         yield replace(world, host_group=host_group, single_rank_group=single_rank_group)
@@ -410,7 +410,7 @@ def agree_on_attempt(
 
 
 @contextmanager
-def errors_told_first(world: World) -> Iterator[None]:
+def report_errors_to_all_ranks(world: World) -> Iterator[None]:
     """Print an error, and tell it to the other ranks and to torchrun, before anything is cleaned up.
 
     Cleaning up may hang while other ranks wait in a collective. A single process raises its errors as they

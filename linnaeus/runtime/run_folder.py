@@ -450,6 +450,7 @@ class RunFolder:
         keep: use the folder of an earlier run as it is; otherwise `begin` renames it.
 
     Attributes:
+        path: the folder.
         console: rank 0's console.
         has_begun: whether `begin` was called.
         claim: rank 0's; None on the other ranks.
@@ -464,7 +465,7 @@ class RunFolder:
         self.has_begun = False
         self.claim: Claim | None = None
         self.pruned = ""
-        self._path, self._world, self._keep = path, world, keep
+        self.path, self._world, self._keep = path, world, keep
         self._new_folders: list[Path] = []
         self._early_lines = MemoryHandler(
             capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False
@@ -498,9 +499,9 @@ class RunFolder:
     def _take(self) -> None:
         with suppress(OSError):  # which the claim says
             self._new_folders = [
-                path for path in (self._path, *self._path.parents) if not path.exists()
+                path for path in (self.path, *self.path.parents) if not path.exists()
             ]
-        self.claim = claim_run_folder(self._path)
+        self.claim = claim_run_folder(self.path)
 
     def check(self) -> None:
         """To be called before anything is written into the folder.
@@ -524,7 +525,7 @@ class RunFolder:
         self.has_begun = True
         logger, handler = (
             logging.getLogger(LOGGER_NAME),
-            file_handler(self._path / LOGS, self._world.rank),
+            file_handler(self.path / LOGS, self._world.rank),
         )
         self._early_lines.setTarget(handler)
         self._early_lines.flush()

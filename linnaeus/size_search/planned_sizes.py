@@ -18,9 +18,11 @@ from linnaeus.config.schema import Config, DataConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.words import counted
+from linnaeus.size_search.report import summary
 from linnaeus.size_search.searches import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly, plan_facts
 from linnaeus.training.out_of_memory import SizeOrigin
+from linnaeus.training.report import report_plan
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -42,6 +44,12 @@ class PlannedSizes:
     def origins(self, data: DataConfig) -> dict[str, SizeOrigin]:
         """Where the batch sizes of training and validation come from; `data` holds those in use."""
         return {mode: size_origin(mode, data, self.found.get(mode)) for mode in get_args(Mode)}
+
+    def report(self, config: Config) -> None:
+        """Log the sizes found, and the plan."""
+        for found in self.found.values():
+            logger.info(summary(found))
+        report_plan(self.plan, config.TRAIN, config.OPTIMIZER)
 
     @property
     def batch_sizes(self) -> dict[str, int]:

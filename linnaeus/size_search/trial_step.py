@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from linnaeus.batch_plan.effective_batch import micro_batches_held
 from linnaeus.data.batch import Batch, BatchSpec
@@ -37,14 +36,18 @@ class TrialStep:
     def __init__(self, search: SizeSearch) -> None:
         self.num_micro_batches = micro_batches_held(search.train)
         self._search = search
-        self._train_step = dataclasses.replace(search.assembly.train_step)
+        step = self._train_step = dataclasses.replace(search.assembly.train_step)
+        if (noise := search.train.NOISE_SCALE).ENABLED:
+            # It measures each step, as with all ranks: such a step needs more memory than others.
+            probe = GradientProbe(step, decay=noise.DECAY, num_ranks=search.world.world_size)
+            step.callbacks = {**step.callbacks, "noise scale": probe}
         self._is_wrapped = False
         # No function of its own: the fewer frames lie above the model, the easier is a traceback to read.
         self.step = partial(self._train_step, num_micro_batches=self.num_micro_batches)
 
     def discard_wrapper(self) -> None:
         """Let the next trial make its own: a wrapper is unusable after an error in the middle of a step."""
-        self._train_step.model, self._train_step.probe = self._search.assembly.model, None
+        self._train_step.model = self._search.assembly.model
         self._is_wrapped = False
 
     def batches(self, spec: BatchSpec, size: int) -> Iterator[Batch]:
@@ -57,19 +60,8 @@ class TrialStep:
                 single_rank=True,
                 find_unused_parameters=search.find_unused_parameters,
             )
-            step.probe = self._probe(step.model)
             self._is_wrapped = True
-        if step.probe is not None:
-            step.probe.arm()  # a step that measures needs more memory than others
         return search.batches(spec, size, num_batches=self.num_micro_batches)
-
-    def _probe(self, model: nn.Module) -> GradientProbe | None:
-        """A probe that measures as with all ranks, over the group of this rank alone."""
-        config = self._search.train.NOISE_SCALE
-        if not config.ENABLED:
-            return None
-        num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
-        return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
 
 
 def on_meta(assembly: Assembly) -> Assembly:

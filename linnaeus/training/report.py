@@ -8,6 +8,7 @@ import math
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from linnaeus.batch_plan.plan import BatchPlan, OptimizerNode
 from linnaeus.batch_plan.summary import summary_lines
@@ -17,7 +18,9 @@ from linnaeus.data.mixing import is_mixing
 from linnaeus.runtime.files import write_text_atomically
 from linnaeus.runtime.words import counted
 from linnaeus.training.tracking import Tracker
-from linnaeus.training.trainer import FitResult
+
+if TYPE_CHECKING:
+    from linnaeus.training.trainer import FitResult
 
 logger = logging.getLogger("linnaeus.run")
 

@@ -44,7 +44,7 @@ def test_the_parts_fit_together_as_the_configuration_says() -> None:
     assert train.precision.channels_last
     [weight] = [p for p in parts.model.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1][:1]
     assert weight.is_contiguous(memory_format=torch.channels_last)
-    assert (train.after_step, train.clip_grad_norm, parts.ema) == (None, 0.5, None)
+    assert (train.callbacks, train.clip_grad_norm, parts.ema) == ({}, 0.5, None)
     assert parts.state == (parts.model, parts.criterion, parts.optimizer, parts.scaler, None)
     held = {parameter for group in parts.optimizer.param_groups for parameter in group["params"]}
     assert held == set(parts.model.parameters())

@@ -40,7 +40,7 @@ from linnaeus.inference.evaluate import (
 from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.runtime.console import ProgressBar, make_console
-from linnaeus.runtime.distributed import RankEnded, World, errors_told_first, join
+from linnaeus.runtime.distributed import RankEnded, World, join, report_errors_to_all_ranks
 from linnaeus.runtime.files import read_json
 from linnaeus.runtime.log import close_logging, set_up_logging
 from linnaeus.runtime.rng import deterministic, seed_all
@@ -90,7 +90,7 @@ def run(options: Options, config: Config, own: Config) -> int:
             deterministic(config.TRAIN.DETERMINISTIC),
             StopRequest().listening(),
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
-            errors_told_first(world),
+            report_errors_to_all_ranks(world),
         ):
             set_up_logging(None, rank=world.rank, console=console)
             world.check_equal(configuration_facts(dataclasses.asdict(config)))
