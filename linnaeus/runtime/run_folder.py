@@ -1,10 +1,10 @@
-"""The folder of a run: who has it, which run it is and how it ended.
+"""The folder of a run: the process that holds it, the id of the run and its end.
 
-`run.json` names the run by an id, and says how it ended. Who has the folder is decided by the files
-`.claims/1`, `.claims/2`, ...: the last one counts. A claim is made at once and with its content, by linking a
-temporary file to the next number: that needs no locks and holds on network file systems. The next number is
-made when the holder of the last one has died. A worker shares its claim with the run that it starts. Who
-gives a claim up renames `.claims`, with the temporary files of those who are about to link.
+`run.json` has the id of the run and its end. The lock is the highest-numbered file in `.claims/`. A
+process claims the folder by linking a temporary file, with its content, to the next number. That needs no
+locks of the file system, and holds on network file systems. The last holder must have died, or this process
+must be its restart. A worker shares its claim with the run that it starts. Releasing renames `.claims/`,
+which also discards claims in progress.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ SHARED_CLAIM = "LINNAEUS_CLAIM"
 """Environment variable of a run that a worker starts: the token of the worker's claim."""
 TRIAL = "LINNAEUS_TRIAL"
 """Environment variable of a run that a search has started: the sweep's folder and the number of the trial."""
+RESTART_TOKEN = "LINNAEUS_RESTART_TOKEN"
+"""Environment variable that a container and its successor have in common, such as the uid of their job."""
 BEAT_S = 30.0
 """Seconds between two touches of a claim by its holder."""
 SILENT_S = 3 * BEAT_S
@@ -98,6 +100,7 @@ class Holder:
         boot: the machine's id of this start, and the namespace of its process numbers.
         job: number of its job of SLURM; empty without one.
         restarts: how often this job was queued again.
+        restart_token: equal in a process and its successor; empty where the launcher gives none.
     """
 
     host: str
@@ -106,29 +109,40 @@ class Holder:
     boot: str
     job: str
     restarts: str = "0"
+    restart_token: str = ""
 
     @classmethod
     def this_process(cls) -> Holder:
         """The process that calls."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        return cls(
-            socket.gethostname(), os.getpid(), _start(os.getpid()), _boot(), own_job(), restarts
-        )
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "").removeprefix(
+            "none"
+        )  # torchrun's default
+        token = os.environ.get(RESTART_TOKEN) or run_id
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _start(pid), _boot(), own_job(), restarts, token)
 
-    def lives(self, silent_s: float) -> bool:
-        """Whether the process has not ended, as far as can be seen from here.
+    def is_here(self) -> bool:
+        """Whether the process runs, or ran, where this one can look for it."""
+        return (self.host, self.boot) == (socket.gethostname(), _boot())
+
+    def is_alive(self, heartbeat_age_s: float, *, resumes: bool = False) -> bool:
+        """Return a best guess; a process elsewhere is dead after `DEAD_S` without a heartbeat.
 
         Args:
-            silent_s: seconds since it has touched its claim.
+            heartbeat_age_s: seconds since it has touched its claim.
+            resumes: whether this process goes on with its run, and so replaces one with its restart token.
         """
-        here = Holder.this_process()
-        if (self.host, self.boot) == (here.host, here.boot):
+        if self.is_here():
             return self.start == _start(self.pid) != ""
+        here = Holder.this_process()
+        if resumes and self.restart_token and self.restart_token == here.restart_token:
+            return False
         if self.job and self.job == here.job and self.restarts != here.restarts:
             return False  # the job has been queued again, and this is it
-        if self.job and silent_s > SILENT_S and not is_queued(self.job):
+        if self.job and heartbeat_age_s > SILENT_S and not is_queued(self.job):
             return False
-        return silent_s < DEAD_S
+        return heartbeat_age_s < DEAD_S
 
     def __str__(self) -> str:
         job = f"SLURM job {self.job}, " if self.job else ""
@@ -204,8 +218,8 @@ class State:
 def read_state(folder: Path) -> State:
     """The state of a run. Nothing is written; a folder that cannot be read holds no run."""
     with suppress(OSError):
-        number, last, silent_s = _last_claim(folder)
-        if number and (holder := _living_holder(folder, last, silent_s)) is not None:
+        number, last, heartbeat_age_s = _last_claim(folder)
+        if number and (holder := _living_holder(folder, last, heartbeat_age_s)) is not None:
             return State("running", holder)
     with suppress(OSError):
         return _state_left(folder)
@@ -254,20 +268,21 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def _holder(content: dict[str, Any]) -> Holder | None:
-    found = {each.name: content.get(each.name) for each in fields(Holder)}
+    found = {each.name: content.get(each.name, each.default) for each in fields(Holder)}
     kinds = {"pid": int}
     if all(type(value) is kinds.get(name, str) for name, value in found.items()):
-        return Holder(**found)  # type: ignore[arg-type]
+        return Holder(**found)
     return None
 
 
-def _living_holder(folder: Path, claim: dict[str, Any], silent_s: float) -> Holder | None:
-    """Who has claimed a folder, or else the run there whose worker has died, if it lives."""
+def _living_holder(
+    folder: Path, claim: dict[str, Any], heartbeat_age_s: float, *, resumes: bool = False
+) -> Holder | None:
+    """Return the process that has claimed a folder, or else the run of a dead worker; None if it is dead."""
     written = read_json(folder / RUN) or {}
     holders = map(_holder, (claim, {} if written.get("ended") else written))
-    return next(
-        (holder for holder in holders if holder is not None and holder.lives(silent_s)), None
-    )
+    living = (each for each in holders if each and each.is_alive(heartbeat_age_s, resumes=resumes))
+    return next(living, None)
 
 
 def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
@@ -291,6 +306,7 @@ class Claim:
     Args:
         folder: of the run; made where there is none, in a folder that is there.
         shared: token of a worker's claim that this process has too; only the worker gives it up.
+        resumes: take the folder from a process with the same restart token at once.
 
     Attributes:
         id: the run's. `begin` writes it down.
@@ -300,9 +316,9 @@ class Claim:
         OSError: it cannot be written to.
     """
 
-    def __init__(self, folder: Path, shared: str | None = None) -> None:
+    def __init__(self, folder: Path, shared: str | None = None, *, resumes: bool = False) -> None:
         self.folder, self.token = folder, shared or uuid.uuid4().hex
-        self._is_shared = shared is not None
+        self._is_shared, self._resumes = shared is not None, resumes
         self._since = time.time()
         if not self._is_shared:
             self._take()
@@ -333,14 +349,20 @@ class Claim:
         temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
         try:
             temporary.write_text(json.dumps({**asdict(Holder.this_process()), "token": self.token}))
-            number, last, silent_s = _last_claim(
-                self.folder, temporary.stat().st_mtime
-            )  # the server's clock
-            holder = _living_holder(self.folder, last, silent_s)
-            if number and (holder is not None or (_holder(last) is None and silent_s < DEAD_S)):
+            # By the server's clock.
+            number, last, age_s = _last_claim(self.folder, temporary.stat().st_mtime)
+            holder = _living_holder(self.folder, last, age_s, resumes=self._resumes)
+            if number and (holder is not None or (_holder(last) is None and age_s < DEAD_S)):
+                wait = ""
+                if holder is None or not holder.is_here():
+                    wait = (
+                        f". Its last heartbeat was {age_s:.0f} s ago; without another one TRAIN.AUTO_RESUME "
+                        f"takes over in {max(DEAD_S - age_s, 0):.0f} s, or at once where the new process has "
+                        f"the same {RESTART_TOKEN}"
+                    )
                 raise FolderInUseError(
                     f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
-                    f"({holder or 'it does not say which'}); choose another name"
+                    f"({holder or 'it does not say which'}); choose another name{wait}"
                 )
             link_new(temporary, self.folder / CLAIMS / str(number + 1))
         finally:
@@ -501,7 +523,7 @@ class RunFolder:
             self._new_folders = [
                 path for path in (self.path, *self.path.parents) if not path.exists()
             ]
-        self.claim = claim_run_folder(self.path)
+        self.claim = claim_run_folder(self.path, resumes=self._keep)
 
     def check(self) -> None:
         """To be called before anything is written into the folder.
@@ -552,8 +574,8 @@ class RunFolder:
             self.claim.end(exit_code, self.pruned or reason, pruned=bool(self.pruned))
 
 
-def claim_run_folder(folder: Path) -> Claim:
-    """Make the folder of a run, `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`, and claim it.
+def claim_run_folder(folder: Path, *, resumes: bool = False) -> Claim:
+    """Make the folder of a run, `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`, and claim it; see `Claim`.
 
     Raises:
         ConfigError: it cannot be made or written to, is in use, or is a sweep's.
@@ -566,7 +588,7 @@ def claim_run_folder(folder: Path) -> Claim:
                 "runs; choose another name"
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
-        return Claim(folder, token)
+        return Claim(folder, token, resumes=resumes)
     except OSError as error:
         raise cannot_write(folder, error) from error
 
