@@ -34,7 +34,7 @@ def run(config: Config) -> FitResult:
         LinnaeusError: something the user can mend; the message says how.
     """
     experiment, train = config.EXPERIMENT, config.TRAIN
-    with running(experiment.DEVICE, config.DIST, is_deterministic=train.DETERMINISTIC) as context:
+    with running(experiment, config.DIST, is_deterministic=train.DETERMINISTIC) as context:
         world = context.world
         callbacks = check_start(config, world)
         folder = context.enter(RunFolder(experiment.folder, world, keep=train.AUTO_RESUME))

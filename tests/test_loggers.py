@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from linnaeus.training.callbacks import CallbackState
+from linnaeus.training.callbacks import MOMENTS, CallbackState
 from linnaeus.training.tracking import Tracker
 from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, lines_of
@@ -99,6 +99,44 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
 def state_of(name: str, counts: list[int]) -> dict[str, Any]:
     """The entry of a checkpoint for the only callback of a run."""
     return {"TRAIN.CALLBACKS[0]": (f"{__name__}.{name}", {"counts": counts})}
+
+
+class Sequence:
+    """Notes the moments of a run, and whether there are gradients in the first parameter."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in MOMENTS:
+            raise AttributeError(name)
+
+        def note(state: CallbackState) -> None:
+            has_gradients = next(state.model.parameters()).grad is not None
+            number = "" if state.micro_batch is None else f" {state.micro_batch.number} of 2"
+            self.calls.append(f"{name[3:]}{number} {state.step}{' grad' * has_gradients}")
+
+        return note
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": list(self.calls)}
+
+
+def test_a_callback_sees_each_moment_of_a_step_in_order(run: Run, tmp_path: Path) -> None:
+    options = ("DATA.BATCH_SIZE=25", "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.EPOCHS=1")
+    noise = ("TRAIN.NOISE_SCALE.ENABLED=True", "TRAIN.NOISE_SCALE.EVERY=1")
+    assert run(*PLAIN, *options, *noise, callback("Sequence")).code == 0
+    [(_, state)] = checkpoint_of(tmp_path / "runs/plain")["callbacks"][0].values()
+    step = ["step_start", "backward 1 of 2", "backward 2 of 2", "update", "step_end"]
+    assert state["calls"] == [
+        *(
+            f"{moment} {number + (moment == 'step_end')}{' grad' * ('backward' in moment)}"
+            for number in range(2)
+            for moment in step
+        ),
+        "validation_end 2",
+        "epoch_end 2",
+    ]
 
 
 class Other(Recorder):

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from linnaeus.runtime.distributed import DistSettings, World, join, report_errors_to_all_ranks
-from linnaeus.runtime.rng import deterministic
+from linnaeus.runtime.rng import KernelSettings, deterministic, kernels
 from linnaeus.runtime.signals import StopRequest
 
 T = TypeVar("T")
+
+
+class ExperimentSettings(KernelSettings, Protocol):
+    """The keys of `EXPERIMENT` that a run starts with."""
+
+    DEVICE: str
 
 
 @dataclass(frozen=True)
@@ -33,18 +39,21 @@ class RunContext:
 
 
 @contextmanager
-def running(device: str, config: DistSettings, *, is_deterministic: bool) -> Iterator[RunContext]:
+def running(
+    experiment: ExperimentSettings, config: DistSettings, *, is_deterministic: bool
+) -> Iterator[RunContext]:
     """Listen to signals, join the ranks, and report an error to all of them before anything is closed.
 
     Args:
-        device: EXPERIMENT.DEVICE.
+        experiment: the EXPERIMENT node.
         config: the DIST node.
         is_deterministic: TRAIN.DETERMINISTIC.
     """
     with (
         deterministic(is_deterministic),
         StopRequest().listening() as stop,
-        join(device, config) as world,
+        join(experiment.DEVICE, config) as world,
+        kernels(experiment, world.device),
         ExitStack() as stack,
         report_errors_to_all_ranks(world),
     ):

@@ -156,7 +156,7 @@ def assemble(
         memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
         model = model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     if config.COMPILE:
-        model.compile()
+        model.compile(mode=config.COMPILE_MODE, dynamic=config.COMPILE_DYNAMIC)
     criterion = _build_criterion(loss_node, data, device)
     if shards is not None and trainable_parameters(criterion):
         raise ConfigError(

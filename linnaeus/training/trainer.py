@@ -352,9 +352,7 @@ class Trainer:
                 num_samples = sum(sizes) if len(set(sizes)) > 1 else None
                 loss = self.train_step(batches, len(sizes), num_samples)
             except Exception as error:
-                self._handle_step_error(
-                    error, stage
-                )  # raises, unless smaller micro-batches are left
+                self._handle_step_error(error, stage)  # may raise, or else the step is taken again
             if loss is None:
                 self._memory.clean()  # what the failed step held
                 batches, stages = self._rest_of_epoch()
@@ -378,12 +376,12 @@ class Trainer:
         epoch = self.progress.epoch
         if self.assembly.freezing.is_frozen and self.assembly.freezing.ends_within(epoch + 1):
             self._unfreeze()
-        batches, stages = self._rest_of_epoch()
-        self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", len(stages))
         self.world.update(lambda: f"training in epoch {epoch + 1}, step {self.progress.step + 1}")
         self.train_step.model.train()
         self.assembly.criterion.train()
         self._clock = time.monotonic()
+        batches, stages = self._rest_of_epoch()
+        self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", len(stages))
         return batches, stages
 
     def _rest_of_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:

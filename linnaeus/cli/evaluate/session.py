@@ -43,7 +43,7 @@ from linnaeus.runtime.console import ProgressBar, make_console
 from linnaeus.runtime.distributed import RankEnded, World, join, report_errors_to_all_ranks
 from linnaeus.runtime.files import read_json
 from linnaeus.runtime.log import close_logging, set_up_logging
-from linnaeus.runtime.rng import deterministic, seed_all
+from linnaeus.runtime.rng import deterministic, kernels, seed_all
 from linnaeus.runtime.signals import StopRequest
 from linnaeus.runtime.words import counted
 from linnaeus.size_search.planned_sizes import size_origin
@@ -90,6 +90,7 @@ def run(options: Options, config: Config, own: Config) -> int:
             deterministic(config.TRAIN.DETERMINISTIC),
             StopRequest().listening(),
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
+            kernels(config.EXPERIMENT, world.device),
             report_errors_to_all_ranks(world),
         ):
             set_up_logging(None, rank=world.rank, console=console)
