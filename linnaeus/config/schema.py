@@ -179,7 +179,7 @@ class ExperimentConfig:
     LOGGERS: list[str] = key(
         list,
         "where metrics go beside `metrics.jsonl`",
-        choices=("wandb", "tensorboard", "csv", "mlflow"),
+        choices=("wandb", "tensorboard", "mlflow"),
     )
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
 
