@@ -91,7 +91,7 @@ class LostFolderError(LinnaeusError):
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has a folder.
+    """A process that holds a folder.
 
     Attributes:
         host: name of its machine.
@@ -198,7 +198,7 @@ def _boot() -> str:
 
 @dataclass(frozen=True)
 class State:
-    """How far a run has come, as its folder says.
+    """State of a run, read from its folder.
 
     Attributes:
         status: `interrupted` for a run that was stopped or killed, and can be resumed.
@@ -227,7 +227,7 @@ def read_state(folder: Path) -> State:
 
 
 def _state_left(folder: Path) -> State:
-    """The state in which the last process has left a run."""
+    """Return the state in which the last process left a run."""
     written = read_json(folder / RUN) or {}
     holder, seconds, ended = (
         _holder(written),
@@ -301,7 +301,7 @@ def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, 
 
 
 class Claim:
-    """A folder that this process has, from construction to `release`. A thread touches the claim.
+    """A folder that this process holds, from construction to `release`. A thread touches the claim.
 
     Args:
         folder: of the run; made where there is none, in a folder that is there.
@@ -330,7 +330,7 @@ class Claim:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _take(self) -> None:
-        """Make the next claim, as soon as nobody else makes one at the same moment."""
+        """Make the next claim; retry while other processes make theirs."""
         for is_last in (*[False] * ATTEMPTS, True):
             try:
                 self.folder.mkdir(exist_ok=True)
@@ -390,7 +390,7 @@ class Claim:
         return _state_left(self.folder)
 
     def check(self) -> None:
-        """To be called before anything is written into the folder.
+        """Check the claim, before anything is written into the folder.
 
         Raises:
             LostFolderError: the folder was renamed or deleted, or is another process's by now.
@@ -418,7 +418,7 @@ class Claim:
             )
 
     def begin(self) -> None:
-        """Write down which run this is, and that it goes on: how it has ended before is forgotten.
+        """Write `run.json`: the id, and that the run is going on.
 
         Raises:
             LostFolderError, LinnaeusError: see `check` and `write_text_atomically`.
@@ -426,9 +426,9 @@ class Claim:
         self._write(None, self._earlier.get("seconds"))
 
     def end(self, exit_code: int, reason: str | None = None, *, pruned: bool = False) -> None:
-        """Write down how the run has ended; nothing in a folder that is not this run's any more.
+        """Write the end of the run; nothing in a folder that it has lost.
 
-        The exit code is negative for a signal; the reason says why the run has not ended well.
+        The exit code is negative for a signal; the reason says why the run has failed.
         """
         seconds = (finite(self._earlier.get("seconds")) or 0.0) + time.time() - self._since
         ended = {"exit_code": exit_code, "reason": reason, **({"pruned": True} if pruned else {})}
@@ -451,7 +451,7 @@ class Claim:
         write_text_atomically(self.folder / RUN, json.dumps(content, indent=1) + "\n")
 
     def release(self) -> None:
-        """Give the claim up, unless a worker has it too; nothing happens the second time."""
+        """Release the claim, unless a worker shares it. A second call does nothing."""
         self._is_over.set()
         with suppress(OSError):  # renamed, deleted
             if self.is_mine and not self._is_shared:
@@ -526,7 +526,7 @@ class RunFolder:
         self.claim = claim_run_folder(self.path, resumes=self._keep)
 
     def check(self) -> None:
-        """To be called before anything is written into the folder.
+        """Check the claim, before anything is written into the folder.
 
         Raises:
             LostFolderError: it is not this run's any more.
@@ -649,7 +649,7 @@ def last_line(folder: Path, begin: int = 0) -> str:
 
 
 def stopped_reason(folder: Path, number: int) -> str:
-    """What is said of a run that a signal has stopped."""
+    """Return the reason of a run that a signal has stopped."""
     has_saved = checkpoint_file(folder, "last") is not None
     when = "after a checkpoint" if has_saved else "before its first checkpoint"
     return f"stopped by {signal.Signals(number).name} {when}"
