@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from linnaeus.runtime.distributed import DistSettings, World, join, report_errors_to_all_ranks
-from linnaeus.runtime.rng import KernelSettings, deterministic, kernels
+from linnaeus.runtime.rng import DeviceSettings, deterministic, kernels
 from linnaeus.runtime.signals import StopRequest
 
 T = TypeVar("T")
-
-
-class ExperimentSettings(KernelSettings, Protocol):
-    """The keys of `EXPERIMENT` that a run starts with."""
-
-    DEVICE: str
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class RunContext:
 
 @contextmanager
 def running(
-    experiment: ExperimentSettings, config: DistSettings, *, is_deterministic: bool
+    experiment: DeviceSettings, config: DistSettings, *, is_deterministic: bool
 ) -> Iterator[RunContext]:
     """Listen to signals, join the ranks, and report an error to all of them before anything is closed.
 

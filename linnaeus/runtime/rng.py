@@ -46,15 +46,16 @@ def deterministic(enabled: bool) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-class KernelSettings(Protocol):
-    """The keys of `EXPERIMENT` that choose kernels."""
+class DeviceSettings(Protocol):
+    """The keys of `EXPERIMENT` that choose device and kernels."""
 
+    DEVICE: str
     MATMUL_PRECISION: str
     CUDNN_BENCHMARK: bool
 
 
 @contextmanager
-def kernels(config: KernelSettings, device: torch.device) -> Iterator[None]:
+def kernels(config: DeviceSettings, device: torch.device) -> Iterator[None]:
     """Context in which an accelerator uses the kernels of the configuration.
 
     The CPU keeps the caller's: there torch's setting may change results too.

@@ -31,8 +31,6 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
-
 from linnaeus.runtime.console import make_console
 from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError
 from linnaeus.runtime.files import (
@@ -176,14 +174,10 @@ def _queue(moment: int) -> list[str] | None:
 
 
 def _start(pid: int) -> str:
-    """The start of a process in ticks; empty where it has ended, or the system does not say."""
+    """The start of a process in ticks of Linux; empty where it has ended."""
     try:  # a name may have any letters
         found = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        if Path("/proc/self/stat").exists():
-            return ""
-        with suppress(psutil.Error):  # a system without these files
-            return str(psutil.Process(pid).create_time())
         return ""
     return "" if found[0] in (b"Z", b"X") else found[19].decode()
 

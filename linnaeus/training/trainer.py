@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,12 +188,9 @@ class Trainer:
             )
         self._set_lr()
         epoch = self.progress.epoch + 1
-        is_over = epoch > self.plan.num_epochs
-        place = (
-            f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on"
-            if is_over
-            else f"in epoch {epoch}"
-        )
+        place = f"in epoch {epoch}"
+        if epoch > self.plan.num_epochs:
+            place = f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on"
         logger.info("resumed after %d optimizer steps, %s", self.progress.step, place)
         if changes := self.plan.differences(entries.get("plan", {})):
             logger.warning(
@@ -218,7 +216,7 @@ class Trainer:
         """
         if self._splits and self.world.is_distributed:
             self.recording.open()  # the first step may end with a checkpoint
-        with self._explained():
+        with self._errors_explained():
             with self.stop.deferred(), self.progress_bar, self._saved_on_error():
                 while not (self._is_over or self.stop.stop_signal):
                     self.train_epoch()
@@ -247,7 +245,7 @@ class Trainer:
         )
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _errors_explained(self) -> Iterator[None]:
         """Context whose errors of running out of memory say what helps."""
         try:
             yield
@@ -477,12 +475,9 @@ class Trainer:
 
     def _agree_after_step(self) -> bool:
         """Let the ranks agree on stopping, and on whether to save a checkpoint now, which is returned."""
-        minutes, every_steps = (
-            self.config.CHECKPOINT_EVERY_MINUTES,
-            self.config.CHECKPOINT_EVERY_STEPS,
-        )
-        is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        by_clock = self.stop.after_step(save=is_late)
+        minutes = self.config.CHECKPOINT_EVERY_MINUTES or math.inf
+        by_clock = self.stop.after_step(save=time.monotonic() - self._saved_at >= 60 * minutes)
+        every_steps = self.config.CHECKPOINT_EVERY_STEPS
         by_steps = every_steps is not None and self.progress.step % every_steps == 0
         return (by_clock or by_steps) and not self.stop.stop_signal  # a run that stops saves anyway
 
@@ -561,13 +556,14 @@ class Trainer:
         self._write("val", self.progress.epoch, values)
         is_best = self._update_best(values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        epoch, last, note = (
-            self.progress.epoch,
-            self.plan.num_epochs,
-            ", best so far" if is_best else "",
-        )
+        epoch, note = self.progress.epoch, ", best so far" * is_best
         logger.info(
-            "validation after epoch %d/%d:  %s  (%.1f s%s)", epoch, last, shown, seconds, note
+            "validation after epoch %d/%d:  %s  (%.1f s%s)",
+            epoch,
+            self.plan.num_epochs,
+            shown,
+            seconds,
+            note,
         )
         call_back(self.callbacks, "on_validation_end", self._callback_state(epoch))
         return is_best
@@ -579,13 +575,11 @@ class Trainer:
             Whether it is the best so far.
         """
         progress, headline = self.progress, self.assembly.headline
-        best = dict(progress.best_metrics)
-        for name, value in values.items():
-            if math.isfinite(value) and (
-                name not in best or score(name, value) > score(name, best[name])
-            ):
-                best[name] = value
-        progress.best_metrics = best
+        best, finite = progress.best_metrics, {k: v for k, v in values.items() if math.isfinite(v)}
+        progress.best_metrics = best | {
+            name: max(best.get(name, value), value, key=partial(score, name))
+            for name, value in finite.items()
+        }
         metric = self.config.EARLY_STOPPING.METRIC or headline
         progress.watch(score(metric, values[metric]), self.config.EARLY_STOPPING.MIN_DELTA)
         self.schedule.validated(values[metric])
