@@ -7,13 +7,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.logging import RichHandler
-
-from linnaeus.runtime.console import is_interactive
 from linnaeus.runtime.files import not_written
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LOGGER_NAME = "linnaeus"
 SHOWN_ELSEWHERE: Mapping[str, Any] = {"is_shown_elsewhere": True}
@@ -71,6 +70,10 @@ def file_handler(folder: Path, rank: int) -> logging.Handler:
 
 
 def _console_handler(console: Console) -> logging.Handler:
+    from rich.logging import RichHandler  # completion reads run directories without rich
+
+    from linnaeus.runtime.console import is_interactive
+
     handler: logging.Handler
     if is_interactive(console):
         handler = RichHandler(

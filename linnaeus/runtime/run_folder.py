@@ -31,7 +31,6 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from linnaeus.runtime.console import make_console
 from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError
 from linnaeus.runtime.files import (
     AUTOBATCH,
@@ -477,6 +476,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, world: World, *, keep: bool) -> None:
+        from linnaeus.runtime.console import make_console  # completion does without rich
+
         self.console = make_console()
         self.has_begun = False
         self.claim: Claim | None = None
