@@ -383,7 +383,7 @@ def peak_of_tensors(events: Iterable[Event], with_workspaces: bool) -> int:
     """The most bytes of storages that exist at once, in blocks of 512: what torch counts as allocated."""
     sizes: dict[int, int] = {}
     live = peak = 0
-    for kind, storage, num_bytes, _, reduction, _ in events:
+    for kind, storage, num_bytes, *_ in events:
         if kind == "allocate":
             sizes[storage] = -(-num_bytes // 512) * 512
             live += sizes[storage]
@@ -391,7 +391,7 @@ def peak_of_tensors(events: Iterable[Event], with_workspaces: bool) -> int:
         elif kind == "release":
             live -= sizes.pop(storage, 0)
         elif with_workspaces:
-            peak = max(peak, live + (num_bytes if reduction is None else reduction.scratch_bytes()))
+            peak = max(peak, live + num_bytes)
     return peak
 
 

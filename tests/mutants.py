@@ -51,7 +51,7 @@ MUTANTS = (
     ),
     Mutant(
         "one tensor of a model is not restored",
-        "autobatch/state/snapshot.py",
+        "autobatch/state/contents.py",
         "for tensor in self.tensors:",
         "for tensor in self.tensors[1:]:",
         "tests/autobatch/test_snapshot.py",

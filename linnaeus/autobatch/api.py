@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from linnaeus.autobatch.arguments import check_bounds, check_choice, check_functions, kind_of
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.observer import SearchObserver, check_observer
 from linnaeus.autobatch.ranks.collectives import warm_up_collectives
@@ -28,7 +27,14 @@ from linnaeus.autobatch.ranks.single_rank import (
     wrappers_in,
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.settings import Objective, SearchSettings
+from linnaeus.autobatch.settings import (
+    Objective,
+    SearchSettings,
+    check_bounds,
+    check_choice,
+    check_functions,
+    kind_of,
+)
 from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
 from linnaeus.autobatch.state.sharded import is_sharded
 from linnaeus.autobatch.state.snapshot import Snapshot
@@ -80,7 +86,7 @@ def auto_find_batch_size(
             else the device of these parameters, else torch's current accelerator, else the CPU.
         bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}. They
             may differ between ranks: the lowest of each name holds.
-        observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
+        observer: told of each event; by default a `SearchLog`, which logs a line for each trial.
         group: the ranks that search together; every one of them must call this, with the same arguments. Rank
             0 of the group searches while the others wait, then all run the size found, and all return the
             largest that fits on each. So `step` must do without collectives; a DistributedDataParallel
@@ -106,20 +112,7 @@ def auto_find_batch_size(
             raise ValueError(
                 "strategy is 'binary', which needs max_batch_size; 'binsearch' does not"
             )
-        settings = SearchSettings(
-            target_memory_fraction,
-            min_batch_size,
-            max_batch_size,
-            steps_per_trial,
-            strategy,
-            tolerance,
-            multiple_of,
-            memory_limit_gb,
-            max_trials,
-            timeout_minutes,
-            objective,
-            start,
-        )
+        settings = SearchSettings.of(locals())  # each argument by its name
         state = as_tuple(state)
         make_finder = partial(
             BatchSizeFinder,
@@ -235,8 +228,8 @@ def predict_memory(
 ) -> Prediction:
     """Predict the peak memory of a step on a CUDA device, at any batch size, without a device.
 
-    The step is called four times, on tensors without data: nothing is computed. Afterwards what is in `state`
-    is what it was.
+    The step is called four times, on tensors without data: nothing is computed, and no weights are copied.
+    Afterwards the objects in `state` are unchanged.
 
     >>> model = torch.nn.Linear(1024, 1024)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -270,7 +263,7 @@ def predict_memory(
     check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))
     state = as_tuple(state)
-    snapshot = Snapshot(state, torch.device("cpu"))  # of what the step holds by itself too
+    snapshot = Snapshot(state, torch.device("cpu"), without_tensors=True)  # a trace writes to none
     try:
         with unlisted_optimizers_refused(state, snapshot):
             buckets = Buckets.of(state)

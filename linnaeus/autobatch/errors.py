@@ -1,4 +1,4 @@
-"""The errors of a search; `linnaeus.runtime.errors` has those of a run too."""
+"""Errors of a search; `linnaeus.runtime.errors` adds the errors of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class LinnaeusError(Exception):
 
 
 class AutoBatchError(LinnaeusError):
-    """The batch-size search found no size that fits or cannot undo its trials, or a rank took too long."""
+    """Raised where no batch size fits, a trial cannot be undone, or a rank fails."""
 
     exit_code = 3
 

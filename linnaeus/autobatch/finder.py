@@ -21,10 +21,8 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base of all
 
-from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.observer import (
@@ -43,8 +41,9 @@ from linnaeus.autobatch.search import (
     find_largest,
     status_of,
 )
-from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings, last_part
-from linnaeus.autobatch.state.optimizers import check_restorable, unlisted_optimizers_refused
+from linnaeus.autobatch.settings import UNBOUNDED, SearchSettings
+from linnaeus.autobatch.state.optimizers import unlisted_optimizers_refused
+from linnaeus.autobatch.state.sharded import modules_of
 from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import (
@@ -81,7 +80,6 @@ class BatchSizeFinder:
         train_once: runs one training step before the first validation trial, so that validation is measured
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called with the size before each trial and each timing.
-        names: what messages call the settings.
         empties_cache: whether training empties the cache between its steps, as around a validation.
         neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
         step, make_batch, and the others: as for `auto_find_batch_size`.
@@ -110,7 +108,6 @@ class BatchSizeFinder:
         train_once: Callable[[], object] | None = None,
         before_trial: Callable[[int], object] = lambda size: None,
         observer: SearchObserver | None = None,
-        names: Names = ARGUMENTS,
         empties_cache: bool = False,
         neighbours: Sequence[int] = (),
     ) -> None:
@@ -127,10 +124,9 @@ class BatchSizeFinder:
             0  # outside and inside the allocator at the start
         )
         self._known: dict[int, TrialRecord] = {}
-        self._names = names
         largest = UNBOUNDED if settings.max_batch_size is None else settings.max_batch_size
         self.min_size = smallest_size(state, mode, settings.min_batch_size, largest)
-        self._bound, self._max_size = upper_bound(mode, self.min_size, largest, bounds or {}, names)
+        self._bound, self._max_size = upper_bound(mode, self.min_size, largest, bounds or {})
         limit_gb = settings.memory_limit_gb
         self._limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
         self.total_bytes = min(
@@ -150,7 +146,6 @@ class BatchSizeFinder:
             training=mode == "train",
             train_once=train_once,
             before_trial=before_trial,
-            names=names,
             empties_cache=empties_cache,
         )
         self._stack = contextlib.ExitStack()
@@ -165,9 +160,6 @@ class BatchSizeFinder:
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
             self._runner.clean()
-            fraction = self.settings.target_memory_fraction
-            with self.memory.cap(self.memory.budget(fraction, self._limit_bytes)):
-                check_restorable(self._snapshot, self._names)
             self._stack = stack.pop_all()
         return self
 
@@ -375,9 +367,9 @@ class BatchSizeFinder:
                 f"warning: training may need more memory than AutoBatch measures, because {caveat}"
             )
         if fraction > FULL_FRACTION:
-            within = f" within {last_part(self._names.memory_limit_gb)}" if self._is_limited else ""
+            within = " within memory_limit_gb" if self._is_limited else ""
             _warn_once(
-                f"warning: {last_part(self._names.target_memory_fraction)} is {fraction:g}: above "
+                f"warning: target_memory_fraction is {fraction:g}: above "
                 f"{FULL_FRACTION} the budget leaves no room{within} for what kernels, library handles and "
                 "fragmentation may add during training"
             )
@@ -395,7 +387,7 @@ class BatchSizeFinder:
         ):
             _warn_once(
                 f"warning: batch size {largest.size} needs no more memory than {smallest.size}. Check that "
-                f"{self._names.batch_maker} returns as many samples as it is asked for"
+                "make_batch(n) returns as many samples as it is asked for"
             )
 
     def _result(
@@ -413,7 +405,6 @@ class BatchSizeFinder:
                     min_batch_size=settings.min_batch_size,
                     held_bytes=self.held_bytes,
                     outside=self._outside(),
-                    names=self._names,
                 )
             )
         self._warn_about_equal_peaks()
@@ -566,7 +557,7 @@ class BatchSizeFinder:
             budget_bytes=self.budget_bytes,
             target_memory_fraction=fraction,
             total_bytes=self.total_bytes,
-            total_name=last_part(self._names.memory_limit_gb) if self._is_limited else "",
+            total_name="memory_limit_gb" if self._is_limited else "",
         )
 
 
@@ -596,22 +587,20 @@ def smallest_size(
     state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_size: int
 ) -> int:
     """The smallest size to try: 2 for training with BatchNorm, which refuses one value per channel."""
-    modules = (module for part in state if isinstance(part, nn.Module) for module in part.modules())
-    if mode == "train" and any(isinstance(module, _BatchNorm) for module in modules):
+    if mode == "train" and any(isinstance(module, _BatchNorm) for module in modules_of(state)):
         return max(min_batch_size, min(2, max_batch_size))
     return min_batch_size
 
 
 def upper_bound(
-    mode: Mode, min_size: int, max_batch_size: int, bounds: Mapping[str, int], names: Names
+    mode: Mode, min_size: int, max_batch_size: int, bounds: Mapping[str, int]
 ) -> tuple[str, int]:
     """The lowest upper bound: its name and its size."""
     upper_bounds = {"max_batch_size": max_batch_size, **bounds}
     bound = min(upper_bounds, key=lambda name: upper_bounds[name])
     if upper_bounds[bound] < min_size:
         raise AutoBatchError(
-            f"AutoBatch ({mode}): {names.min_batch_size} is {min_size}, but "
-            f"{names.max_batch_size if bound == 'max_batch_size' else bound} allows no more than "
+            f"AutoBatch ({mode}): min_batch_size is {min_size}, but {bound} allows no more than "
             f"{upper_bounds[bound]}"
         )
     return bound, upper_bounds[bound]

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.autobatch.settings import Names
+from linnaeus.autobatch.settings import kind_of
 
 Purpose = Literal["warm-up", "trial", "confirmation", "timing"]
 """Why a size is run: to load kernels, to find the size, to run the size found again, or to time it."""
@@ -169,7 +168,6 @@ def nothing_fits(
     min_batch_size: int,
     held_bytes: int,
     outside: str,
-    names: Names,
 ) -> str:
     """The message of a search without a result.
 
@@ -180,8 +178,8 @@ def nothing_fits(
         outside: says what is held outside the allocator.
     """
     settings = {
-        "timeout": ("time", names.timeout_minutes),
-        "max_trials": ("trials", names.max_trials),
+        "timeout": ("time", "timeout_minutes"),
+        "max_trials": ("trials", "max_trials"),
     }
     what, setting = settings.get(limited_by, ("", ""))
     reason = (
@@ -189,7 +187,7 @@ def nothing_fits(
         if what
         else "no batch size fits"
     )
-    origin = f"({names.memory_limit_gb})" if limits.total_name else f"on {device}"
+    origin = "(memory_limit_gb)" if limits.total_name else f"on {device}"
     sizes = limits.budget_bytes, limits.total_bytes, held_bytes
     budget, total, held = (f"{num_bytes / GIB:.2f} GiB" for num_bytes in sizes)
     others_bytes = int(limits.target_memory_fraction * limits.total_bytes) - limits.budget_bytes
@@ -201,15 +199,12 @@ def nothing_fits(
     )
     remedies = [f"raise {setting}"] if setting else []
     if held_bytes < limits.budget_bytes:  # else no size is small enough
-        smallest = f"{names.min_batch_size} or " if min_batch_size > 1 else ""
-        checkpointing = f"{names.checkpointing} or " if mode == "train" else ""
-        remedies += [
-            f"lower {smallest}{names.sample_size}",
-            f"use {checkpointing}{names.half_precision}",
-        ]
-    remedies.append(f"choose a smaller {names.model}")
-    raised = [names.target_memory_fraction] if limits.target_memory_fraction < 1 else []
-    raised += [names.memory_limit_gb] if limits.total_name else []
+        smallest = "min_batch_size or " if min_batch_size > 1 else ""
+        checkpointing = "gradient checkpointing or " if mode == "train" else ""
+        remedies += [f"lower {smallest}the size of a sample", f"use {checkpointing}bf16 autocast"]
+    remedies.append("choose a smaller model")
+    raised = ["target_memory_fraction"] if limits.target_memory_fraction < 1 else []
+    raised += ["memory_limit_gb"] if limits.total_name else []
     if raised:
         remedies.append(f"raise {' or '.join(raised)}")
     if has_others:

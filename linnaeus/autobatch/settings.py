@@ -1,29 +1,33 @@
-"""The settings of a search: default, meaning, what each may be, and its name in messages. Free of torch."""
+"""Settings of a search with default, meaning and range, and checks of arguments. Free of torch."""
 
 # ruff: noqa: RUF009 (`_setting` is `dataclasses.field` with a sentence and bounds)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from linnaeus.autobatch.arguments import check_choice, check_count, check_number
-from linnaeus.autobatch.search import STRATEGIES
+from linnaeus.autobatch.search import STRATEGIES, LimitedBy
 
 Objective = Literal["memory", "throughput"]
+
+UNBOUNDED = 2**31
+"""The largest size of a search without `max_batch_size`: no device holds as many samples."""
 
 
 def _setting(
     default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float
 ) -> Any:
-    """Declare a setting: its default, one sentence, and the strings or the range that it may be in."""
+    """Declare a setting: its default, one sentence, and its choices or range."""
     return field(default=default, metadata={"doc": doc, "choices": choices, "bounds": bounds})
 
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """How a batch size is searched. With BatchNorm, training starts at 2 samples.
+    """Settings of a search. With BatchNorm, training starts at 2 samples.
 
     Raises:
         TypeError, ValueError: a setting of the wrong type, or out of its range.
@@ -77,15 +81,14 @@ class SearchSettings:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, kind, limits = getattr(self, each.name), str(each.type), each.metadata
+            value, kind = getattr(self, each.name), str(each.type)
             if value is None and kind.endswith("None"):
                 continue
-            if limits["choices"]:
-                check_choice(each.name, value, limits["choices"])
-            elif kind.startswith("int"):
-                check_count(each.name, value)
-            elif kind.startswith("float"):
-                check_number(each.name, value, **limits["bounds"])
+            if choices := each.metadata["choices"]:
+                check_choice(each.name, value, choices)
+            else:
+                number = Integral if kind.startswith("int") else Real
+                check_number(each.name, value, number, **each.metadata["bounds"])
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise ValueError(
                 f"max_batch_size is {self.max_batch_size}; it must be at least min_batch_size, "
@@ -94,12 +97,12 @@ class SearchSettings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SearchSettings:
-        """The settings among arguments of `auto_find_batch_size`; the others are left out."""
+        """Return the settings among arguments of `auto_find_batch_size`; the others are left out."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in options.items() if name in names})
 
     def at_most(self, size: int) -> SearchSettings:
-        """The settings to run a size chosen earlier, and to search below it only if it does not fit.
+        """Return settings that run a size chosen earlier and search below it only if it does not fit.
 
         >>> settings = SearchSettings(min_batch_size=8, multiple_of=4).at_most(6)
         >>> settings.start, settings.min_batch_size, settings.multiple_of
@@ -116,39 +119,66 @@ class SearchSettings:
         )
 
 
-@dataclass(frozen=True)
-class Names:
-    """What messages call settings and remedies: a library call has arguments, the framework has keys.
+def kind_of(value: Any) -> str:
+    """Return the type of a value, with its article.
 
-    Attributes:
-        batch_maker: must return as many samples as it is asked for.
-        smaller_training: how the training before a validation takes less memory.
+    >>> kind_of(3), kind_of({}), kind_of(None)
+    ('an int', 'a dict', 'None')
     """
-
-    target_memory_fraction: str = "target_memory_fraction"
-    memory_limit_gb: str = "memory_limit_gb"
-    min_batch_size: str = "min_batch_size"
-    max_batch_size: str = "max_batch_size"
-    multiple_of: str = "multiple_of"
-    max_trials: str = "max_trials"
-    timeout_minutes: str = "timeout_minutes"
-    sample_size: str = "the size of a sample"
-    checkpointing: str = "gradient checkpointing"
-    half_precision: str = "bf16 autocast"
-    model: str = "model"
-    optimizer: str = "optimizer"
-    batch_maker: str = "make_batch(n)"
-    smaller_training: str = "choose a smaller model"
-    without_search: str = "train with a batch size of your own"
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIOU' else 'a'} {name}"
 
 
-ARGUMENTS = Names()
+_COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "gt": ("above", operator.gt),
+    "ge": ("at least", operator.ge),
+    "lt": ("below", operator.lt),
+    "le": ("at most", operator.le),
+}
 
 
-def last_part(name: str) -> str:
-    """The name without the nodes that it lies in, for log lines.
+def check_number(name: str, value: Any, kind: type = Real, **bounds: float) -> None:
+    """Check that it is a real number, or an `Integral`, within `gt`, `ge`, `lt` and `le`; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        kind_name = "an integer" if kind is Integral else "a number"
+        raise TypeError(f"{name} is {value!r}; it must be {kind_name}")
+    if not all(_COMPARISONS[bound][1](value, limit) for bound, limit in bounds.items()):
+        limits = (f"{_COMPARISONS[bound][0]} {limit}" for bound, limit in bounds.items())
+        raise ValueError(f"{name} is {value}; it must be {' and '.join(limits)}")
 
-    >>> last_part("DATA.AUTOBATCH.MEMORY_LIMIT_GB"), last_part("memory_limit_gb")
-    ('MEMORY_LIMIT_GB', 'memory_limit_gb')
-    """
-    return name.rpartition(".")[2]
+
+def check_count(name: str, value: Any) -> None:
+    """Check that it is an integer from 1 upwards."""
+    check_number(name, value, Integral, ge=1)
+
+
+def check_bounds(bounds: Any) -> None:
+    """Check `bounds`: a dictionary of integers, or None. Its names are no other reasons of `limited_by`."""
+    if not isinstance(bounds, Mapping | None):
+        raise TypeError(
+            f"bounds is {kind_of(bounds)}; it must be a dictionary, such as {{'dataset': 1437}}"
+        )
+    for name, bound in (bounds or {}).items():
+        if not isinstance(name, str):
+            raise TypeError(f"bounds has the key {name!r}; its keys must be text")
+        if name in (*get_args(LimitedBy), "throughput"):
+            raise ValueError(
+                f"bounds has the key {name!r}, which `limited_by` reports for another reason; choose "
+                "another name. The largest size to try is the argument max_batch_size"
+            )
+        check_number(f"bounds[{name!r}]", bound, Integral)
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Check that it is one of the choices."""
+    if value not in tuple(choices):
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def check_functions(step: Any, make_batch: Any) -> None:
+    """Check that `step` and `make_batch` can be called."""
+    for name, function in (("step", step), ("make_batch", make_batch)):
+        if not callable(function):
+            raise TypeError(f"{name} is {kind_of(function)}; it must be a function")

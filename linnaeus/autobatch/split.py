@@ -28,7 +28,7 @@ class Split:
 
 
 def split_samples(samples_per_rank: int, max_micro_batch_size: int) -> Split:
-    """The largest micro-batch size that divides `samples_per_rank`, hence the fewest accumulation steps.
+    """Return the split with the largest micro-batch size that divides `samples_per_rank`.
 
     >>> split_samples(96, 40), split_samples(131, 131), split_samples(131, 128)
     (Split(micro_batch_size=32, accumulation_steps=3), Split(micro_batch_size=131, accumulation_steps=1), Split(micro_batch_size=1, accumulation_steps=131))
@@ -39,7 +39,7 @@ def split_samples(samples_per_rank: int, max_micro_batch_size: int) -> Split:
 
 
 def nearest(size: int, largest: int, suits: Callable[[int], bool]) -> list[int]:
-    """The closest suitable sizes below and above `size`, where there are any between 1 and `largest`.
+    """Return the closest suitable sizes below and above `size`, where there are any up to `largest`.
 
     >>> nearest(10, 100, lambda size: size % 4 == 0), nearest(3, 100, lambda size: size % 4 == 0)
     ([8, 12], [4])

@@ -23,7 +23,6 @@ from linnaeus.autobatch.memory.interface import DeviceMemory, T, empty_cache, sy
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.search import KernelLimit, OutOfMemory
-from linnaeus.autobatch.settings import ARGUMENTS, Names
 from linnaeus.autobatch.state.snapshot import Snapshot, parameters_of
 
 MIN_TIMED_STEPS = 5
@@ -107,7 +106,6 @@ class TrialRunner:
     empties_cache: bool = False
     train_once: Callable[[], object] | None = None
     before_trial: Callable[[int], object] = lambda size: None
-    names: Names = ARGUMENTS
     budget_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -150,7 +148,7 @@ class TrialRunner:
                 if not self._largest_fitted:
                     error.add_note(
                         f"AutoBatch was running batch size {size}, the first that it tries; "
-                        f"{self.names.min_batch_size} and {self.names.multiple_of} choose others"
+                        "min_batch_size and multiple_of choose others"
                     )
                 raise
             release_frames(error)
@@ -235,7 +233,7 @@ class TrialRunner:
                 raise AutoBatchError(
                     f"AutoBatch (val): the training before validation does not fit on {memory.device}, so no "
                     f"validation size can be measured: {failures[0]}. What helps: free memory on "
-                    f"{memory.device}; {self.names.smaller_training}."
+                    f"{memory.device}; choose a smaller model; train with a smaller batch size."
                 )
         if is_alone and memory.in_use() >= self.budget_bytes:
             return OutOfMemory("the process holds the whole budget before the first sample"), 0

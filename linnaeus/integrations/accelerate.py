@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch.utils.data import default_collate
 
-from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks
+from linnaeus.autobatch.settings import kind_of
 from linnaeus.integrations.common import checked_options, find_size, look_for_largest
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")

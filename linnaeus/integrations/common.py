@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base of all
 
 from linnaeus.autobatch.api import auto_find_batch_size
-from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.finder import smallest_size
 from linnaeus.autobatch.memory.loader import largest_host_batch
@@ -23,7 +22,7 @@ from linnaeus.autobatch.observer import check_observer
 from linnaeus.autobatch.ranks.group import of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.autobatch.settings import UNBOUNDED, SearchSettings
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
 from linnaeus.integrations.samples import LOOK_S, Largest, leaves, stored_lengths
 

@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.arguments import check_count
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.settings import check_count
 from linnaeus.autobatch.state.rng import preserved_generators
 
 STORED = ("length", "lengths")

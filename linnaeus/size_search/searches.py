@@ -25,7 +25,7 @@ from linnaeus.autobatch.ranks.collectives import warm_up_collectives
 from linnaeus.autobatch.ranks.protocol import RankStatus, confirm_jointly, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import stepping_alone
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.settings import Names, SearchSettings
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.state.sharded import is_sharded
 from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.data.batch import Batch, BatchSpec
@@ -33,6 +33,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.runtime.console import StatusLine
 from linnaeus.runtime.distributed import World
 from linnaeus.size_search.bounds import max_batch_sizes
+from linnaeus.size_search.keys import messages_in_keys
 from linnaeus.size_search.report import SearchProgress
 from linnaeus.size_search.trial_step import TrialStep, on_meta
 from linnaeus.training.build import Assembly
@@ -127,6 +128,7 @@ class SizeSearch:
             stepping_alone(sharded_state) if alone else nullcontext(),
             self._frozen_as_in_last_epoch(),
             log_level(self.config.AUTOBATCH, mode),
+            messages_in_keys(mode),
             BatchSizeFinder(
                 training.step if is_training else self.assembly.validation_step,
                 partial(training.batches, spec) if is_training else validation_batch,
@@ -139,7 +141,6 @@ class SizeSearch:
                 train_once=None if trained_at is None else train_once,
                 before_trial=lambda size: training.discard_wrapper() if is_training else None,
                 observer=SearchProgress(mode, status, self.console),
-                names=keys(mode),
                 empties_cache=True,  # before and after each validation
             ) as finder,
         ):
@@ -156,6 +157,7 @@ class SizeSearch:
             warm_up_collectives(torch_dist.group.WORLD, self.world.device)
         with (
             log_level(self.config.AUTOBATCH, mode) as is_shown,
+            messages_in_keys(mode),
             StatusLine(self.console if is_shown else None) as line,
         ):
             yield partial(
@@ -164,7 +166,6 @@ class SizeSearch:
                 self.settings(mode),
                 self.world.control,
                 show=line.update,
-                names=keys(mode),
                 agree=mode == "train" and self.wanted is not None,
             )
 
@@ -271,7 +272,6 @@ def find_sizes(
                     search_all,
                     status,
                     search.settings(mode),
-                    keys(mode),
                     agree=mode == "train" and search.wanted is not None,
                 )
         if mode == "train" and result.limited_by in (
@@ -315,30 +315,6 @@ def log_level(config: AutoBatchConfig, mode: Mode) -> Iterator[bool]:
         yield logger.isEnabledFor(logging.INFO)
     finally:
         logger.setLevel(before)
-
-
-def keys(mode: Mode) -> Names:
-    """The keys of the configuration that a search of this mode takes its settings from."""
-    node, suffix = "DATA.AUTOBATCH", "_VAL" if mode == "val" else ""
-    return Names(
-        target_memory_fraction=f"{node}.TARGET_MEMORY_FRACTION{suffix}",
-        memory_limit_gb=f"{node}.MEMORY_LIMIT_GB",
-        min_batch_size=f"{node}.MIN_BATCH_SIZE{suffix}",
-        max_batch_size=f"{node}.MAX_BATCH_SIZE{suffix}",
-        multiple_of=f"{node}.MULTIPLE_OF",
-        max_trials=f"{node}.MAX_TRIALS",
-        timeout_minutes=f"{node}.TIMEOUT_MINUTES",
-        sample_size="DATA.IMG_SIZE",
-        checkpointing="TRAIN.GRADIENT_CHECKPOINTING True",
-        half_precision="TRAIN.AMP bf16",
-        model="MODEL.NAME",
-        optimizer="OPTIMIZER.NAME",
-        batch_maker="the collate function",
-        smaller_training=(
-            f"lower DATA.BATCH_SIZE, or {node}.MAX_BATCH_SIZE where AutoBatch chose the training size"
-        ),
-        without_search=f"switch {node}.ENABLED{suffix} off and set DATA.BATCH_SIZE{suffix}",
-    )
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:

@@ -216,6 +216,12 @@ def test_the_lowest_bound_is_reached_and_named(
     assert max(sizes) == size
 
 
+@pytest.mark.parametrize("name", ["max_batch_size", "memory", "throughput"])
+def test_a_bound_takes_no_name_of_another_limit(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        find_on_cpu(plain_step, make_batch, bounds={name: 4096}, max_batch_size=2)
+
+
 @pytest.mark.parametrize(
     ("limit", "limited_by"),
     [({"timeout_minutes": 1.0}, "timeout"), ({"max_trials": 2}, "max_trials")],

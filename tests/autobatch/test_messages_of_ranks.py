@@ -33,7 +33,7 @@ from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import check_can_step_alone
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.runtime.distributed import JobControl, agree_on_attempt
-from linnaeus.size_search.searches import find_sizes, keys
+from linnaeus.size_search.searches import find_sizes
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.planes import Script, planes, ranks
 from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
@@ -63,9 +63,7 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     messages["the failure of another rank"] = error_of(main.check)
     main, other = planes()
     main.update("train: trying batch size 128")
-    messages["a rank that never ends"] = error_of(
-        RankStatus(control=other).gather, None, names=keys("train")
-    )
+    messages["a rank that never ends"] = error_of(RankStatus(control=other).gather, None)
     main, other = planes()
     messages["a rank that has not begun its search"] = error_of(check_equal, main, {})
     main, other = planes()

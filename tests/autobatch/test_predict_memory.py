@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnaeus.autobatch import predict_memory
 from linnaeus.autobatch.predict.trace import UntraceableError
+from linnaeus.autobatch.state.snapshot import Snapshot
 from tests.helpers.bits import bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -128,6 +130,48 @@ def test_predict_memory_puts_containers_and_generators_back() -> None:
     assert torch.equal(generator.get_state(), before[0])
     assert bits(layer.state_dict()) == before[1]
     step(rows(2))
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes of copies on the host."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.__name__.startswith(("_to_copy", "clone")) and output.is_cpu:
+            self.num_bytes += output.nbytes
+        return output
+
+
+def test_predict_memory_copies_no_weights() -> None:
+    loop = Loop(width=4096)
+    weight_bytes = sum(parameter.nbytes for parameter in loop.model.parameters())
+    with Copies() as copies:  # type: ignore[no-untyped-call]
+        predict_memory(loop.step, loop.make_batch, state=loop.state)
+    assert copies.num_bytes < weight_bytes / 10
+    with Copies() as copies:  # type: ignore[no-untyped-call]
+        Snapshot(loop.state, DEVICE)
+    assert copies.num_bytes >= weight_bytes, "a search copies them"
+
+
+def test_a_step_writes_to_no_weights_that_it_holds_itself() -> None:
+    loop = Loop()
+    held = list(loop.model.parameters())
+
+    def clip(loss: Tensor) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(held, 2.0)
+            torch.add(held[0], 1, out=held[0])
+            held[1].clamp_(0, 1e-9)
+
+    loop.look = clip
+    before = loop.content()
+    predict_memory(loop.step, loop.make_batch, state=loop.state)
+    assert loop.content() == before
+    with torch.no_grad():
+        clip(torch.ones(1))
+    assert loop.content() != before, "the step would change them"
 
 
 def test_what_no_trace_can_follow_is_refused_and_left_whole() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 import threading
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import linnaeus
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.batch_plan.effective_batch import Facts
 from linnaeus.batch_plan.plan import BatchPlan, plan_batches
 from linnaeus.config.load import load_config
@@ -26,7 +25,7 @@ from linnaeus.run import run
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError
 from linnaeus.size_search.planned_sizes import PlannedSizes, find_planned_sizes
-from linnaeus.size_search.searches import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
+from linnaeus.size_search.searches import LIMITS_VARIABLE, SizeSearch, find_sizes
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL
 from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, prepared
@@ -221,16 +220,6 @@ def test_each_rank_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         find_sizes(search)
     other = dataclasses.replace(search, world=World(CPU, rank=1))
     assert find_sizes(other)["train"].batch_size == 12
-
-
-def test_the_keys_that_messages_name_exist() -> None:
-    config = load_config([]).config
-    for mode in get_args(Mode):
-        for name in dataclasses.asdict(keys(mode)).values():
-            for key in re.findall(r"[A-Z]+(?:\.[A-Z_]+)+", name):
-                node: Any = config
-                for part in key.split("."):
-                    node = node[part] if isinstance(node, dict) else getattr(node, part)
 
 
 # --- what a trial sees ---

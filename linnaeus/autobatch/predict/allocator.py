@@ -4,7 +4,7 @@ It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.15 with the nati
 Sizes are rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
 segments of 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB. The smallest free block
 that is large enough is taken, and split where enough of it remains. With expandable segments, each of the
-two pools is one segment, of which pages of 2 or 20 MiB are mapped. Where the device is full, all free
+two pools is one segment, mapped in pages of 2 or 20 MiB. Where the device is full, all free
 segments or pages are given back, and the request is tried once more. Each stream has pools of its own.
 
 >>> allocator = CachingAllocator()
@@ -39,13 +39,13 @@ SEGMENT_STEP_BYTES = 2 * MIB
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """The setting of the allocator that is followed; others are ignored."""
+    """Settings of the allocator that this model follows; it ignores others."""
 
     expandable_segments: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
-        """The setting in `PYTORCH_ALLOC_CONF`, or else in `PYTORCH_CUDA_ALLOC_CONF`."""
+        """Read the setting from `PYTORCH_ALLOC_CONF`, or else from `PYTORCH_CUDA_ALLOC_CONF`."""
         text = (
             environment.get("PYTORCH_ALLOC_CONF")
             or environment.get("PYTORCH_CUDA_ALLOC_CONF")
@@ -86,12 +86,12 @@ class Block:
 
 
 class Pool:
-    """Free blocks, ascending by size and then by address, and those that are not mapped.
+    """Free blocks, ascending by size and then by address, and blocks that are not mapped.
 
     Attributes:
         entries: size, address and block; no two have the same address, so blocks are never compared.
         unmapped: the same, with 0 for the size.
-        page_bytes: what an expandable segment maps at once.
+        page_bytes: size of the pages of an expandable segment.
     """
 
     def __init__(self, *, is_small: bool) -> None:
@@ -113,7 +113,7 @@ class Pool:
         del entries[index]
 
     def smallest(self, num_bytes: int) -> Block | None:
-        """The smallest block of at least so many bytes; if it can grow, unless the next has less room."""
+        """Return the smallest block of at least `num_bytes`; or the next, if it can grow less."""
         index = bisect.bisect_left(self.entries, (num_bytes,))
         blocks = [
             block for _, _, block in self.entries[index : None if self.unmapped else index + 1]
@@ -127,7 +127,7 @@ class CachingAllocator:
     """The allocator of one process.
 
     Attributes:
-        limit_bytes: what it can have of the device.
+        limit_bytes: most bytes that it may reserve.
         reserved_bytes, peak_reserved_bytes: bytes of all segments, and the most of them so far.
     """
 
@@ -153,7 +153,7 @@ class CachingAllocator:
         """Serve a request of at least one byte on a stream.
 
         Raises:
-            OutOfMemory: it does not fit within the limit, even without what is cached.
+            OutOfMemory: it does not fit within the limit, even with an empty cache.
         """
         size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         pool = self._pool(stream, is_small=size <= SMALL_BYTES)
@@ -178,7 +178,7 @@ class CachingAllocator:
         self._join(block)
 
     def empty_cache(self) -> None:
-        """Give all segments without a block in use back to the device; of expandable ones, all free pages."""
+        """Return unused segments, and free pages of expandable segments, to the device."""
         for pool in self._pools.values():
             for _, _, block in list(pool.entries):
                 if self.settings.expandable_segments:
@@ -188,7 +188,7 @@ class CachingAllocator:
                     self.release(block.size)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Take bytes from the device, if there are as many."""
+        """Take bytes from the device; return whether they fit within the limit."""
         if self.reserved_bytes + num_bytes > self.limit_bytes:
             return False
         self.reserved_bytes += num_bytes
@@ -196,11 +196,11 @@ class CachingAllocator:
         return True
 
     def release(self, num_bytes: int) -> None:
-        """Give bytes back to the device."""
+        """Return bytes to the device."""
         self.reserved_bytes -= num_bytes
 
     def _taken(self, pool: Pool, size: int) -> Block | None:
-        """A free block with memory of the device; None where that does not fit within the limit."""
+        """Return a free block in a new segment; None where that does not fit within the limit."""
         if self.settings.expandable_segments:
             return self._grown(pool, size)
         if pool.is_small or size < OWN_SEGMENT_BYTES:
@@ -215,7 +215,7 @@ class CachingAllocator:
         return block
 
     def _grown(self, pool: Pool, size: int) -> Block | None:
-        """The first place with room in the pool's one segment, mapped as far as the request needs."""
+        """Return the first place with room in the pool's one segment, mapped as far as the request needs."""
         for _, _, hole in pool.unmapped:
             block = hole.before if hole.before is not None and hole.before.is_free else hole
             room, end = block.size, block.after
@@ -237,7 +237,7 @@ class CachingAllocator:
         return block
 
     def _unmap(self, block: Block) -> None:
-        """Give the whole pages of a free block back."""
+        """Return the whole pages of a free block to the device."""
         pool, end = block.pool, block.address + block.size
         first, last = -(-block.address // pool.page_bytes), end // pool.page_bytes
         if first >= last:
@@ -271,7 +271,7 @@ class CachingAllocator:
         return block
 
     def _split(self, block: Block, size: int) -> Block:
-        """Cut a block down to a size; returns the rest, which is free."""
+        """Cut a block down to a size; return the free rest."""
         rest = Block(block.address + size, block.size - size, block.pool, block, block.after)
         rest.is_mapped = block.is_mapped
         if block.after is not None:

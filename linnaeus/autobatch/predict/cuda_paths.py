@@ -1,4 +1,4 @@
-"""Run on `meta` what CUDA would run: its fused kernels, its casts under autocast, its optimizers' paths.
+"""Take the paths of CUDA on `meta`: fused kernels, casts under autocast, multi-tensor optimizers.
 
 Without this, `meta` decomposes attention, dropout and RMSNorm into parts that save more than the fused
 kernels of CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices without
@@ -38,7 +38,7 @@ LOWER_PRECISION = _names("""
     baddbmm bmm chain_matmul linalg_vecdot linalg_multi_dot multi_dot scaled_dot_product_attention
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """)
-"""Functions to which CUDA's autocast gives tensors in its own format."""
+"""Functions whose arguments CUDA's autocast casts to its own format."""
 
 FLOAT32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__
@@ -50,25 +50,25 @@ FLOAT32 = _names("""
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
     _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm
 """)
-"""Functions to which it gives tensors in float32."""
+"""Functions whose arguments it casts to float32."""
 
 FLOAT32_RESULT = _names("""
     prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum
 """)
-"""Functions whose result it asks for in float32."""
+"""Functions that return float32 under autocast."""
 
 WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put scatter_add cat concat
     concatenate stack tensordot
 """)
-"""Functions to which it gives all tensors in the widest format among them."""
+"""Functions whose arguments it casts to the widest format among them."""
 
 
 class CudaPaths(TorchFunctionMode):
-    """Takes the paths of CUDA for functions called on `meta` tensors, in forward and backward.
+    """Mode that takes the paths of CUDA for functions of `meta` tensors, in forward and backward.
 
     Attributes:
-        casts: parameters, and what autocast keeps of them in its own format until its region ends.
+        casts: parameters with their casts, which autocast keeps until its region ends.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class CudaPaths(TorchFunctionMode):
 
 
 def on_meta(device: Any) -> Any:
-    """`meta` in place of a CUDA device, anything else as it is."""
+    """Return `meta` in place of a CUDA device, anything else as it is."""
     return "meta" if str(device).startswith("cuda") or isinstance(device, int) else device
 
 
@@ -191,7 +191,7 @@ def _dropout(func: Any, x: Tensor, p: float = 0.5, train: bool = True) -> Any:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What the fused kernel holds; `meta` would run it in parts."""
+    """Memory of the fused kernel; `meta` would run it in parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
@@ -223,7 +223,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 def _rms_norm(
     func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """In one kernel, where input and weight have one format."""
+    """Run RMSNorm in one kernel, where input and weight have one format."""
     is_one_format = weight is None or weight.dtype == x.dtype
     if x.is_meta and is_one_format:
         return _FusedRmsNorm.apply(x, len(shape), weight)
@@ -231,7 +231,7 @@ def _rms_norm(
 
 
 class _FusedRnn(torch.autograd.Function):
-    """What cuDNN holds for an LSTM or GRU; `meta` would run it step by step."""
+    """Memory that cuDNN holds for an LSTM or GRU; `meta` would run it step by step."""
 
     @staticmethod
     def forward(
@@ -273,7 +273,7 @@ guess from the equations; cuDNN does not tell."""
 
 
 def _rnn(func: Any, x: Tensor, hx: Any, weights: Any, *options: Any) -> Any:
-    """A recurrent layer of cuDNN's.
+    """Run a recurrent layer as cuDNN does.
 
     A packed input, several layers, or an initial state with a gradient run step by step, as on `meta`.
     """
@@ -340,7 +340,7 @@ def _attention(
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask as memory-efficient attention takes it: of the inputs' format, rows aligned to 8 entries."""
+    """Return the mask for memory-efficient attention: in the inputs' format, rows aligned to 8 entries."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -353,7 +353,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _item(func: Any, tensor: Tensor) -> Any:
-    """A number that is only logged need not be known."""
+    """Return a stand-in for an unknown value: a number that is only logged need not be known."""
     try:
         return func(tensor)
     except UntraceableError:
@@ -395,7 +395,7 @@ ROUTES: dict[str, Callable[..., Any]] = {
     "cuda": lambda func, tensor, *args, **kwargs: tensor.to("meta"),
     "pin_memory": lambda func, tensor, *args, **kwargs: tensor,
 }
-"""Functions that CUDA runs otherwise than `meta`."""
+"""Functions that run differently on CUDA and on `meta`."""
 
 CASTS = LOWER_PRECISION | FLOAT32 | FLOAT32_RESULT | WIDEST
 """Functions that autocast changes."""
@@ -403,7 +403,7 @@ CASTS = LOWER_PRECISION | FLOAT32 | FLOAT32_RESULT | WIDEST
 
 @contextlib.contextmanager
 def cuda_paths() -> Iterator[CudaPaths]:
-    """Inside the context, steps on `meta` tensors run as CUDA would run them.
+    """Run steps on `meta` tensors as CUDA would run them, inside the context.
 
     `torch.autocast` for CUDA and for `meta` sets CUDA's autocast, whether or not there is a device.
     """
@@ -422,7 +422,7 @@ _SEE_THROUGH: tuple[tuple[Any, str, Any], ...] = tuple(
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     if hasattr(module, name)
 )
-"""Python functions of torch would be given to the mode whole; so it sees the functions that they call."""
+"""Switches off `__torch_function__` in torch's Python wrappers, so the mode sees the ATen calls inside."""
 
 
 def _with_meta(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
@@ -460,8 +460,8 @@ _DEVICES: tuple[tuple[Any, str, Any], ...] = (
     ),
     (torch.utils.checkpoint, "_infer_device_type", lambda *args: "cuda"),
 )
-"""Where torch asks for the kind of device, `meta` counts as CUDA; a wrapper needs no other rank, and a number
-that is formatted need not be known."""
+"""Replacements inside the context: `meta` counts as CUDA where torch asks for the kind of device, a wrapper
+needs no other rank, and a number that is formatted need not be known."""
 
 
 def _autocast_methods(paths: CudaPaths) -> Iterator[tuple[Any, str, Any]]:

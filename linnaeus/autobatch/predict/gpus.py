@@ -4,8 +4,8 @@
 ('h100-80gb', 23.64)
 
 torch sees less than the memory on the card: the driver, and error correction where it is on, keep a part.
-The table has what torch itself says in its messages, where a public report quotes one ("total capacity");
-elsewhere what `nvidia-smi` says, less 0.6 GiB.
+The table has the figure in torch's own messages, where a public report quotes one ("total capacity");
+elsewhere the figure of `nvidia-smi`, less 0.6 GiB.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ ANY_CARD_MIB = 479, 141, 1106
 ASSUMED_BASE_BYTES = ANY_CARD_MIB[0] * _MIB
 
 _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
-"""torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the cards of which both are known."""
+"""torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the cards with both figures known."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device: its name as it is typed, or a size such as `24 GiB`, and the bytes that torch sees.
+    """A device: its name or size, such as `24 GiB`, and the bytes that torch sees.
 
     `base_mib` are in use beside the allocator, with the least and the most there may be.
     """
@@ -109,7 +109,7 @@ GPUS: dict[str, int] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """A GPU by its name; case, spaces, dashes, the maker's name and `RTX` do not matter.
+    """Find a GPU by its name; case, spaces, dashes, the maker's name and `RTX` do not matter.
 
     Raises:
         ValueError: several sizes have this name; the message names them.
@@ -130,7 +130,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def device_that_would_do(num_bytes: float, note: str = "") -> str:
-    """In words: the memory that a device needs, in GiB rounded up, and the smallest GPU of the table with it.
+    """Say how much memory a device needs, in GiB rounded up, and which GPU of the table has it.
 
     >>> device_that_would_do(24 * GIB, ", with nothing to spare")
     'a device of 24.00 GiB would do, with nothing to spare, such as rtx-5090'
@@ -143,6 +143,6 @@ def device_that_would_do(num_bytes: float, note: str = "") -> str:
 
 
 def _plain(name: str) -> str:
-    """`NVIDIA GeForce RTX 4090` and `rtx4090` are the same."""
+    """Normalize a name: `NVIDIA GeForce RTX 4090` and `rtx4090` are the same."""
     letters = re.sub("[^a-z0-9]", "", name.lower())
     return re.sub("^(nvidia|geforce|tesla|rtx)+", "", letters).removesuffix("generation")

@@ -21,7 +21,7 @@ A step is traced as it would run now: `torch.backends.cudnn.benchmark` counts, s
 empties the allocator's cache again and again, and later steps find no leftovers of the first.
 
 For a model that is built for this only, build model and optimizer inside `with torch.device("meta")`;
-otherwise pass what there is as `state`: it is put on `meta` meanwhile.
+otherwise pass the existing objects as `state`: they are put on `meta` meanwhile.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from linnaeus.autobatch.search import Candidates, OutOfMemory
 from linnaeus.autobatch.trial import step_with_zero_gradients
 
 BATCH_SIZES = (8, 16)
-"""The batch sizes that are traced: large enough for kernels to take their usual path."""
+"""Batch sizes of the traces: large enough for kernels to take their usual path."""
 
 MARGIN = 1.15
-"""Peak times this is at least the measured peak in 98 of 100 runs, see benchmarks/prediction_accuracy.py."""
+"""In 98 of 100 runs the measured peak is below the predicted one times this (prediction_accuracy.py)."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class Prediction:
         base_bytes: int | None = None,
         settings: AllocatorSettings | None = None,
     ) -> Prediction:
-        """The prediction from two traces of the same step.
+        """Make the prediction from two traces of the same step.
 
         Args:
             first, second: at two batch sizes, the smaller first.
             base_bytes: as the attribute; None measures it, or assumes one where there is no device.
-            settings: None takes those of the environment.
+            settings: None reads them from the environment.
 
         Raises:
             UntraceableError: the step does other things at the second size, so its peak at others is a guess.
@@ -102,7 +102,7 @@ class Prediction:
         return cls(base_bytes, settings or AllocatorSettings.from_environment(), (first, second))
 
     def reserved_bytes(self, n: int) -> int:
-        """Most bytes that the allocator reserves in a step with n samples.
+        """Return the most bytes that the allocator reserves in a step with n samples.
 
         Raises:
             ValueError: n is no whole number of samples.
@@ -114,11 +114,11 @@ class Prediction:
         return self._peaks[n]
 
     def peak_bytes(self, n: int) -> int:
-        """Most bytes in use on the device in a step with n samples."""
+        """Return the most bytes in use on the device in a step with n samples."""
         return self.base_bytes + self.reserved_bytes(n)
 
     def peak_within(self, n: int, limit_bytes: float) -> int | None:
-        """The same on a device with so many bytes; None where the step does not fit.
+        """Return the peak on a device with `limit_bytes`; None where the step does not fit.
 
         Where the device is full, the allocator gives its cache back and tries again, and convolutions take
         kernels without a workspace. A trial of AutoBatch accepts neither.
@@ -129,16 +129,12 @@ class Prediction:
         return None
 
     def safe_bytes(self, n: int) -> int:
-        """The peak with the margin."""
+        """Return the peak with the margin."""
         return int(self.margin * self.peak_bytes(n))
-
-    def slope(self, n: int) -> float:
-        """Bytes that one more sample takes, between n and 2n samples."""
-        return (self.peak_bytes(2 * n) - self.peak_bytes(n)) / n
 
     @property
     def is_constant(self) -> bool:
-        """Whether no event of the step depends on the batch size: `make_batch` may ignore it."""
+        """Whether predicted memory does not grow with the batch: `make_batch` may ignore its size."""
         first, second = self.traces
         return first.events == second.events
 
@@ -148,18 +144,16 @@ class Prediction:
         *,
         smallest: int = 1,
         largest: int = 1 << 20,
-        with_margin: bool = False,
     ) -> int | None:
-        """The largest batch size in a range that runs within the limit; None if not even the smallest does.
+        """Return the largest batch size in a range that runs within the limit; None if the smallest does not.
 
         The next size exceeds the limit, or the range. Peaks do not quite grow with the batch: where a larger
-        size reuses blocks better, it may be within the limit again. `peak_within` says what a full device
-        does; AutoBatch, which wants room for `peak_bytes`, may find less.
+        size reuses blocks better, it may be within the limit again. `peak_within` models a full
+        device; AutoBatch needs room for `peak_bytes` and may find less.
 
         Args:
             limit_bytes: bytes of the device that may be in use.
             smallest, largest: the range, both inclusive.
-            with_margin: whether it is to run within the limit divided by the margin.
 
         Raises:
             TypeError, ValueError: the limit is no number of bytes, or the range is empty.
@@ -168,18 +162,17 @@ class Prediction:
             raise TypeError(f"limit_bytes is {limit_bytes!r}; it must be a number of bytes")
         if largest < smallest:
             raise ValueError(f"largest is {largest}; it must be at least smallest, {smallest}")
-        limit_bytes /= self.margin if with_margin else 1
         return self.largest_of(range(smallest, largest + 1), limit_bytes)
 
     def largest_of(self, candidates: Sequence[int] | Candidates, limit_bytes: float) -> int | None:
-        """The largest of ascending batch sizes, as `largest` finds it."""
+        """Return the largest of ascending batch sizes that runs within the limit, as `largest` does."""
         num = bisect.bisect_left(
             candidates, True, key=lambda n: self.peak_within(n, limit_bytes) is None
         )
         return candidates[num - 1] if num else None
 
     def _events(self, n: int) -> Iterator[Event]:
-        """The events of a step with n samples."""
+        """Yield the events of a step with n samples."""
         first, second = self.traces
         low, high = first.batch_size, second.batch_size
         factor, span = n - low, high - low
@@ -193,14 +186,7 @@ class Prediction:
             return max(0, size + (other - size) * factor // span)
 
         for one, other in zip(first.events, second.events, strict=True):
-            reduction = one.reduction
-            if reduction is not None and other.reduction is not None:
-                reduction = reduction._replace(
-                    num_outputs=between(reduction.num_outputs, other.reduction.num_outputs),
-                    num_inputs=between(reduction.num_inputs, other.reduction.num_inputs),
-                )
-            num_bytes = between(one.num_bytes, other.num_bytes)
-            yield Event(one.kind, one.storage, num_bytes, one.label, reduction, one.stream)
+            yield one._replace(num_bytes=between(one.num_bytes, other.num_bytes))
 
 
 def predict(
@@ -246,16 +232,14 @@ def predict(
 def replay(
     events: Iterable[Event], settings: AllocatorSettings, limit_bytes: float = math.inf
 ) -> CachingAllocator:
-    """The allocator after these events; workspaces of convolutions are left out where they do not fit.
+    """Replay events; workspaces of convolutions are left out where they do not fit.
 
     Raises:
         OutOfMemory: something else does not fit within the limit.
     """
     allocator = CachingAllocator(settings, limit_bytes)
     blocks: dict[int, Block] = {}
-    for kind, storage, num_bytes, label, reduction, stream in events:
-        if reduction is not None:
-            num_bytes = reduction.scratch_bytes()
+    for kind, storage, num_bytes, label, stream in events:
         if kind == "release":
             if storage in blocks:
                 allocator.free(blocks.pop(storage))
@@ -270,7 +254,7 @@ def replay(
 
 
 def measured_base_bytes() -> int | None:
-    """Bytes in use on the current CUDA device outside this process's allocator; None without a device."""
+    """Return bytes in use on the current CUDA device outside this process's allocator; None without one."""
     if not torch.cuda.is_available():
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info()

@@ -1,4 +1,4 @@
-"""Records what operations on `meta` would allocate and release on a CUDA device.
+"""Record the memory that operations on `meta` would allocate and release on a CUDA device.
 
 Kernels of some operations hold memory beside their outputs, as they do in aten/src/ATen/native: copies of
 arguments that they cannot read as they are, workspaces of convolutions, sums in float32.
@@ -22,9 +22,8 @@ from linnaeus.autobatch.memory.storages import (
     accumulates_in_place,
     references_of_a_gradient,
 )
-from linnaeus.autobatch.predict.reductions import Reduction
 from linnaeus.autobatch.predict.swap import UntraceableError
-from linnaeus.autobatch.predict.values import Values
+from linnaeus.autobatch.predict.values import Values, written
 
 BLAS_WORKSPACE_BYTES = 8_519_680
 """Workspace of cuBLAS: torch's default `:4096:2:16:8` up to compute capability 8.x."""
@@ -32,7 +31,7 @@ LT_WORKSPACE_BYTES = 1 << 20
 """Workspace of cuBLASLt, which adds the bias of a linear layer to the product."""
 
 _BORROWS_WORKSPACE = "2.15"
-"""From this torch on, the workspace of cuBLAS is borrowed for each product; older torch keeps it."""
+"""First torch that borrows the workspace of cuBLAS for each product; older torch keeps it."""
 
 _NEEDS_VALUES = {
     "_local_scalar_dense": "`float(tensor)` or `if tensor`",
@@ -44,7 +43,7 @@ _NEEDS_VALUES = {
     "unique_consecutive": "`unique`",
     "equal": "`torch.equal`",
 }
-"""Operations that a trace follows only where it knows the values."""
+"""Operations that a trace follows only where it knows the values, as users write them."""
 
 aten = torch.ops.aten
 
@@ -58,11 +57,11 @@ _WITHOUT_OUTPUT = frozenset(
         "_amp_foreach_non_finite_check_and_unscale_",
     }
 )
-"""Operations in place that allocate nothing, and that not every torch knows on `meta`."""
+"""In-place operations that allocate nothing, and that not every torch knows on `meta`."""
 
 
 class Event(NamedTuple):
-    """One thing that happens to memory.
+    """An event of the device's memory.
 
     Attributes:
         kind: `allocate`, `release`, `borrow` (held within one operation), `flush` (the allocator gives its
@@ -70,7 +69,6 @@ class Event(NamedTuple):
         storage: names the storage, in the order of allocation; 0 for other events.
         num_bytes: of the storage, or borrowed.
         label: of a mark; the operation that allocates.
-        reduction: what the borrowed bytes follow from instead.
         stream: the stream whose blocks it takes: 0, or one of FSDP2's.
     """
 
@@ -78,7 +76,6 @@ class Event(NamedTuple):
     storage: int = 0
     num_bytes: int = 0
     label: str = ""
-    reduction: Reduction | None = None
     stream: int = 0
 
 
@@ -92,7 +89,7 @@ class Call(NamedTuple):
 
 
 class Recorder(WatchingMode):
-    """Keeps the events so far, and the name of the operation that ran last."""
+    """Mode that records the events so far, and the name of the operation that ran last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +100,7 @@ class Recorder(WatchingMode):
         self._has_blas = [False, False]
         self._timed: set[Any] = set()
         self.values = Values()
+        self._originals: set[int] = set()
         self._optimizes = False
         self._streams: list[Any] = [torch.cpu.current_stream()]
         references_of_a_gradient()
@@ -114,11 +112,13 @@ class Recorder(WatchingMode):
         """
         for tensor, substitute in held:
             self.track(substitute, "state")
+            if not tensor.is_meta:
+                self._originals.add(nest.local(tensor).untyped_storage()._cdata)
             if not tensor.is_floating_point() and not tensor.is_meta:
                 self.values.know(substitute, tensor)
 
     def enter_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note that an optimizer steps: its scalars are rates and bounds, on which no memory depends."""
+        """Note that an optimizer steps: no memory depends on its scalars, rates and bounds."""
         self._optimizes = not isinstance(optimizer, torch.optim.LBFGS)
 
     def leave_optimizer(self, *_: Any) -> None:
@@ -126,7 +126,7 @@ class Recorder(WatchingMode):
         self._optimizes = False
 
     def forget_what_was_released(self) -> None:
-        """Keep of the events so far only the allocation of what is still held."""
+        """Drop all events but the allocations of memory that is still held."""
         released = {event.storage for event in self.events if event.kind == "release"}
         self.events = [
             event
@@ -145,7 +145,7 @@ class Recorder(WatchingMode):
                 self._follow(storage, self.allocate(storage.nbytes(), operation))
 
     def allocate(self, num_bytes: int, operation: str) -> int:
-        """Record bytes that an operation allocates; returns the storage that `release` takes."""
+        """Record bytes that an operation allocates; return the storage for `release`."""
         if not num_bytes:
             return 0
         self._num_allocated += 1
@@ -155,14 +155,14 @@ class Recorder(WatchingMode):
         return self._num_allocated
 
     def _stream(self) -> int:
-        """The number of the current stream; FSDP2 sets that of `torch.cpu` while it communicates."""
+        """Return the number of the current stream; FSDP2 sets that of `torch.cpu` while it communicates."""
         current = torch.cpu.current_stream()
         if current not in self._streams:
             self._streams.append(current)
         return self._streams.index(current)
 
     def resizer(self) -> Callable[[UntypedStorage, int], Any]:
-        """`UntypedStorage.resize_`, recorded: FSDP2 frees gathered parameters with it."""
+        """Return a recording `UntypedStorage.resize_`: FSDP2 frees gathered parameters with it."""
         plain = UntypedStorage.resize_
 
         def resize(storage: UntypedStorage, num_bytes: int) -> Any:
@@ -174,7 +174,7 @@ class Recorder(WatchingMode):
         return resize
 
     def release(self, storage: int) -> None:
-        """Record the release of what was allocated."""
+        """Record the release of a storage."""
         if storage:
             self.events.append(Event("release", storage))
 
@@ -190,10 +190,6 @@ class Recorder(WatchingMode):
         """Record bytes that an operation takes and returns at once, without another allocation in between."""
         if num_bytes:
             self.events.append(Event("borrow", 0, num_bytes, operation))
-
-    def reduce(self, reduction: Reduction) -> None:
-        """Record the scratch memory of a reduction."""
-        self.events.append(Event("borrow", label="reduction", reduction=reduction))
 
     def use_blas(self, num_bytes: int) -> None:
         """Record the workspace of cuBLAS.
@@ -246,6 +242,11 @@ class Recorder(WatchingMode):
         if accumulates_in_place(func, args, kwargs):
             return args[0]
         kwargs = kwargs or {}
+        if func._schema.is_mutable and any(
+            tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._originals
+            for tensor in written(func, args, kwargs)
+        ):
+            return args[0] if func._schema.returns else None  # the step holds a tensor of the state
         name = func.__name__.partition(".")[0]
         self.last_operation = name
         inputs = [*_on_meta(args), *_on_meta(kwargs.values())]
@@ -282,7 +283,7 @@ class Recorder(WatchingMode):
         )
 
     def _to_meta(self, results: Any, operation: str) -> Any:
-        """Results on `meta` that were computed from values."""
+        """Put results that were computed from values on `meta`."""
         if isinstance(results, list | tuple):
             return type(results)(self._to_meta(each, operation) for each in results)
         if not isinstance(results, Tensor):
@@ -293,7 +294,7 @@ class Recorder(WatchingMode):
         return tensor
 
     def _on_host(self, call: Call, is_known: bool) -> Tensor:
-        """A copy on the host: with its values, or on `meta`, which takes none of the device's memory."""
+        """Copy to the host: with values, or else on `meta` without memory of the device."""
         if is_known:
             value: Tensor = self.values.compute(*call[1:])
             return value.clone()
@@ -312,7 +313,7 @@ class Recorder(WatchingMode):
 
 
 def untraceable(error: Exception, operation: str) -> UntraceableError | None:
-    """The error that names the operation; None where the error is not that `meta` has no data for it."""
+    """Return an error that names the operation; None where the cause is not that `meta` has no data."""
     if isinstance(error, KeyError):
         is_tensor = bool(error.args) and isinstance(error.args[0], Tensor)
         reason = (
@@ -334,14 +335,14 @@ def untraceable(error: Exception, operation: str) -> UntraceableError | None:
 
 
 _MISSING = re.compile(r"\bmeta\b|\bdata-dependent\b", re.IGNORECASE)
-"""What torch says where an operation cannot run on `meta`; not metadata, nor a metaclass."""
+"""Found in torch's message where an operation cannot run on `meta`; not in metadata or metaclass."""
 
 _MIXED = re.compile(r"is not on the expected device|two devices|devices, (meta|cpu)")
-"""What torch says of an operation on tensors of two devices."""
+"""Found in torch's message about tensors on two devices."""
 
 
 def _on_meta(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors on `meta` among arguments, and in lists of them."""
+    """Yield the tensors on `meta` among arguments, and in lists of them."""
     for value in values:
         if isinstance(value, Tensor):
             if value.is_meta:
@@ -356,14 +357,14 @@ Kernel = Callable[[Recorder, Call], Any]
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether kernels read it as it is: contiguous, or channels-last."""
+    """Return whether kernels read it without a copy: contiguous, or channels-last."""
     return tensor.is_contiguous() or (
         tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     )
 
 
 def _is_matrix(tensor: Tensor) -> bool:
-    """Whether cuBLAS takes its last two dimensions as they are: one of them is dense."""
+    """Return whether cuBLAS reads its last two dimensions without a copy: one of them is dense."""
     if tensor.dim() < 2:
         return True
     (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
@@ -371,7 +372,7 @@ def _is_matrix(tensor: Tensor) -> bool:
 
 
 def _copying(*indices: int, unless: Callable[[Tensor], bool] = Tensor.is_contiguous) -> Kernel:
-    """A kernel that copies those of its arguments that it cannot read, and holds the copies until it ends."""
+    """Make a kernel that copies arguments that it cannot read, and holds the copies until it ends."""
 
     def run(recorder: Recorder, call: Call) -> Any:
         tensors = (call.args[index] for index in indices if index < len(call.args))
@@ -409,15 +410,13 @@ def _convolution_backward(recorder: Recorder, call: Call) -> Any:
         for kind, output in zip(("input", "weight", "bias"), outputs, strict=True):
             if output is not None:
                 recorder.track(output, call.name)
-                if kind == "bias":
-                    recorder.reduce(Reduction.of(grad, (0, *range(2, grad.dim()))))
-                else:
+                if kind != "bias":
                     recorder.use_cudnn(kind, x, w, grad, call.args[9], call.args[4])
     return outputs
 
 
 def _in_format(output: Any, layout: torch.memory_format) -> Any:
-    """The output of a convolution as cuDNN writes it; `meta` forgets the format of some."""
+    """Return the output of a convolution in the format of cuDNN, which `meta` forgets at times."""
     if output is None or output.dim() != 4 or output.is_contiguous(memory_format=layout):
         return output
     return torch.empty_like(output, memory_format=layout)
@@ -444,7 +443,7 @@ def _is_depthwise(x: Tensor, groups: int) -> bool:
 
 
 def conv_workspace_bytes(kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int) -> int:
-    """What the kernel of one convolution, or of one of its gradients, borrows.
+    """Return the workspace of the kernel of a convolution or of one of its gradients.
 
     cuDNN chooses its kernels by rules that are not public. This is a model: the gradient of the input works
     on copies of input, output and weight in another layout. All else borrows nothing: forward passes,
@@ -464,7 +463,7 @@ def conv_workspace_bytes(kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int
 
 
 def _indexed(recorder: Recorder, call: Call) -> Any:
-    """Boolean masks become the places where they are true, as CUDA finds them first."""
+    """Replace boolean masks by the places where they are true, which CUDA finds first."""
     tensor, indices, *rest = call.args
     places: list[Any] = []
     for index in indices:
@@ -476,17 +475,8 @@ def _indexed(recorder: Recorder, call: Call) -> Any:
     return recorder.run(call._replace(args=(tensor, places, *rest)))
 
 
-def _reduction(recorder: Recorder, call: Call) -> Any:
-    output = recorder.run(call)
-    index = 2 if call.name == "linalg_vector_norm" else 1
-    is_given = len(call.args) > index and not isinstance(call.args[index], bool)
-    dims = call.args[index] if is_given else call.kwargs.get("dim")
-    recorder.reduce(Reduction.of(call.args[0], [dims] if isinstance(dims, int) else dims))
-    return output
-
-
 def _safe_softmax(recorder: Recorder, call: Call) -> Any:
-    """The softmax of attention without a fused kernel; it also holds an unmasked result and a mask."""
+    """Run the softmax of unfused attention, which also holds an unmasked result and a mask."""
     output = call.func(*call.args, **call.kwargs)
     with recorder.holding("softmax", output.nbytes, output.numel()):
         recorder.track(output, call.name)
@@ -517,7 +507,7 @@ def _flash_backward(recorder: Recorder, call: Call) -> Any:
 
 
 def _all_reduce(recorder: Recorder, call: Call) -> Any:
-    """A reduction over ranks, with the values of this one."""
+    """Run a reduction over ranks with the values of this one."""
     output = torch.empty_like(call.args[0])
     recorder.track(output, call.name)
     if (value := recorder.values.of(call.args[0])) is not None:
@@ -551,7 +541,6 @@ KERNELS: dict[str, Kernel] = {
     **dict.fromkeys(("mm", "bmm"), _copying(0, 1, unless=_is_matrix)),
     **dict.fromkeys(("addmm", "baddbmm"), _copying(1, 2, unless=_is_matrix)),
     **dict.fromkeys(("mv", "addmv", "dot"), _copying(unless=_is_matrix)),
-    **dict.fromkeys(("sum", "mean", "linalg_vector_norm"), _reduction),
     **dict.fromkeys(("index", "index_put", "index_put_", "_index_put_impl_"), _indexed),
     "_safe_softmax": _safe_softmax,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,

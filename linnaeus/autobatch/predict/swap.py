@@ -1,4 +1,4 @@
-"""Put modules, optimizers and what else a step uses on `meta`, and everything back as it was."""
+"""Put the modules, optimizers and tensors of a step on `meta`, and put everything back."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch import nest
+from linnaeus.autobatch.state.contents import Contents
 from linnaeus.autobatch.state.sharded import modules_of, on_meta
 
 
 class UntraceableError(RuntimeError):
-    """A step cannot be traced without its device, for the reason that the message names."""
+    """Raised for a step that cannot be traced without its device; the message names the reason."""
 
 
 @contextlib.contextmanager
 def state_on_meta(state: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Inside the context, the tensors of the state are others, without data, on `meta`.
+    """Replace the tensors of the state by tensors without data on `meta`, inside the context.
 
-    The objects stay the same, so that a step which holds them runs on `meta`. The tensors themselves are not
-    touched: other ones take their places in modules and optimizers, and after the context the places hold
-    what they held before. Where the state is on `meta` already, it is kept from what a step does to it.
+    The objects stay the same, so that a step which holds them runs on `meta`. The tensors are not touched:
+    substitutes take their places in modules and optimizers until the context ends. State that is on `meta`
+    already is protected from the step too.
 
     Args:
         state: modules, optimizers, objects with these or with tensors as attributes (scalers, moving
             averages), and lists, tuples and dicts of them.
 
     Yields:
-        The tensors of the state, each with the one on `meta` that stands for it, in the order in which
-        `module.to(device)` copies them.
+        Pairs of a tensor of the state and its substitute on `meta`, in the order in which `module.to(device)`
+        copies them.
 
     Raises:
         UntraceableError: it holds TorchScript modules, or parameters without a shape or in host memory.
@@ -60,7 +61,6 @@ class _Swap:
         self.undo = contextlib.ExitStack()  # one that fails keeps none of the others from running
         self._substitutes: dict[int, tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, Any] = {}
-        self._kept: dict[int, Any] = {}
 
     def visit(self, part: Any) -> None:
         if id(part) in self._seen or part is None:
@@ -78,26 +78,12 @@ class _Swap:
         elif hasattr(part, "__dict__") and not isinstance(part, type):
             self._attributes(vars(part))
 
-    def _keep(self, container: Any) -> None:
-        """Put the present contents of a dict or list, and of those in it, back in the end.
-
-        A model caches tensors in them, and a scaler notes there what it has done in a step.
-        """
-        if not isinstance(container, dict | list) or id(container) in self._kept:
-            return
-        self._kept[id(container)] = container
-        before = dict(container) if isinstance(container, dict) else list(container)
-
-        def restore() -> None:
-            container.clear()
-            container.update(before) if isinstance(container, dict) else container.extend(before)
-
-        self.undo.callback(restore)
-        for part in before.values() if isinstance(before, dict) else before:
-            self._keep(part)
+    def _keep(self, attributes: dict[str, Any]) -> None:
+        """Put back attributes and the containers in them: a model caches tensors there."""
+        self.undo.callback(Contents([attributes], without_tensors=True).restore)
 
     def _module(self, module: nn.Module) -> None:
-        """Children first, as `module.to(device)` does."""
+        """Replace the tensors of a module, children first, as `module.to(device)` does."""
         if isinstance(module, torch.jit.ScriptModule):
             raise UntraceableError(
                 "a TorchScript module holds its tensors where no trace reaches them"
@@ -135,7 +121,7 @@ class _Swap:
         optimizer.state = state
 
     def substitute(self, tensor: Tensor) -> Tensor:
-        """The tensor on `meta` that stands for this one; the same each time."""
+        """Return the substitute of a tensor on `meta`; the same one each time."""
         known = self._substitutes.get(id(tensor))
         if known is not None:
             return known[1]

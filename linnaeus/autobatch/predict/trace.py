@@ -1,4 +1,4 @@
-"""Trace two steps on `meta`: what they allocate and release on a CUDA device, in order.
+"""Trace two steps on `meta`: the memory that they allocate and release on a CUDA device, in order.
 
 >>> model = torch.nn.Linear(1000, 100)
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
@@ -38,6 +39,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_map_only  # torch 2.11 has no public one
 
 from linnaeus.autobatch import nest
+from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.cuda_paths import cuda_paths
 from linnaeus.autobatch.predict.recorder import Event, Recorder, untraceable
 from linnaeus.autobatch.predict.swap import UntraceableError, state_on_meta
@@ -45,14 +47,13 @@ from linnaeus.autobatch.state.rng import preserved_generators
 
 __all__ = ["Buckets", "Trace", "UntraceableError", "trace"]
 
-MIB = 1 << 20
 NUM_STEPS = 2
 """The first step allocates the optimizer's state, the second starts with it."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What two steps of one batch size do to the memory of the device; first comes their state."""
+    """Memory events of two steps of one batch size, after those of their state."""
 
     batch_size: int
     events: tuple[Event, ...]
@@ -67,7 +68,7 @@ class Buckets:
 
     @classmethod
     def of(cls, state: Iterable[Any]) -> Buckets | None:
-        """Those of the first wrapper in `state`; None without one."""
+        """Return the buckets of the first wrapper in `state`; None without one."""
         wrapper = next((part for part in state if isinstance(part, DistributedDataParallel)), None)
         return (
             None
@@ -90,14 +91,14 @@ def trace(
     Args:
         step: runs one step on a batch: training with the optimizer's update, or validation. It may move
             tensors to a CUDA device and use `torch.autocast` for it; they go to `meta`.
-        make_batch: makes a batch of so many samples, on any device.
+        make_batch: makes a batch of n samples, on any device.
         n: the batch size.
         state: everything with tensors that the step uses: modules, optimizers, scalers, moving averages. It
             may be on any device, `meta` too. Afterwards it is as it was.
         buckets: of DistributedDataParallel, around the first module of the state; None where they are held
             already, or there are none.
-        before: called once on `meta` before the steps, such as a training step before those of validation.
-            Of what it does only the memory counts that is still held when it has returned.
+        before: called once on `meta` before the steps, such as a training step before validation. Only memory
+            that is still held when it returns counts.
 
     Raises:
         UntraceableError: an operation needs the values of a tensor (`.item()`, boolean indexing) or has no
@@ -158,7 +159,7 @@ def _on_meta(recorder: Recorder, tensor: Tensor) -> Tensor:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the step that is neither torch's nor this package's; empty if there is none."""
+    """Return the innermost line of the user's code; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_STEP)]
     return f" (line {own[-1].lineno} of {Path(own[-1].filename).name})" if own else ""
@@ -176,17 +177,14 @@ def _attach_buckets(state: Any, buckets: Buckets) -> None:
     module = next((part for part in nest.leaves(state) if isinstance(part, nn.Module)), None)
     if module is None:
         raise ValueError("gradient buckets need a module in `state`")
-    groups: list[list[nn.Parameter]] = []
-    filled_bytes = buckets.cap_bytes
-    for parameter in reversed(list(module.parameters())):  # gradients come in about this order
-        if not parameter.requires_grad:
-            continue
-        if filled_bytes >= buckets.cap_bytes or groups[-1][0].dtype != parameter.dtype:
-            groups.append([])
-            filled_bytes = 0
-        groups[-1].append(parameter)
-        filled_bytes += parameter.nbytes
-    for group in groups:
+    # Gradients come in about the reverse order. The wrapper itself calls this private function.
+    backwards = reversed(list(module.parameters()))
+    parameters: list[Tensor] = [parameter for parameter in backwards if parameter.requires_grad]
+    if not parameters:
+        return
+    groups, _ = torch_dist._compute_bucket_assignment_by_size(parameters, [buckets.cap_bytes])
+    for indices in groups:
+        group = [parameters[index] for index in indices]
         sizes = [parameter.numel() for parameter in group]
         flat = torch.empty(sum(sizes), dtype=group[0].dtype, device="meta")
         for parameter, part in zip(group, flat.split(sizes), strict=True):

@@ -1,4 +1,4 @@
-"""Values of small tensors on `meta`, kept on the CPU: masks, lengths and counters steer what a step does."""
+"""Values of small tensors on `meta`, kept on the CPU: masks, lengths and counters steer a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # torch 2.11 has no 
 from linnaeus.autobatch.predict.swap import UntraceableError
 
 MOST_ELEMENTS, MOST_FLOATS = 1 << 22, 1 << 12
-"""Of a tensor whose values are kept."""
+"""Largest tensors of integers, and of floats, whose values are kept."""
 
 
 def _is_kept(tensor: Tensor) -> bool:
@@ -22,7 +22,7 @@ def _is_kept(tensor: Tensor) -> bool:
 
 
 class Values:
-    """The values of small tensors on `meta` that do not depend on weights, by their storages."""
+    """Values of small tensors on `meta` that do not depend on weights, by storage."""
 
     def __init__(self) -> None:
         self._of_storage: dict[int, UntypedStorage] = {}
@@ -36,11 +36,11 @@ class Values:
             self._of_storage[tensor.untyped_storage()._cdata] = copy.untyped_storage()
 
     def forget(self, address: int) -> None:
-        """Drop those of a storage."""
+        """Drop the values of a storage."""
         self._of_storage.pop(address, None)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor on `meta`, in memory that views of it share; None where they are unknown."""
+        """Return the values of a tensor on `meta`, in memory that its views share; None if unknown."""
         storage = self._of_storage.get(tensor.untyped_storage()._cdata)
         if storage is None:
             return None
@@ -48,21 +48,21 @@ class Values:
         return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def are_known(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether those of all tensors are."""
+        """Return whether the values of all these tensors are known."""
         return all(
             not tensor.is_meta or tensor.untyped_storage()._cdata in self._of_storage
             for tensor in tensors
         )
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation returns for the values of its arguments, which are known."""
+        """Run an operation on the known values of its arguments."""
         args, kwargs = tree_map_only(Tensor, self._on_host, (args, kwargs))
         return func(
             *args, **({**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs)
         )
 
     def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: Any) -> None:
-        """Keep the values of what an operation has returned or written, or forget them."""
+        """Keep or forget the values of tensors that an operation has returned or written."""
         found = [each for each in _tensors(outputs) if each.is_meta]
         is_mutable, fresh = (
             func._schema.is_mutable,
@@ -80,15 +80,21 @@ class Values:
                     if tensor.is_meta and not self.are_known([tensor]):
                         self.know(tensor, value)
                 return
-        for position, argument in enumerate(func._schema.arguments if is_mutable else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[position] if position < len(args) else kwargs.get(argument.name)
-                for tensor in _tensors(written):
-                    self.forget(tensor.untyped_storage()._cdata)
+        for tensor in written(func, args, kwargs):
+            self.forget(tensor.untyped_storage()._cdata)
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         value = self.of(tensor) if tensor.is_meta else None
         return tensor if value is None else value
+
+
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operation writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(
+                args[position] if position < len(args) else kwargs.get(argument.name)
+            )
 
 
 def _tensors(nest: Any) -> Iterator[Tensor]:
@@ -96,7 +102,7 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
 
 
 class StandIn(float):
-    """The result of `.item()` where the value is unknown: 1, as long as nothing but logging depends on it.
+    """Result of `.item()` where the value is unknown: 1, which may be logged but decides nothing.
 
     After the trace, it is a number like any other.
     """
@@ -104,30 +110,23 @@ class StandIn(float):
     is_traced = False
 
 
-def _stays_unknown(name: str) -> Callable[..., Any]:
+def _guarded(name: str) -> Callable[..., Any]:
     plain = getattr(float, name)
 
     def compute(*numbers: float) -> Any:
         result = plain(*numbers)
-        return StandIn(result) if isinstance(result, float) else result
+        if isinstance(result, float):
+            return StandIn(result)
+        if StandIn.is_traced and isinstance(result, int) and name != "__round__":
+            raise UntraceableError(
+                "a decision on the result of `.item()` needs the value of a tensor"
+            )
+        return result
 
     return compute
 
 
-def _is_refused(name: str) -> Callable[..., Any]:
-    def decide(*numbers: float) -> Any:
-        if StandIn.is_traced:
-            raise UntraceableError(
-                "a decision on the result of `.item()` needs the value of a tensor"
-            )
-        return getattr(float, name)(*numbers)
-
-    return decide
-
-
 _ARITHMETIC = "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rpow neg abs round"
-for _name in _ARITHMETIC.split():
-    setattr(StandIn, f"__{_name}__", _stays_unknown(f"__{_name}__"))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int"):
-    setattr(StandIn, f"__{_name}__", _is_refused(f"__{_name}__"))
+for _name in f"{_ARITHMETIC} lt le gt ge eq ne bool int".split():
+    setattr(StandIn, f"__{_name}__", _guarded(f"__{_name}__"))
 StandIn.__hash__ = float.__hash__  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What happens before a collective: ranks meet in a joint step; a rank that steps alone is refused."""
+"""Act before each collective: ranks of a joint step meet; a rank that steps alone raises an error."""
 
 from __future__ import annotations
 

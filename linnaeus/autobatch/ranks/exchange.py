@@ -1,4 +1,4 @@
-"""What ranks tell each other on the host, through the store of the process group: values, the first failure.
+"""Exchange values and the first failure between ranks on the host, through the store of the process group.
 
     each rank                       store                       rank that waits
     its value of an exchange ─────▶ value/<number>/<rank> ────▶ returns the values of all
@@ -31,16 +31,14 @@ from linnaeus.autobatch.errors import AutoBatchError, LinnaeusError
 POLL_S = (0.001, 1.0)
 """Shortest and longest pause between two reads of a value; the pause grows with the time waited."""
 REPORT_S = 30.0
-"""A waiting rank logs this often what it waits for."""
+"""Time between two log lines of a waiting rank."""
 FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
 CAUSE_S = 1.5
 """Seconds to wait for a heartbeat that shows whether another rank's death caused an error."""
 
 GONE = -1
-"""The count of heartbeats of a rank that has not begun them, or has left."""
-_PART_BYTES = 1 << 20
-"""Longer values are split: the store refuses those above 8 MiB."""
+"""Count of heartbeats of a rank that has not begun or has left."""
 
 OnWait = Callable[[int, str], object]
 
@@ -49,7 +47,7 @@ logger = logging.getLogger("linnaeus.autobatch.ranks")
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of the job: the rank that met it, what it says, and its exit code."""
+    """The first error of the job: its rank, its message and its exit code."""
 
     rank: int
     message: str
@@ -57,14 +55,14 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """The failure of a rank that an error ends."""
+        """Make the failure of a rank from the error that ends it."""
         exit_code = getattr(error, "exit_code", None)  # which our own errors have
         message = f"{type(error).__name__}: {error}" if exit_code is None else str(error)
         return cls(rank, message, exit_code or 1)
 
 
 class JobFailedError(LinnaeusError):
-    """The first failure of the job, as ranks other than the failed one raise it, with its exit code."""
+    """Raised by the other ranks: the first failure of the job, with its exit code."""
 
     def __init__(self, failure: Failure, name: int) -> None:
         self.failure, self.exit_code = failure, failure.exit_code
@@ -72,7 +70,7 @@ class JobFailedError(LinnaeusError):
 
 
 class OverdueError(AutoBatchError):
-    """A rank lives but has not sent its value in time: its number in messages, and what it does."""
+    """Raised where a rank lives but has not sent its value in time; with its name and its activity."""
 
     def __init__(self, rank: int, doing: str) -> None:
         self.rank, self.doing = rank, doing
@@ -87,7 +85,7 @@ class Exchange:
 
     Args:
         store: of the process group, with a prefix of this attempt's own. A blocking call needs a clone,
-            because it shuts out those of other threads.
+            because it shuts out calls of other threads.
         limit_s: a rank that others wait for at a barrier for so long hangs, although its process lives.
         name_of: the number that messages give to a rank, such as that among all ranks of the job.
         clock: has the functions `monotonic` and `sleep`.
@@ -120,8 +118,8 @@ class Exchange:
 
         Args:
             limit_s: how long to wait for each of the others; None waits as long as they live.
-            on_wait: called about every second with the name of the rank that this one waits for, and with
-                what that one does.
+            on_wait: called about every second with the name and the activity of the rank that this one
+                waits for.
 
         Raises:
             OverdueError: a rank takes longer than `limit_s`.
@@ -306,11 +304,11 @@ class Beat:
     pid: int = 0
 
     def is_on_this_machine(self) -> bool:
-        """Whether the PID is one of this machine and namespace."""
+        """Return whether the PID is valid on this machine and in this namespace."""
         return self.namespace == pid_namespace() != ""
 
     def status(self) -> str:
-        """The state of the process, as psutil calls it: a zombie once it has ended. Empty if unknown."""
+        """Return psutil's status of the process: a zombie once it has ended. Empty if unknown."""
         if not self.is_on_this_machine():
             return ""
         try:
@@ -321,54 +319,43 @@ class Beat:
             return ""
 
     def death(self, rank: int) -> Failure | None:
-        """The failure of a rank whose process has ended, and which has not left before."""
+        """Return the failure of a rank whose process has ended without leaving; else None."""
         if self.count == GONE or self.status() != psutil.STATUS_ZOMBIE:
             return None
         return Failure(rank, f"its process died ({self.doing}), so the job ends")
 
 
 class Keys:
-    """Picklable values in a store; no read blocks."""
+    """Picklable values in a store, which takes up to 8 MiB of bytes for each; no read blocks."""
 
     def __init__(self, store: torch_dist.Store) -> None:
         self._store = store
 
     def put(self, key: str, value: Any) -> None:
         """Give a key a value."""
-        text = pickle.dumps(value).hex()
-        parts = [text[start : start + _PART_BYTES] for start in range(0, len(text), _PART_BYTES)]
-        for number, part in enumerate(parts[1:], start=1):
-            self._store.set(f"{key}/{number}", part)
-        self._store.set(key, f"{len(parts)}:{parts[0]}")  # last: now the value exists
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
 
     def put_first(self, key: str, value: Any) -> Any:
-        """Put a small value unless the key has one; return what it has then."""
-        return self._value(key, self._store.compare_set(key, "", f"1:{pickle.dumps(value).hex()}"))
+        """Put a value unless the key has one; return the value of the key."""
+        return pickle.loads(self._store.compare_set(key, "", pickle.dumps(value)))  # type: ignore[arg-type]
 
     def get(self, key: str) -> Any:
-        """The value of a key; None if it has none."""
-        return self._value(key, self._store.get(key)) if self._store.check([key]) else None
+        """Return the value of a key; None if it has none."""
+        return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def exist(self, keys: list[str]) -> bool:
-        """Whether all these keys have values."""
+        """Return whether all these keys have values."""
         return bool(self._store.check(keys))
 
     def delete(self, key: str) -> None:
         """Delete a key that has a value."""
-        num_parts = int(self._store.get(key).partition(b":")[0])
-        for name in (key, *(f"{key}/{number}" for number in range(1, num_parts))):
-            self._store.delete_key(name)
-
-    def _value(self, key: str, first: bytes) -> Any:
-        num_parts, _, text = first.partition(b":")
-        rest = (self._store.get(f"{key}/{number}") for number in range(1, int(num_parts)))
-        return pickle.loads(bytes.fromhex(b"".join([text, *rest]).decode()))
+        self._store.delete_key(key)
 
 
 def first_difference(
     rows: Sequence[Mapping[str, Any]],
 ) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
-    """The first rank whose facts differ from those of rank 0, and both values of each that does."""
+    """Return the first rank with other facts than rank 0, and both values of each different fact."""
     for rank, row in enumerate(rows):
         pairs = {name: (value, row.get(name)) for name, value in rows[0].items()}
         if different := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
@@ -378,7 +365,7 @@ def first_difference(
 
 @functools.cache
 def pid_namespace() -> str:
-    """Identifies the machine, since its boot, and the PID namespace of this process; empty if unknown."""
+    """Return an id of the boot and the PID namespace of this process; empty if unknown."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -16,7 +16,7 @@ from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 Group = torch_dist.ProcessGroup | Literal[False] | None
 
 ARRIVAL_S = 1800.0
-"""How long the first ranks wait for the others to call: those may still load their data."""
+"""Longest wait for the last rank to call, which may still load its data."""
 
 _open: dict[torch_dist.ProcessGroup, ControlPlane] = {}
 """The control planes of the groups that have joined."""
@@ -56,8 +56,8 @@ def joined_ranks(group: Group = None) -> Iterator[ControlPlane | None]:
     """Join the ranks of a group: `with joined_ranks(group) as control: ...`.
 
     Yields the control plane of the ranks; None for a process alone. Every rank of the group must enter and
-    leave it; entering waits until all have. An error of one rank is published before it is raised. So what
-    prepares a search belongs inside: searches in it, and the same context entered once more, use the same
+    leave it; entering waits until all have. An error of one rank is published before it is raised. So
+    prepare a search inside: searches in it, and the same context entered once more, use the same
     control plane. Use it in the same order on every rank.
 
         with joined_ranks(group) as control:

@@ -35,7 +35,7 @@ from linnaeus.autobatch.ranks.exchange import (
 )
 
 BEAT_S = 1.0
-"""Time between two heartbeats, and between two looks at those of others."""
+"""Time between two heartbeats, and between two looks at the other ranks."""
 SILENCE_LOOKS = 30
 """Looks without a new heartbeat after which a rank is named, or ends the job because it is stopped."""
 ABANDON_LOOKS = 10
@@ -104,7 +104,7 @@ class ControlPlane(Exchange):
         os._exit(error.exit_code)
 
     def look(self) -> None:
-        """Send a heartbeat and look at those of others: a thread does so every `BEAT_S` seconds."""
+        """Send a heartbeat and look at the other ranks: a thread does so every `BEAT_S` seconds."""
         self._beat(self._own_keys)
         failure = self._own_keys.get("failure")
         if failure is None:

@@ -21,10 +21,10 @@ from linnaeus.autobatch.ranks.exchange import JobFailedError, OverdueError
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.search import OutOfMemory
-from linnaeus.autobatch.settings import ARGUMENTS, Names, SearchSettings
+from linnaeus.autobatch.settings import SearchSettings
 
 GRACE_S = CONFIRMATION_GRACE_S + 30.0
-"""Time that the others wait beyond the deadline of a search: it finishes its last trial first."""
+"""Time that the other ranks wait beyond the deadline of a search, for its last trial."""
 JOINT_STEPS = 4
 """Steps of a joint trial: without a cap, a third step may reserve more than the first two."""
 
@@ -56,9 +56,7 @@ class RankStatus:
             self._control.check()
         self._show(text)
 
-    def gather(
-        self, result: Any, *, timeout_minutes: float = 60.0, names: Names = ARGUMENTS
-    ) -> list[Any]:
+    def gather(self, result: Any, *, timeout_minutes: float = 60.0) -> list[Any]:
         """Return the picklable results of all ranks, in rank order; without a collective. All must call this.
 
         Args:
@@ -81,13 +79,13 @@ class RankStatus:
             )
         except OverdueError as error:
             raise AutoBatchError(
-                f"AutoBatch: rank {error.rank} has taken longer than {names.timeout_minutes} and "
-                f"{GRACE_S:.0f} s more (it is {error.doing}); raise the timeout or lower {names.max_trials}"
+                f"AutoBatch: rank {error.rank} has taken longer than timeout_minutes and "
+                f"{GRACE_S:.0f} s more (it is {error.doing}); raise the timeout or lower max_trials"
             ) from None
 
     @contextlib.contextmanager
     def joint_steps(self) -> Iterator[AbstractContextManager[object]]:
-        """Inside the context, an error of any rank is raised on all; yields the context of joint steps.
+        """Raise an error of any rank on all ranks, inside the context; yield the context of joint steps.
 
         Raises:
             JobFailedError: the first failure, this rank's own included; its cause is this rank's error.
@@ -115,7 +113,6 @@ def search_on_ranks(
     found: AutoBatchResult | None = None,
     size: int | None = None,
     show: Callable[[str], None] = lambda text: None,
-    names: Names = ARGUMENTS,
     agree: bool = False,
 ) -> AutoBatchResult:
     """Search on rank 0, then run the size found on every rank, until one fits on all. All must call this.
@@ -152,7 +149,7 @@ def search_on_ranks(
                 if not agree:
                     raise
                 verdict = TooSmallError(str(error), None)
-        verdicts = status.gather(verdict, timeout_minutes=settings.timeout_minutes, names=names)
+        verdicts = status.gather(verdict, timeout_minutes=settings.timeout_minutes)
         if errors := [each for each in verdicts if isinstance(each, TooSmallError)]:
             raise errors[0]
         found = (
@@ -171,21 +168,20 @@ def confirm_jointly(
     search: Callable[..., AutoBatchResult],
     status: RankStatus,
     settings: SearchSettings,
-    names: Names = ARGUMENTS,
     *,
     agree: bool = False,
 ) -> AutoBatchResult:
-    """Run the size found in a joint step of all ranks, and less until it is within every rank's budget.
+    """Run the size found in a joint step of all ranks, and smaller sizes until one is within every budget.
 
     A rank alone does not see the memory of real collectives and communication hooks. In a joint step every
     rank takes the same steps, whatever it measures; the peak is compared with the budget afterwards. All
     ranks raise the first failure, such as a device that is really full. All must call this.
 
     Args:
-        found: what `search` has returned; each rank has run its size alone.
+        found: result of `search`; each rank has run its size alone.
         make_finder: makes the finder of this rank, whose trials use the real process groups.
         search: `search_on_ranks`, with all but `found` and `size` given.
-        status, settings, names, agree: as there.
+        status, settings, agree: as there.
 
     Raises:
         AutoBatchError: the smallest size is above the budget, or memory ran out on a rank.
@@ -205,17 +201,15 @@ def confirm_jointly(
             except OutOfMemory as error:
                 raise AutoBatchError(
                     f"AutoBatch: memory ran out in a joint step of all ranks with {mode} batch size {size} "
-                    f"({error}); set {names.max_batch_size} below it, or lower {names.target_memory_fraction}"
+                    f"({error}); set max_batch_size below it, or lower target_memory_fraction"
                 ) from error
-        excess_bytes = max(
-            status.gather(own_excess, timeout_minutes=settings.timeout_minutes, names=names)
-        )
+        excess_bytes = max(status.gather(own_excess, timeout_minutes=settings.timeout_minutes))
         if excess_bytes <= 0:
             return found
         above = f"batch size {size} is {gib(excess_bytes)} GiB above the budget in a joint step"
         logger.info("%s (%s)", above, mode)
         if size <= finder.min_size:
-            text = f"AutoBatch ({mode}): {above}; raise {names.target_memory_fraction}"
+            text = f"AutoBatch ({mode}): {above}; raise target_memory_fraction"
             raise TooSmallError(text, None) if agree else AutoBatchError(text)
         growth_bytes = max(found.budget_bytes + excess_bytes - found.held_bytes, 1)
         smaller = min(size - 1, int(size * (1 - excess_bytes / growth_bytes)))
@@ -237,7 +231,7 @@ def _merged(
     size: int,
     control: ControlPlane | None,
 ) -> AutoBatchResult:
-    """Return the result, once every rank has run a size, or searched below it."""
+    """Merge the results of all ranks that have run a size or searched below it."""
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
     own = verdicts[0]
     found = dataclasses.replace(

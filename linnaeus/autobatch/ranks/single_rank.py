@@ -1,4 +1,4 @@
-"""Steps that one rank runs alone while the others wait: wrappers of the model do without the other ranks."""
+"""Let one rank step alone while the others wait: wrappers of the model do without the other ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COMMUNICATING = frozenset(
 
 
 def check_can_step_alone(state: Sequence[Any]) -> None:
-    """Check that one rank can run a step alone with what is in `state`.
+    """Check that one rank can run a step alone with the objects in `state`.
 
     Raises:
         AutoBatchError: it cannot with one of the objects; names its class.
@@ -88,7 +88,7 @@ def check_members(
 
 @contextlib.contextmanager
 def stepping_alone(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Let this rank run steps with what is in `state` while the others wait.
+    """Let this rank run steps with the objects in `state` while the others wait.
 
     DistributedDataParallel and SyncBatchNorm work over a group of this rank alone, with the same buckets, but
     without communication hooks. What shards a model (FSDP2, DTensor) works over fake groups of the same size.
@@ -149,7 +149,7 @@ def reducers_renewed(
 
 
 def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[Any]) -> None:
-    """Make what sums the gradients anew, as when the wrapper was made: nothing public does it later."""
+    """Make a new reducer, as the wrapper's constructor does: no public function does it later."""
     made: Any = wrapper
     made.process_group = group
     made.reducer = made.logger = None  # its hooks on the parameters go with it

@@ -1,1 +1,1 @@
-"""A trial leaves no trace: what it changes is put back bit for bit."""
+"""Undo the changes of trials bit for bit."""

@@ -1,4 +1,4 @@
-"""Random number generators: their states, saved and put back."""
+"""Save and restore the states of random number generators."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CPU = torch.device("cpu")
 
 
 def numpy() -> Any:
-    """NumPy, if anything in this process has imported it: torch does where it is installed. Else None."""
+    """Return NumPy if this process has imported it, as torch does where it is installed; else None."""
     return sys.modules.get("numpy")
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of all global generators that a step on this device may draw from.
+    """Return the state of all global generators that a step on this device may draw from.
 
     It consists of tensors and plain values, so that a checkpoint with it loads with `weights_only`.
     """
@@ -36,7 +36,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore what `rng_state` returned; the generator of another kind of device is left alone."""
+    """Restore the state from `rng_state`; the generator of another kind of device is left alone."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     if "numpy" in state and (np := numpy()):
@@ -48,7 +48,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def restore_of_generator(value: Any) -> Callable[[], object] | None:
-    """Puts the state of a random number generator back; None for anything else."""
+    """Return a function that restores a random number generator; None for anything else."""
     state: Any
     write: Callable[[Any], object]
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):

@@ -1,13 +1,12 @@
 """Sharded models (FSDP2, DTensor) in a search: one rank steps alone, in groups that communicate nothing.
 
-torch's fake process group has the size of the job and one process. A step in it allocates what it allocates
-in the job (shards, gathered parameters, the buffers of reductions), and only the values are meaningless.
+torch's fake process group has the size of the job and one process. A step in it allocates the
+same memory as in the job (shards, gathered parameters, buffers of reductions). Only values are meaningless.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,30 +16,32 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from linnaeus.autobatch.state.contents import Contents
+
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _FAKE = "fake"
 
 
 def is_fake(group: Any) -> bool:
-    """Whether a process group communicates nothing."""
+    """Return whether a process group communicates nothing."""
     return bool(getattr(group, "group_desc", "") == _FAKE)
 
 
 def modules_of(state: Iterable[Any]) -> list[nn.Module]:
-    """The modules in `state` and in attributes of its objects, such as an average, each with those inside."""
+    """Return the modules, with their submodules, in `state` and in attributes of its objects."""
     held = [value for part in state for value in (part, *getattr(part, "__dict__", {}).values())]
     modules = (module for each in held if isinstance(each, nn.Module) for module in each.modules())
     return list(dict.fromkeys(modules))
 
 
 def is_sharded(state: Iterable[Any]) -> bool:
-    """Whether a parameter in `state` is a DTensor: each process holds a part of it."""
+    """Return whether a parameter in `state` is a DTensor: each process holds a part of it."""
     parameters = (each for module in modules_of(state) for each in module.parameters(recurse=False))
     return any(hasattr(each, "device_mesh") for each in parameters)
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """FSDP2's own objects behind the modules: states, groups of parameters, what they share."""
+    """Return FSDP2's own objects behind the modules: states, parameter groups and shared contexts."""
     found: dict[int, Any] = {}
     sharded: list[Any] = [module for module in modules if hasattr(module, "_get_fsdp_state")]
     waiting = [module._get_fsdp_state() for module in sharded]
@@ -59,7 +60,7 @@ def parts_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 @contextlib.contextmanager
 def fake_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the context, the groups over which the modules are sharded communicate nothing.
+    """Replace the process groups of sharded modules by fake ones that communicate nothing.
 
     FSDP2 holds its groups as objects, and DTensor asks for them by name; both get fake ones in their place.
     """
@@ -85,7 +86,7 @@ def fake_groups(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_job(world_size: int) -> Iterator[None]:
-    """Inside the context, this process is rank 0 of a job whose groups communicate nothing."""
+    """Make this process rank 0 of a job whose groups communicate nothing, inside the context."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch_dist.init_process_group(_FAKE, store=FakeStore(), rank=0, world_size=world_size)
@@ -96,7 +97,7 @@ def fake_job(world_size: int) -> Iterator[None]:
 
 
 def _fake_of(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
-    """A group of the same ranks that communicates nothing: torch has only a private one, for its tests."""
+    """Make a group of the same ranks that communicates nothing, by a private class of torch's tests."""
     from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
     kind = torch_dist.ProcessGroup.BackendType.CUSTOM
@@ -111,17 +112,17 @@ def _fake_of(group: torch_dist.ProcessGroup) -> torch_dist.ProcessGroup:
 
 
 def _register(name: Any, group: torch_dist.ProcessGroup) -> None:
-    """Put a group in the place of another, by a name that FSDP2 keeps; no public function does."""
+    """Register a group under the name that FSDP2 keeps; no public function does."""
     torch._C._distributed_c10d._unregister_process_group(name)
     torch._C._distributed_c10d._register_process_group(name, group)
 
 
 @contextlib.contextmanager
 def on_meta(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
-    """Inside the context, sharded modules run on `meta`, in groups that communicate nothing.
+    """Let sharded modules run on `meta`, in groups that communicate nothing, inside the context.
 
-    FSDP2 keeps its device, and finds streams in the module of torch that has the device's name: those of
-    `torch.cpu` tell which of them is current. Its tensors are for `state_on_meta` to replace.
+    FSDP2 keeps its device, and finds streams in the module of torch that has the device's name. `torch.cpu`
+    tells which stream is current. Its tensors are for `state_on_meta` to replace.
 
     Yields:
         FSDP2's objects behind the modules.
@@ -156,7 +157,7 @@ def on_meta(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
 
 
 def reset_of(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """A function that puts FSDP2 back to what it is now, with all parameters sharded.
+    """Reshard the modules; return a function that puts FSDP2 back to this.
 
     A step that fails leaves it in the middle of a pass: with gathered parameters and outstanding results.
     """
@@ -164,23 +165,14 @@ def reset_of(modules: Sequence[nn.Module]) -> Callable[[], None]:
     for module in sharded:
         module.reshard()
     parts = parts_of(sharded)
-    hooks = [
+    hooks = (
         value for each in sharded for name, value in vars(each).items() if name.endswith("hooks")
-    ]
-    inner = [
-        value for part in parts for value in vars(part).values() if type(value) in (list, dict, set)
-    ]
-    registered = [
-        module._parameters
-        for module in dict.fromkeys(m for each in sharded for m in each.modules())
-    ]
-    containers = [*map(vars, parts), *inner, *hooks, *registered]
-    contents = [copy.copy(container) for container in containers]
+    )
+    registered = (module._parameters for each in sharded for module in each.modules())
+    contents = Contents([*map(vars, parts), *hooks, *registered], without_tensors=True)
 
     def reset() -> None:
-        for container, content in zip(containers, contents, strict=True):
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
+        contents.restore()
         for part in parts:
             for gathered in vars(part).get("all_gather_outputs", ()):
                 gathered.untyped_storage().resize_(0)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import operator
 import os
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.settings import kind_of
+from linnaeus.autobatch.state.contents import PLAIN, Contents, TensorValue
 from linnaeus.autobatch.state.rng import restore_of_generator, rng_state, set_rng_state
 from linnaeus.autobatch.state.sharded import modules_of, reset_of
 
@@ -32,20 +31,22 @@ class Snapshot:
             plain attributes are saved too; of optimizers, the exact dtype of their state, all attributes, and
             the optimizers and parameters inside of them (see `Contents`). Random number generators that are
             objects may be among them.
-        device: its global random number generator is saved, beside those of the CPU.
+        device: its global random number generator is saved, and the generators of the CPU.
+        without_tensors: copy neither tensors nor state dicts.
 
     Attributes:
-        optimizers: those in `state`, and those in attributes of these or of modules.
+        optimizers: the optimizers in `state` and in attributes of its modules and optimizers.
 
     Raises:
         AutoBatchError: a module in `state` has parameters without values (lazy layers).
         TypeError: something in `state` is neither a generator nor has `state_dict` and `load_state_dict`.
     """
 
-    def __init__(self, state: Sequence[Any], device: torch.device) -> None:
-        self._reset_sharding = reset_of(
-            modules_of(state)
-        )  # first, so that no gathered parameters are kept
+    def __init__(
+        self, state: Sequence[Any], device: torch.device, *, without_tensors: bool = False
+    ) -> None:
+        # First, so that no gathered parameters are kept.
+        self._reset_sharding = reset_of(modules_of(state))
         self.optimizers: list[Any] = []
         always: list[Any] = []
         kept: list[Any] = []  # what training keeps allocated: a validation is measured beside it
@@ -63,7 +64,8 @@ class Snapshot:
                     vars(part)
                 )  # its state dict lacks the progress of an interrupted step
             elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-                self._others.append((part, nest.map_leaves(_saved, part.state_dict())))
+                if not without_tensors:
+                    self._others.append((part, nest.map_leaves(_saved, part.state_dict())))
             elif restore_of_generator(part) is not None:
                 always.append(part)
             elif part is not None:
@@ -82,15 +84,17 @@ class Snapshot:
         ]
         always += (part for module in modules for part in (module._parameters, module._buffers))
         kept += (vars(module) for module, _ in self._kinds)
-        self._always = Contents(always)
-        self._kept = Contents(kept, self._always.seen, self._inside)
+        self._always = Contents(always, without_tensors=without_tensors)
+        self._kept = Contents(
+            kept, self._always.seen, self._inside, without_tensors=without_tensors
+        )
         self._device = device
         self._rng = rng_state(device)
         self._environment = dict(os.environ)
         self._switches = [read() for read, _ in _SWITCHES]
 
     def _inside(self, value: Any) -> list[Any]:
-        """The containers of a module, an optimizer or a scaler, wherever one is found."""
+        """Return the containers of a module, an optimizer or a scaler, wherever one is found."""
         if isinstance(value, nn.Module):
             content = value._modules if _mirrors_native_state(value) else vars(value)
             return [value._parameters, value._buffers, content]
@@ -101,11 +105,11 @@ class Snapshot:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the copies."""
+        """Bytes of the copies on the host."""
         return nest.num_bytes([self._always.tensors, self._kept.tensors, self._others])
 
     def stepping_optimizers(self) -> list[Any]:
-        """The optimizers that run torch's hooks when they step: a wrapper may not, but those inside it do."""
+        """Return the optimizers that run torch's hooks when they step, such as the one inside a wrapper."""
         return [
             part for part in self.optimizers if "_optimizer_load_state_dict_pre_hooks" in vars(part)
         ]
@@ -123,12 +127,12 @@ class Snapshot:
 
     @torch.no_grad()
     def restore_parts(self, *, with_optimizers: bool = True, with_values: bool = True) -> None:
-        """Restore `state`, or what of it the memory of a step depends on.
+        """Restore `state`, or only what affects memory.
 
         Args:
-            with_optimizers: whether what training keeps allocated goes: the optimizers' state, and what
-                modules keep in their attributes.
-            with_values: whether parameters get their values back.
+            with_optimizers: also restore optimizer state and module attributes, which training keeps
+                allocated.
+            with_values: also restore the values of parameters.
         """
         self._reset_sharding()
         self._always.restore(with_values=with_values)
@@ -166,11 +170,11 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
         for name in ("enabled", "benchmark", "deterministic")
     ),
 )
-"""Global switches of torch: a function that reads each, and one that writes it."""
+"""Global switches of torch, each as a pair of functions that read and write it."""
 
 
 def is_optimizer(part: Any) -> bool:
-    """Whether it is an optimizer, or looks like one and has an optimizer inside."""
+    """Return whether it is an optimizer, or looks like one and has an optimizer inside."""
     if isinstance(part, torch.optim.Optimizer | nn.Module):
         return not isinstance(part, nn.Module)
     looks_like_one = hasattr(type(part), "step") and hasattr(
@@ -180,7 +184,7 @@ def is_optimizer(part: Any) -> bool:
 
 
 def parameters_of(part: Any) -> list[Tensor]:
-    """The parameters of a module or an optimizer; nothing of anything else."""
+    """Return the parameters of a module or an optimizer; none of anything else."""
     if isinstance(part, nn.Module):
         return list(part.parameters())
     groups = getattr(part, "param_groups", ()) if is_optimizer(part) else ()
@@ -199,178 +203,23 @@ def _check_initialized(module: nn.Module) -> None:
 
 
 def _mirrors_native_state(module: nn.Module) -> bool:
-    """Whether attributes stand for state outside Python: a wrapper's reducer, shards or compiled code."""
+    """Return whether attributes stand for state outside Python: a reducer, shards or compiled code."""
     native = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.jit")
     return any(base.__module__.startswith(native) for base in type(module).__mro__)
 
 
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_CONTAINERS = _MAPPINGS | {list, set, deque}
-"""Containers that can be emptied and filled. Subclasses of these may refuse that, and are left alone."""
-
-
-class Contents:
-    """Copies of containers, of those inside them, and of the tensors, arrays and generators in all of these.
-
-    Anything else stays in its place and is not looked into: it may be the whole program.
-
-    Args:
-        roots: the containers, or what else is saved.
-        held: ids of what is put back by others.
-        inside: the containers that belong to an object of another kind.
-
-    Attributes:
-        tensors: the copies of tensors.
-        seen: ids of all that is put back, by this or by others.
-    """
-
-    def __init__(
-        self,
-        roots: Iterable[Any],
-        held: Collection[int] = (),
-        inside: Callable[[Any], Iterable[Any]] = lambda value: (),
-    ) -> None:
-        self.tensors: list[_TensorCopy] = []
-        self.seen = set(held)
-        self._containers: list[tuple[Any, Any]] = []
-        self._writes: list[Callable[[], object]] = []
-        waiting = deque(roots)
-        while waiting:
-            value = waiting.popleft()
-            kind = type(value)
-            if kind in _PLAIN or id(value) in self.seen:
-                continue
-            self.seen.add(id(value))
-            if kind in _CONTAINERS:
-                self._containers.append((value, value.copy()))
-                waiting.extend(value.values() if kind in _MAPPINGS else value)
-            elif isinstance(value, tuple):
-                waiting.extend(value)
-            elif isinstance(value, Tensor):
-                if not value.is_meta:
-                    learns = isinstance(value, nn.Parameter) or (
-                        value.is_leaf and value.requires_grad
-                    )
-                    self.tensors.append(_ParameterCopy(value) if learns else _TensorCopy(value))
-            elif nest.is_array(value) and value.flags.writeable and not nest.is_mapped(value):
-                self._writes.append(partial(operator.setitem, value, ..., value.copy()))
-            elif write := restore_of_generator(value):
-                self._writes.append(write)
-            else:
-                waiting.extend(inside(value))
-
-    def restore(self, *, with_values: bool = True) -> None:
-        """Put back what differs, parameters' values only `with_values`; what was added goes."""
-        for container, content in self._containers:
-            if not _holds(container, content):
-                container.clear()
-                container.update(content) if hasattr(container, "update") else container.extend(
-                    content
-                )
-        for tensor in self.tensors:
-            tensor.restore(with_value=with_values or not isinstance(tensor, _ParameterCopy))
-        for write in self._writes:
-            write()
-
-
-def _holds(container: Any, content: Any) -> bool:
-    """Whether a container holds the very objects that its copy holds, in the same order."""
-    if not content or len(container) != len(content):
-        return not container and not content
-    if isinstance(content, set):
-        return bool(container == content)
-    if isinstance(content, dict) and not all(
-        map(operator.is_, container.values(), content.values())
-    ):
-        return False
-    return all(map(operator.is_, container, content))
-
-
-class _Value:
-    """The value of a tensor on the host.
-
-    Attributes:
-        on_host: the copy.
-        nbytes: bytes of the copy.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.on_host = tensor.detach().to("cpu", copy=True)
-        self._device = tensor.device
-        copied = nest.local(self.on_host)
-        parts = (copied._indices(), copied._values()) if copied.is_sparse else (copied,)
-        self.nbytes = sum(part.nbytes for part in parts)
-
-    def on_device(self) -> Tensor:
-        """A new tensor with the value, where the tensor was."""
-        return self.on_host.to(self._device, copy=True)
-
-
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Attributes of a tensor: None, or a dictionary of the hooks registered on it."""
-
-
-class _TensorCopy(_Value):
-    """A tensor and its value."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        self.tensor = tensor
-
-    def restore(self, *, with_value: bool = True) -> None:
-        """Put the value back; into new memory where shape, dtype or device have changed."""
-        tensor, value = self.tensor, self.on_host
-        has_changed = (tensor.shape, tensor.dtype, tensor.device) != (
-            value.shape,
-            value.dtype,
-            self._device,
-        )
-        if has_changed or (with_value and tensor.is_sparse):
-            tensor.data = self.on_device()
-        elif with_value:
-            if 0 in tensor.stride():  # expanded: several elements share memory
-                once = tuple(slice(None if stride else 1) for stride in tensor.stride())
-                tensor, value = tensor[once], value[once]
-            with torch.inference_mode(tensor.is_inference()):
-                tensor.detach().copy_(value)
-
-
-class _ParameterCopy(_TensorCopy):
-    """A parameter and its value, its gradient, `requires_grad` and hooks."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        super().__init__(parameter)
-        self._gradient = None if parameter.grad is None else _TensorCopy(parameter.grad)
-        self._requires_grad = parameter.requires_grad
-        self._hooks = [dict(getattr(parameter, name) or {}) for name in _HOOKS_OF_TENSORS]
-        if self._gradient is not None:
-            self.nbytes += self._gradient.nbytes
-
-    def restore(self, *, with_value: bool = True) -> None:
-        self.tensor.grad = None  # torch checks it against the value that is put back
-        super().restore(with_value=with_value)
-        if self._gradient is not None:
-            self._gradient.restore()
-            self.tensor.grad = self._gradient.tensor
-        self.tensor.requires_grad_(self._requires_grad)
-        for name, hooks in zip(_HOOKS_OF_TENSORS, self._hooks, strict=True):
-            present = getattr(self.tensor, name) or {}
-            if present != hooks:  # the dictionary stays: autograd refers to it
-                present.clear()
-                present.update(hooks)
-
-
 def _saved(leaf: Any) -> Any:
-    return _Value(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else copy.deepcopy(leaf)
+    return (
+        TensorValue(leaf) if isinstance(leaf, Tensor) and not leaf.is_meta else copy.deepcopy(leaf)
+    )
 
 
 def _loaded(leaf: Any) -> Any:
-    return leaf.on_device() if isinstance(leaf, _Value) else copy.deepcopy(leaf)
+    return leaf.on_device() if isinstance(leaf, TensorValue) else copy.deepcopy(leaf)
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Whether two leaves are equal. Objects other than tensors and plain values always are."""
-    if isinstance(before, _Value):
+    """Return whether two leaves are equal. Objects other than tensors and plain values always are."""
+    if isinstance(before, TensorValue):
         return nest.same(before.on_host, now.on_host)
-    return type(before) not in _PLAIN or nest.same(before, now)
+    return type(before) not in PLAIN or nest.same(before, now)

@@ -31,6 +31,7 @@ from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError, ConfigError, LinnaeusError
 from linnaeus.runtime.words import counted
+from linnaeus.size_search.keys import in_keys
 from linnaeus.size_search.report import device_environment
 from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.build import Assembly, assemble, plan_facts
@@ -178,7 +179,7 @@ def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResu
             result.limited_by,
         )
     except AutoBatchError as error:
-        row.limited_by, row.reason, result = None, str(error), None
+        row.limited_by, row.reason, result = None, in_keys(str(error), row.mode), None
     except KeyboardInterrupt:
         fitting = (trial.size for trial in finder.trials if trial.fits(finder.budget_bytes))
         row.batch_size = max(fitting, default=None)

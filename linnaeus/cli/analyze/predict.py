@@ -35,7 +35,8 @@ from linnaeus.data.datasets import build_data
 from linnaeus.runtime.distributed import World, resolve_device
 from linnaeus.runtime.errors import AutoBatchError, ConfigError
 from linnaeus.size_search.bounds import max_batch_sizes
-from linnaeus.size_search.searches import SizeSearch, keys
+from linnaeus.size_search.keys import messages_in_keys
+from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.out_of_memory import StateBytes
 from linnaeus.training.sharding import check_sharding, shards_model
 
@@ -198,7 +199,8 @@ def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
         search.config, search.train, search.data, mode, search.world, tensor_bytes=tensor_bytes
     )
     del bounds["host_memory"]
-    bound, high = upper_bound(mode, low, high, bounds, keys(mode))
+    with messages_in_keys(mode):
+        bound, high = upper_bound(mode, low, high, bounds)
     candidates = Candidates(low, high, config.MULTIPLE_OF)
     if not len(candidates):
         raise AutoBatchError(

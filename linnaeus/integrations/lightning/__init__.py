@@ -18,10 +18,10 @@ from functools import partial
 from typing import Any
 
 from linnaeus.autobatch import AutoBatchResult
-from linnaeus.autobatch.arguments import check_count
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
+from linnaeus.autobatch.settings import check_count
 from linnaeus.integrations.common import (
     checked_options,
     find_size,

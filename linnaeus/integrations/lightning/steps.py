@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
-from linnaeus.autobatch.state.snapshot import Contents, Snapshot
+from linnaeus.autobatch.state.contents import Contents
+from linnaeus.autobatch.state.snapshot import Snapshot
 from linnaeus.integrations.common import WholeLoop
 from linnaeus.integrations.lightning.loaders import Loaders, library, restores_of_data
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from transformers import TrainerState
 
-from linnaeus.autobatch.arguments import check_count, kind_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.autobatch.settings import check_count, kind_of
 from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     checked_options,

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
-from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.result import Mode
+from linnaeus.autobatch.settings import kind_of
 from linnaeus.integrations.common import look_for_largest
 from linnaeus.integrations.samples import Largest, stored_lengths
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
+from linnaeus.autobatch.state.contents import Contents
 from linnaeus.autobatch.state.optimizers import UnlistedOptimizerError
 from linnaeus.autobatch.state.rng import rng_state, set_rng_state
-from linnaeus.autobatch.state.snapshot import Contents
 from linnaeus.integrations.common import WholeLoop
 from linnaeus.integrations.samples import copied
 

@@ -201,6 +201,7 @@ def test_more_cards_that_share_a_model_take_no_smaller_batches(run: Run) -> None
     outcome = run(
         "analyze",
         *DEEP,
+        "DATA.DATASET.length=800000",  # so that memory bounds each size
         "--predict",
         "--device-memory-gb",
         "1.2",
