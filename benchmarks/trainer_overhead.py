@@ -107,7 +107,6 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
         world=World(device),
         assembly=assembly,
         loaders=loaders,
-        train_step=assembly.train_step,
         schedule=schedule,
         checkpoints=CheckpointFolder(Path("unused")),
         progress_bar=ProgressBar(None),

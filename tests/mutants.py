@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "micro-batches add up in place of being averaged",
         "training/step.py",
-        "loss = self.criterion(self.model(inputs), targets) / num_parts",
+        "loss = self.criterion(self.model(inputs), targets) / divisor",
         "loss = self.criterion(self.model(inputs), targets)",
         "tests/training/test_step.py",
     ),
@@ -142,21 +142,21 @@ MUTANTS = (
     ),
     Mutant(
         "a run takes the folder of another one",
-        "run_folder.py",
-        "holder is not None and holder.lives(silent_s)",
+        "runtime/run_folder.py",
+        "each and each.is_alive(heartbeat_age_s, resumes=resumes)",
         "False",
         "tests/runtime/test_run_folder.py",
     ),
     Mutant(
         "a run writes into a folder that it has lost",
-        "run_folder.py",
+        "runtime/run_folder.py",
         "        if not self.is_mine:\n            holder",
         "        if False:\n            holder",
         "tests/runtime/test_run_folder.py",
     ),
     Mutant(
         "a checkpoint is not flushed to the disk",
-        "files.py",
+        "runtime/files.py",
         "            os.fsync(file.fileno())\n",
         "",
         "tests/runtime/test_files.py tests/training/test_checkpoint.py",
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "a file is written in place",
-        "files.py",
+        "runtime/files.py",
         "    temporary = temporary_name(path)\n    try:",
         "    temporary = path\n    try:",
         "tests/runtime/test_files.py tests/training/test_checkpoint.py",

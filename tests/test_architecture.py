@@ -91,10 +91,11 @@ PURE = (
     "data/taxonomy.py",
     "runtime/errors.py",
     "autobatch/split.py",
-    "batch_plan/schedule.py",
+    "batch_plan/stages.py",
     "batch_plan/effective_batch.py",
     "batch_plan/advice.py",
     "batch_plan/plan.py",
+    "batch_plan/scaling.py",
     "batch_plan/summary.py",
 )
 

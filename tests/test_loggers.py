@@ -1,8 +1,7 @@
-"""A run that dies and goes on, as TensorBoard, MLflow and CSV show it; the user's own callbacks."""
+"""A run that dies and goes on, as TensorBoard and MLflow show it; the user's own callbacks."""
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from linnaeus.training.callbacks import CallbackState
+from linnaeus.training.callbacks import MOMENTS, CallbackState
 from linnaeus.training.tracking import Tracker
 from tests.helpers.runs import Run, assert_same_bits, checkpoint_of, weights
 from tests.helpers.small_runs import NAME, PLAIN, lines_of
@@ -58,7 +57,7 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
     )  # MLflow's default takes seconds to set up
     plain = (*PLAIN, "DATA.BATCH_SIZE=25", "TRAIN.EPOCHS=2")
     assert run(*plain).code == 0
-    command = (*plain, NAME + "dies", "EXPERIMENT.LOGGERS=tensorboard,csv,mlflow")
+    command = (*plain, NAME + "dies", "EXPERIMENT.LOGGERS=tensorboard,mlflow")
     with pytest.raises(RuntimeError, match="died") as caught:
         run(*command, callback(arguments=",dies_after:6"))
     assert caught.value.__notes__ == ["TRAIN.CALLBACKS[0]: Recorder.on_step_end"]
@@ -85,20 +84,50 @@ def test_a_run_that_dies_and_goes_on_is_in_every_logger_once_and_no_bit_changes(
         history = client.get_metric_history(found.info.run_id, name)
         assert sorted({(entry.step, entry.value) for entry in history}) == written[name]
 
-    rows = [*csv.DictReader((folder / "metrics.csv").read_text().splitlines())]
-    assert (
-        {*events.Tags()["scalars"]}
-        == {*found.data.metrics}
-        == {*rows[0]} - {"epoch", "step"}
-        == {*written}
-    )
-    assert [(row["epoch"], row["step"]) for row in rows] == [("1", "4"), ("2", "8")]
-    assert all(float(rows[1][name]) == values[-1][1] for name, values in written.items())
+    assert {*events.Tags()["scalars"]} == {*found.data.metrics} == {*written}
 
 
 def state_of(name: str, counts: list[int]) -> dict[str, Any]:
     """The entry of a checkpoint for the only callback of a run."""
     return {"TRAIN.CALLBACKS[0]": (f"{__name__}.{name}", {"counts": counts})}
+
+
+class Sequence:
+    """Notes the moments of a run, and whether there are gradients in the first parameter."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in MOMENTS:
+            raise AttributeError(name)
+
+        def note(state: CallbackState) -> None:
+            has_gradients = next(state.model.parameters()).grad is not None
+            number = "" if state.micro_batch is None else f" {state.micro_batch.number} of 2"
+            self.calls.append(f"{name[3:]}{number} {state.step}{' grad' * has_gradients}")
+
+        return note
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": list(self.calls)}
+
+
+def test_a_callback_sees_each_moment_of_a_step_in_order(run: Run, tmp_path: Path) -> None:
+    options = ("DATA.BATCH_SIZE=25", "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.EPOCHS=1")
+    noise = ("TRAIN.NOISE_SCALE.ENABLED=True", "TRAIN.NOISE_SCALE.EVERY=1")
+    assert run(*PLAIN, *options, *noise, callback("Sequence")).code == 0
+    [(_, state)] = checkpoint_of(tmp_path / "runs/plain")["callbacks"][0].values()
+    step = ["step_start", "backward 1 of 2", "backward 2 of 2", "update", "step_end"]
+    assert state["calls"] == [
+        *(
+            f"{moment} {number + (moment == 'step_end')}{' grad' * ('backward' in moment)}"
+            for number in range(2)
+            for moment in step
+        ),
+        "validation_end 2",
+        "epoch_end 2",
+    ]
 
 
 class Other(Recorder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from linnaeus.autobatch.split import Split, split_samples
-from linnaeus.batch_plan.schedule import SizeChange, Stage, growth, milestones, split_epochs
+from linnaeus.batch_plan.stages import SizeChange, Stage, growth, milestones, split_epochs
 from linnaeus.config.schema import TrainConfig
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.words import counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from linnaeus.batch_plan.plan import BatchPlan, OptimizerNode
-from linnaeus.batch_plan.schedule import Stage
+from linnaeus.batch_plan.stages import Stage
 from linnaeus.config.schema import OptimizerConfig, TrainConfig
 from linnaeus.runtime.words import counted
 

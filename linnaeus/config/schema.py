@@ -175,10 +175,19 @@ class ExperimentConfig:
     DEVICE: str = key(
         "auto", "torch device such as `cpu`, `cuda` or `cuda:1`; `auto` prefers an accelerator"
     )
+    MATMUL_PRECISION: str = key(
+        "high",
+        "precision of float32 matrix products on an accelerator, as for torch's "
+        "`set_float32_matmul_precision`: `high` is TF32 on CUDA, `highest` is float32",
+        choices=("highest", "high", "medium"),
+    )
+    CUDNN_BENCHMARK: bool = key(
+        False, "let cuDNN time its convolutions for each new shape and take the fastest"
+    )
     LOGGERS: list[str] = key(
         list,
         "where metrics go beside `metrics.jsonl`",
-        choices=("wandb", "tensorboard", "csv", "mlflow"),
+        choices=("wandb", "tensorboard", "mlflow"),
     )
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
 
@@ -810,6 +819,14 @@ class TrainConfig:
     )
     CHANNELS_LAST: bool = key(False, "use the channels-last memory format for model and images")
     COMPILE: bool = key(False, "compile the model with torch.compile")
+    COMPILE_MODE: str = key(
+        "default",
+        "mode of torch.compile",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    )
+    COMPILE_DYNAMIC: bool | None = key(
+        None, "compile for all shapes at once; null: where a shape has changed"
+    )
     ON_OUT_OF_MEMORY: str = key(
         "raise",
         "when training runs out of memory: `raise` ends the run and says what held the memory; "

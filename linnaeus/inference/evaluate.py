@@ -73,7 +73,7 @@ def assemble_evaluation(
     model = trained.model.to(memory_format=memory_format)
     model.requires_grad_(False)
     if config.COMPILE:
-        model.compile()
+        model.compile(mode=config.COMPILE_MODE, dynamic=config.COMPILE_DYNAMIC)
     criterion = build_loss(loss_node, taxonomy, device).to(device).eval()
     try:
         criterion.load_state_dict(dict(trained.criterion_state))

@@ -1,4 +1,4 @@
-"""Rank 0's console: what it is, the progress bar of an epoch, and a status line."""
+"""Rank 0's console, the progress bar of an epoch, and a status line."""
 
 from __future__ import annotations
 

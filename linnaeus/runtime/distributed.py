@@ -45,9 +45,9 @@ T = TypeVar("T")
 logger = logging.getLogger("linnaeus.runtime.distributed")
 
 _ANSWER_S = 10.0
-"""A store that has not answered for so long is not waited for."""
+"""Timeout of one request to the store, in seconds."""
 _OVERDUE = re.compile("gloo.*Timed out|timeout caused pair closure|wait timeout")
-"""How gloo and the store say that a collective has taken too long."""
+"""Messages of gloo and the store about a collective that has timed out."""
 _LONG = "a collective has taken too long"
 
 
@@ -108,11 +108,11 @@ class JobControl(ControlPlane):
 
 @dataclass(frozen=True)
 class World:
-    """The processes of this run, as one of them sees them.
+    """Rank, world size, device and process groups of this process.
 
-    Objects that decide how a run goes on travel over the control plane, where waiting has no timeout and the
-    failure of another rank is raised as a `LinnaeusError` with its message and exit code. During training,
-    sums and checkpoints use `host_group`. A single process has none of the following.
+    Objects that decide how a run continues travel over the control plane. Waiting there has no timeout, and
+    the failure of another rank is raised as a `LinnaeusError` with its message and exit code. Sums and
+    checkpoints use `host_group`. A single process has none of the following.
 
     Attributes:
         control: the control plane.
@@ -139,7 +139,7 @@ class World:
         return self.world_size > 1
 
     def update(self, doing: str | Callable[[], str]) -> None:
-        """Say what this rank does, for when it fails or hangs; a function is asked in another thread."""
+        """Set the activity shown if this rank fails or hangs. The heartbeat thread evaluates a callable."""
         if self.control is not None:
             self.control.update(doing)
 
@@ -253,24 +253,22 @@ def join(device_name: str, config: DistSettings) -> Iterator[World]:
         return
     faulthandler.enable()
     world = World(device, rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    with errors_told_first(world):
+    with report_errors_to_all_ranks(world):
         control = _meet(rank, world_size, config)
     with control:
         world = replace(world, control=control)
-        with errors_told_first(world):
+        with report_errors_to_all_ranks(world):
             control.update("joining the process group")
             host_group, single_rank_group = _make_groups(device, control, config)
         yield replace(world, host_group=host_group, single_rank_group=single_rank_group)
         with suppress(torch_dist.DistError):  # the launcher, which hosts the store, may have ended
-            control.broadcast(
-                None
-            )  # nobody's heartbeat ends before rank 0, which watches it, is done
+            control.broadcast(None)  # a barrier: all heartbeats outlive rank 0's monitoring
             control.collect(None)  # rank 0 leaves last: it may host the store
     torch_dist.destroy_process_group()
 
 
 def _meet(rank: int, world_size: int, config: DistSettings) -> ControlPlane:
-    """The control plane of the ranks of this attempt, once all have come.
+    """Return the control plane of this attempt, once all ranks have joined.
 
     It uses torchrun's own store, where it has one, else rank 0's. torch's rendezvous is not used: some
     versions put a count of restarts before the keys, which differs between nodes.
@@ -308,7 +306,7 @@ def _meet(rank: int, world_size: int, config: DistSettings) -> ControlPlane:
 def _make_groups(
     device: torch.device, control: ControlPlane, config: DistSettings
 ) -> tuple[torch_dist.ProcessGroup | None, torch_dist.ProcessGroup]:
-    """Initialise the default process group; the host group, and that of this rank alone."""
+    """Initialize the default process group; return the host group and the group of this rank alone."""
     backend = (
         config.BACKEND if config.BACKEND != "auto" else "nccl" if device.type == "cuda" else "gloo"
     )
@@ -337,7 +335,7 @@ def _make_groups(
 def _in_thread(
     function: Callable[[], T], limit_s: float, look: Callable[[], object] = lambda: None
 ) -> T:
-    """Call a function that waits in C++, while this thread waits in Python, where signals are handled.
+    """Call a function that waits in C++ in a thread, while this thread handles signals.
 
     `look` is called meanwhile; an error that it raises ends the wait.
 
@@ -364,33 +362,32 @@ def _in_thread(
 def agree_on_attempt(
     store: torch_dist.Store, rank: int, world_size: int, limit_s: float, clock: Any = time
 ) -> str:
-    """A name that all ranks of this attempt have in common, and that no earlier attempt had.
+    """Return a name that all ranks of this attempt share, and that no earlier attempt had.
 
-    The store may outlive an attempt that a launcher has restarted, and each node's launcher counts its
-    restarts for itself. So each rank lays down a card, and rank 0 tells all cards that it has found; a rank
-    joins as soon as its own card is among them. Rank 0's card is the name.
+    The store may outlive an attempt that a launcher has restarted, and each node's launcher counts its own
+    restarts. So each rank publishes a random token, and rank 0 publishes the set of tokens. A rank joins once
+    its token is in the set. Rank 0's token is the name.
 
     Raises:
         LinnaeusError: a rank has not come within `limit_s`.
     """
     keys = Keys(torch_dist.PrefixStore("linnaeus", store))
-    card, told, others = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
+    token, told, others = uuid.uuid4().hex, dict[int, str](), range(1, world_size)
     started = reported = clock.monotonic()
     if rank:
-        keys.put(f"card/{rank}", card)
+        keys.put(f"token/{rank}", token)
     while True:
         if rank == 0:
-            cards = {0: card} | {other: keys.get(f"card/{other}") for other in others}
-            if (
-                cards != told
-            ):  # a card of an earlier attempt is replaced as soon as its rank has started anew
-                keys.put("attempt", told := cards)
+            tokens = {0: token} | {other: keys.get(f"token/{other}") for other in others}
+            # A token of an earlier attempt is replaced as soon as its rank has started anew.
+            if tokens != told:
+                keys.put("attempt", told := tokens)
             late = ", ".join(
-                str(other) for other in others if not keys.exist([f"joined/{card}/{other}"])
+                str(other) for other in others if not keys.exist([f"joined/{token}/{other}"])
             )
         else:
             told = keys.get("attempt") or {}
-            late = "" if told.get(rank) == card else "0"
+            late = "" if told.get(rank) == token else "0"
             if not late:
                 keys.put(f"joined/{told[0]}/{rank}", True)
         if not late:
@@ -410,8 +407,8 @@ def agree_on_attempt(
 
 
 @contextmanager
-def errors_told_first(world: World) -> Iterator[None]:
-    """Print an error, and tell it to the other ranks and to torchrun, before anything is cleaned up.
+def report_errors_to_all_ranks(world: World) -> Iterator[None]:
+    """Print an error, and report it to the other ranks and to torchrun, before anything is cleaned up.
 
     Cleaning up may hang while other ranks wait in a collective. A single process raises its errors as they
     are.
@@ -440,7 +437,7 @@ class RankEnded(SystemExit):
 
 
 def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
-    """Tell an error, or the failure of another rank that has caused it, and return the exit code.
+    """Report an error, or the failure of another rank that has caused it, and return the exit code.
 
     It is printed first, then written to torchrun's error file and published, which may take `FAREWELL_S`.
     """
@@ -465,7 +462,7 @@ def _tell(rank: int, control: ControlPlane | None, error: BaseException) -> int:
 
 
 def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
-    """The first failure of the job, as far as it is known; None for an error that is the first."""
+    """Return the first failure of the job; None where this error is the first."""
     failure = control.cause_of(error)
     if failure is None and isinstance(error, RuntimeError) and _OVERDUE.search(str(error)):
         return control.declare_hang(control.rank, f"{_LONG}: {first_line(error)}")
@@ -473,7 +470,7 @@ def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
 
 
 def _write_error_file(cause: Failure, error: BaseException | None = None) -> None:
-    """Tell torchrun, which shows the first error of the job when it ends."""
+    """Write the file from which torchrun shows the first error of the job."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
@@ -501,7 +498,7 @@ def _leave(exit_code: int) -> NoReturn:
 
 
 def _rank_and_world_size() -> tuple[int, int]:
-    """What the launcher says in the environment.
+    """Return rank and world size from the launcher's environment.
 
     Raises:
         ConfigError: it does not fit together.
@@ -523,7 +520,7 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _refuse_tasks_without_torchrun() -> None:
-    """Tasks that srun has started would all train the same run, side by side.
+    """Refuse tasks of srun, which would all train the same run side by side.
 
     The shell of sbatch or salloc has no SLURM_STEP_NUM_TASKS, or 1, or that of the step that submitted it.
     """

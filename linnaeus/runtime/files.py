@@ -118,7 +118,7 @@ def write_atomically(
 
 
 def why_not_written(error: OSError, folder: Path, num_bytes: int | None = None) -> str:
-    """Why a file of a folder cannot be written; a full disk is called that, with the size of a large file."""
+    """Return the reason why a file cannot be written, with the free space where the disk is full."""
     if error.errno not in _FULL:
         return error.strerror or str(error)
     reason = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"

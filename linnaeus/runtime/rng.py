@@ -1,4 +1,4 @@
-"""Seeds: of the global random number generators, and of single samples."""
+"""Reproducible numbers: seeds of generators and of single samples, and the kernels that torch may use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -43,6 +44,33 @@ def deterministic(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+class DeviceSettings(Protocol):
+    """The keys of `EXPERIMENT` that choose device and kernels."""
+
+    DEVICE: str
+    MATMUL_PRECISION: str
+    CUDNN_BENCHMARK: bool
+
+
+@contextmanager
+def kernels(config: DeviceSettings, device: torch.device) -> Iterator[None]:
+    """Context in which an accelerator uses the kernels of the configuration.
+
+    The CPU keeps the caller's: there torch's setting may change results too.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    torch.set_float32_matmul_precision(config.MATMUL_PRECISION)
+    torch.backends.cudnn.benchmark = config.CUDNN_BENCHMARK
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
 def derive_seed(*parts: int) -> int:

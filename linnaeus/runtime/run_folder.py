@@ -1,10 +1,10 @@
-"""The folder of a run: who has it, which run it is and how it ended.
+"""The folder of a run: the process that holds it, the id of the run and its end.
 
-`run.json` names the run by an id, and says how it ended. Who has the folder is decided by the files
-`.claims/1`, `.claims/2`, ...: the last one counts. A claim is made at once and with its content, by linking a
-temporary file to the next number: that needs no locks and holds on network file systems. The next number is
-made when the holder of the last one has died. A worker shares its claim with the run that it starts. Who
-gives a claim up renames `.claims`, with the temporary files of those who are about to link.
+`run.json` has the id of the run and its end. The lock is the highest-numbered file in `.claims/`. A
+process claims the folder by linking a temporary file, with its content, to the next number. That needs no
+locks of the file system, and holds on network file systems. The last holder must have died, or this process
+must be its restart. A worker shares its claim with the run that it starts. Releasing renames `.claims/`,
+which also discards claims in progress.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from dataclasses import asdict, dataclass, fields
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import psutil
 
 from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError
 from linnaeus.runtime.files import (
@@ -64,6 +62,8 @@ SHARED_CLAIM = "LINNAEUS_CLAIM"
 """Environment variable of a run that a worker starts: the token of the worker's claim."""
 TRIAL = "LINNAEUS_TRIAL"
 """Environment variable of a run that a search has started: the sweep's folder and the number of the trial."""
+RESTART_TOKEN = "LINNAEUS_RESTART_TOKEN"
+"""Environment variable that a container and its successor have in common, such as the uid of their job."""
 BEAT_S = 30.0
 """Seconds between two touches of a claim by its holder."""
 SILENT_S = 3 * BEAT_S
@@ -88,7 +88,7 @@ class LostFolderError(LinnaeusError):
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has a folder.
+    """A process that holds a folder.
 
     Attributes:
         host: name of its machine.
@@ -97,6 +97,7 @@ class Holder:
         boot: the machine's id of this start, and the namespace of its process numbers.
         job: number of its job of SLURM; empty without one.
         restarts: how often this job was queued again.
+        restart_token: equal in a process and its successor; empty where the launcher gives none.
     """
 
     host: str
@@ -105,29 +106,40 @@ class Holder:
     boot: str
     job: str
     restarts: str = "0"
+    restart_token: str = ""
 
     @classmethod
     def this_process(cls) -> Holder:
         """The process that calls."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        return cls(
-            socket.gethostname(), os.getpid(), _start(os.getpid()), _boot(), own_job(), restarts
-        )
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID", "").removeprefix(
+            "none"
+        )  # torchrun's default
+        token = os.environ.get(RESTART_TOKEN) or run_id
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _start(pid), _boot(), own_job(), restarts, token)
 
-    def lives(self, silent_s: float) -> bool:
-        """Whether the process has not ended, as far as can be seen from here.
+    def is_here(self) -> bool:
+        """Whether the process runs, or ran, where this one can look for it."""
+        return (self.host, self.boot) == (socket.gethostname(), _boot())
+
+    def is_alive(self, heartbeat_age_s: float, *, resumes: bool = False) -> bool:
+        """Return a best guess; a process elsewhere is dead after `DEAD_S` without a heartbeat.
 
         Args:
-            silent_s: seconds since it has touched its claim.
+            heartbeat_age_s: seconds since it has touched its claim.
+            resumes: whether this process goes on with its run, and so replaces one with its restart token.
         """
-        here = Holder.this_process()
-        if (self.host, self.boot) == (here.host, here.boot):
+        if self.is_here():
             return self.start == _start(self.pid) != ""
+        here = Holder.this_process()
+        if resumes and self.restart_token and self.restart_token == here.restart_token:
+            return False
         if self.job and self.job == here.job and self.restarts != here.restarts:
             return False  # the job has been queued again, and this is it
-        if self.job and silent_s > SILENT_S and not is_queued(self.job):
+        if self.job and heartbeat_age_s > SILENT_S and not is_queued(self.job):
             return False
-        return silent_s < DEAD_S
+        return heartbeat_age_s < DEAD_S
 
     def __str__(self) -> str:
         job = f"SLURM job {self.job}, " if self.job else ""
@@ -161,14 +173,10 @@ def _queue(moment: int) -> list[str] | None:
 
 
 def _start(pid: int) -> str:
-    """The start of a process in ticks; empty where it has ended, or the system does not say."""
+    """The start of a process in ticks of Linux; empty where it has ended."""
     try:  # a name may have any letters
         found = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        if Path("/proc/self/stat").exists():
-            return ""
-        with suppress(psutil.Error):  # a system without these files
-            return str(psutil.Process(pid).create_time())
         return ""
     return "" if found[0] in (b"Z", b"X") else found[19].decode()
 
@@ -183,7 +191,7 @@ def _boot() -> str:
 
 @dataclass(frozen=True)
 class State:
-    """How far a run has come, as its folder says.
+    """State of a run, read from its folder.
 
     Attributes:
         status: `interrupted` for a run that was stopped or killed, and can be resumed.
@@ -203,8 +211,8 @@ class State:
 def read_state(folder: Path) -> State:
     """The state of a run. Nothing is written; a folder that cannot be read holds no run."""
     with suppress(OSError):
-        number, last, silent_s = _last_claim(folder)
-        if number and (holder := _living_holder(folder, last, silent_s)) is not None:
+        number, last, heartbeat_age_s = _last_claim(folder)
+        if number and (holder := _living_holder(folder, last, heartbeat_age_s)) is not None:
             return State("running", holder)
     with suppress(OSError):
         return _state_left(folder)
@@ -212,7 +220,7 @@ def read_state(folder: Path) -> State:
 
 
 def _state_left(folder: Path) -> State:
-    """The state in which the last process has left a run."""
+    """Return the state in which the last process left a run."""
     written = read_json(folder / RUN) or {}
     holder, seconds, ended = (
         _holder(written),
@@ -253,20 +261,21 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def _holder(content: dict[str, Any]) -> Holder | None:
-    found = {each.name: content.get(each.name) for each in fields(Holder)}
+    found = {each.name: content.get(each.name, each.default) for each in fields(Holder)}
     kinds = {"pid": int}
     if all(type(value) is kinds.get(name, str) for name, value in found.items()):
-        return Holder(**found)  # type: ignore[arg-type]
+        return Holder(**found)
     return None
 
 
-def _living_holder(folder: Path, claim: dict[str, Any], silent_s: float) -> Holder | None:
-    """Who has claimed a folder, or else the run there whose worker has died, if it lives."""
+def _living_holder(
+    folder: Path, claim: dict[str, Any], heartbeat_age_s: float, *, resumes: bool = False
+) -> Holder | None:
+    """Return the process that has claimed a folder, or else the run of a dead worker; None if it is dead."""
     written = read_json(folder / RUN) or {}
     holders = map(_holder, (claim, {} if written.get("ended") else written))
-    return next(
-        (holder for holder in holders if holder is not None and holder.lives(silent_s)), None
-    )
+    living = (each for each in holders if each and each.is_alive(heartbeat_age_s, resumes=resumes))
+    return next(living, None)
 
 
 def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, Any], float]:
@@ -285,11 +294,12 @@ def _last_claim(folder: Path, now: float | None = None) -> tuple[int, dict[str, 
 
 
 class Claim:
-    """A folder that this process has, from construction to `release`. A thread touches the claim.
+    """A folder that this process holds, from construction to `release`. A thread touches the claim.
 
     Args:
         folder: of the run; made where there is none, in a folder that is there.
         shared: token of a worker's claim that this process has too; only the worker gives it up.
+        resumes: take the folder from a process with the same restart token at once.
 
     Attributes:
         id: the run's. `begin` writes it down.
@@ -299,9 +309,9 @@ class Claim:
         OSError: it cannot be written to.
     """
 
-    def __init__(self, folder: Path, shared: str | None = None) -> None:
+    def __init__(self, folder: Path, shared: str | None = None, *, resumes: bool = False) -> None:
         self.folder, self.token = folder, shared or uuid.uuid4().hex
-        self._is_shared = shared is not None
+        self._is_shared, self._resumes = shared is not None, resumes
         self._since = time.time()
         if not self._is_shared:
             self._take()
@@ -313,7 +323,7 @@ class Claim:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _take(self) -> None:
-        """Make the next claim, as soon as nobody else makes one at the same moment."""
+        """Make the next claim; retry while other processes make theirs."""
         for is_last in (*[False] * ATTEMPTS, True):
             try:
                 self.folder.mkdir(exist_ok=True)
@@ -332,14 +342,20 @@ class Claim:
         temporary = self.folder / CLAIMS / f"{uuid.uuid4().hex}.tmp"
         try:
             temporary.write_text(json.dumps({**asdict(Holder.this_process()), "token": self.token}))
-            number, last, silent_s = _last_claim(
-                self.folder, temporary.stat().st_mtime
-            )  # the server's clock
-            holder = _living_holder(self.folder, last, silent_s)
-            if number and (holder is not None or (_holder(last) is None and silent_s < DEAD_S)):
+            # By the server's clock.
+            number, last, age_s = _last_claim(self.folder, temporary.stat().st_mtime)
+            holder = _living_holder(self.folder, last, age_s, resumes=self._resumes)
+            if number and (holder is not None or (_holder(last) is None and age_s < DEAD_S)):
+                wait = ""
+                if holder is None or not holder.is_here():
+                    wait = (
+                        f". Its last heartbeat was {age_s:.0f} s ago; without another one TRAIN.AUTO_RESUME "
+                        f"takes over in {max(DEAD_S - age_s, 0):.0f} s, or at once where the new process has "
+                        f"the same {RESTART_TOKEN}"
+                    )
                 raise FolderInUseError(
                     f"EXPERIMENT.NAME: {self.folder} is in use by a run that is still going on "
-                    f"({holder or 'it does not say which'}); choose another name"
+                    f"({holder or 'it does not say which'}); choose another name{wait}"
                 )
             link_new(temporary, self.folder / CLAIMS / str(number + 1))
         finally:
@@ -367,7 +383,7 @@ class Claim:
         return _state_left(self.folder)
 
     def check(self) -> None:
-        """To be called before anything is written into the folder.
+        """Check the claim, before anything is written into the folder.
 
         Raises:
             LostFolderError: the folder was renamed or deleted, or is another process's by now.
@@ -395,7 +411,7 @@ class Claim:
             )
 
     def begin(self) -> None:
-        """Write down which run this is, and that it goes on: how it has ended before is forgotten.
+        """Write `run.json`: the id, and that the run is going on.
 
         Raises:
             LostFolderError, LinnaeusError: see `check` and `write_text_atomically`.
@@ -403,9 +419,9 @@ class Claim:
         self._write(None, self._earlier.get("seconds"))
 
     def end(self, exit_code: int, reason: str | None = None, *, pruned: bool = False) -> None:
-        """Write down how the run has ended; nothing in a folder that is not this run's any more.
+        """Write the end of the run; nothing in a folder that it has lost.
 
-        The exit code is negative for a signal; the reason says why the run has not ended well.
+        The exit code is negative for a signal; the reason says why the run has failed.
         """
         seconds = (finite(self._earlier.get("seconds")) or 0.0) + time.time() - self._since
         ended = {"exit_code": exit_code, "reason": reason, **({"pruned": True} if pruned else {})}
@@ -428,7 +444,7 @@ class Claim:
         write_text_atomically(self.folder / RUN, json.dumps(content, indent=1) + "\n")
 
     def release(self) -> None:
-        """Give the claim up, unless a worker has it too; nothing happens the second time."""
+        """Release the claim, unless a worker shares it. A second call does nothing."""
         self._is_over.set()
         with suppress(OSError):  # renamed, deleted
             if self.is_mine and not self._is_shared:
@@ -449,6 +465,7 @@ class RunFolder:
         keep: use the folder of an earlier run as it is; otherwise `begin` renames it.
 
     Attributes:
+        path: the folder.
         console: rank 0's console.
         has_begun: whether `begin` was called.
         claim: rank 0's; None on the other ranks.
@@ -465,7 +482,7 @@ class RunFolder:
         self.has_begun = False
         self.claim: Claim | None = None
         self.pruned = ""
-        self._path, self._world, self._keep = path, world, keep
+        self.path, self._world, self._keep = path, world, keep
         self._new_folders: list[Path] = []
         self._early_lines = MemoryHandler(
             capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False
@@ -499,12 +516,12 @@ class RunFolder:
     def _take(self) -> None:
         with suppress(OSError):  # which the claim says
             self._new_folders = [
-                path for path in (self._path, *self._path.parents) if not path.exists()
+                path for path in (self.path, *self.path.parents) if not path.exists()
             ]
-        self.claim = claim_run_folder(self._path)
+        self.claim = claim_run_folder(self.path, resumes=self._keep)
 
     def check(self) -> None:
-        """To be called before anything is written into the folder.
+        """Check the claim, before anything is written into the folder.
 
         Raises:
             LostFolderError: it is not this run's any more.
@@ -525,7 +542,7 @@ class RunFolder:
         self.has_begun = True
         logger, handler = (
             logging.getLogger(LOGGER_NAME),
-            file_handler(self._path / LOGS, self._world.rank),
+            file_handler(self.path / LOGS, self._world.rank),
         )
         self._early_lines.setTarget(handler)
         self._early_lines.flush()
@@ -552,8 +569,8 @@ class RunFolder:
             self.claim.end(exit_code, self.pruned or reason, pruned=bool(self.pruned))
 
 
-def claim_run_folder(folder: Path) -> Claim:
-    """Make the folder of a run, `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`, and claim it.
+def claim_run_folder(folder: Path, *, resumes: bool = False) -> Claim:
+    """Make the folder of a run, `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`, and claim it; see `Claim`.
 
     Raises:
         ConfigError: it cannot be made or written to, is in use, or is a sweep's.
@@ -566,7 +583,7 @@ def claim_run_folder(folder: Path) -> Claim:
                 "runs; choose another name"
             )
         folder.parent.mkdir(parents=True, exist_ok=True)
-        return Claim(folder, token)
+        return Claim(folder, token, resumes=resumes)
     except OSError as error:
         raise cannot_write(folder, error) from error
 
@@ -627,7 +644,7 @@ def last_line(folder: Path, begin: int = 0) -> str:
 
 
 def stopped_reason(folder: Path, number: int) -> str:
-    """What is said of a run that a signal has stopped."""
+    """Return the reason of a run that a signal has stopped."""
     has_saved = checkpoint_file(folder, "last") is not None
     when = "after a checkpoint" if has_saved else "before its first checkpoint"
     return f"stopped by {signal.Signals(number).name} {when}"

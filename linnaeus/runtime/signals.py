@@ -21,7 +21,7 @@ logger = logging.getLogger("linnaeus.runtime.signals")
 
 
 def end_with_torchrun() -> None:
-    """Get SIGTERM when torchrun dies, from now on: importing torch takes seconds. On Linux only.
+    """Request SIGTERM for the death of torchrun, before torch is imported. Linux only.
 
     Does nothing in a process that torchrun has not started.
     """
@@ -34,7 +34,7 @@ def end_with_torchrun() -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore them from now on, because this process is ending: one more must not break off its last words."""
+    """Ignore signals from now on: a second one must not interrupt error reporting."""
     if threading.current_thread() is threading.main_thread():  # only that one may
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -42,7 +42,7 @@ def ignore_signals() -> None:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Let signals wait until the end of the context; processes that start inside let them wait for ever."""
+    """Block signals inside the context; processes that start inside block them for ever."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -120,7 +120,7 @@ class StopRequest:
             os.close(reader)
 
     def _answer(self, reader: int) -> None:
-        """Say at once that a signal was heard: the main thread may be in a call, or wait for a thread's."""
+        """Log a signal at once: the main thread may be in a call, or wait for another thread."""
         is_told = False
         while (number := os.read(reader, 1)[0]) != 0:
             is_ctrl_c = number == signal.SIGINT

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,10 +16,8 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.runtime.console import is_interactive
-from linnaeus.runtime.files import write_text_atomically
 from linnaeus.runtime.log import SHOWN_ELSEWHERE
 from linnaeus.runtime.words import counted
-from linnaeus.training.tracking import Tracker
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -122,30 +117,6 @@ def device_environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-
-
-def save_searches(
-    results: Mapping[str, AutoBatchResult], device: torch.device, path: Path, tracker: Tracker
-) -> None:
-    """Send the results to the tracker and write `autobatch.json`.
-
-    Args:
-        results: by mode; nothing is written where there are none.
-        device: the device of the search.
-        path: `autobatch.json` in the run's folder.
-        tracker: takes the tables and the sizes.
-    """
-    for mode, result in results.items():
-        columns = ("batch_size", "status", "peak_bytes", "seconds")
-        rows = [[trial[name] for name in columns] for trial in result.as_dict()["trials"]]
-        tracker.table(f"autobatch/{mode}_trials", columns, rows)
-        tracker.summarise({f"autobatch/{mode}_batch_size": result.batch_size})
-    if results:
-        content: dict[str, Any] = {
-            mode: results[mode].as_dict() if mode in results else None for mode in get_args(Mode)
-        }
-        content["environment"] = device_environment(device)
-        write_text_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 def summary(result: AutoBatchResult) -> str:

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -16,7 +15,6 @@ from typing import Any, get_args
 import torch
 import torch.distributed as torch_dist
 from rich.console import Console
-from torch import nn
 
 from linnaeus.autobatch.errors import TooSmallError
 from linnaeus.autobatch.finder import BatchSizeFinder
@@ -29,7 +27,6 @@ from linnaeus.autobatch.ranks.single_rank import stepping_alone
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.state.sharded import is_sharded
-from linnaeus.batch_plan.effective_batch import micro_batches_held
 from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.data.batch import Batch, BatchSpec, CopiedAhead
 from linnaeus.data.bundle import DataBundle
@@ -38,9 +35,8 @@ from linnaeus.runtime.distributed import World
 from linnaeus.size_search.bounds import max_batch_sizes
 from linnaeus.size_search.keys import messages_in_keys
 from linnaeus.size_search.report import SearchProgress
+from linnaeus.size_search.trial_step import TrialStep, on_meta
 from linnaeus.training.build import Assembly
-from linnaeus.training.ddp import wrap
-from linnaeus.training.noise_scale import GradientProbe
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
 """Environment variable with one memory limit per rank, such as `2.0,1.5`, to test ranks of unequal memory."""
@@ -115,14 +111,14 @@ class SizeSearch:
             alone: whether a sharded model communicates with no other rank; else all ranks step together.
         """
         spec = self.spec(mode)
-        training = _TrialTraining(self)
+        training = TrialStep(self)
 
         def train_once() -> None:
             training.discard_wrapper()
             training.step(training.batches(self.spec("train"), trained_at or 1))
 
         def validations(size: int) -> Iterator[None]:
-            return map(self.assembly.validation_step, self._batches(spec, size))
+            return map(self.assembly.validation_step, self.batches(spec, size))
 
         is_training = mode == "train"
         sharded_state = (
@@ -181,17 +177,17 @@ class SizeSearch:
         """
         has_buckets = self.world.is_distributed and not self.is_sharded
         alone = dataclasses.replace(
-            self, world=World(torch.device("meta")), assembly=_on_meta(self.assembly)
+            self, world=World(torch.device("meta")), assembly=on_meta(self.assembly)
         )
         specs = {each: self.spec(each) for each in ("train", mode)}
-        training, validation_step = _TrialTraining(alone), alone.assembly.validation_step
+        training, validation_step = TrialStep(alone), alone.assembly.validation_step
 
         def train(size: int) -> None:
             training.step(training.batches(specs["train"], size))
             training.discard_wrapper()
 
         def validate(size: int) -> None:
-            next(map(validation_step, alone._batches(specs["val"], size)))
+            next(map(validation_step, alone.batches(specs["val"], size)))
 
         with self._frozen_as_in_last_epoch():
             return predict(
@@ -210,8 +206,8 @@ class SizeSearch:
         freezing = self.assembly.freezing
         return freezing.unfrozen(only_if=freezing.ends_within(self.train.EPOCHS))
 
-    def _batches(self, spec: BatchSpec, size: int, num_batches: int = 1) -> Iterator[Batch]:
-        """Makes each batch when it is asked for: as in training, only one exists at a time.
+    def batches(self, spec: BatchSpec, size: int, num_batches: int = 1) -> Iterator[Batch]:
+        """Make each batch when it is asked for: as in training, only one exists at a time.
 
         On a GPU there is one more, which the loader copies there during the step.
         """
@@ -322,68 +318,6 @@ def log_level(config: AutoBatchConfig, mode: Mode) -> Iterator[bool]:
         yield logger.isEnabledFor(logging.INFO)
     finally:
         logger.setLevel(before)
-
-
-class _TrialTraining:
-    """The training step as trials run it: in training's wrapper, over a process group of this rank alone.
-
-    The wrapper is made with the batches, inside the trial, since its buckets belong to the peak.
-
-    Attributes:
-        num_micro_batches: that a step takes.
-        step: takes what `batches` returns.
-    """
-
-    def __init__(self, search: SizeSearch) -> None:
-        self.num_micro_batches = micro_batches_held(search.train)
-        self._search = search
-        self._train_step = dataclasses.replace(search.assembly.train_step)
-        self._is_wrapped = False
-        # No function of its own: the fewer frames lie above the model, the easier is a traceback to read.
-        self.step = partial(self._train_step, num_micro_batches=self.num_micro_batches)
-
-    def discard_wrapper(self) -> None:
-        """Let the next trial make its own: a wrapper is unusable after an error in the middle of a step."""
-        self._train_step.model, self._train_step.probe = self._search.assembly.model, None
-        self._is_wrapped = False
-
-    def batches(self, spec: BatchSpec, size: int) -> Iterator[Batch]:
-        """The micro-batches of one step."""
-        search, step = self._search, self._train_step
-        if not self._is_wrapped:
-            step.model = wrap(
-                search.assembly.model,
-                search.world,
-                single_rank=True,
-                find_unused_parameters=search.find_unused_parameters,
-            )
-            step.probe = self._probe(step.model)
-            self._is_wrapped = True
-        if step.probe is not None:
-            step.probe.arm()  # a step that measures needs more memory than others
-        return search._batches(spec, size, num_batches=self.num_micro_batches)
-
-    def _probe(self, model: nn.Module) -> GradientProbe | None:
-        """A probe that measures as with all ranks, over the group of this rank alone."""
-        config = self._search.train.NOISE_SCALE
-        if not config.ENABLED:
-            return None
-        num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
-        return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
-
-
-def _on_meta(assembly: Assembly) -> Assembly:
-    """With steps that run on `meta`, and count into metrics of their own."""
-    precision = dataclasses.replace(assembly.train_step.precision, device=torch.device("meta"))
-    return dataclasses.replace(
-        assembly,
-        train_step=dataclasses.replace(assembly.train_step, precision=precision),
-        validation_step=dataclasses.replace(
-            assembly.validation_step,
-            precision=precision,
-            update_metrics=deepcopy(assembly.metrics).to(precision.device).update,
-        ),
-    )
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:

@@ -27,7 +27,6 @@ from linnaeus.sweep.space import Axis, Space, read_space
 
 if TYPE_CHECKING:
     from linnaeus.training.callbacks import CallbackState
-    from linnaeus.training.trainer import Trainer
 
 WARMUP_FRACTION = 0.25
 """No run is pruned in this fraction of the epochs."""
@@ -219,19 +218,22 @@ class Pruning:
     Args:
         folder: of the run.
         stop: the request that ends it.
-        trainer: that of the run.
+        headline: the metric that is reported.
+        num_epochs: of the run.
     """
 
-    def __init__(self, folder: RunFolder, stop: StopRequest, trainer: Trainer) -> None:
+    def __init__(
+        self, folder: RunFolder, stop: StopRequest, headline: str, num_epochs: int
+    ) -> None:
         sweep, _, number = os.environ[TRIAL].rpartition(":")
         self._study, self._number = Study(Sweep.read(Path(sweep))), int(number)
-        self._folder, self._stop, self._trainer = folder, stop, trainer
+        self._folder, self._stop = folder, stop
+        self._headline, self._num_epochs = headline, num_epochs
 
     def on_validation_end(self, state: CallbackState) -> None:
         """Report; raises `ConfigError` as `Study.report` does."""
         metrics, epoch = dict(state.metrics), state.epoch
-        name = self._trainer.assembly.headline
-        if self._study.report(self._number, metrics, name, epoch, self._trainer.plan.num_epochs):
+        if self._study.report(self._number, metrics, self._headline, epoch, self._num_epochs):
             self._folder.pruned = f"after epoch {epoch}, worse than the median of the others"
             self._stop.stop_signal = self._stop.stop_signal or signal.SIGTERM
             logger.info("pruned %s", self._folder.pruned)

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import timm.layers
@@ -32,7 +31,7 @@ from linnaeus.runtime.errors import ConfigError
 from linnaeus.training.accuracy import ClassificationMetrics, headline
 from linnaeus.training.checkpoint import TrainingState
 from linnaeus.training.class_weights import class_weights
-from linnaeus.training.ddp import broadcast_batchnorm
+from linnaeus.training.ddp import BatchNormBroadcast
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import (
     SingleLevel,
@@ -143,7 +142,7 @@ def assemble(
     if config.SYNC_BATCHNORM and world.is_distributed:
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
-    average = before_step = None
+    average, callbacks = None, dict[str, Any]()
     if shards is not None and values is not None:
         for split in (data.val, data.test):
             if split is not None and (length := dataset_length(split)) < world.world_size:
@@ -152,12 +151,12 @@ def assemble(
                     f"{world.world_size} processes, but there are {length}; start fewer"
                 )
         average = shard(model, values, shards, world, with_average=config.EMA.ENABLED)
-        before_step = partial(broadcast_batchnorm, model)
+        callbacks["BatchNorm"] = BatchNormBroadcast()
     else:
         memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
         model = model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     if config.COMPILE:
-        model.compile()
+        model.compile(mode=config.COMPILE_MODE, dynamic=config.COMPILE_DYNAMIC)
     criterion = _build_criterion(loss_node, data, device)
     if shards is not None and trainable_parameters(criterion):
         raise ConfigError(
@@ -167,6 +166,8 @@ def assemble(
     with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
         optimizer = build_optimizer(optimizer_node, model, trainable_parameters(criterion))
     ema = Ema(model, config.EMA.DECAY, average) if config.EMA.ENABLED else None
+    if ema is not None:
+        callbacks["EMA"] = ema
     metrics = ClassificationMetrics(taxonomy).to(device)
     if (wanted := config.EARLY_STOPPING.METRIC) not in (None, *metrics.names):
         raise ConfigError(
@@ -189,8 +190,7 @@ def assemble(
             scaler=scaler,
             precision=precision,
             clip_grad_norm=config.CLIP_GRAD_NORM,
-            before_step=before_step,
-            after_step=ema.update if ema is not None else None,
+            callbacks=callbacks,
         ),
         validation_step=ValidationStep(
             model=ema.module if ema is not None else model,
@@ -267,7 +267,7 @@ def plan_facts(
 
 
 def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
-    """What all ranks must have in common from the start: the configuration by key, and the versions."""
+    """Return the configuration by key and the versions, which all ranks must have in common."""
     return {
         "version of Linnaeus": __version__,
         "version of torch": torch.__version__,
@@ -275,8 +275,8 @@ def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def built_facts(data: DataBundle, assembly: Assembly) -> dict[str, str]:
-    """What all ranks must have built alike before the first collective, short enough for an error."""
+def model_fingerprint(data: DataBundle, assembly: Assembly) -> dict[str, str]:
+    """Return digests of samples, classes and parameters, which all ranks must have in common."""
     parameters = [
         (name, list(parameter.shape))
         for part in (assembly.model, assembly.criterion)

@@ -1,4 +1,4 @@
-"""Callbacks: the user's own objects, called after optimizer steps, validations and epochs."""
+"""Callbacks: objects, the user's or Linnaeus's own, whose methods are called at the moments of a run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import io
 import logging
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +19,45 @@ from linnaeus.runtime.errors import ConfigError, first_line
 
 logger = logging.getLogger("linnaeus.trainer")
 
-MOMENTS = ("on_step_end", "on_validation_end", "on_epoch_end")
-"""The methods that a callback may have. An epoch ends after its validation and before its checkpoint."""
+MOMENTS = (
+    "on_step_start",
+    "on_backward",
+    "on_update",
+    "on_step_end",
+    "on_validation_end",
+    "on_epoch_end",
+)
+"""The methods that a callback may have. A trial of AutoBatch calls those of Linnaeus alone.
+
+A step starts, has a backward pass for each micro-batch, updates the parameters unless the gradient scaler
+skips that, and ends when it is counted. An epoch ends after its validation and before its checkpoint.
+"""
+
+
+class MicroBatch(NamedTuple):
+    """The micro-batch of a backward pass, on this rank."""
+
+    number: int  # from 1
+    total: int  # micro-batches of the optimizer step
+    num_samples: int
+    divisor: float  # of its loss
 
 
 @dataclass(frozen=True)
 class CallbackState:
-    """What a callback is told. Model and optimizer are the run's own, not copies."""
+    """The argument of every callback. Model and optimizer are the run's own, not copies."""
 
-    epoch: int  # counted from 1
-    step: int  # optimizer steps done
-    loss: Tensor | None  # in `on_step_end` this rank's mean loss, a detached scalar on the device
-    metrics: Mapping[str, float]  # of the last validation; empty before the first
     model: nn.Module  # without DistributedDataParallel
     optimizer: Optimizer
-    is_main: bool  # whether this is rank 0, which alone should write files
-    folder: Path  # of the run
+    epoch: int = 1  # counted from 1
+    step: int = 0  # optimizer steps done
+    loss: Tensor | None = (
+        None  # in `on_step_end`, this rank's mean: a detached scalar on the device
+    )
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last validation
+    is_main: bool = True  # whether this is rank 0, which alone should write files
+    folder: Path = Path()  # of the run
+    micro_batch: MicroBatch | None = None  # in `on_backward`
 
 
 def build_callbacks(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class TrainingProgress:
         if value > self.watched_best + min_delta:
             self.watched_best, self.num_stale = value, 0
 
-    def stalled(self, node: EarlyStoppingConfig) -> str:
+    def early_stop_reason(self, node: EarlyStoppingConfig) -> str:
         """Why training ends before its last epoch, as a sentence; empty where it goes on."""
         if node.PATIENCE is None or self.num_stale < node.PATIENCE or self.samples:
             return ""
@@ -191,7 +191,7 @@ class Checkpoint:
     """A checkpoint that rank 0 has read. The small entries are on every rank.
 
     Args:
-        content: all entries but the state.
+        entries: all but the state.
         state: the state of model, optimizer, gradient scaler and average on rank 0; nothing elsewhere.
         reader: of its shards, where they are not read yet.
 
@@ -200,14 +200,19 @@ class Checkpoint:
     """
 
     def __init__(
-        self, content: dict[str, Any], state: dict[str, Any], reader: ShardsReader | None = None
+        self, entries: dict[str, Any], state: dict[str, Any], reader: ShardsReader | None = None
     ) -> None:
-        self.content = content
+        self.entries = entries
         self.changes: list[str] = []
         self._state, self._reader = state, reader
 
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The nodes that it was written with; empty in one of an early version."""
+        return self.entries.get("config", {})  # type: ignore[no-any-return]
+
     def restore(self, target: TrainingState, world: World) -> None:
-        """Load the state on every rank and let go of it; it can be done once. Every rank must call this.
+        """Load the state on every rank and free it. Collective; call once.
 
         Args:
             target: the objects of this run.
@@ -218,7 +223,7 @@ class Checkpoint:
         """
         state, self._state = self._state, {}
         changes = [each for each in self.changes if each.startswith(_DECIDE_PARAMETERS)]
-        if self.content.get("optimized", target.optimized) != target.optimized:
+        if self.entries.get("optimized", target.optimized) != target.optimized:
             raise ConfigError(
                 "EXPERIMENT.NAME: the checkpoint's optimizer updates different parameters: "
                 f"{', '.join(changes) or 'MODEL and OPTIMIZER decide which'}. {REMEDY}"
@@ -230,7 +235,7 @@ class Checkpoint:
                 f"{', '.join(changed)}. {REMEDY}"
             )
         if isinstance(target.model, FSDPModule):
-            target.load_state_dict(own_parts(target, state, self._reader, world), changes)
+            target.load_state_dict(local_shards_of(target, state, self._reader, world), changes)
         else:
             world.on_main(partial(target.load_state_dict, state, changes))
             state = broadcast_state(state, world)
@@ -617,10 +622,10 @@ def broadcast_state(state: Any, world: World) -> Any:
     return state
 
 
-def own_parts(
+def local_shards_of(
     target: TrainingState, state: dict[str, Any], reader: ShardsReader | None, world: World
 ) -> dict[str, Any]:
-    """Rank 0's state on every rank; of each sharded tensor a rank has its part. Every rank must call this.
+    """Return rank 0's state on every rank, with the local shards of its sharded tensors. Collective.
 
     Args:
         target: the sharded objects of this run. Their parameters take their values now.

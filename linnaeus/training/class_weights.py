@@ -9,6 +9,7 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor
@@ -24,8 +25,8 @@ def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tens
     """The weights of all classes; in each level, their mean over the training samples with a label is 1.
 
     Args:
-        source: `balanced`, where a class with n of the N labels of a level that shows K classes has the
-            weight N / (K n), as scikit-learn's `compute_class_weight`; or a file. There, a class without an
+        source: `balanced` for scikit-learn's weights: N / (K n) for a class with n of the N labels of a level
+            that shows K classes; or a file. There, a class without an
             entry has the weight 1 before the weights are normalised.
         taxonomy: levels and classes.
         targets: labels [N, L] of all training samples, -1 where unknown.
@@ -37,6 +38,8 @@ def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tens
     Raises:
         ConfigError: a file that cannot be read or used; the message names the file and the closest class.
     """
+    from sklearn.utils.class_weight import compute_class_weight
+
     given = None if source == "balanced" else _weights_of_file(Path(source).expanduser(), taxonomy)
     found = []
     for level, labels in enumerate(targets.unbind(dim=1)):
@@ -44,8 +47,10 @@ def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tens
             labels[labels >= 0].bincount(minlength=len(taxonomy.levels[level].classes)).double()
         )
         if given is None:
-            balanced = counts.sum() / (int((counts > 0).sum()) * counts)
-            weights = torch.where(counts > 0, balanced, torch.ones_like(counts))
+            weights, known = torch.ones_like(counts), labels[labels >= 0].numpy()
+            if present := counts.nonzero().flatten().tolist():
+                balanced = compute_class_weight("balanced", classes=np.array(present), y=known)
+                weights[present] = torch.from_numpy(balanced)
         else:
             weights = given[level]
             if counts.sum():

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.models.weights import BATCHNORM_STATISTICS
 from linnaeus.runtime.distributed import World
+from linnaeus.training.callbacks import CallbackState
 
 
 def wrap(
@@ -55,12 +56,12 @@ def wrap(
     )
     has_sparse_gradients = any(getattr(module, "sparse", False) for module in model.modules())
     if not find_unused_parameters and not has_sparse_gradients:
-        _settle_buckets(wrapper)
+        _rebuild_buckets_now(wrapper)
     return wrapper
 
 
-def _settle_buckets(wrapper: DistributedDataParallel) -> None:
-    """Let the first step use the buckets of all later ones.
+def _rebuild_buckets_now(wrapper: DistributedDataParallel) -> None:
+    """Force the wrapper to rebuild its buckets before the first step.
 
     After its first backward pass a wrapper sorts the gradients into new buckets, in the order in which they
     came. How three or more ranks round a sum depends on its place in a bucket, so that the first step of a
@@ -82,17 +83,20 @@ def broadcast_tensors(module: nn.Module, world: World) -> None:
         torch_dist.broadcast(tensor, src=0)
 
 
-@torch.no_grad()
-def broadcast_batchnorm(model: nn.Module) -> None:
-    """Give rank 0's running statistics to all ranks of a sharded model, as DistributedDataParallel does."""
-    mesh: Any = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
+class BatchNormBroadcast:
+    """Callback that gives rank 0's statistics to all ranks of a sharded model, as DDP does."""
 
-    def of_first(vector: Tensor) -> Tensor:
-        for group in mesh.get_all_groups():
-            torch_dist.broadcast(vector, group=group, group_src=0)
-        return vector
+    @torch.no_grad()
+    def on_step_start(self, state: CallbackState) -> None:
+        """Broadcast the running statistics."""
+        mesh: Any = next(state.model.parameters()).device_mesh  # type: ignore[attr-defined]
 
-    _replace_statistics(model, of_first)
+        def of_first(vector: Tensor) -> Tensor:
+            for group in mesh.get_all_groups():
+                torch_dist.broadcast(vector, group=group, group_src=0)
+            return vector
+
+        _replace_statistics(state.model, of_first)
 
 
 @torch.no_grad()

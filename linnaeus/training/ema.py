@@ -8,6 +8,8 @@ from typing import Any
 from timm.utils import ModelEmaV3
 from torch import nn
 
+from linnaeus.training.callbacks import CallbackState
+
 
 class Ema:
     """timm's average of a model's weights, with the count of updates that its decay warm-up needs.
@@ -28,7 +30,7 @@ class Ema:
         """The averaged model, in eval mode."""
         return self._average.module  # type: ignore[no-any-return]
 
-    def update(self) -> None:
+    def on_update(self, state: CallbackState | None = None) -> None:
         """Update the average with the model's current weights."""
         self.num_updates += 1
         self._average.update(self._source, step=self.num_updates)

@@ -26,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from linnaeus.batch_plan.plan import BatchPlan
 from linnaeus.config.schema import NoiseScaleConfig
 from linnaeus.runtime.errors import ConfigError
+from linnaeus.training.callbacks import CallbackState
+from linnaeus.training.step import TrainStep
 
 
 @dataclass
@@ -82,7 +84,7 @@ class NoiseScale:
 
 
 class GradientProbe:
-    """Measures the two norms during the training steps that it is armed for.
+    """Callback that measures the two norms in every so many training steps.
 
     With one rank the smaller batch is the first micro-batch, measured before the second adds its gradient.
     With several ranks it is one rank's samples of the step, and the norm is averaged over the ranks: on such
@@ -90,82 +92,64 @@ class GradientProbe:
     it has measured them. On other steps it does nothing.
 
     Args:
-        model: as the training step calls it.
-        scaler: the training step's; the norms are divided by its scale.
+        step: the training step; the norms are divided by the scale of its scaler.
         decay: decay of the running averages.
+        every: optimizer steps between two measurements.
         num_ranks: ranks that the gradients are averaged over, by default those of the model's process group.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        scaler: torch.amp.GradScaler,
-        *,
-        decay: float,
-        num_ranks: int | None = None,
+        self, step: TrainStep, *, decay: float, every: int = 1, num_ranks: int | None = None
     ) -> None:
         self.scale = NoiseScale(decay)
-        self._scaler = scaler
-        self._armed = False
+        self._step, self._every, self._wanted_ranks = step, every, num_ranks
+        self._is_measuring = False
         self._small_norm_sq: Tensor | None = None
         self._small_batch = 0
         self._num_samples = 0
-        self.follow(model, num_ranks)
-
-    def follow(self, model: nn.Module, num_ranks: int | None = None) -> None:
-        """Measure another wrapper of the model from now on; arguments as for the class."""
-        self._model = model
-        self._group: torch_dist.ProcessGroup | None = None
-        self._num_ranks = 1
-        if isinstance(model, DistributedDataParallel):
-            self._group = model.process_group
-            self._num_ranks = num_ranks or torch_dist.get_world_size(self._group)
-
-    def arm(self) -> None:
-        """Measure the next step."""
-        self._armed = True
-        self._small_norm_sq, self._small_batch, self._num_samples = None, 0, 0
 
     @property
-    def averages(self) -> bool:
-        """Whether the probe, not DistributedDataParallel, averages the gradients of the current step."""
-        return self._armed and self._num_ranks > 1
+    def _group(self) -> torch_dist.ProcessGroup | None:
+        model = self._step.model
+        return model.process_group if isinstance(model, DistributedDataParallel) else None
 
-    def after_backward(
-        self, number: int, num_micro_batches: int, num_samples: int, num_parts: float
-    ) -> None:
-        """Called by the step after each backward pass, before anything changes the gradients.
+    @property
+    def _num_ranks(self) -> int:
+        group = self._group
+        return 1 if group is None else self._wanted_ranks or group.size()
 
-        Args:
-            number: number of the micro-batch, from 1.
-            num_micro_batches: micro-batches of this optimizer step.
-            num_samples: samples of this micro-batch, on this rank.
-            num_parts: what the loss was divided by.
-        """
-        if not self._armed:
+    def on_step_start(self, state: CallbackState) -> None:
+        """Decide whether to measure this step."""
+        self._is_measuring = state.step % self._every == 0
+        self._step.averages_gradients = not (self._is_measuring and self._num_ranks > 1)
+        self._small_norm_sq, self._small_batch, self._num_samples = None, 0, 0
+
+    def on_backward(self, state: CallbackState) -> None:
+        """Measure, before anything changes the gradients."""
+        if not self._is_measuring or state.micro_batch is None:
             return
+        number, total, num_samples, divisor = state.micro_batch
         self._num_samples += num_samples
         if number == 1 and self._num_ranks == 1:
-            self._small_norm_sq = num_parts**2 * _norm_sq(self._model)
+            self._small_norm_sq = divisor**2 * _norm_sq(self._step.model)
             self._small_batch = num_samples
-        if number == num_micro_batches:
-            self._armed = False
+        if number == total:
             self._measure()
 
     def _measure(self) -> None:
         small_batch, large_batch = self._small_batch, self._num_samples * self._num_ranks
         if self._num_ranks > 1:
-            small_batch, self._small_norm_sq = self._num_samples, _norm_sq(self._model)
+            small_batch, self._small_norm_sq = self._num_samples, _norm_sq(self._step.model)
             self._average()
         if self._small_norm_sq is None or small_batch >= large_batch:
             return
-        norms = torch.stack([self._small_norm_sq, _norm_sq(self._model)])
+        norms = torch.stack([self._small_norm_sq, _norm_sq(self._step.model)])
         if self._num_ranks > 1:
             torch_dist.all_reduce(norms, group=self._group)
             norms /= self._num_ranks
         if norms.is_meta:  # a trace of the step: there are no numbers
             return
-        norms /= self._scaler.get_scale() ** 2
+        norms /= self._step.scaler.get_scale() ** 2
         small_norm_sq, large_norm_sq = norms.tolist()
         if math.isfinite(small_norm_sq) and math.isfinite(
             large_norm_sq
@@ -175,7 +159,7 @@ class GradientProbe:
     def _average(self) -> None:
         """Average every gradient over the ranks, in place: there may be no memory for a copy."""
         parameters = [
-            parameter for parameter in self._model.parameters() if parameter.requires_grad
+            parameter for parameter in self._step.model.parameters() if parameter.requires_grad
         ]
         device = parameters[0].device
         is_used = torch.tensor(
@@ -201,10 +185,8 @@ def check_noise_scale(config: NoiseScaleConfig, num_gradients: int) -> None:
         )
 
 
-def build_probe(
-    config: NoiseScaleConfig, model: nn.Module, scaler: torch.amp.GradScaler, plan: BatchPlan
-) -> GradientProbe | None:
-    """The probe of a run; None where it is not enabled.
+def build_probe(config: NoiseScaleConfig, step: TrainStep, plan: BatchPlan) -> GradientProbe | None:
+    """Return the probe of a run; None where it is not enabled.
 
     Raises:
         ConfigError: no step of the plan has gradients at two batch sizes.
@@ -213,7 +195,7 @@ def build_probe(
         return None
     max_accumulation_steps = max(stage.accumulation_steps for stage in plan.stages)
     check_noise_scale(config, plan.world_size * max_accumulation_steps)
-    return GradientProbe(model, scaler, decay=config.DECAY)
+    return GradientProbe(step, decay=config.DECAY, every=config.EVERY)
 
 
 def _norm_sq(model: nn.Module) -> Tensor:

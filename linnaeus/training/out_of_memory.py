@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.state.rng import rng_state, set_rng_state
-from linnaeus.batch_plan.schedule import Stage
+from linnaeus.batch_plan.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.models.build import batchnorm_kind, set_gradient_checkpointing
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import CheckpointError, ConfigError, OutOfMemoryError, first_line
 from linnaeus.training.build import Assembly
+from linnaeus.training.callbacks import CallbackState
 from linnaeus.training.noise_scale import GradientProbe
 
 _KEY = "TRAIN.ON_OUT_OF_MEMORY"
@@ -75,7 +76,7 @@ def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set
 
 
 class StepStart:
-    """What forward, backward and clipping change, as it was before the current optimizer step.
+    """Callback that copies what forward, backward and clipping change, before each optimizer step.
 
     That is the buffers, the random number generators and the noise scale. There are no gradients before a
     step; parameters, optimizer, loss scale and average change in the update, which cannot be undone.
@@ -95,8 +96,8 @@ class StepStart:
         self._noise_scale: dict[str, Any] = {}
 
     @torch.no_grad()
-    def copy(self) -> None:
-        """Copy it; to be called before each step."""
+    def on_step_start(self, state: CallbackState) -> None:
+        """Copy it."""
         self._buffers = []  # frees the last step's copies before there are new ones
         self._buffers = [
             (module._buffers, name, buffer, buffer.clone())
@@ -111,7 +112,7 @@ class StepStart:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what `copy` has copied, and drop the gradients."""
+        """Put the copies back, and drop the gradients."""
         self._assembly.optimizer.zero_grad(set_to_none=True)
         if self._assembly.scaler.is_enabled():
             # The step may have noted that its gradients are unscaled; only `update` would forget it.

@@ -1,4 +1,4 @@
-"""What a run says of itself: its settings and batch plan at the start, its result at the end."""
+"""Log lines and files of a run: its batch plan at the start, its result at the end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from linnaeus.batch_plan.plan import BatchPlan, OptimizerNode
 from linnaeus.batch_plan.summary import summary_lines
@@ -15,45 +16,12 @@ from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import SCHEDULES, Config, LossConfig, ScheduleConfig, TrainConfig
 from linnaeus.data.mixing import is_mixing
 from linnaeus.runtime.files import write_text_atomically
-from linnaeus.runtime.words import counted
 from linnaeus.training.tracking import Tracker
-from linnaeus.training.trainer import FitResult
+
+if TYPE_CHECKING:
+    from linnaeus.training.trainer import FitResult
 
 logger = logging.getLogger("linnaeus.run")
-
-
-def settings_sentence(config: Config) -> str | None:
-    """One line that names what is switched on in batches, loss, head and rates; None for a plain training."""
-    parts = list(_switched_on(config))
-    return f"training: {', '.join(parts)}" if parts else None
-
-
-def _switched_on(config: Config) -> Iterator[str]:
-    augment, loss, optimizer = config.DATA.AUGMENT, config.LOSS, config.OPTIMIZER
-    off = (
-        f" (off in the last {counted(augment.MIX_OFF_EPOCHS, 'epoch')})"
-        if augment.MIX_OFF_EPOCHS
-        else ""
-    )
-    if is_mixing(augment):
-        alphas = {"Mixup": augment.MIXUP, "CutMix": augment.CUTMIX}
-        yield " or ".join(f"{name} {alpha:g}" for name, alpha in alphas.items() if alpha > 0) + off
-    if config.DATA.SAMPLER != "shuffle":
-        yield f"{config.DATA.SAMPLER} sampler"
-    if not is_target(loss):
-        if loss.NAME != LossConfig().NAME:
-            yield f"{loss.NAME} loss" + (
-                f" with gamma {loss.FOCAL_GAMMA:g}" if loss.NAME == "focal" else ""
-            )
-        if loss.CLASS_WEIGHTS is not None:
-            yield f"class weights {loss.CLASS_WEIGHTS}"
-    if not is_target(config.MODEL) and config.MODEL.HEAD != "independent":
-        yield f"{config.MODEL.HEAD} head"
-    if not is_target(optimizer):
-        if optimizer.LAYER_DECAY is not None:
-            yield f"layer decay {optimizer.LAYER_DECAY:g}"
-        if optimizer.HEAD_LR_SCALE != 1:
-            yield f"heads at {optimizer.HEAD_LR_SCALE:g} times the learning rate"
 
 
 def settings_without_effect(config: Config) -> Iterator[str]:
@@ -93,8 +61,8 @@ def settings_without_effect(config: Config) -> Iterator[str]:
 
 
 def report_start(config: Config, sentences: Iterable[str | None]) -> None:
-    """Log what a run starts with: sentences on its data and weights, and its settings."""
-    for sentence in filter(None, (*sentences, settings_sentence(config))):
+    """Log sentences on data and weights, and a warning for each setting without effect."""
+    for sentence in filter(None, sentences):
         logger.info("%s", sentence)
     for warning in settings_without_effect(config):
         logger.warning("warning: %s", warning)

@@ -164,7 +164,7 @@ def find_checkpoint(
         if world.is_main:
             logger.info("no checkpoint in %s: starting fresh", checkpoints.folder.parent)
         return None
-    found = changes_of(checkpoint.content.get("config", {}), nodes)
+    found = changes_of(checkpoint.config, nodes)
     changes = [change for change in found if change.has_effect]
     check_changes(changes, resume_with)
     checkpoint.changes = [str(change) for change in changes if not change.is_fixed]
@@ -259,7 +259,7 @@ def is_finished(progress: TrainingProgress, train: TrainConfig, result: Path, wo
         result: the file with the run's result. Where a killed run has not written it, there is still work.
         world: the processes.
     """
-    stalled = progress.stalled(train.EARLY_STOPPING)
+    stalled = progress.early_stop_reason(train.EARLY_STOPPING)
     if (progress.epoch < train.EPOCHS and not stalled) or not world.on_main(result.is_file):
         return False
     reason, key = f"{progress.epoch} epochs are done (TRAIN.EPOCHS {train.EPOCHS})", "TRAIN.EPOCHS"

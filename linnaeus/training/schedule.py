@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from linnaeus.batch_plan.plan import steps_in
+from linnaeus.batch_plan.scaling import steps_in
 from linnaeus.config.schema import ScheduleConfig
 from linnaeus.metrics import larger_is_better
 
@@ -48,7 +48,7 @@ def lr_factor(
         warmup_steps: optimizer steps of the warm-up, which the others include.
     """
     total_steps, low = sum(steps_per_epoch), config.MIN_LR_FRACTION
-    begin, end, drops = warmup_steps, total_steps, _drops(config, steps_per_epoch)
+    begin, end, drops = warmup_steps, total_steps, _milestone_steps(config, steps_per_epoch)
     if config.NAME == "onecycle":  # torch has the peak and the end in a step, not after it
         begin, end = max(warmup_steps - 1, 0), total_steps - 1
     elif config.NAME == "wsd":
@@ -83,7 +83,7 @@ def _cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * ((1 + math.cos(math.pi * progress)) / 2)
 
 
-def _drops(config: ScheduleConfig, steps_per_epoch: Sequence[int]) -> list[int]:
+def _milestone_steps(config: ScheduleConfig, steps_per_epoch: Sequence[int]) -> list[int]:
     """The optimizer steps before each drop of `step` and `multistep`."""
     num_epochs = len(steps_per_epoch)
     epochs: Sequence[int] = ()

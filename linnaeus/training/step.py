@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch, batch_size
+from linnaeus.training.callbacks import CallbackState, MicroBatch, call_back
 from linnaeus.training.losses import trainable_parameters
-from linnaeus.training.noise_scale import GradientProbe
 from linnaeus.training.precision import Precision
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -38,10 +38,10 @@ class TrainStep:
         criterion: its own parameters train too; the step averages their gradients over the ranks.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
-        before_step: called once per optimizer step, before the first forward pass.
-        after_step: called once per optimizer step, after the parameters have changed (EMA); not where the
-            scaler has skipped the step.
-        probe: called after each backward pass, before clipping; measures the noise scale.
+        callbacks: called at the moments of the step, by key.
+        state: their argument; the trainer sets it before each step.
+        averages_gradients: whether the last backward pass averages the gradients over the ranks; a callback
+            that does so itself sets it to False in `on_step_start`.
         is_updating: whether parameters, optimizer, loss scale or average are changing. After a step that
             failed it says whether they may have changed.
     """
@@ -52,9 +52,9 @@ class TrainStep:
     scaler: torch.amp.GradScaler
     precision: Precision
     clip_grad_norm: float | None = None
-    before_step: Callable[[], None] | None = None
-    after_step: Callable[[], None] | None = None
-    probe: GradientProbe | None = None
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    state: CallbackState | None = None
+    averages_gradients: bool = field(default=True, init=False)
     is_updating: bool = field(default=False, init=False)
 
     def __call__(
@@ -74,31 +74,30 @@ class TrainStep:
             The mean loss over the micro-batches: a detached scalar on the device, not synchronised.
         """
         batches = iter(micro_batches)
-        if self.before_step is not None:
-            self.before_step()
+        state = self.state or CallbackState(self.model, self.optimizer)
+        call_back(self.callbacks, "on_step_start", state)
         total = torch.zeros((), device=self.precision.device)
         for number in range(1, num_micro_batches + 1):
             is_last = number == num_micro_batches
-            probe_averages = self.probe is not None and self.probe.averages
-            with nullcontext() if is_last and not probe_averages else self._no_sync():
+            with nullcontext() if is_last and self.averages_gradients else self._no_sync():
                 batch = next(batches)
-                num_parts = (
-                    num_micro_batches if num_samples is None else num_samples / batch_size(batch)
-                )
+                size = batch_size(batch)
+                divisor = num_micro_batches if num_samples is None else num_samples / size
                 inputs, targets = self.precision.place(batch)
                 with self.precision.autocast():
-                    loss = self.criterion(self.model(inputs), targets) / num_parts
+                    loss = self.criterion(self.model(inputs), targets) / divisor
                 self.scaler.scale(loss).backward()
-                if self.probe is not None:
-                    self.probe.after_backward(
-                        number, num_micro_batches, batch_size(batch), num_parts
+                if self.callbacks:
+                    micro_batch = MicroBatch(number, num_micro_batches, size, divisor)
+                    call_back(
+                        self.callbacks, "on_backward", replace(state, micro_batch=micro_batch)
                     )
                 total += loss.detach()
                 del batch, inputs, targets, loss  # freed before the next batch is made
-        self._update()
+        self._update(state)
         return total
 
-    def _update(self) -> None:
+    def _update(self, state: CallbackState) -> None:
         of_loss = trainable_parameters(self.criterion)
         if isinstance(self.model, DistributedDataParallel):
             _average_gradients(of_loss, self.model.process_group)
@@ -110,13 +109,13 @@ class TrainStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.after_step is not None and self._scale() >= scale:
-            self.after_step()
+        if self._scale() >= scale:
+            call_back(self.callbacks, "on_update", state)
         self.is_updating = False
 
     def _scale(self) -> float:
         """The scale of the loss, which falls where the scaler skips a step; 1 where nothing depends on it."""
-        is_read = self.after_step is not None and self.precision.device.type != "meta"
+        is_read = self.callbacks and self.precision.device.type != "meta"
         return self.scaler.get_scale() if is_read else 1.0
 
     def _no_sync(self) -> AbstractContextManager[None]:

@@ -1,10 +1,8 @@
-"""Tracking with Weights & Biases, TensorBoard, MLflow and as a CSV file."""
+"""Tracking with Weights & Biases, TensorBoard and MLflow."""
 
 from __future__ import annotations
 
-import csv
 import inspect
-import io
 import json
 import logging
 import os
@@ -18,7 +16,7 @@ from typing import Any
 
 from linnaeus.config.schema import ExperimentConfig
 from linnaeus.runtime.errors import ConfigError, LinnaeusError, first_line
-from linnaeus.runtime.files import LOGS, METRICS, write_text_atomically
+from linnaeus.runtime.files import LOGS
 from linnaeus.training.resume import flat
 
 logger = logging.getLogger("linnaeus.training.tracking")
@@ -132,32 +130,6 @@ class _TensorBoardTracker(Tracker):
         self._writer.close()
 
 
-class _CsvTracker(Tracker):
-    """A row for each epoch with its last values, written anew from `metrics.jsonl` after each validation."""
-
-    def __init__(self, metrics: Path) -> None:
-        self._metrics = metrics
-        self._write()
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        if any(name.startswith("val/") for name in values):
-            self._write()
-
-    def _write(self) -> None:
-        rows: dict[int, dict[str, Any]] = {}
-        for record in map(json.loads, self._metrics.read_text().splitlines()):
-            head = {name: record.pop(name) for name in ("epoch", "step")}
-            split, _ = record.pop("split"), record.pop("time")
-            values = {f"{split}/{name}": value for name, value in record.items()}
-            rows[head["epoch"]] = rows.get(head["epoch"], {}) | head | values
-        text = io.StringIO()
-        columns = dict.fromkeys(["epoch", "step", *(name for row in rows.values() for name in row)])
-        writer = csv.DictWriter(text, [*columns], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows.values())
-        write_text_atomically(self._metrics.with_suffix(".csv"), text.getvalue())
-
-
 class _MlflowTracker(Tracker):
     """The active run of MLflow; that of an earlier process is found by its tag.
 
@@ -208,7 +180,7 @@ def start_tracking(
     config: Mapping[str, Any],
     num_steps: int = 0,
 ) -> Tracker:
-    """Open the run's loggers, on rank 0, after its `metrics.jsonl`; `ConfigError` if one cannot be opened.
+    """Open the run's loggers, on rank 0; `ConfigError` if one cannot be opened.
 
     Args:
         node: the node EXPERIMENT.
@@ -222,7 +194,6 @@ def start_tracking(
         "tensorboard": lambda: _TensorBoardTracker(
             folder / LOGS / "tensorboard", config, num_steps
         ),
-        "csv": lambda: _CsvTracker(folder / METRICS),
         "mlflow": lambda: _MlflowTracker(node, run_id, config),
     }
     loggers: dict[str, Tracker] = {}

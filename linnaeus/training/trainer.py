@@ -8,8 +8,9 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from linnaeus.autobatch.memory.device import failed_allocations
 from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.autobatch.state.rng import rng_state
 from linnaeus.batch_plan.plan import BatchPlan
-from linnaeus.batch_plan.schedule import Stage
+from linnaeus.batch_plan.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import BatchLoader, Loaders
@@ -28,7 +29,6 @@ from linnaeus.metrics import score
 from linnaeus.runtime.console import ProgressBar
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import CheckpointError, ConfigError, LinnaeusError, first_line
-from linnaeus.runtime.run_folder import RunFolder
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import Assembly
 from linnaeus.training.callbacks import (
@@ -39,7 +39,7 @@ from linnaeus.training.callbacks import (
 )
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingProgress
 from linnaeus.training.ddp import broadcast_tensors, distribute_batchnorm
-from linnaeus.training.metrics_file import MetricsFile
+from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.out_of_memory import (
     OutOfMemoryReport,
     SizeOrigin,
@@ -47,12 +47,12 @@ from linnaeus.training.out_of_memory import (
     end_with_checkpoint,
     wait_unless_first,
 )
+from linnaeus.training.recording import Recording
 from linnaeus.training.resume import restore_generators, resumed_progress, watched_before
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.sharding import reshard
-from linnaeus.training.step import TrainStep, ValidationStep
+from linnaeus.training.step import ValidationStep
 from linnaeus.training.stop import StopAgreement
-from linnaeus.training.tracking import Tracker
 
 logger = logging.getLogger("linnaeus.trainer")
 
@@ -95,23 +95,25 @@ class FitResult:
 class Trainer:
     """The training loop. Everything it needs is built before and handed in.
 
-    It changes what it trains, `progress`, and on running out of memory the sizes of the training loader.
+    It changes what it trains, `progress`, and on running out of memory the sizes of the training loader. The
+    way to the model is `fit`, `train_epoch`, `TrainStep.__call__`.
 
     Attributes:
         config: the TRAIN node; how often to log, validate and save.
         plan: the batch sizes of all optimizer steps; replaced when micro-batches have to be smaller.
         assembly: the model and what belongs to it; a checkpoint holds its state.
-        train_step: the assembly's training step. The trainer uses a copy with a wrapped model.
         schedule: sets the learning rate of each optimizer step.
         stop: the ranks' agreement on stopping.
         checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
         size_origins: where the batch sizes of `train` and `val` come from, for errors.
         progress: how far training has come.
         wrap: wraps the model for several ranks, at first and again when what is frozen begins to train.
-        begin: opens the run's files, and may replace `metrics_file` and `tracker`. Every rank calls it, more
-            than once: first after the first optimizer step, or where there is none to take.
-        folder: which `begin` opens; nothing is saved before. None where there is none to open.
+        recording: files and loggers of the run; opened after the first optimizer step, or where there is
+            none. Nothing is saved before.
         callbacks: the user's own, by key; called on every rank.
+
+    Attributes:
+        train_step: a copy of the assembly's, with a wrapped model and all callbacks.
     """
 
     config: TrainConfig
@@ -119,19 +121,15 @@ class Trainer:
     world: World
     assembly: Assembly
     loaders: Loaders
-    train_step: TrainStep
     schedule: Schedule
     checkpoints: CheckpointFolder
     progress_bar: ProgressBar
     stop: StopAgreement
-    metrics_file: MetricsFile = field(default_factory=lambda: MetricsFile(None))
-    tracker: Tracker = field(default_factory=Tracker)
+    recording: Recording = field(default_factory=Recording)
     checkpoint_extras: dict[str, Any] = field(default_factory=dict)
     size_origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
-    begin: Callable[[], None] = lambda: None
-    folder: RunFolder | None = None
     callbacks: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -142,54 +140,59 @@ class Trainer:
         self._micro_batch_limit: int | None = (
             None  # of this process; that of an earlier one is in the plan
         )
-        self._splits = self.config.ON_OUT_OF_MEMORY == "split"
         self._memory = failed_allocations(self.world.device)
-        self._step_start = StepStart(self.assembly, self.world.device, self.train_step.probe)
         self._out_of_memory = OutOfMemoryReport(
             self.config, self.assembly, self.world, self.size_origins
         )
         self._meter = LossMeter(self.world, self.assembly.scaler)
         broadcast_tensors(self.assembly.criterion, self.world)
-        self._train_with(self.wrap(self.assembly.model))
+        step = self.train_step = replace(
+            self.assembly.train_step, model=self.wrap(self.assembly.model)
+        )
+        self._probe = build_probe(self.config.NOISE_SCALE, step, self.plan)
+        self._step_start = StepStart(self.assembly, self.world.device, self._probe)
+        own: dict[str, Any] = {
+            "out of memory": self._step_start if self._splits else None,
+            **step.callbacks,
+            "noise scale": self._probe,  # it measures before anything changes the gradients
+        }
+        step.callbacks = {key: each for key, each in own.items() if each} | self.callbacks
 
-    def resume(self, content: Mapping[str, Any], seed: int) -> None:
+    def resume(self, entries: Mapping[str, Any], seed: int) -> None:
         """Continue where a checkpoint was written; its state has been loaded before.
 
         Args:
-            content: of the checkpoint, without the state.
+            entries: of the checkpoint, without the state.
             seed: seed of the run.
         """
         headline = self.assembly.headline
-        self.progress = resumed_progress(content, headline, self.config.EARLY_STOPPING)
+        self.progress = resumed_progress(entries, headline, self.config.EARLY_STOPPING)
         self._saved_step = self.progress.step
-        if self.train_step.probe is not None and content.get("noise_scale") is not None:
-            self.train_step.probe.scale.load_state_dict(content["noise_scale"])
-        restore_generators(content, self.world, seed)
-        self._meter.load_states(content.get("train_loss", ()))
-        before, now = content.get("config", {}), self.checkpoint_extras.get("config", {})
+        if self._probe is not None and entries.get("noise_scale") is not None:
+            self._probe.scale.load_state_dict(entries["noise_scale"])
+        restore_generators(entries, self.world, seed)
+        self._meter.load_states(entries.get("train_loss", ()))
+        before, now = entries.get("config", {}), self.checkpoint_extras.get("config", {})
         if all(before.get(name) == now.get(name) for name in ("OPTIMIZER", "SCHEDULE")):
             watched = self.config.EARLY_STOPPING.METRIC or headline
             self.schedule.load_state_dict(  # a new rate is not one that has dropped
-                content.get("schedule"), same_metric=watched_before(content, headline) == watched
+                entries.get("schedule"), same_metric=watched_before(entries, headline) == watched
             )
-        states = content.get("callbacks", [{}])
+        states = entries.get("callbacks", [{}])
         load_callback_states(self.callbacks, states[self.world.rank % len(states)])
-        if content.get("headline", headline) != headline:
+        if entries.get("headline", headline) != headline:
             logger.warning(
                 "warning: %s now decides which checkpoint is best, %s did before: the comparison starts anew",
                 headline,
-                content["headline"],
+                entries["headline"],
             )
         self._set_lr()
         epoch = self.progress.epoch + 1
-        is_over = epoch > self.plan.num_epochs
-        place = (
-            f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on"
-            if is_over
-            else f"in epoch {epoch}"
-        )
+        place = f"in epoch {epoch}"
+        if epoch > self.plan.num_epochs:
+            place = f"after epoch {epoch - 1}: raise TRAIN.EPOCHS to train on"
         logger.info("resumed after %d optimizer steps, %s", self.progress.step, place)
-        if changes := self.plan.differences(content.get("plan", {})):
+        if changes := self.plan.differences(entries.get("plan", {})):
             logger.warning(
                 "warning: the checkpoint was written with another batch plan (%s); training goes on with "
                 "this plan and its learning rate, at the same place in the schedule",
@@ -211,8 +214,41 @@ class Trainer:
             OutOfMemoryError: a training step ran out of memory and could not be taken in smaller parts, or
                 anything else did.
         """
+        if self._splits and self.world.is_distributed:
+            self.recording.open()  # the first step may end with a checkpoint
+        with self._errors_explained():
+            with self.stop.deferred(), self.progress_bar, self._saved_on_error():
+                while not (self._is_over or self.stop.stop_signal):
+                    self.train_epoch()
+                    if not self.stop.stop_signal:
+                        self._end_epoch()
+                self.recording.open()
+                lacks_validation = not self.progress.metrics or self.progress.samples > 0
+                if self.stop.stop_signal:
+                    self._save()
+                elif lacks_validation and self._validate():
+                    self._save(is_best=True)  # resumed with fewer epochs, before a validation
+            self.checkpoints.wait()
+            test = None if self.stop.stop_signal else self._test()
+        return FitResult(
+            self.progress.metrics,
+            self._num_images / self._seconds if self._seconds else 0.0,
+            self.progress.seconds,
+            noise_scale=self._noise_scale,
+            stop_signal=self.stop.stop_signal,
+            headline=self.assembly.headline,
+            num_steps=self.progress.step,
+            best_epoch=self.progress.best_epoch,
+            stopped_early=self._stop_reason if self.progress.epoch < self.plan.num_epochs else "",
+            best_metrics=self.progress.best_metrics,
+            test=test,
+        )
+
+    @contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        """Context whose errors of running out of memory say what helps."""
         try:
-            return self._fit()
+            yield
         except LinnaeusError:
             raise
         except Exception as error:
@@ -221,41 +257,14 @@ class Trainer:
             traceback.clear_frames(error.__traceback__)  # the message needs memory too
             raise self._out_of_memory.between_steps(error, self.progress.step) from error
 
-    def _fit(self) -> FitResult:
-        if self._splits and self.world.is_distributed:
-            self.begin()  # the first step may end with a checkpoint
-        with self.stop.deferred(), self.progress_bar:
-            try:
-                while not self._is_over:
-                    self.train_epoch()
-                    if not self.stop.stop_signal:
-                        self._end_epoch()
-                    if self.stop.stop_signal:
-                        self._save()
-                        break
-                self.begin()
-                lacks_validation = not self.progress.metrics or self.progress.samples > 0
-                if lacks_validation and not self.stop.stop_signal and self._validate():
-                    self._save(is_best=True)  # resumed with fewer epochs, before a validation
-            except Exception as error:
-                self._save_before_ending(error)
-                raise
-        self.checkpoints.wait()
-        test = None if self.stop.stop_signal else self._test()
-        images_per_s = self._num_images / self._seconds if self._seconds else 0.0
-        return FitResult(
-            self.progress.metrics,
-            images_per_s,
-            self.progress.seconds,
-            noise_scale=self._noise_scale,
-            stop_signal=self.stop.stop_signal,
-            headline=self.assembly.headline,
-            num_steps=self.progress.step,
-            best_epoch=self.progress.best_epoch,
-            stopped_early=self._stalled if self.progress.epoch < self.plan.num_epochs else "",
-            best_metrics=self.progress.best_metrics,
-            test=test,
-        )
+    @contextmanager
+    def _saved_on_error(self) -> Iterator[None]:
+        """Context that saves the last completed step when an error ends it."""
+        try:
+            yield
+        except Exception as error:
+            self._save_before_ending(error)
+            raise
 
     def _save_before_ending(self, error: Exception) -> None:
         """Save the last completed step when an error ends the run.
@@ -263,10 +272,9 @@ class Trainer:
         Skip a state that is incomplete or already saved. The first rank to fail saves; the others wait.
         """
         step = self.progress.step
-        has_begun = self.folder is None or self.folder.has_begun
         if (
             step == self._saved_step
-            or not has_begun
+            or not self.recording.is_open
             or isinstance(error, CheckpointError)
             or not self.world.is_cause(error)
         ):
@@ -316,82 +324,41 @@ class Trainer:
         return values
 
     @property
-    def _stalled(self) -> str:
-        return self.progress.stalled(self.config.EARLY_STOPPING)
+    def _stop_reason(self) -> str:
+        return self.progress.early_stop_reason(self.config.EARLY_STOPPING)
 
     @property
     def _is_over(self) -> bool:
-        return self.progress.epoch >= self.plan.num_epochs or bool(self._stalled)
+        return self.progress.epoch >= self.plan.num_epochs or bool(self._stop_reason)
 
     @property
     def _noise_scale(self) -> float | None:
-        probe = self.train_step.probe
-        return None if probe is None else probe.scale.value
+        return None if self._probe is None else self._probe.scale.value
+
+    @property
+    def _splits(self) -> bool:
+        return self.config.ON_OUT_OF_MEMORY == "split"
 
     def train_epoch(self) -> None:
         """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
-        epoch, samples_done = self.progress.epoch, self.progress.samples
-        remaining = sum(stage.num_steps for stage in self.plan.rest_of_epoch(epoch, samples_done))
-        if self.assembly.freezing.is_frozen and self.assembly.freezing.ends_within(epoch + 1):
-            self._unfreeze()
-        self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
-        self.world.update(lambda: f"training in epoch {epoch + 1}, step {self.progress.step + 1}")
-        self.train_step.model.train()
-        self.assembly.criterion.train()
-        self._clock = time.monotonic()
-        while not self._take_steps():
-            self._memory.clean()  # what the failed step held
-        self._count_seconds()
-
-    def _unfreeze(self) -> None:
-        """Let everything train from now on; every rank must call this.
-
-        DistributedDataParallel takes no notice of what was frozen when it was made, so there is a new one.
-        """
-        self.world.update(f"unfreezing before epoch {self.progress.epoch + 1}")
-        self._train_with(self.assembly.model)
-        gc.collect()  # frees the old wrapper with its hooks on the parameters
-        empty_cache(
-            self.world.device
-        )  # AutoBatch measured this training without the other's cached blocks
-        self.assembly.freezing.freeze(False)
-        self._train_with(self.wrap(self.assembly.model))
-        logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
-
-    def _train_with(self, model: nn.Module) -> None:
-        """Let the training step call `model`: the assembly's, or a wrapper of it."""
-        self.train_step = replace(self.train_step, model=model)
-        if self.train_step.probe is not None:
-            self.train_step.probe.follow(model)
-
-    def _take_steps(self) -> bool:
-        """Take the epoch's remaining steps, up to one that stops the run.
-
-        Returns:
-            False if memory ran out: the rest, from the step that failed, is to be taken with the new plan.
-        """
-        epoch, samples_done = self.progress.epoch, self.progress.samples
-        self.loaders.train.set_epoch(epoch, skip=samples_done)
-        stages = self.plan.rest_of_epoch(epoch, samples_done)
-        remaining = sum(stage.num_steps for stage in stages)
-        batches = iter(self.loaders.train)
-        for stage in chain.from_iterable(repeat(stage, stage.num_steps) for stage in stages):
-            lr = self.schedule.lr
-            probe = self.train_step.probe
-            if probe is not None and self.progress.step % self.config.NOISE_SCALE.EVERY == 0:
-                probe.arm()
-            loss = self._take_step(batches, stage)
+        batches, stages = self._start_epoch()
+        while stages:
+            stage, lr, loss = stages.pop(), self.schedule.lr, None
+            sizes, epoch = stage.micro_batches, self.progress.epoch + 1
+            self.train_step.state = self._callback_state(epoch)
+            try:
+                num_samples = sum(sizes) if len(set(sizes)) > 1 else None
+                loss = self.train_step(batches, len(sizes), num_samples)
+            except Exception as error:
+                self._handle_step_error(error, stage)  # may raise, or else the step is taken again
             if loss is None:
-                return False
-            self._count_seconds()
-            self.begin()  # does nothing after the first step
-            self._clock = time.monotonic()
-            self._meter.add(loss)
-            remaining -= 1
-            self.progress_bar.advance(1)
-            if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
+                self._memory.clean()  # what the failed step held
+                batches, stages = self._rest_of_epoch()
+                continue
+            self._count_step(stage, loss)
+            if self.progress.step % self.config.LOG_EVERY == 0 or not stages:
                 self._log_training(lr, stage)
-            self._call_back("on_step_end", self.progress.epoch + 1, loss)
+            call_back(self.callbacks, "on_step_end", self._callback_state(epoch, loss))
             if self._agree_after_step():
                 self._meter.mean()  # weights after a loss that is not finite must replace no good checkpoint
                 self._count_seconds()
@@ -400,49 +367,75 @@ class Trainer:
             if self.stop.stop_signal:
                 self._meter.mean()
                 break
-        return True
+        self._count_seconds()
 
-    def _take_step(self, batches: Iterator[Batch], stage: Stage) -> torch.Tensor | None:
-        """Take one optimizer step and count it; return its mean loss.
+    def _start_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
+        """Prepare the rest of the current epoch; see `_rest_of_epoch`."""
+        epoch = self.progress.epoch
+        if self.assembly.freezing.is_frozen and self.assembly.freezing.ends_within(epoch + 1):
+            self._unfreeze()
+        self.world.update(lambda: f"training in epoch {epoch + 1}, step {self.progress.step + 1}")
+        self.train_step.model.train()
+        self.assembly.criterion.train()
+        self._clock = time.monotonic()
+        batches, stages = self._rest_of_epoch()
+        self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", len(stages))
+        return batches, stages
 
-        None if it ran out of memory: all is as before the step, and the plan has smaller micro-batches.
-        """
-        sizes = stage.micro_batches
-        if self._splits:
-            self._step_start.copy()
-        try:
-            loss = self.train_step(batches, len(sizes), sum(sizes) if len(set(sizes)) > 1 else None)
-        except Exception as error:
-            if _TOO_FEW_FOR_BATCHNORM in str(error):
-                raise self._too_few_for_batchnorm() from error
-            if not self._memory.refused(error):
-                raise
-            self._go_back(error, stage)
-            return None
+    def _rest_of_epoch(self) -> tuple[Iterator[Batch], list[Stage]]:
+        """Return the remaining batches, and the sizes of each remaining optimizer step, the next one last."""
+        epoch, samples_done = self.progress.epoch, self.progress.samples
+        self.loaders.train.set_epoch(epoch, skip=samples_done)
+        stages = self.plan.rest_of_epoch(epoch, samples_done)
+        return iter(self.loaders.train), [
+            stage for stage in reversed(stages) for _ in range(stage.num_steps)
+        ]
+
+    def _count_step(self, stage: Stage, loss: torch.Tensor) -> None:
+        """Count a completed step. The first one opens the run's files."""
         self.progress.step += 1
         self.progress.samples += stage.effective_batch_size
         self._num_images += stage.effective_batch_size
         self._set_lr()
-        return loss
+        self._count_seconds()
+        self.recording.open()
+        self._clock = time.monotonic()
+        self._meter.add(loss)
+        self.progress_bar.advance(1)
 
-    def _too_few_for_batchnorm(self) -> ConfigError:
-        origin = self.size_origins.get("train")
-        return ConfigError(
-            f"{'DATA.BATCH_SIZE' if origin is None else origin.key}: BatchNorm cannot train on a micro-batch "
-            "of one sample, in which a channel has one value; take 2 or more, or a model without BatchNorm "
-            "(MODEL.NAME)"
-        )
+    def _unfreeze(self) -> None:
+        """Unfreeze all parameters and rebuild DistributedDataParallel, which ignores them else."""
+        self.world.update(f"unfreezing before epoch {self.progress.epoch + 1}")
+        self.train_step.model = self.assembly.model
+        gc.collect()  # frees the old wrapper with its hooks on the parameters
+        empty_cache(
+            self.world.device
+        )  # AutoBatch measured this training without the other's cached blocks
+        self.assembly.freezing.freeze(False)
+        self.train_step.model = self.wrap(self.assembly.model)
+        logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
 
-    def _go_back(self, error: Exception, stage: Stage) -> None:
-        """After a step ran out of memory, go back to the last completed one, with half the micro-batches.
+    def _handle_step_error(self, error: Exception, stage: Stage) -> None:
+        """After a step ran out of memory, go back to the last completed one and halve the micro-batches.
 
         A single process goes on. Several end with a checkpoint: the others wait for this one's gradients.
 
         Raises:
             OutOfMemoryError: from `error`; this process does not take the step again.
+            ConfigError: a micro-batch has one sample, and BatchNorm needs more.
+            Exception: `error`, if it is anything else.
         """
+        if _TOO_FEW_FOR_BATCHNORM in str(error):
+            origin = self.size_origins.get("train")
+            raise ConfigError(
+                f"{'DATA.BATCH_SIZE' if origin is None else origin.key}: BatchNorm cannot train on a "
+                "micro-batch of one sample, in which a channel has one value; take 2 or more, or a model "
+                "without BatchNorm (MODEL.NAME)"
+            ) from error
+        if not self._memory.refused(error):
+            raise error
         limit = -(-stage.micro_batch_size // 2)
-        limited = self.plan.limited(limit)
+        limited = self.plan.with_max_micro_batch(limit)
         text = (
             f"out of memory in optimizer step {self.progress.step + 1}, with micro-batches of "
             f"{stage.micro_batch_size} (x {stage.accumulation_steps} accumulation x {stage.world_size} "
@@ -482,12 +475,9 @@ class Trainer:
 
     def _agree_after_step(self) -> bool:
         """Let the ranks agree on stopping, and on whether to save a checkpoint now, which is returned."""
-        minutes, every_steps = (
-            self.config.CHECKPOINT_EVERY_MINUTES,
-            self.config.CHECKPOINT_EVERY_STEPS,
-        )
-        is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        by_clock = self.stop.after_step(save=is_late)
+        minutes = self.config.CHECKPOINT_EVERY_MINUTES or math.inf
+        by_clock = self.stop.after_step(save=time.monotonic() - self._saved_at >= 60 * minutes)
+        every_steps = self.config.CHECKPOINT_EVERY_STEPS
         by_steps = every_steps is not None and self.progress.step % every_steps == 0
         return (by_clock or by_steps) and not self.stop.stop_signal  # a run that stops saves anyway
 
@@ -501,23 +491,19 @@ class Trainer:
         self._write("train", self.progress.epoch + 1, values)
 
     def _write(self, split: str, epoch: int, values: dict[str, float]) -> None:
-        step = self.progress.step
-        self.metrics_file.write(step=step, epoch=epoch, split=split, values=values)
-        self.tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
+        self.recording.write(split, values, epoch=epoch, step=self.progress.step)
 
-    def _call_back(self, moment: str, epoch: int, loss: torch.Tensor | None = None) -> None:
-        if self.callbacks:
-            state = CallbackState(
-                epoch,
-                self.progress.step,
-                loss,
-                dict(self.progress.metrics),
-                self.assembly.model,
-                self.assembly.optimizer,
-                self.world.is_main,
-                self.checkpoints.folder.parent,
-            )
-            call_back(self.callbacks, moment, state)
+    def _callback_state(self, epoch: int, loss: torch.Tensor | None = None) -> CallbackState:
+        return CallbackState(
+            self.assembly.model,
+            self.assembly.optimizer,
+            epoch,
+            self.progress.step,
+            loss,
+            dict(self.progress.metrics),
+            self.world.is_main,
+            self.checkpoints.folder.parent,
+        )
 
     def _end_epoch(self) -> None:
         """Validate and save if it is time to; always after the last epoch.
@@ -525,7 +511,7 @@ class Trainer:
         If the validation is broken off, or an error ends it, the epoch does not count as finished: a resumed
         run has no step left in it, and validates.
         """
-        self.begin()
+        self.recording.open()
         before, schedule = replace(self.progress), self.schedule.state_dict()
         self.progress.epoch, self.progress.samples = before.epoch + 1, 0
         self._set_lr()
@@ -533,7 +519,7 @@ class Trainer:
         try:
             is_best = self._validates_after(epoch) and self._validate()
             if not self.stop.stop_signal:
-                self._call_back("on_epoch_end", epoch)
+                call_back(self.callbacks, "on_epoch_end", self._callback_state(epoch))
                 is_complete = True
         finally:
             if not is_complete:
@@ -568,33 +554,32 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.progress.metrics = values
         self._write("val", self.progress.epoch, values)
-        is_best = self._judge(values)
+        is_best = self._update_best(values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        epoch, last, note = (
-            self.progress.epoch,
-            self.plan.num_epochs,
-            ", best so far" if is_best else "",
-        )
+        epoch, note = self.progress.epoch, ", best so far" * is_best
         logger.info(
-            "validation after epoch %d/%d:  %s  (%.1f s%s)", epoch, last, shown, seconds, note
+            "validation after epoch %d/%d:  %s  (%.1f s%s)",
+            epoch,
+            self.plan.num_epochs,
+            shown,
+            seconds,
+            note,
         )
-        self._call_back("on_validation_end", epoch)
+        call_back(self.callbacks, "on_validation_end", self._callback_state(epoch))
         return is_best
 
-    def _judge(self, values: Mapping[str, float]) -> bool:
+    def _update_best(self, values: Mapping[str, float]) -> bool:
         """Compare a validation with those before it, for checkpoint, early stopping and learning rate.
 
         Returns:
             Whether it is the best so far.
         """
         progress, headline = self.progress, self.assembly.headline
-        best = dict(progress.best_metrics)
-        for name, value in values.items():
-            if math.isfinite(value) and (
-                name not in best or score(name, value) > score(name, best[name])
-            ):
-                best[name] = value
-        progress.best_metrics = best
+        best, finite = progress.best_metrics, {k: v for k, v in values.items() if math.isfinite(v)}
+        progress.best_metrics = best | {
+            name: max(best.get(name, value), value, key=partial(score, name))
+            for name, value in finite.items()
+        }
         metric = self.config.EARLY_STOPPING.METRIC or headline
         progress.watch(score(metric, values[metric]), self.config.EARLY_STOPPING.MIN_DELTA)
         self.schedule.validated(values[metric])
@@ -671,7 +656,7 @@ class Trainer:
     def _content(self, rank_states: list[tuple[Any, Any, Any]]) -> dict[str, Any]:
         """The entries of a checkpoint; `rank_states` has the `_rank_state` of each rank, or of this alone."""
         generators, losses, callbacks = zip(*rank_states, strict=True)
-        probe, limit = self.train_step.probe, self._micro_batch_limit
+        probe, limit = self._probe, self._micro_batch_limit
         limited = {"plan": self.plan.as_dict(), "micro_batch_limit": limit} if limit else {}
         return {
             "progress": vars(self.progress).copy(),
@@ -683,6 +668,7 @@ class Trainer:
             "optimized": self.assembly.optimized,
             "noise_scale": None if probe is None else probe.scale.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "run": self.recording.run_id,
             **self.checkpoint_extras,
             **limited,
         }

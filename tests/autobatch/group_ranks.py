@@ -40,7 +40,7 @@ from linnaeus.batch_plan.plan import BatchPlan, plan_batches
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError
-from linnaeus.size_search.fit_attempts import find_planned_sizes
+from linnaeus.size_search.planned_sizes import find_planned_sizes
 from linnaeus.size_search.searches import SizeSearch, find_sizes
 from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
 from tests.autobatch.faulty import TINY

@@ -302,7 +302,7 @@ class Run:
                 MeasuredTrainer, config, data, assembly, world, sizes, checkpoints
             ) as trainer:
                 if checkpoint is not None:
-                    trainer.resume(checkpoint.content, 0)
+                    trainer.resume(checkpoint.entries, 0)
                 trainer.fit()
         return [Phase(*phase, self.found[phase[0]]) for phase in trainer.phases]
 

@@ -581,7 +581,7 @@ class Everything:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.ema.update()
+        self.ema.on_update()
         self.optimizer.param_groups[0]["lr"] *= 0.5
         self.optimizer.param_groups[0]["added"] = True
         self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})

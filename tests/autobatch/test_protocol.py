@@ -16,7 +16,7 @@ from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.runtime.distributed import RankEnded, World, errors_told_first
+from linnaeus.runtime.distributed import RankEnded, World, report_errors_to_all_ranks
 from linnaeus.runtime.errors import AutoBatchError, LinnaeusError
 from tests.helpers import planes
 from tests.helpers.planes import nothing, script
@@ -42,7 +42,7 @@ def ranks(*works: Work) -> list[Any]:
 
     def one(plane: ControlPlane) -> Any:
         try:
-            with errors_told_first(
+            with report_errors_to_all_ranks(
                 World(CPU, rank=plane.rank, world_size=len(works), control=plane)
             ):
                 return exchange(plane, works[plane.rank])
@@ -65,7 +65,7 @@ def raises(error: BaseException) -> Work:
 
 def test_one_process_needs_no_control_plane() -> None:
     assert exchange(None, gives(7)) == [7]
-    with pytest.raises(KeyError), errors_told_first(World(CPU)):
+    with pytest.raises(KeyError), report_errors_to_all_ranks(World(CPU)):
         exchange(None, raises(KeyError("a")))
     finder, shown = Finder(result(16, (16, "fits")), result(6, (8, "oom"))), list[str]()
     found = search_on_ranks(finder, SearchSettings(), None, show=shown.append)

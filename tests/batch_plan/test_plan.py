@@ -13,7 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from linnaeus.batch_plan.effective_batch import Facts, max_samples_per_rank
-from linnaeus.batch_plan.plan import BatchPlan, scale_factor
+from linnaeus.batch_plan.plan import BatchPlan
+from linnaeus.batch_plan.scaling import scale_factor
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.configs import FACTS, plan_of
@@ -40,7 +41,7 @@ def test_a_limit_splits_the_same_optimizer_steps_more_finely(
         FACTS, max_micro_batch_size=fits, world_size=world_size, num_samples=num_samples
     )
     plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=samples_per_rank * world_size, EPOCHS=2)
-    limited = plan.limited(limit)
+    limited = plan.with_max_micro_batch(limit)
     assert effective_sizes(limited) == effective_sizes(plan)
     assert (limited.learning_rate, limited.total_steps) == (plan.learning_rate, plan.total_steps)
     for before, stage in zip(plan.stages, limited.stages, strict=True):
@@ -51,7 +52,7 @@ def test_a_limit_splits_the_same_optimizer_steps_more_finely(
         assert len(sizes) == stage.accumulation_steps
         if before.micro_batch_size <= limit:
             assert stage == before
-    assert limited.limited(limit) == limited
+    assert limited.with_max_micro_batch(limit) == limited
     assert sum(limited.micro_batches(0)) == sum(plan.micro_batches(0))
     assert min(limited.micro_batches(1)) == limited.smallest_micro_batch
 

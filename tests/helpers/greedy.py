@@ -20,7 +20,7 @@ from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
-from linnaeus.size_search.fit_attempts import PlannedSizes
+from linnaeus.size_search.planned_sizes import PlannedSizes
 from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.trainer import Trainer

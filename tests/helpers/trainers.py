@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,6 @@ from linnaeus.runtime.signals import StopRequest
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.ddp import wrap
-from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import Trainer
@@ -50,7 +48,6 @@ def building(
     """
     facts = Facts(sizes["train"], 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
-    probe = build_probe(config.TRAIN.NOISE_SCALE, assembly.model, assembly.scaler, plan)
     with build_loaders(
         data,
         config.DATA,
@@ -65,7 +62,6 @@ def building(
             world,
             assembly,
             loaders=loaders,
-            train_step=dataclasses.replace(assembly.train_step, probe=probe),
             schedule=Schedule(
                 config.SCHEDULE,
                 assembly.optimizer,

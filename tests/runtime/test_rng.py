@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from linnaeus.autobatch.state.rng import preserved_generators, rng_state, set_rng_state
-from linnaeus.runtime.rng import derive_seed, deterministic, seed_all, seed_generators
+from linnaeus.config.schema import ExperimentConfig
+from linnaeus.runtime.rng import derive_seed, deterministic, kernels, seed_all, seed_generators
 from tests.helpers.runs import Run
 from tests.helpers.small_runs import PLAIN, Layers
 
@@ -37,6 +38,20 @@ def draws() -> list[float]:
     """Some of everything; an odd number of normal ones, so that a second one lies ready in each generator."""
     normal = torch.randn(3).tolist() + torch.rand(1).tolist()
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *normal]
+
+
+def kernels_now() -> tuple[str, bool]:
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_accelerator_takes_the_kernels_asked_for(device: str) -> None:
+    """The CPU does not: there the setting may change results."""
+    before, config = kernels_now(), ExperimentConfig(CUDNN_BENCHMARK=True)
+    assert before == ("highest", False)
+    with kernels(config, torch.device(device)):
+        assert kernels_now() == (before if device == "cpu" else ("high", True))
+    assert kernels_now() == before
 
 
 def test_a_seed_fixes_all_generators() -> None:

@@ -21,6 +21,7 @@ from linnaeus.runtime.run_folder import (
     CLAIMS,
     DEAD_S,
     OUTPUT,
+    RESTART_TOKEN,
     RUN,
     RUN_FILES,
     SHARED_CLAIM,
@@ -204,6 +205,36 @@ def test_a_process_of_another_machine_lives_as_long_as_it_touches_its_claim(fold
     elsewhere(folder, DEAD_S + 60)
     assert read_state(folder).status == "finished"
     Claim(folder).release()
+
+
+@pytest.mark.parametrize("name", [RESTART_TOKEN, "TORCHELASTIC_RUN_ID"])
+def test_a_restarted_container_takes_its_run_over_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    elsewhere(folder, 1, restart_token="job 7")
+    for other in ("job 8", "none", ""):
+        monkeypatch.setenv(name, other)
+        with pytest.raises(FolderInUseError, match=f"in {DEAD_S - 1:.0f} s"):
+            claim_run_folder(folder, resumes=True)
+    monkeypatch.setenv(name, "job 7")
+    with pytest.raises(FolderInUseError):  # it would move the run that is going on
+        claim_run_folder(folder)
+    assert read_state(folder).status == "running", "others see it as before"
+    claim = claim_run_folder(folder, resumes=True)
+    assert claim.is_mine
+    with pytest.raises(FolderInUseError):  # on this machine the process itself is looked for
+        claim_run_folder(folder, resumes=True)
+    claim.release()
+
+
+@pytest.mark.parametrize("token", ["none", ""])
+def test_processes_without_a_restart_token_have_none_in_common(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", token)
+    elsewhere(folder, 1)
+    with pytest.raises(FolderInUseError):
+        claim_run_folder(folder, resumes=True)
 
 
 def test_a_job_that_is_not_in_the_queue_has_nothing(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from linnaeus.config.schema import EmaConfig, LossConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -17,10 +18,14 @@ from linnaeus.training.build import Assembly, assemble, plan_facts
 
 
 def assembled(
-    model_name: str = "test_resnet", freeze: str = "none", head: str = "independent", **changes: Any
+    model_name: str = "test_resnet",
+    freeze: str = "none",
+    head: str = "independent",
+    node: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Assembly:
     torch.manual_seed(0)
-    model, loss = ModelConfig(NAME=model_name, FREEZE=freeze, HEAD=head), LossConfig()
+    model, loss = node or ModelConfig(NAME=model_name, FREEZE=freeze, HEAD=head), LossConfig()
     nothing = TensorDataset(torch.empty(0))
     data = DataBundle(
         nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs
@@ -44,7 +49,7 @@ def test_the_parts_fit_together_as_the_configuration_says() -> None:
     assert train.precision.channels_last
     [weight] = [p for p in parts.model.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1][:1]
     assert weight.is_contiguous(memory_format=torch.channels_last)
-    assert (train.after_step, train.clip_grad_norm, parts.ema) == (None, 0.5, None)
+    assert (train.callbacks, train.clip_grad_norm, parts.ema) == ({}, 0.5, None)
     assert parts.state == (parts.model, parts.criterion, parts.optimizer, parts.scaler, None)
     held = {parameter for group in parts.optimizer.param_groups for parameter in group["params"]}
     assert held == set(parts.model.parameters())
@@ -88,6 +93,30 @@ def test_compile_is_a_switch_that_keeps_the_names_of_the_weights(compile_model: 
     parts = assembled(COMPILE=compile_model, EMA=EmaConfig(ENABLED=True))
     assert (parts.model._compiled_call_impl is not None) is compile_model
     assert parts.model.state_dict().keys() == assembled().model.state_dict().keys()
+
+
+class Compiled(nn.Linear):
+    """Notes how it was compiled."""
+
+    options: dict[str, Any] | None = None
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        self.options = options
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_compile_takes_its_mode_and_shapes_from_the_configuration(is_on: bool) -> None:
+    model = assembled(
+        node={"_target_": f"{__name__}.Compiled"},
+        COMPILE=is_on,
+        COMPILE_MODE="reduce-overhead",
+        COMPILE_DYNAMIC=False,
+    ).model
+    assert isinstance(model, Compiled)
+    assert model.options == ({"mode": "reduce-overhead", "dynamic": False} if is_on else None)
 
 
 def test_a_marginal_head_trains_and_validates() -> None:

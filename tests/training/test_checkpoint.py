@@ -59,7 +59,7 @@ def train(state: TrainingState, num_steps: int) -> None:
         state.scaler.update()
         state.optimizer.zero_grad()
         assert state.ema is not None
-        state.ema.update()
+        state.ema.on_update()
 
 
 def content(epoch: int, **more: Any) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def test_shards_stay_while_a_checkpoint_cannot_be_read(
     checkpoint = checkpoints.load_latest(World(CPU))
     for epoch in (2, 3):
         checkpoints.save(content(epoch))
-    assert epoch_of(None if checkpoint is None else checkpoint.content) == 1
+    assert epoch_of(None if checkpoint is None else checkpoint.entries) == 1
     assert shards.is_dir()
     assert len([line for line in caplog.messages if str(checkpoints.best) in line]) == 1
 
@@ -387,7 +387,7 @@ def test_what_a_rank_without_memory_has_saved_is_the_newest(tmp_path: Path) -> N
     for resumed in (25, 30):
         checkpoint = CheckpointFolder(tmp_path).load_latest(World(CPU))
         assert checkpoint is not None
-        assert checkpoint.content["progress"]["step"] == resumed
+        assert checkpoint.entries["progress"]["step"] == resumed
         save_steps(checkpoints, 30)
     assert names(tmp_path) == {"last.pt", "previous.pt"}
 

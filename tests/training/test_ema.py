@@ -39,7 +39,7 @@ def test_the_average_against_the_recursion_by_hand(decay: float) -> None:
     for n in range(1, 8):
         train(model)
         assert not torch.equal(weight(ema.module), weight(model))
-        ema.update()
+        ema.on_update()
         now = min(decay, 1 - n ** (-2 / 3))
         expected = now * expected + (1 - now) * weight(model)
         torch.testing.assert_close(weight(ema.module), expected)
@@ -55,14 +55,14 @@ def test_a_restored_average_goes_on_as_if_nothing_had_been() -> None:
     ema = Ema(model, 0.9)
     for _ in range(3):
         train(model)
-        ema.update()
+        ema.on_update()
     twin_model = copy.deepcopy(model)
     twin = Ema(twin_model, 0.9)
     twin.load_state_dict(copy.deepcopy(ema.state_dict()))
     for source, average in ((model, ema), (twin_model, twin)):
         torch.manual_seed(5)
         train(source)
-        average.update()
+        average.on_update()
     assert twin.num_updates == ema.num_updates == 4
     for a, b in zip(
         ema.module.state_dict().values(), twin.module.state_dict().values(), strict=True

@@ -240,7 +240,7 @@ def test_a_search_leaves_them_bit_for_bit() -> None:
     assert bits(parts.criterion.state_dict()) == before
     assert all(parameter.grad is None for parameter in parts.criterion.parameters())
     assert not parts.optimizer.state
-    parts.train_step(search._batches(search.spec("train"), 4, num_batches=1))
+    parts.train_step(search.batches(search.spec("train"), 4, num_batches=1))
     assert bits(parts.criterion.state_dict()) != before, "the comparison sees a step"
 
 

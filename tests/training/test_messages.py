@@ -18,7 +18,7 @@ from linnaeus.config.schema import LossConfig, NoiseScaleConfig, OptimizerConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.runtime.distributed import World
-from linnaeus.size_search.fit_attempts import PlannedSizes
+from linnaeus.size_search.planned_sizes import PlannedSizes
 from linnaeus.training.accuracy import LossMeter
 from linnaeus.training.build import check_loss_takes_outputs
 from linnaeus.training.checkpoint import (
@@ -32,7 +32,7 @@ from linnaeus.training.losses import build_loss, logits_per_level
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer
 from linnaeus.training.out_of_memory import StateBytes, memory_sentence
-from linnaeus.training.report import settings_sentence, settings_without_effect
+from linnaeus.training.report import settings_without_effect
 from linnaeus.training.resume import changes_of, check_changes, check_classes
 from tests.helpers.contents import whole
 from tests.helpers.greedy import SPLIT, greedy, trainer_of
@@ -196,15 +196,6 @@ NOTES = {
     "unfreezing late": (["TRAIN.UNFREEZE_EPOCH=5", "TRAIN.EPOCHS=4", FROZEN], "TRAIN.EPOCHS=5"),
 }
 """Keys without effect, and what gives them one."""
-SWITCHED_ON = [
-    *MIXED,
-    "DATA.SAMPLER=balanced",
-    "LOSS.NAME=focal",
-    "LOSS.CLASS_WEIGHTS=balanced",
-    "MODEL.HEAD=marginal",
-    "OPTIMIZER.LAYER_DECAY=0.75",
-    "OPTIMIZER.HEAD_LR_SCALE=10",
-]
 
 
 def not_finite(*, scales: bool) -> str:
@@ -256,7 +247,6 @@ def test_messages(golden: Golden, tmp_path: Path) -> None:
     frozen = nn.Linear(2, 2).requires_grad_(False)
     messages["optimizer: nothing trains"] = error_of(build_optimizer, OptimizerConfig(), frozen)
     messages["noise scale"] = error_of(check_noise_scale, NoiseScaleConfig(ENABLED=True), 1)
-    messages["switched on"] = str(settings_sentence(load_config(SWITCHED_ON).config))
     for title, (argv, remedy) in NOTES.items():
         messages[f"no effect: {title}"] = "\n".join(
             settings_without_effect(load_config(argv).config)
@@ -268,7 +258,6 @@ def test_messages(golden: Golden, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv", [[], ["MODEL._target_=a.B", "LOSS._target_=a.C", "OPTIMIZER._target_=a.D"]]
 )
-def test_a_plain_training_has_no_line(argv: list[str]) -> None:
+def test_a_plain_training_has_no_warning(argv: list[str]) -> None:
     config = load_config(argv).config
-    assert settings_sentence(config) is None
     assert list(settings_without_effect(config)) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linnaeus.data.batch import Batch
+from linnaeus.training.callbacks import CallbackState, MicroBatch
 from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.precision import Precision
 from linnaeus.training.step import TrainStep
@@ -44,7 +46,6 @@ def measured(
     """What real training steps at a rate of 0 measure."""
     model = Point()
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
-    probe = GradientProbe(model, scaler, decay=0.999)
     step = TrainStep(
         model,
         half_square,
@@ -52,13 +53,18 @@ def measured(
         scaler,
         Precision(CPU, dtype),
         clip_grad_norm=clip,
-        probe=probe,
     )
+    probe = step.callbacks["noise scale"] = GradientProbe(step, decay=0.999)
     source = batches(size, seed=3)
     for _ in range(num_steps):
-        probe.arm()
         step(source, micro_batches)
     return probe.scale
+
+
+def plain_step(model: Point) -> TrainStep:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return TrainStep(model, half_square, optimizer, scaler, Precision(CPU), clip_grad_norm=1.0)
 
 
 def by_hand(size: int, micro_batches: int, num_steps: int) -> NoiseScale:
@@ -97,27 +103,24 @@ def test_a_step_of_one_micro_batch_measures_nothing() -> None:
 def test_infinite_gradients_are_left_out() -> None:
     """As a gradient scaler leaves them out, after it has tried too large a scale."""
     model = Point()
-    probe = GradientProbe(model, torch.amp.GradScaler("cpu", enabled=False), decay=0.9)
-    probe.arm()
+    step = plain_step(model)
+    probe = GradientProbe(step, decay=0.9)
+    state = CallbackState(model, step.optimizer)
+    probe.on_step_start(state)
     model.w.grad = torch.tensor([1.0, 2.0, 3.0, float("inf")])
-    probe.after_backward(1, 2, 8, 2)
-    probe.after_backward(2, 2, 8, 2)
+    for number in (1, 2):
+        probe.on_backward(replace(state, micro_batch=MicroBatch(number, 2, 8, 2)))
     assert probe.scale.num == 0
 
 
 def test_measuring_changes_no_bit_of_the_training() -> None:
     def weights(decay: float | None) -> Tensor:
         model = Point()
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        probe = None if decay is None else GradientProbe(model, scaler, decay=decay)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step = TrainStep(
-            model, half_square, optimizer, scaler, Precision(CPU), clip_grad_norm=1.0, probe=probe
-        )
+        step = plain_step(model)
+        if decay is not None:
+            step.callbacks["noise scale"] = GradientProbe(step, decay=decay)
         source = batches(8, seed=1)
         for _ in range(20):
-            if probe is not None:
-                probe.arm()
             step(source, 3)
         return model.w.detach()
 

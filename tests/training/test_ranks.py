@@ -20,6 +20,7 @@ from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.runtime.distributed import World
 from linnaeus.training.accuracy import ClassificationMetrics
+from linnaeus.training.callbacks import CallbackState
 from linnaeus.training.checkpoint import broadcast_state
 from linnaeus.training.ddp import distribute_batchnorm, wrap
 from linnaeus.training.ema import Ema
@@ -406,15 +407,14 @@ def measured(world: World, is_on: bool) -> tuple[Any, Tensor]:
     """The noise scale of the first of four steps, if it is measured, and the parameter after all of them."""
     module = Point()
     model = wrap(module, world)
-    probe = GradientProbe(model, torch.amp.GradScaler("cpu", enabled=False), decay=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = plain_step(
-        model, half_square, optimizer, clip_grad_norm=0.1, probe=probe if is_on else None
-    )
+    step = plain_step(model, half_square, optimizer, clip_grad_norm=0.1)
+    probe = GradientProbe(step, decay=0.0, every=4)
     if is_on:
-        probe.arm()
+        step.callbacks["noise scale"] = probe
     source = points(world.rank)
-    for _ in range(4):
+    for number in range(4):
+        step.state = CallbackState(module, optimizer, step=number)
         step(source, 3)
     return probe.scale.state_dict(), module.w.detach()
 
@@ -475,7 +475,7 @@ def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
     model = normalised()
     ema = Ema(model, 0.9)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = plain_step(wrap(model, world), nn.CrossEntropyLoss(), optimizer, after_step=ema.update)
+    step = plain_step(wrap(model, world), nn.CrossEntropyLoss(), optimizer, callbacks={"EMA": ema})
     for number in range(4):
         if stops and number == 2:
             for part in (model, ema):

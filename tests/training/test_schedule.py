@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.batch_plan.plan import configured_warmup
+from linnaeus.batch_plan.scaling import configured_warmup
 from linnaeus.config.schema import SCHEDULES, ScheduleConfig
 from linnaeus.training.schedule import Schedule, lr_factor
 

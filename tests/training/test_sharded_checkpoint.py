@@ -90,7 +90,7 @@ def train(state: TrainingState, world: World, steps: range) -> list[float]:
         state.optimizer.step()
         state.optimizer.zero_grad()
         assert state.ema is not None
-        state.ema.update()
+        state.ema.on_update()
         losses.append(float(world.mean(loss.detach())))
     return losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.data.batch import Batch
+from linnaeus.training.callbacks import CallbackState
 from linnaeus.training.ema import Ema
 from linnaeus.training.precision import Precision
 from linnaeus.training.step import TrainStep, ValidationStep
@@ -221,31 +223,29 @@ def test_images_come_in_the_memory_format_of_the_model(channels_last: bool) -> N
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_after_step_runs_once_with_the_new_parameters_and_no_gradients(
-    num_micro_batches: int,
-) -> None:
+def test_a_callback_sees_the_new_parameters_and_no_gradients(num_micro_batches: int) -> None:
     model, batch = make_model(), make_batch()
     expected = [
         p - g for p, g in zip(parameters(model), gradients_by_hand(model, batch), strict=True)
     ]
     seen: list[bool] = []
 
-    def after_step() -> None:
+    def on_update(state: CallbackState) -> None:
         assert_close(parameters(model), expected)
         seen.append(all(parameter.grad is None for parameter in model.parameters()))
 
-    make_step(model, lr=1.0, after_step=after_step)(
-        split(batch, num_micro_batches), num_micro_batches
-    )
+    callbacks = {"own": SimpleNamespace(on_update=on_update)}
+    step = make_step(model, lr=1.0, callbacks=callbacks)
+    step(split(batch, num_micro_batches), num_micro_batches)
     assert seen == [True]
 
 
-def test_after_step_does_not_run_where_the_scaler_skips_a_step() -> None:
+def test_the_average_stays_where_the_scaler_skips_a_step() -> None:
     model, batch = make_model(torch.float32), make_batch(dtype=torch.float32)
     ema = Ema(model, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
     step = make_step(
-        model, scaler=scaler, precision=Precision(CPU, torch.float16), after_step=ema.update
+        model, scaler=scaler, precision=Precision(CPU, torch.float16), callbacks={"EMA": ema}
     )
     num_skipped, num_updates = 0, []
     for _ in range(25):

@@ -22,7 +22,7 @@ from linnaeus.config.schema import ScheduleConfig
 from linnaeus.data.loader import build_loaders
 from linnaeus.runtime.errors import LinnaeusError, OutOfMemoryError
 from linnaeus.runtime.rng import seed_all
-from linnaeus.size_search.fit_attempts import size_search
+from linnaeus.size_search.planned_sizes import prepare_search
 from linnaeus.size_search.report import device_environment
 from linnaeus.training.optim import scale_values
 from linnaeus.training.schedule import Schedule
@@ -69,7 +69,7 @@ def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
         LinnaeusError: a step runs out of memory, or the first loss is not finite.
     """
     config, data, world, seed = setup.config, setup.data, setup.world, setup.config.EXPERIMENT.SEED
-    search, plan_for = size_search(config, data, setup.search().assembly, world, setup.console)
+    search, plan_for = prepare_search(config, data, setup.search().assembly, world, setup.console)
     plan, step = plan_for(config.DATA.BATCH_SIZE), search.assembly.train_step
     stage, optimizer = plan.stages[0], step.optimizer
     test.environment = device_environment(world.device) | run_settings(config.MODEL, search)

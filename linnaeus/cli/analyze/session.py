@@ -23,7 +23,7 @@ from linnaeus.runtime.console import StatusLine, make_console
 from linnaeus.runtime.distributed import World, join
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, AutoBatchError
 from linnaeus.runtime.log import close_logging, set_up_logging
-from linnaeus.runtime.rng import deterministic, seed_all
+from linnaeus.runtime.rng import deterministic, kernels, seed_all
 from linnaeus.size_search.searches import log_level
 
 logger = logging.getLogger("linnaeus.cli")
@@ -56,6 +56,7 @@ def run(options: Options, config: Config) -> int:
     try:
         with (
             joining as world,
+            kernels(config.EXPERIMENT, world.device),
             log_level(config.DATA.AUTOBATCH, "train") as is_shown,
             StatusLine(console if is_shown else None) as line,
             deterministic(config.TRAIN.DETERMINISTIC),

@@ -39,7 +39,10 @@ _SETTABLE = (
     "TRAIN.CHANNELS_LAST",
     "TRAIN.COMPILE",
     "TRAIN.DETERMINISTIC",
+    "TRAIN.COMPILE_MODE",
+    "TRAIN.COMPILE_DYNAMIC",
     "EXPERIMENT.DEVICE",
+    "EXPERIMENT.MATMUL_PRECISION",
     "DIST",
 )
 """Keys, and nodes of keys, that an evaluation may set."""

@@ -44,13 +44,13 @@ from linnaeus.inference.evaluation_data import (
 from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.runtime.console import ProgressBar, make_console
-from linnaeus.runtime.distributed import RankEnded, World, errors_told_first, join
+from linnaeus.runtime.distributed import RankEnded, World, join, report_errors_to_all_ranks
 from linnaeus.runtime.files import read_json
 from linnaeus.runtime.log import close_logging, set_up_logging
-from linnaeus.runtime.rng import deterministic, seed_all
+from linnaeus.runtime.rng import deterministic, kernels, seed_all
 from linnaeus.runtime.signals import StopRequest
 from linnaeus.runtime.words import counted
-from linnaeus.size_search.fit_attempts import size_origin
+from linnaeus.size_search.planned_sizes import size_origin
 from linnaeus.size_search.report import device_environment
 from linnaeus.size_search.searches import SizeSearch
 from linnaeus.training.build import configuration_facts
@@ -94,7 +94,8 @@ def run(options: Options, config: Config, own: Config) -> int:
             deterministic(config.TRAIN.DETERMINISTIC),
             StopRequest().listening(),
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
-            errors_told_first(world),
+            kernels(config.EXPERIMENT, world.device),
+            report_errors_to_all_ranks(world),
         ):
             set_up_logging(None, rank=world.rank, console=console)
             world.check_equal(configuration_facts(dataclasses.asdict(config)))

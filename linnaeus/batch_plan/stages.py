@@ -51,7 +51,7 @@ class Stage:
         smaller, num_larger = divmod(self.samples_per_rank, self.accumulation_steps)
         return [smaller + (number < num_larger) for number in range(self.accumulation_steps)]
 
-    def limited(self, max_micro_batch_size: int) -> Stage:
+    def with_max_micro_batch(self, max_micro_batch_size: int) -> Stage:
         """The same steps, split into more micro-batches where theirs are larger than this."""
         steps = max(self.accumulation_steps, -(-self.samples_per_rank // max_micro_batch_size))
         return replace(self, accumulation_steps=steps)
