@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,8 @@ from linnaeus.autobatch.ranks.group import of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
+from linnaeus.autobatch.split import Split, nearest, split_samples
+from linnaeus.autobatch.state.snapshot import parameters_of
 from linnaeus.integrations.samples import LOOK_S, Largest, leaves, stored_lengths
 
 SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "group"})
@@ -32,6 +33,9 @@ SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bo
 
 NOTABLE_GROWTH = 4
 """A batch that has grown by more than this factor asks for another learning rate."""
+
+NOTABLE_BYTES = 2**20
+"""What a loop keeps of its batches counts from here on."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -93,7 +97,8 @@ def find_size(
     and the smaller size is run.
 
     Args:
-        step, make_batch, device, bounds, arguments: as for `auto_find_batch_size`.
+        step, make_batch, device, bounds, arguments: as for `auto_find_batch_size`. The model is first in
+            `state`.
         options: of the user, with `max_batch_size`.
         known: a size, the same on every rank.
         source: what has the known size, for the warning of a smaller one.
@@ -105,8 +110,21 @@ def find_size(
     Raises:
         AutoBatchError: no size fits.
     """
-    bounds = {**(bounds or {}), "host_memory": _host_bound(control, batch, loading, device)}
-    arguments["device"] = device
+    workers, prefetch_factor, is_pinned = loading
+    host_memory = largest_host_batch(
+        sum(map(_num_bytes, leaves(batch))) / 2,
+        workers,
+        prefetch_factor,
+        pinned=is_pinned and device.type == "cuda",
+        num_ranks=1 if control is None else max(len(control.neighbours()), 1),
+    )
+    bounds = {**(bounds or {}), "host_memory": host_memory}
+    parameters = parameters_of(arguments["state"][0])
+    num_frozen = sum(each.numel() for each in parameters if not each.requires_grad)
+    if num_frozen and is_main(control) and arguments.get("mode") != "val":
+        logger.info(
+            "AutoBatch: %d parameters are frozen now; sizes hold while they stay frozen", num_frozen
+        )
     settings = SearchSettings.of(options)
     spent_s, margin = sum(look.seconds for look in looks), 1.0
     if known is None:
@@ -116,22 +134,24 @@ def find_size(
     spent_s, margin = of_main(control, (spent_s, margin))  # the ranks look for as long as they may
     rest = max(settings.timeout_minutes - spent_s / 60, settings.timeout_minutes / 2)
     options = {**options, **asdict(replace(settings, timeout_minutes=rest)), **arguments}
-    result = auto_find_batch_size(step, make_batch, **options, bounds=bounds)
+    search = partial(auto_find_batch_size, step, make_batch, device=device)
+    result = search(**options, bounds=bounds)
     smallest = (options["state"], result.mode, options["min_batch_size"], result.batch_size)
     size = max(int(result.batch_size / margin), smallest_size(*smallest))
     if size < result.batch_size:
+        if is_main(control):
+            logger.warning(
+                "warning: the largest batch of all samples is estimated at %.2f times the largest of the "
+                "samples looked at: batch size %d is reduced to %d",
+                margin,
+                result.batch_size,
+                size,
+            )
+        options["start"] = size
+        result = search(**options, bounds={**bounds, "unread_samples": size})
+    if known is not None and result.batch_size < known and is_main(control):
         logger.warning(
-            "warning: the largest batch of all samples is estimated at %.2f times that of those looked at: "
-            "batch size %d is reduced to %d",
-            margin,
-            result.batch_size,
-            size,
-        )
-        options |= {"start": size, "bounds": {**bounds, "unread_samples": size}}
-        result = auto_find_batch_size(step, make_batch, **options)
-    if known is not None and result.batch_size < known:
-        logger.warning(
-            "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, that of %s",
+            "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, the size of %s",
             result.mode,
             result.batch_size,
             result.limited_by,
@@ -141,34 +161,27 @@ def find_size(
     return result
 
 
+def is_main(control: ControlPlane | None) -> bool:
+    """Whether this is the only rank, or the one that logs."""
+    return control is None or control.rank == 0
+
+
 def look_for_largest(
     dataset: Any,
     collate: Callable[[list[Any]], Any],
     options: Mapping[str, Any],
+    device: torch.device,
     lengths: Sequence[Any] | None = None,
     **others: Any,
 ) -> Largest:
-    """Look at samples for at most half of the time that a search has."""
-    seconds = 30 * SearchSettings.of(options).timeout_minutes
+    """Look at samples for at most half of the time that a search has.
+
+    In a search of the host's memory, what the loader reads for each batch counts.
+    """
+    seconds = min(LOOK_S, 30 * SearchSettings.of(options).timeout_minutes)
     lengths = stored_lengths(dataset) if lengths is None else lengths
-    return Largest(dataset, collate, lengths, seconds=min(LOOK_S, seconds), **others)
-
-
-def _host_bound(
-    control: ControlPlane | None,
-    batch: Any,
-    loading: tuple[int, int | None, bool],
-    device: torch.device,
-) -> int:
-    """The bound of a size by host memory."""
-    workers, prefetch_factor, is_pinned = loading
-    return largest_host_batch(
-        sum(_num_bytes(leaf) for leaf in leaves(batch)) / 2,
-        workers,
-        prefetch_factor,
-        pinned=is_pinned and device.type == "cuda",
-        num_ranks=1 if control is None else max(len(control.neighbours()), 1),
-    )
+    keeps = device.type != "cpu"
+    return Largest(dataset, collate, lengths, seconds=seconds, keeps=keeps, **others)
 
 
 def _num_bytes(leaf: Any) -> int:
@@ -179,66 +192,83 @@ def _num_bytes(leaf: Any) -> int:
 
 
 class WholeLoop:
-    """Runs batches of validation while as much memory is held as its loop keeps by its end.
+    """Runs the last step of a loop beside as much memory as the loop keeps of its batches by then.
 
-    Two batches run first: the second one shows the tensors that each batch leaves behind.
+    Two steps run first: the second one shows the tensors that each step leaves behind.
 
     Args:
         device: whose tensors count.
+        name: of the loop, for the warning.
         joins: whether the loop joins what it keeps, for which it takes as much again.
+        others: tensors that come once, such as gradients.
     """
 
-    def __init__(self, device: torch.device, *, joins: bool = False) -> None:
-        self._device, self._joins = device, joins
-        self._told_bytes = 2**20  # less is not worth a line
+    def __init__(
+        self,
+        device: torch.device,
+        name: str,
+        *,
+        joins: bool = False,
+        others: Callable[[], Iterable[Any]] = tuple,
+    ) -> None:
+        self._device, self._name, self._joins, self._others = device, name, joins, others
+        self._held_bytes, self._is_told = 0, False
 
-    def __call__(self, run: Callable[[], Any], num_batches: int) -> None:
-        """Run up to three batches.
+    def __call__(self, run: Callable[[], Any], num_steps: int) -> None:
+        """Run up to three steps; `run` returns what the loop keeps beside what the step itself keeps."""
+        kept = [self.first(run)]
+        if num_steps > 1:
+            kept.append(run())
+            self.last(run, num_steps)
 
-        Args:
-            run: runs one, and returns what the loop keeps of it beside what the step itself keeps.
-            num_batches: of the loop.
-        """
-        kept = [run()]
-        before_bytes = tensor_bytes(self._device)
-        kept += [run()] if num_batches > 1 else []
-        kept_bytes = tensor_bytes(self._device) - before_bytes
-        if num_batches < 3 or kept_bytes <= 0:
+    def first(self, run: Callable[[], Any]) -> Any:
+        """Run the first step."""
+        kept = run()
+        self._held_bytes = self._tensor_bytes()
+        return kept
+
+    def last(self, run: Callable[[], Any], num_steps: int) -> None:
+        """After the second step, run the last one of so many if the loop keeps a notable amount."""
+        kept_bytes = self._tensor_bytes() - self._held_bytes
+        total_bytes = kept_bytes * num_steps
+        if num_steps < 3 or total_bytes < NOTABLE_BYTES:
             return
-        total_bytes = kept_bytes * num_batches
-        if total_bytes > 2 * self._told_bytes:
-            self._told_bytes = total_bytes
+        if not self._is_told:
+            self._is_told = True
             logger.warning(
-                "warning: validation keeps %.0f MiB of its batches until it ends. The search counts them%s",
+                "warning: %s keeps %.0f MiB of its batches until it ends. The search counts them%s",
+                self._name,
                 total_bytes / 2**20,
                 "" if self._joins else ", but not as much again that joining them takes",
             )
         empty = partial(torch.empty, dtype=torch.uint8, device=self._device)
-        rest = empty(total_bytes - 3 * kept_bytes)
-        kept += run(), rest
+        kept = [empty(total_bytes - 3 * kept_bytes)]
+        kept.append(run())
         if self._joins:
             empty(total_bytes)
 
+    def _tensor_bytes(self) -> int:
+        """Bytes of the tensors on the device that have come since the search began."""
+        gc.collect()
+        # The search freezes what was there before it.
+        tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+        sizes = dict(self._storages(tensors))
+        for place, _ in self._storages(self._others()):
+            sizes.pop(place, None)
+        return sum(sizes.values())
 
-def tensor_bytes(device: torch.device) -> int:
-    """Bytes of the tensors on a device that have come since the search began."""
-    gc.collect()
-    # The search freezes what was there before it.
-    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
-    storages = (
-        each.untyped_storage()
-        for each in tensors
-        if each.device.type == device.type and each.layout is torch.strided
-    )
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    def _storages(self, tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
+        for each in tensors:
+            if each.device.type == self._device.type and each.layout is torch.strided:
+                storage = each.untyped_storage()
+                yield storage.data_ptr(), storage.nbytes()
 
 
-def warn_of_growth(before: int, after: int) -> None:
+def warn_of_growth(control: ControlPlane | None, before: int, after: int) -> None:
     """Say where the samples of a step have become so many that the learning rate is another question."""
-    if after > NOTABLE_GROWTH * before:
+    if after > NOTABLE_GROWTH * before and is_main(control):
         logger.warning(
-            "warning: a step takes %d samples now, %.3g times as many as before (%d), for which the learning "
-            "rate was tuned; where it does not follow the batch size, tune it again",
+            "warning: a step takes %d samples, %.3g times as many as before (%d): check the learning rate",
             after,
             after / before,
             before,
@@ -297,18 +327,3 @@ def split_effective_batch(
             f"{' or '.join(map(str, sizes)) or 'another size'} would do"
         )
     return split
-
-
-def warn_of_many_steps(split: Split, world_size: int, largest: int) -> None:
-    """Warn of a split that takes many more steps than the memory asks for."""
-    if split.accumulation_steps > max(
-        MANY_ACCUMULATION_STEPS, -(-split.samples_per_rank // largest)
-    ):
-        logger.warning(
-            "AutoBatch: %d accumulation steps are slow: no divisor of %d, the samples of each process, is "
-            "near %d, which fit at once; an effective_batch_size that is a multiple of %d takes fewest",
-            split.accumulation_steps,
-            split.samples_per_rank,
-            largest,
-            largest * world_size,
-        )

@@ -10,6 +10,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from itertools import chain, cycle, islice, pairwise
 from numbers import Integral
 from operator import itemgetter
@@ -18,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import check_count
@@ -104,16 +105,17 @@ class Largest:
         lengths: one number for each sample, which may be about something else.
         remedy: what to do where the largest batch cannot be known, for the messages.
         seconds: after so many no further sample is looked at.
+        keeps: whether samples of batches stay in host memory, since making one anew takes time.
         **loading: arguments of the `DataLoader` that reads the samples, such as `num_workers`.
 
     Attributes:
-        are_alike: whether all samples make the same shapes.
         margin: how many times as large the largest batch of all samples may be, compared with that of the
             samples looked at. It is estimated from how the largest grows with their number.
         seconds: how long the look took.
 
     Raises:
-        AutoBatchError: no tensors are found in a batch, or equal batches differ in size.
+        AutoBatchError: the dataset is not read by index, no tensors are found in a batch, or equal batches
+            differ in size.
         ValueError: the dataset is empty.
     """
 
@@ -125,13 +127,20 @@ class Largest:
         *,
         remedy: str = "make the largest batch by hand",
         seconds: float = LOOK_S,
+        keeps: bool = False,
         **loading: Any,
     ) -> None:
+        self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
+        if not is_read_by_index(dataset):
+            raise self._refusal("it is not read by index")
         if not len(dataset):
             raise ValueError("dataset is empty; it must have a sample")
         started = time.monotonic()
         self.margin = self._share = 1.0
-        self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
+        self._collate, self._read = (
+            collate,
+            cache(dataset.__getitem__) if keeps else dataset.__getitem__,
+        )
         with preserved_generators():
             indices = Random(0).sample(range(len(dataset)), min(len(dataset), LOOKED_AT))
             measure = _Measure(collate)
@@ -157,9 +166,8 @@ class Largest:
                 if count % 500 == 0:
                     logger.info("looked at %d of %d samples", count, len(indices))
             del indices[len(shapes) :]
-            self.are_alike = len(set(shapes)) == 1
             text = "samples differ in size: trials use the largest of %d, by %s"
-            if self.are_alike:
+            if len(set(shapes)) == 1:
                 self._order = sorted(indices)
             elif lengths is not None and _follow(lengths, indices, shapes):
                 logger.info(text, len(dataset), "the lengths that are stored")
@@ -172,6 +180,10 @@ class Largest:
                     if _num_values(again) < 0.9 * _num_values(shapes[indices.index(index)]):
                         raise self._refusal("a sample made twice has two sizes")
         self.seconds = time.monotonic() - started
+
+    def batch(self, size: int) -> Any:
+        """Collate the largest batch of so many samples."""
+        return self._collate([copied(self._read(index)) for index in self.indices(size)])
 
     def indices(self, size: int) -> list[int]:
         """The samples of a batch of so many; where few were looked at or there are few, they repeat.
@@ -223,16 +235,19 @@ class _Measure:
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, sample: Any) -> tuple[Shapes, Shapes]:
-        one, other = (
-            tuple(map(_shape, leaves(self.collate([copied(sample), copied(sample)]))))
-            for _ in range(2)
-        )
+        one, other = (shapes_in(self.collate([copied(sample), copied(sample)])) for _ in range(2))
         return one, other
 
 
 def _products(rows: torch.Tensor) -> torch.Tensor:
     """The values of all tensors together."""
     return rows.prod(-1).sum(-1)
+
+
+def is_read_by_index(dataset: Any) -> bool:
+    """Whether a dataset has a length, and gives a sample for an index."""
+    is_stream = isinstance(dataset, IterableDataset)
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not is_stream
 
 
 def copied(sample: Any) -> Any:
@@ -262,6 +277,11 @@ def leaves(value: Any, depth: int = 4) -> Iterator[Any]:
         if not found and hasattr(value, "to_dict"):
             found = list(leaves(value.to_dict(), 0))
         yield from found
+
+
+def shapes_in(batch: Any) -> Shapes:
+    """The shape of each tensor and array in a batch."""
+    return tuple(map(_shape, leaves(batch)))
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

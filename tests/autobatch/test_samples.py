@@ -134,7 +134,6 @@ def test_the_largest_come_first_where_batches_differ_in_size() -> None:
     assert Largest(Rows(sizes), padded, lengths=unrelated).indices(200) == expected
     rows = Rows(sizes)
     alike = Largest(rows, lambda samples: torch.zeros(len(samples), 9), lengths=unrelated)
-    assert alike.are_alike
     assert len(rows.read) == len({*alike.indices(200)}) == PROBED
     with pytest.raises(ValueError, match="empty"):
         Largest([], padded)

@@ -219,6 +219,7 @@ class Contents:
         roots: the containers, or what else is saved.
         held: ids of what is put back by others.
         inside: the containers that belong to an object of another kind.
+        values: whether tensors and arrays are copied too, or left alone.
 
     Attributes:
         tensors: the copies of tensors.
@@ -230,6 +231,8 @@ class Contents:
         roots: Iterable[Any],
         held: Collection[int] = (),
         inside: Callable[[Any], Iterable[Any]] = lambda value: (),
+        *,
+        values: bool = True,
     ) -> None:
         self.tensors: list[_TensorCopy] = []
         self.seen = set(held)
@@ -240,6 +243,8 @@ class Contents:
             value = waiting.popleft()
             kind = type(value)
             if kind in _PLAIN or id(value) in self.seen:
+                continue
+            if not values and (isinstance(value, Tensor) or nest.is_array(value)):
                 continue
             self.seen.add(id(value))
             if kind in _CONTAINERS:

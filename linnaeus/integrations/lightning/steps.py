@@ -15,39 +15,78 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch.optim import Optimizer
+from torch.utils.data import Dataset, Sampler
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
-from linnaeus.autobatch.state.snapshot import Contents, Snapshot
+from linnaeus.autobatch.state.rng import rng_state, set_rng_state
+from linnaeus.autobatch.state.snapshot import Contents
 from linnaeus.integrations.common import WholeLoop
-from linnaeus.integrations.lightning.loaders import Loaders, library, restores_of_data
+from linnaeus.integrations.lightning.loaders import Loaders
+from linnaeus.integrations.samples import shapes_in
 
 logger = logging.getLogger("linnaeus.autobatch")
 
+_NUM_TRANSFERS = 7
+"""Transfers of a batch that are compared with a first one."""
+_NUM_BATCHES = 10_000
+"""Batches of an epoch, for schedules of the search: they need not end before it does."""
 
-def train_step(trainer: Any, num_batches: int, batches: Iterator[Any]) -> None:
-    """One optimizer step: `advance` on each of its micro-batches.
+
+class TrainStep:
+    """An optimizer step of `accumulate_grad_batches` batches; the second one of a trial as an epoch's last.
 
     Args:
         trainer: the trainer, with optimizers.
-        num_batches: micro-batches of a step.
-        batches: are made when they are asked for.
     """
-    loop = trainer.fit_loop.epoch_loop
-    with _own_world(trainer):
-        trainer.training = True
-        loop.batch_progress.reset()
-        _begin(trainer, loop, "on_fit_start", "on_train_start", "on_train_epoch_start")
-        fetcher = _Fetcher(batches)
-        for _ in range(num_batches):
-            try:
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._run_loop = WholeLoop(
+            trainer.strategy.root_device, "training", others=self._of_optimizers
+        )
+
+    def __call__(self, loop_of: tuple[Callable[[], Any], int]) -> None:
+        """Take a step.
+
+        Args:
+            loop_of: makes a batch; and the number of batches of an epoch.
+        """
+        (make_batch, num_rounds), trainer = loop_of, self._trainer
+        attributes = vars(trainer.lightning_module)  # which a search restores after each trial
+        number = attributes["_step_of_trial"] = attributes.get("_step_of_trial", 0) + 1
+
+        def run() -> None:
+            loop.batch_progress.reset()
+            _begin(trainer, loop, "on_fit_start", "on_train_start", "on_train_epoch_start")
+            fetcher: Any = _Fetcher(make_batch)
+            for _ in range(trainer.accumulate_grad_batches):
                 loop.advance(fetcher)
-            except StopIteration:
-                raise AutoBatchError(
-                    "AutoBatch: on_train_batch_start has returned -1, which ends the epoch, so no step can "
-                    "be measured; return it only where trainer.global_step is above 0"
-                ) from None
+
+        loop = trainer.fit_loop.epoch_loop
+        with _own_world(trainer):
+            trainer.training = True
+            if number == 1:
+                self._run_loop.first(run)
+                return
+            run()
+            if number == 2:
+                self._run_loop.last(run, num_rounds // trainer.accumulate_grad_batches)
+
+    def _of_optimizers(self) -> Iterator[Any]:
+        """The gradients and the state of optimizers."""
+        optimizers = self._trainer.strategy.optimizers
+        yield from nest.tensors([list(optimizer.state.values()) for optimizer in optimizers])
+        parameters = self._trainer.lightning_module.parameters()
+        yield from (each.grad for each in parameters if each.grad is not None)
 
 
 class ValidationStep:
@@ -60,9 +99,9 @@ class ValidationStep:
         loaders: the loaders of validation.
     """
 
-    def __init__(self, trainer: Any, loaders: Loaders) -> None:
+    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
         self._trainer, self._loaders = trainer, loaders
-        self._run_loop = WholeLoop(trainer.strategy.root_device)
+        self._run_loop = WholeLoop(trainer.strategy.root_device, "validation")
         module = trainer.lightning_module
         values = {*map(id, module.parameters()), *map(id, module.buffers())}
         self._before = Contents((vars(part) for part in module.modules()), values)
@@ -75,8 +114,9 @@ class ValidationStep:
             loop_of: makes a batch of each loader, or one of all where they are combined, with the number of
                 the loader; and how often the loop does so.
         """
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
-        make_batches, num_batches = loop_of
+        trainer: Any = self._trainer
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        make_batches, num_rounds = loop_of
 
         def run() -> None:
             for batch, number in make_batches():
@@ -87,9 +127,9 @@ class ValidationStep:
         try:
             with _own_world(trainer):
                 loop._combined_loader = self._loaders.combined
-                loop._data_fetcher = _Fetcher(iter(()))
+                loop._data_fetcher = _Fetcher(tuple)
                 _begin(trainer, loop, "on_validation_start", "on_validation_epoch_start")
-                self._run_loop(run, num_batches)
+                self._run_loop(run, num_rounds)
         finally:
             trainer.training = True
             self._before.restore()
@@ -101,50 +141,72 @@ class _Fetcher:
 
     done = False
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
+    def __init__(self, make_batch: Callable[[], Any]) -> None:
+        self._make_batch = make_batch
 
     def __next__(self) -> tuple[Any, int, int]:
-        return next(self._batches), 0, 0
+        return self._make_batch(), 0, 0
 
 
 def _begin(trainer: Any, loop: Any, *names: str) -> None:
     """Log to new results, and call hooks that come before the first batch: a step may need what they make."""
-    results = library(trainer, "trainer.connectors.logger_connector.result")
-    loop._results = results._ResultCollection(trainer.training)
+    loop._results = _ResultCollection(trainer.training)
     for name in names:
-        library(trainer, "trainer.call")._call_lightning_module_hook(trainer, name)
+        _call_lightning_module_hook(trainer, name)
 
 
-def trial_state(trainer: Any) -> list[Any]:
-    """Everything that a step of the trainer changes and a search can put back; inside of `rehearsal`."""
-    strategy = trainer.strategy
+def set_up_optimizers(trainer: Trainer, loaders: Loaders) -> list[Any]:
+    """Let the trainer make optimizers, inside of `rehearsal`.
+
+    Returns:
+        Everything that a step of the trainer changes and a search can put back.
+    """
+    strategy, fit_loop = trainer.strategy, trainer.fit_loop
+    # A schedule may ask for the number of batches, for which Lightning would make loaders and read them.
+    fit_loop._combined_loader, fit_loop.max_batches = loaders.combined, _NUM_BATCHES
+    strategy.setup_optimizers(trainer)
     schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-    state = [strategy.lightning_module, *strategy.optimizers, *schedulers]
-    state.append(getattr(trainer.precision_plugin, "scaler", None))
+    if trainer.lightning_module.automatic_optimization:
+        strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    state = [trainer.lightning_module, *strategy.optimizers, *schedulers, scaler]
     return [part for part in state if part is not None]
+
+
+def check_transfer(trainer: Trainer, loaders: Loaders) -> None:
+    """Refuse hooks that draw the size of a batch when it is transferred to the device.
+
+    Raises:
+        AutoBatchError: transfers of the same batch differ in shape.
+    """
+
+    def shapes() -> list[Any]:
+        return [
+            shapes_in(trainer.strategy.batch_to_device(batch, dataloader_idx=number))
+            for batch, number in loaders.numbered_batches(2)
+        ]
+
+    first = shapes()
+    if any(shapes() != first for _ in range(_NUM_TRANSFERS)):
+        raise AutoBatchError(
+            "AutoBatch: on_after_batch_transfer or another hook of the transfer gives the same batch two "
+            "sizes, so the largest is not known; draw the size in the collate function, and give make_batch="
+        )
 
 
 @contextlib.contextmanager
 def rehearsal(trainer: Any) -> Iterator[None]:
-    """Inside, the trainer has optimizers and can run steps; afterwards it is what it was.
+    """Inside, the trainer can run steps; afterwards it is what it was.
 
     What trials do to the module, its optimizers and the global generators, the search itself puts back. This
-    puts back the rest: loops, logged results, hyperparameters, datasets, and the generators once more,
-    because setting up optimizers may load data.
+    puts back the rest: attributes of all objects of Lightning, datasets and samplers that the trainer leads
+    to, optimizers that the module keeps, and the generators once more, because hooks draw from them.
     """
-    strategy, module = trainer.strategy, trainer.lightning_module
-    loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    device, module = trainer.strategy.root_device, trainer.lightning_module
     with contextlib.ExitStack() as stack:
-        # With the generators come the optimizers that the module keeps: those that training uses.
-        optimizers = [value for value in vars(module).values() if isinstance(value, Optimizer)]
-        stack.callback(Snapshot(optimizers, strategy.root_device).restore)
-        roots = [module, trainer.datamodule, *(loop._data_source.instance for loop in loops)]
-        for restore in restores_of_data(roots):
-            stack.callback(restore)
-        stack.callback(Contents(_bookkeeping(trainer)).restore)
-        thaws = library(trainer, "callbacks").BaseFinetuning
-        if any(isinstance(each, thaws) for each in trainer.callbacks):
+        stack.callback(set_rng_state, rng_state(device), device)
+        stack.callback(Contents([trainer, module], inside=_attributes, values=False).restore)
+        if any(isinstance(each, BaseFinetuning) for each in trainer.callbacks):
             logger.info(
                 "AutoBatch: trials train all layers, because a callback unfreezes some later"
             )
@@ -153,48 +215,16 @@ def rehearsal(trainer: Any) -> Iterator[None]:
                     stack.callback(parameter.requires_grad_, False)
                     parameter.requires_grad_()
         # Callbacks, loggers and the profiler see nothing.
-        trainer.callbacks, trainer.profiler = (
-            [],
-            library(trainer, "profilers").PassThroughProfiler(),
-        )
-        trainer.loggers = (
-            [library(trainer, "loggers.logger").DummyLogger()] if trainer.loggers else []
-        )
-        with _nothing_fetched(trainer):
-            strategy.setup_optimizers(trainer)
-        for loop in loops:  # forget the loaders that this has made, and end their workers
-            if loop._combined_loader is not None:
-                loop._combined_loader.reset()
-            loop._combined_loader = loop._data_fetcher = None
-        trainer.fit_loop.max_batches = float("inf")
-        if module.automatic_optimization:
-            strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
+        trainer.callbacks, trainer.profiler = [], PassThroughProfiler()
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []
         stack.enter_context(_alone(trainer))
         yield
 
 
-@contextlib.contextmanager
-def _nothing_fetched(trainer: Any) -> Iterator[None]:
-    """Inside, loaders that are set up are not read: `configure_optimizers` asks for their length only."""
-    fit_loop, fetchers = library(trainer, "loops.fit_loop"), library(trainer, "loops.fetchers")
-    before = fit_loop._select_data_fetcher
-    fit_loop._select_data_fetcher = lambda *_: fetchers._DataFetcher()
-    try:
-        yield
-    finally:
-        fit_loop._select_data_fetcher = before
-
-
-def _bookkeeping(trainer: Any) -> Iterator[dict[str, Any]]:
-    """The attributes of the trainer, its strategy, and what counts steps and holds logged values."""
-    progress = library(trainer, "loops.progress")._BaseProgress
-    fit = trainer.fit_loop
-    epoch = fit.epoch_loop
-    loops = [fit, epoch, epoch.automatic_optimization, epoch.manual_optimization, epoch.val_loop]
-    waiting = [trainer, trainer.strategy, trainer._logger_connector, *loops]
-    for part in waiting:
-        yield vars(part)
-        waiting += [value for value in vars(part).values() if isinstance(value, progress)]
+def _attributes(value: Any) -> list[dict[str, Any]]:
+    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    is_inside = "lightning" in packages or isinstance(value, Dataset | Sampler | Optimizer)
+    return [vars(value)] if is_inside and hasattr(value, "__dict__") else []
 
 
 @contextlib.contextmanager

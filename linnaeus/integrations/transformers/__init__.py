@@ -27,9 +27,7 @@ from linnaeus.integrations.common import (
     find_size,
     split_effective_batch,
     warn_of_growth,
-    warn_of_many_steps,
 )
-from linnaeus.integrations.samples import copied
 from linnaeus.integrations.transformers.data import trial_data
 from linnaeus.integrations.transformers.trial import Rehearsal
 
@@ -176,14 +174,11 @@ class _Search:
         size = results["train"].batch_size
         if self.effective_batch_size is not None:
             split = self._split(self.effective_batch_size, size)
-            warn_of_many_steps(split, trainer.accelerator.num_processes, size)
-            size, args.gradient_accumulation_steps = (
-                split.micro_batch_size,
-                split.accumulation_steps,
-            )
+            size = split.micro_batch_size
+            args.gradient_accumulation_steps = split.accumulation_steps
         elif earlier is None:
             steps = args.gradient_accumulation_steps
-            warn_of_growth(args.per_device_train_batch_size * steps, size * steps)
+            warn_of_growth(control, args.per_device_train_batch_size * steps, size * steps)
         trainer._train_batch_size = args.per_device_train_batch_size = size
         source = "as in the run that is resumed" if size == earlier else "found"
         logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
@@ -216,35 +211,31 @@ class _Search:
         trainer, options, bounds = self.trainer, self.options[mode], dict[str, int]()
         args = trainer.args
         with Rehearsal(trainer) as rehearsal:
-            data = trial_data(trainer, mode, self.samples[mode], options)
-            if data.num_samples is not None:  # a batch cannot have more
-                whole, rest = divmod(data.num_samples, trainer.accelerator.num_processes)
+            look, num_samples = trial_data(trainer, mode, self.samples[mode], options)
+            if num_samples is not None:  # a batch cannot have more
+                whole, rest = divmod(num_samples, trainer.accelerator.num_processes)
                 is_dropped = mode == "train" and args.dataloader_drop_last
                 bounds["dataset"] = whole if is_dropped else whole + bool(rest)
-            if (
-                mode == "train" and self.effective_batch_size is not None
-            ):  # an error comes before the search
-                largest = options["max_batch_size"]
-                split = self._split(self.effective_batch_size, largest, bounds.get("dataset"))
+            effective = self.effective_batch_size if mode == "train" else None
+            if effective is not None:  # an error comes before the search
+                split = self._split(effective, options["max_batch_size"], bounds.get("dataset"))
                 bounds["effective_batch"] = split.samples_per_rank
-            samples = data.up_to(max(min([options["max_batch_size"], *bounds.values()]), 1))
 
-            def num_batches(size: int) -> int:
-                if "effective_batch" in bounds:
-                    return -(-bounds["effective_batch"] // size)
-                return 1 if mode == "val" else int(args.gradient_accumulation_steps)
+            def make_batches(size: int) -> list[Any]:
+                num_batches = 1 if mode == "val" else int(args.gradient_accumulation_steps)
+                if effective is not None:
+                    num_batches = -(-bounds["effective_batch"] // size)
+                return rehearsal.batches(look.batch(size), num_batches)
 
             return find_size(
-                rehearsal.train
-                if mode == "train"
-                else partial(rehearsal.predict, data.num_samples),
-                rehearsal.batch_maker(samples, data.collate, num_batches),
+                rehearsal.train if mode == "train" else partial(rehearsal.predict, num_samples),
+                make_batches,
                 options,
                 earlier,
                 "the run that is resumed",
                 control=control,
-                looks=[data.look],
-                batch=data.collate(list(map(copied, samples(2)))),
+                looks=[look],
+                batch=look.batch(2),
                 loading=(
                     args.dataloader_num_workers,
                     args.dataloader_prefetch_factor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from linnaeus.autobatch.state.optimizers import UnlistedOptimizerError
 from linnaeus.autobatch.state.rng import rng_state, set_rng_state
 from linnaeus.autobatch.state.snapshot import Contents
 from linnaeus.integrations.common import WholeLoop
-from linnaeus.integrations.samples import copied
 
 _PROCESS_STATES: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
 
@@ -45,7 +44,9 @@ class Rehearsal:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._accelerator = trainer.accelerator
-        self._run_loop = WholeLoop(trainer.args.device, joins=trainer.args.eval_do_concat_batches)
+        self._run_loop = WholeLoop(
+            trainer.args.device, "validation", joins=trainer.args.eval_do_concat_batches
+        )
         self._stack = contextlib.ExitStack()
         self._group: torch_dist.ProcessGroup | None = None
         self._prepared = self._wrapped = nn.Module()
@@ -70,7 +71,18 @@ class Rehearsal:
                     state["distributed_type"] = DistributedType.NO
             self._prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)
             trainer.create_optimizer()
-            modules, optimizers = held_by(trainer)
+            modules, optimizers = nn.ModuleList(), list[torch.optim.Optimizer]()
+
+            def collect(value: Any) -> tuple[Any, ...]:
+                if isinstance(value, nn.Module):  # one list, so that ranks may hold different ones
+                    modules.append(value)
+                elif isinstance(value, torch.optim.Optimizer):
+                    optimizers.append(value)
+                return ()
+
+            known = [trainer.optimizer, trainer.model_wrapped, *trainer.model.modules()]
+            held = map(id, [*known, *_datasets(trainer)])
+            Contents([vars(trainer)], {*held}, collect, values=False)
             self._modes = [(module, module.training) for module in modules.modules()]
             trainer.optimizer = accelerator.prepare_optimizer(
                 trainer.optimizer, device_placement=False
@@ -161,27 +173,11 @@ class Rehearsal:
             num_batches = min(num_batches, args.eval_accumulation_steps or num_batches)
         self._run_loop(run, num_batches)
 
-    def batch_maker(
-        self,
-        samples: Callable[[int], list[Any]],
-        collate: Callable[[list[Any]], Any],
-        num_batches: Callable[[int], int],
-    ) -> Callable[[int], list[Any]]:
-        """A `make_batch` that makes the batches of one step, and one more.
-
-        Args:
-            samples: so many samples, as `TrialData.up_to` gives them.
-            collate: makes a batch.
-            num_batches: micro-batches of a step, for a batch size.
-        """
-
-        def make(size: int) -> list[Any]:
-            ahead = collate(list(map(copied, samples(size))))
-            # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
-            copies = (recursively_apply(Tensor.clone, ahead) for _ in range(num_batches(size)))
-            return [send_to_device(each, self._accelerator.device) for each in copies] + [ahead]
-
-        return make
+    def batches(self, ahead: Any, num_batches: int) -> list[Any]:
+        """Return so many copies of a batch on the device, and the batch itself, which is read ahead."""
+        # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
+        copies = (recursively_apply(Tensor.clone, ahead) for _ in range(num_batches))
+        return [send_to_device(each, self._accelerator.device) for each in copies] + [ahead]
 
     def _model(self) -> nn.Module:
         """The model as training calls it: over several ranks in a wrapper over this rank alone.
@@ -198,36 +194,6 @@ class Rehearsal:
                 **({} if handler is None else handler.to_kwargs()),
             )
         return self._wrapped
-
-
-def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
-    """The modules and optimizers among a trainer's attributes, also in containers there.
-
-    Without its model and its optimizer. The modules are one list, so that ranks may hold different ones.
-    """
-    known = [
-        *_datasets(trainer),
-        trainer.optimizer,
-        trainer.model_wrapped,
-        *trainer.model.modules(),
-    ]
-    seen = set(map(id, known))
-    modules: list[nn.Module] = []
-    optimizers: list[torch.optim.Optimizer] = []
-    waiting: list[Any] = [vars(trainer)]
-    for value in waiting:
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            modules.append(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            optimizers.append(value)
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple | set):
-            waiting += value
-    return nn.ModuleList(modules), optimizers
 
 
 def _datasets(trainer: Any) -> list[Any]:
