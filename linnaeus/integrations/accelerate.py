@@ -70,7 +70,6 @@ def find_batch_size(
         )
     search["target_memory_fraction"] = target_memory_fraction
     search = checked_options("find_batch_size()", search, _OWN)
-    parts = [model, optimizer, accelerator.scaler, *state]
     with joined_ranks(search.get("group")) as control:  # what one process raises ends all of them
         kind = str(accelerator.distributed_type).rpartition(".")[2]
         if kind in _SHARDED:
@@ -112,7 +111,7 @@ def find_batch_size(
             batch=look.batch(2),
             loading=(num_workers, None, True),
             bounds=search.pop("bounds", None),
-            state=[part for part in parts if part is not None],
+            state=[model, optimizer, accelerator.scaler, *state],
             device=device,
         )
     return result.batch_size

@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base of all
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
@@ -24,8 +24,8 @@ from linnaeus.autobatch.ranks.group import of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.autobatch.split import Split, nearest, split_samples
-from linnaeus.autobatch.state.snapshot import parameters_of
+from linnaeus.autobatch.split import nearest
+from linnaeus.autobatch.state.snapshot import is_optimizer, parameters_of
 from linnaeus.integrations.samples import LOOK_S, Largest, leaves, stored_lengths
 
 SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "group"})
@@ -43,10 +43,10 @@ logger = logging.getLogger("linnaeus.autobatch")
 def checked_options(
     name: str, options: Mapping[str, Any], refused: Collection[str] = SET_BY_TRAINER
 ) -> dict[str, Any]:
-    """The options for a search, after a check of their names and values, with the bounds that a split needs.
+    """Check names and values of options for a search, and return them with the defaults of the others.
 
-    >>> checked_options("val_options", {"tolerance": 0.1, "max_batch_size": None})
-    {'min_batch_size': 1, 'max_batch_size': 2147483648, 'multiple_of': 1, 'tolerance': 0.1}
+    >>> checked_options("val_options", {"max_batch_size": None})["max_batch_size"] == UNBOUNDED
+    True
 
     Args:
         name: what the user has given them to, such as `autobatch()` or `val_options`.
@@ -64,16 +64,13 @@ def checked_options(
             raise TypeError(
                 f"{name} has no argument {option!r}; options of the search are {listed}"
             )
-    names = ("min_batch_size", "max_batch_size", "multiple_of")
-    checked = {**{name: getattr(SearchSettings, name) for name in names}, **options}
-    if "max_batch_size" in options and options["max_batch_size"] is None:
-        checked["max_batch_size"] = UNBOUNDED
+    most = options.get("max_batch_size", SearchSettings.max_batch_size)
     try:
-        SearchSettings.of(checked)
         check_observer(options.get("observer"))
+        settings = SearchSettings.of({**options, "max_batch_size": most or UNBOUNDED})
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
-    return checked
+    return {**options, **asdict(settings)}
 
 
 def find_size(
@@ -125,15 +122,12 @@ def find_size(
         logger.info(
             "AutoBatch: %d parameters are frozen now; sizes hold while they stay frozen", num_frozen
         )
-    settings = SearchSettings.of(options)
-    spent_s, margin = sum(look.seconds for look in looks), 1.0
-    if known is None:
-        margin = max((look.margin for look in looks), default=1.0)
+    options, margin = {**options, **arguments}, 1.0
+    if known is None:  # the ranks look for as long as they may
+        margin = of_main(control, max((look.margin for look in looks), default=1.0))
     else:
-        settings = settings.at_most(min(known, options["max_batch_size"]))
-    spent_s, margin = of_main(control, (spent_s, margin))  # the ranks look for as long as they may
-    rest = max(settings.timeout_minutes - spent_s / 60, settings.timeout_minutes / 2)
-    options = {**options, **asdict(replace(settings, timeout_minutes=rest)), **arguments}
+        settings = SearchSettings.of(options)
+        options |= asdict(settings.at_most(min(known, options["max_batch_size"])))
     search = partial(auto_find_batch_size, step, make_batch, device=device)
     result = search(**options, bounds=bounds)
     smallest = (options["state"], result.mode, options["min_batch_size"], result.batch_size)
@@ -200,7 +194,7 @@ class WholeLoop:
         device: whose tensors count.
         name: of the loop, for the warning.
         joins: whether the loop joins what it keeps, for which it takes as much again.
-        others: tensors that come once, such as gradients.
+        state: modules and optimizers, whose gradients and state come once.
     """
 
     def __init__(
@@ -209,9 +203,9 @@ class WholeLoop:
         name: str,
         *,
         joins: bool = False,
-        others: Callable[[], Iterable[Any]] = tuple,
+        state: Sequence[Any] = (),
     ) -> None:
-        self._device, self._name, self._joins, self._others = device, name, joins, others
+        self._device, self._name, self._joins, self._state = device, name, joins, state
         self._held_bytes, self._is_told = 0, False
 
     def __call__(self, run: Callable[[], Any], num_steps: int) -> None:
@@ -236,7 +230,7 @@ class WholeLoop:
         if not self._is_told:
             self._is_told = True
             logger.warning(
-                "warning: %s keeps %.0f MiB of its batches until it ends. The search counts them%s",
+                "warning: %s keeps %.0f MiB of its batches until its end. The search counts them%s",
                 self._name,
                 total_bytes / 2**20,
                 "" if self._joins else ", but not as much again that joining them takes",
@@ -251,17 +245,21 @@ class WholeLoop:
         """Bytes of the tensors on the device that have come since the search began."""
         gc.collect()
         # The search freezes what was there before it.
-        tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
-        sizes = dict(self._storages(tensors))
-        for place, _ in self._storages(self._others()):
+        sizes = self._storages(each for each in gc.get_objects() if type(each) is torch.Tensor)
+        once = [each.grad for part in self._state for each in parameters_of(part)]
+        state = [list(part.state.values()) for part in self._state if is_optimizer(part)]
+        for place in self._storages([*nest.tensors([once, state])]):
             sizes.pop(place, None)
         return sum(sizes.values())
 
-    def _storages(self, tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
-        for each in tensors:
-            if each.device.type == self._device.type and each.layout is torch.strided:
-                storage = each.untyped_storage()
-                yield storage.data_ptr(), storage.nbytes()
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        """The places in memory, with their bytes."""
+        kind = self._device.type
+        strided = (
+            each for each in tensors if each.layout is torch.strided and each.device.type == kind
+        )
+        storages = (each.untyped_storage() for each in strided)
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def warn_of_growth(control: ControlPlane | None, before: int, after: int) -> None:
@@ -275,55 +273,50 @@ def warn_of_growth(control: ControlPlane | None, before: int, after: int) -> Non
         )
 
 
-def split_effective_batch(
+def divisor_of(
     effective_batch_size: int,
     world_size: int,
     largest: int,
     model: nn.Module,
     options: Mapping[str, Any],
     epoch: int | None = None,
-) -> Split:
-    """Split an effective batch with the largest micro-batch that fits and divides the part of each process.
+) -> int:
+    """The largest batch size that divides the part of an effective batch that each process has.
 
     >>> options = {"min_batch_size": 1, "multiple_of": 16}
-    >>> split_effective_batch(96, 2, 40, nn.Linear(1, 1), options)
-    Split(micro_batch_size=16, accumulation_steps=3)
+    >>> divisor_of(96, 2, 40, nn.Linear(1, 1), options)
+    16
 
     Args:
         effective_batch_size: samples per optimizer step of all processes.
         world_size: number of processes.
-        largest: most samples of a micro-batch.
-        model: needs micro-batches of at least two samples in training where it has BatchNorm.
+        largest: the largest size that may be.
+        model: needs batches of at least two samples in training where it has BatchNorm.
         options: with `min_batch_size` and `multiple_of`, which hold unless `largest` is below them.
         epoch: samples of an epoch on each process; None is no limit.
 
     Raises:
-        AutoBatchError: it is above an epoch, or no micro-batch within the bounds divides it.
+        AutoBatchError: it is above an epoch, or no size within the bounds divides it.
     """
-    has_batchnorm = any(isinstance(part, _BatchNorm) for part in model.modules())
-    smallest = max(min(options["min_batch_size"], largest), 1 + has_batchnorm)
     text = f"AutoBatch: effective_batch_size is {effective_batch_size}"
     if epoch is not None and effective_batch_size > epoch * world_size:
         raise AutoBatchError(
             f"{text}, above what an epoch holds, {epoch * world_size} samples; lower it"
         )
-    multiple_of = options["multiple_of"] if largest >= options["multiple_of"] else 1
+    smallest = smallest_size([model], "train", min(options["min_batch_size"], largest), largest)
+    multiple = options["multiple_of"] if largest >= options["multiple_of"] else 1
 
-    def split_of(samples: int) -> Split | None:
-        multiples, rest = divmod(samples, world_size * multiple_of)
-        if rest:
-            return None
-        split = split_samples(multiples, largest // multiple_of)
-        split = replace(split, micro_batch_size=split.micro_batch_size * multiple_of)
-        return split if split.micro_batch_size >= smallest else None
+    def divisor(samples: int) -> int:
+        own, rest = divmod(samples, world_size)
+        sizes = () if rest else range(min(own, largest) // multiple * multiple, 0, -multiple)
+        return next((size for size in sizes if size >= smallest and own % size == 0), 0)
 
-    split = split_of(effective_batch_size)
-    if split is None:
-        most = 2 * (effective_batch_size + largest * world_size)
-        sizes = nearest(effective_batch_size, most, lambda samples: split_of(samples) is not None)
-        raise AutoBatchError(
-            f"{text}, {effective_batch_size / world_size:g} for each process, which no batch size from "
-            f"{smallest} to {largest}{f' in multiples of {multiple_of}' if multiple_of > 1 else ''} divides; "
-            f"{' or '.join(map(str, sizes)) or 'another size'} would do"
-        )
-    return split
+    if size := divisor(effective_batch_size):
+        return size
+    most = 2 * (effective_batch_size + largest * world_size)
+    near = nearest(effective_batch_size, most, lambda samples: divisor(samples) > 0)
+    raise AutoBatchError(
+        f"{text}, {effective_batch_size / world_size:g} for each process, which no batch size from "
+        f"{smallest} to {largest}{f' in multiples of {multiple}' if multiple > 1 else ''} divides; "
+        f"{' or '.join(map(str, near)) or 'another size'} would do"
+    )

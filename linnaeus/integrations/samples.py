@@ -111,7 +111,6 @@ class Largest:
     Attributes:
         margin: how many times as large the largest batch of all samples may be, compared with that of the
             samples looked at. It is estimated from how the largest grows with their number.
-        seconds: how long the look took.
 
     Raises:
         AutoBatchError: the dataset is not read by index, no tensors are found in a batch, or equal batches
@@ -179,7 +178,6 @@ class Largest:
                     again = self._checked(measure(dataset[index]))
                     if _num_values(again) < 0.9 * _num_values(shapes[indices.index(index)]):
                         raise self._refusal("a sample made twice has two sizes")
-        self.seconds = time.monotonic() - started
 
     def batch(self, size: int) -> Any:
         """Collate the largest batch of so many samples."""
@@ -257,26 +255,21 @@ def copied(sample: Any) -> Any:
 
 def leaves(value: Any, depth: int = 4) -> Iterator[Any]:
     """The tensors and arrays in a batch or in its objects; outside of objects, texts and lists of numbers."""
-    if isinstance(value, torch.Tensor | str | bytes) or nest.is_array(value):
+    is_list = isinstance(value, list | tuple)
+    is_row = is_list and value and all(isinstance(part, int | float) for part in value)
+    if isinstance(value, torch.Tensor | str | bytes) or nest.is_array(value) or is_row:
         yield value
-    elif isinstance(value, Mapping | list | tuple):
-        if (
-            value
-            and not isinstance(value, Mapping)
-            and all(isinstance(part, int | float) for part in value)
-        ):
-            yield value
-        else:
-            for part in value.values() if isinstance(value, Mapping) else value:
-                yield from leaves(part, depth)
+    elif is_list or isinstance(value, Mapping):
+        for part in value if is_list else value.values():
+            yield from leaves(part, depth)
     elif depth and not isinstance(value, type | ModuleType | torch.nn.Module):
-        content = list(getattr(value, "__dict__", {}).values())
-        if is_dataclass(value):  # also with slots
-            content = [getattr(value, field.name) for field in fields(value)]
+        names = [field.name for field in fields(value)] if is_dataclass(value) else ()  # with slots
+        content = {
+            **getattr(value, "__dict__", {}),
+            **{name: getattr(value, name) for name in names},
+        }
         found = [each for each in leaves(content, depth - 1) if hasattr(each, "shape")]
-        if not found and hasattr(value, "to_dict"):
-            found = list(leaves(value.to_dict(), 0))
-        yield from found
+        yield from found or leaves(value.to_dict(), 0) if hasattr(value, "to_dict") else found
 
 
 def shapes_in(batch: Any) -> Shapes:
@@ -333,26 +326,25 @@ def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> S
     Raises:
         ValueError: a `length` that does not go with the dataset; see `longest`.
     """
-    columns = getattr(dataset, "column_names", None)
+    columns = getattr(dataset, "column_names", None) or []
     if isinstance(length, str):
-        if length not in (columns or ()):
+        if length not in columns:
             raise ValueError(
                 f"length is {length!r}; the dataset's columns are {columns or 'unknown'}"
             )
         return dataset[length]  # type: ignore[no-any-return]
     if length is not None:
         if not hasattr(length, "__len__") or len(length) != len(dataset):
-            needed = (
-                f"a column's name, a function, or one number for each of the {len(dataset)} samples"
+            raise ValueError(
+                "length must be a column's name, a function, or one number for each of the "
+                f"{len(dataset)} samples"
             )
-            raise ValueError(f"length must be {needed}")
         return length
     if isinstance(dataset, Subset):
         inner = stored_lengths(dataset.dataset)
         return None if inner is None else list(map(list(inner).__getitem__, dataset.indices))
-    if not isinstance(columns, list) or not hasattr(dataset, "__len__"):
-        return None
-    return next((dataset[name] for name in STORED if name in columns), None)
+    has_columns = isinstance(columns, list) and hasattr(dataset, "__len__")
+    return next((dataset[name] for name in STORED if has_columns and name in columns), None)
 
 
 def _integer(number: Any) -> int:

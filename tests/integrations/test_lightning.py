@@ -519,13 +519,9 @@ def test_lightnings_command_line_configures_the_callback(tmp_path: Path) -> None
     assert found._options["val"]["max_batch_size"] == 16
 
 
-def test_nothing_is_searched_in_a_fast_run_nor_in_validation(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_nothing_is_searched_in_a_fast_run_nor_in_validation() -> None:
     module, callback = Net(), small()
     trainer = trainer_for([callback], fast_dev_run=True)
     trainer.fit(module)
     trainer_for([callback]).validate(module)
     assert (callback.batch_size, module.batch_size) == (None, 4)
-    assert "AutoBatch: validate " in caplog.text

@@ -214,10 +214,10 @@ def test_training_takes_no_more_memory_than_a_trial_of_its_size() -> None:
             if not is_trial:
                 made.train()
             else:
-                with trial.Rehearsal(made) as rehearsal:
+                with trial.rehearsal(made) as steps:
                     look, _ = trial_data(made, "train", None, {})
                     for _ in range(2):
-                        rehearsal.train(rehearsal.batches(look.batch(16), 4))
+                        steps.train(steps.batches(look.batch(16), 4))
         peaks.append(ledger.peak_bytes)
     assert peaks[0] <= peaks[1] <= 1.002 * peaks[0]
 

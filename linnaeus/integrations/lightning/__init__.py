@@ -12,14 +12,15 @@ size found, as it would with that size by hand.
 from __future__ import annotations
 
 import inspect
-import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer, strategies
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.parsing import lightning_hasattr
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from linnaeus.autobatch import AutoBatchResult
@@ -29,11 +30,11 @@ from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.integrations.common import (
     checked_options,
+    divisor_of,
     find_size,
-    split_effective_batch,
     warn_of_growth,
 )
-from linnaeus.integrations.lightning.loaders import Loaders, Mode, holders, source_of
+from linnaeus.integrations.lightning.loaders import Loaders, Mode, source_of
 from linnaeus.integrations.lightning.steps import (
     TrainStep,
     ValidationStep,
@@ -41,8 +42,6 @@ from linnaeus.integrations.lightning.steps import (
     rehearsal,
     set_up_optimizers,
 )
-
-logger = logging.getLogger("linnaeus.autobatch")
 
 
 class AutoBatch(Callback):  # type: ignore[misc]
@@ -54,8 +53,6 @@ class AutoBatch(Callback):  # type: ignore[misc]
     Args:
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
         min_batch_size, max_batch_size: bounds of the size per process, inclusive; None is no upper bound.
-        memory_limit_gb: GiB of a smaller device to search for; by default the device's own.
-        multiple_of: sizes from here on are multiples of it.
         batch_arg_name: attribute of the module, the data module or their `hparams` that sizes the loaders.
         val_batch_arg_name: the attribute for validation, where it has its own. Where validation shares that
             of training, the size must fit in both.
@@ -65,12 +62,10 @@ class AutoBatch(Callback):  # type: ignore[misc]
             to what that takes, and the batch size to the largest that fits and divides it.
         make_batch, make_val_batch: make a batch of n samples on the host, in the place of samples of the
             loaders.
-        **options: further arguments of `auto_find_batch_size`: `strategy`, `max_trials` and others.
+        **options: further arguments of `auto_find_batch_size`: `memory_limit_gb`, `multiple_of` and others.
 
     Attributes:
         results: of the searches of the last `fit`, by mode: `train`, and `val` where it was searched.
-        batch_size: the batch size of training; None before `fit`.
-        val_batch_size: the batch size of validation where it was searched on its own, else None.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, or out of its range.
@@ -82,8 +77,6 @@ class AutoBatch(Callback):  # type: ignore[misc]
         target_memory_fraction: float = 0.8,
         min_batch_size: int = 1,
         max_batch_size: int | None = 512,
-        memory_limit_gb: float | None = None,
-        multiple_of: int = 1,
         batch_arg_name: str = "batch_size",
         val_batch_arg_name: str = "val_batch_size",
         val: bool = True,
@@ -99,16 +92,13 @@ class AutoBatch(Callback):  # type: ignore[misc]
             "target_memory_fraction": target_memory_fraction,
             "min_batch_size": min_batch_size,
             "max_batch_size": max_batch_size,
-            "memory_limit_gb": memory_limit_gb,
-            "multiple_of": multiple_of,
         }
         checked = checked_options("AutoBatch()", {**given, **options})
         for_val = checked_options("val_options", {**checked, **(val_options or {})})
         if effective_batch_size is not None:
             check_count("effective_batch_size", effective_batch_size)
         self.results: dict[str, AutoBatchResult] = {}
-        self.batch_size: int | None = None
-        self.val_batch_size: int | None = None
+        self._sizes: dict[str, int] = {}
         self._names = {"train": batch_arg_name, "val": val_batch_arg_name}
         self._val = val
         self._options = {"train": checked, "val": for_val}
@@ -118,36 +108,35 @@ class AutoBatch(Callback):  # type: ignore[misc]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let the search run as soon as the strategy has put the module on its device."""
-        if stage != "fit":
-            name = getattr(stage, "value", stage)
-            rank_zero_info(f"AutoBatch: {name} keeps its batch size; only fit searches")
-            return
-        # An earlier fit may have ended before its search.
-        vars(trainer.strategy).pop("_setup_model", None)
-        if trainer.fast_dev_run or trainer.limit_train_batches == 0:
-            logger.info(
-                "AutoBatch: no search, because fast_dev_run is on or limit_train_batches is 0"
-            )
+        if stage != "fit" or trainer.fast_dev_run or trainer.limit_train_batches == 0:
             return
         _check_strategy(trainer)
         strategy = trainer.strategy
-        set_up_model = strategy._setup_model
 
         def search_first(model: Any) -> Any:
-            del strategy._setup_model
+            del strategy._setup_model  # the class has its own
             self._find_sizes(trainer, pl_module)
-            return set_up_model(model)
+            return strategy._setup_model(model)
 
         strategy._setup_model = search_first
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes, for checkpoints: a run that is resumed uses them again."""
-        sizes = {"train": self.batch_size, "val": self.val_batch_size}
-        return {"sizes": {mode: size for mode, size in sizes.items() if size is not None}}
+        return {"sizes": self._sizes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the sizes of the run that is resumed; they are used again unless they no longer fit."""
         self._earlier = dict(state_dict["sizes"])
+
+    @property
+    def batch_size(self) -> int | None:
+        """The batch size of training; None before `fit`."""
+        return self._sizes.get("train")
+
+    @property
+    def val_batch_size(self) -> int | None:
+        """The batch size of validation where it was searched on its own, else None."""
+        return self._sizes.get("val")
 
     def _find_sizes(self, trainer: Trainer, module: Any) -> None:
         started = time.monotonic()
@@ -155,10 +144,9 @@ class AutoBatch(Callback):  # type: ignore[misc]
             search = _Search(self, trainer, module, control)
             with rehearsal(trainer):
                 search.run()
-            self.results, self._earlier = search.results, {}
-            self.batch_size, self.val_batch_size = search.sizes["train"], search.sizes.get("val")
             for mode, loaders in search.loaders.items():
-                loaders.set_size(search.sizes.get(mode, self.batch_size))
+                loaders.set_size(search.sizes.get(mode, search.sizes["train"]))
+        self.results, self._sizes, self._earlier = search.results, search.sizes, {}
         text = f"AutoBatch: batch size {self.batch_size}"
         if search.accumulation_steps is not None:
             trainer.accumulate_grad_batches = search.accumulation_steps
@@ -168,6 +156,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
         rank_zero_info(f"{text} ({time.monotonic() - started:.1f} s)")
 
 
+@dataclass
 class _Search:
     """The searches of one `fit`.
 
@@ -178,25 +167,25 @@ class _Search:
         accumulation_steps: what `accumulate_grad_batches` becomes; None leaves it alone.
     """
 
-    def __init__(
-        self, callback: AutoBatch, trainer: Trainer, module: Any, control: ControlPlane | None
-    ) -> None:
-        self.loaders: dict[Mode, Loaders] = {}
-        self.results: dict[str, AutoBatchResult] = {}
-        self.sizes: dict[str, int] = {}
-        self.accumulation_steps: int | None = None
-        self._callback, self._trainer, self._module = callback, trainer, module
-        self._control, self._earlier = control, of_main(control, callback._earlier)
-        self._state: list[Any] = []
-        schedules = [
-            each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)
-        ]
-        numbers = (number for each in schedules for number in each.scheduling.values())
-        self._num_batches = max(trainer.accumulate_grad_batches, *numbers, 1)
+    callback: AutoBatch
+    trainer: Trainer
+    module: Any
+    control: ControlPlane | None
+    loaders: dict[Mode, Loaders] = field(default_factory=dict)
+    results: dict[str, AutoBatchResult] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    accumulation_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self._earlier = of_main(self.control, self.callback._earlier)
+        self._num_batches = self.trainer.accumulate_grad_batches
+        for each in self.trainer.callbacks:
+            if isinstance(each, GradientAccumulationScheduler):
+                self._num_batches = max(self._num_batches, *each.scheduling.values())
 
     def run(self) -> None:
         """Find the sizes; inside of `rehearsal`."""
-        callback, trainer, module = self._callback, self._trainer, self._module
+        callback, trainer, module = self.callback, self.trainer, self.module
         name, val_name = callback._names["train"], callback._names["val"]
         effective, options = callback._effective_batch_size, callback._options
         self._check()
@@ -208,7 +197,7 @@ class _Search:
                 f"AutoBatch: train_dataloader gives the same batch size whatever {name} is; let it take the "
                 f"size from self.{name}"
             )
-        is_shared = not holders(trainer, val_name)
+        is_shared = not lightning_hasattr(module, val_name)
         if callback._val and trainer.enable_validation and source_of(trainer, "val").is_module():
             val_name = name if is_shared else val_name
             val = Loaders(trainer, "val", val_name, options["val"], make_batch["val"])
@@ -216,16 +205,11 @@ class _Search:
                 self.loaders["val"] = val
         self._state = set_up_optimizers(trainer, train)
         bounds = {} if train.most is None else {"dataset": train.most}
-        split_of = partial(
-            split_effective_batch,
-            world_size=trainer.world_size,
-            model=module,
-            options=options["train"],
-        )
+        world_size, searched = trainer.world_size, options["train"]
         if effective is not None:  # an error comes before the search
-            largest = options["train"]["max_batch_size"]
-            split = split_of(effective, largest=largest, epoch=train.most)
-            bounds["effective_batch"] = split.samples_per_rank
+            most = searched["max_batch_size"]
+            divisor_of(effective, world_size, most, module, searched, train.most)
+            bounds["effective_batch"] = effective // world_size
         accumulates = module.automatic_optimization and (effective or self._num_batches > 1)
         trainer.accumulate_grad_batches = 2 if accumulates else 1
         step = TrainStep(trainer)
@@ -243,11 +227,11 @@ class _Search:
             else:
                 self.sizes["val"] = found
         if effective is not None:
-            split = split_of(effective, largest=size)
-            size, self.accumulation_steps = split.micro_batch_size, split.accumulation_steps
+            size = divisor_of(effective, world_size, size, module, searched)
+            self.accumulation_steps = effective // (world_size * size)
         elif isinstance(train.size_before, int) and "train" not in self._earlier:
             before = train.size_before * self._num_batches
-            warn_of_growth(self._control, before, size * self._num_batches)
+            warn_of_growth(self.control, before, size * self._num_batches)
         self.sizes["train"] = size
         for mode, loaders in self.loaders.items():
             loaders.check(self.sizes.get(mode, size))
@@ -260,7 +244,7 @@ class _Search:
         bounds: dict[str, int],
         known: int | None,
     ) -> int:
-        trainer, loaders = self._trainer, self.loaders[mode]
+        trainer, loaders = self.trainer, self.loaders[mode]
         check_transfer(trainer, loaders)
         source = "the run that is resumed"
         if mode == "val" and "val" not in self._earlier:
@@ -273,10 +257,10 @@ class _Search:
         self.results[mode] = find_size(
             step,
             loop_of,
-            self._callback._options[mode],
+            self.callback._options[mode],
             known,
             source,
-            control=self._control,
+            control=self.control,
             looks=loaders.looks,
             batch=loaders.batch(2),
             loading=loaders.loading,
@@ -289,14 +273,14 @@ class _Search:
 
     def _check(self) -> None:
         """Refuse what cannot be searched, apart from loaders."""
-        callback, trainer, module = self._callback, self._trainer, type(self._module).__name__
+        callback, trainer, module = self.callback, self.trainer, type(self.module).__name__
         name, effective = callback._names["train"], callback._effective_batch_size
-        if "dataloader_iter" in inspect.signature(self._module.training_step).parameters:
+        if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             raise AutoBatchError(
                 f"AutoBatch: training_step of {module} takes dataloader_iter, and so reads its batches by "
                 "itself; let it take batch"
             )
-        if effective is not None and not self._module.automatic_optimization:
+        if effective is not None and not self.module.automatic_optimization:
             raise AutoBatchError(
                 f"AutoBatch: effective_batch_size is {effective}, but {module} optimizes manually, and so "
                 "accumulates gradients by itself; leave effective_batch_size out"
@@ -307,7 +291,7 @@ class _Search:
                 f"them from train_dataloader() of {module} or a LightningDataModule, with "
                 f"batch_size=self.{name}"
             )
-        if not holders(trainer, name):
+        if not lightning_hasattr(self.module, name):
             raise AutoBatchError(
                 f"AutoBatch: neither {module} nor its data module nor their hparams have {name}. Let "
                 "train_dataloader take its batch size from such an attribute, or name another one with "
@@ -321,10 +305,8 @@ def _check_strategy(trainer: Any) -> None:
             f"AutoBatch: the trainer comes from {type(trainer).__module__.partition('.')[0]}; import Trainer "
             "and LightningModule from lightning.pytorch"
         )
-    strategy = trainer.strategy
-    is_known = isinstance(strategy, strategies.SingleDeviceStrategy | strategies.DDPStrategy)
-    # DeepSpeed's and XLA's are kinds of DDP's, with a name of their own.
-    if not is_known or getattr(strategy, "strategy_name", "single_device") != "single_device":
+    strategy = trainer.strategy  # other kinds of these hold parts of the model, such as DeepSpeed's
+    if type(strategy) not in (strategies.SingleDeviceStrategy, strategies.DDPStrategy):
         raise AutoBatchError(
             f"AutoBatch: the strategy {type(strategy).__name__} cannot be searched: ranks that hold parts "
             "of the model cannot run a step alone. Use one device or strategy='ddp', or set the batch size "

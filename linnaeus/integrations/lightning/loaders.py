@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
 from torch.utils._pytree import tree_unflatten
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.errors import AutoBatchError
@@ -23,6 +24,9 @@ PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
 
 Mode = Literal["train", "val"]
+
+_USUAL: Any = {"train": "max_size_cycle", "val": "sequential"}
+"""How Lightning combines several loaders."""
 
 _REMEDY = "give a function that makes the worst batch of n samples: make_batch=, or make_val_batch="
 
@@ -40,6 +44,7 @@ class Loaders:
     Attributes:
         combined: the loaders.
         size_before: the batch size that the user has given.
+        follow: whether any of them follows the size.
 
     Raises:
         AutoBatchError: a loader whose batch size cannot be set; the message names it.
@@ -53,22 +58,16 @@ class Loaders:
         options: Mapping[str, Any],
         make_batch: Callable[[int], Any] | None,
     ) -> None:
-        self._trainer, self._mode, self._options = trainer, mode, options
+        self._trainer, self._mode, self._name, self._options = trainer, mode, name, options
         self._make_batch, self._limit = make_batch, getattr(trainer, f"limit_{mode}_batches")
         self._source = source_of(trainer, mode)
         self._where = f"{self._source.name}() of {type(self._source.instance).__name__}"
-        self._name, self._holders = name, holders(trainer, name)
-        first = self._holders[0]
-        self.size_before = first[name] if isinstance(first, dict) else getattr(first, name)
+        self.size_before = lightning_getattr(trainer.lightning_module, name)
         self.set_size(PROBE)
-        self.combined = self._request()
-        self._loaders: list[DataLoader[Any]] = self.combined.flattened
-        self._fixed = [None if size == PROBE else size for size in self._sizes(self.combined)]
-
-    @property
-    def follow(self) -> bool:
-        """Whether any of them follows the size."""
-        return None in self._fixed
+        self.combined, sizes = self._request()
+        fixed = [None if size == PROBE else size for size in sizes]
+        self.follow = None in fixed
+        self._loaders = list(zip(self.combined.flattened, fixed, strict=True))
 
     @cached_property
     def looks(self) -> list[Largest]:
@@ -85,36 +84,31 @@ class Loaders:
                 remedy=_REMEDY,
                 **{name: getattr(loader, name) for name in names},
             )
-            for loader in self._loaders
+            for loader, _ in self._loaders
         ]
 
     @property
     def most(self) -> int | None:
         """The largest size with which an epoch has a batch; None if there is no limit."""
-        numbers = map(self._num_samples, self._loaders)
-        limits = [
-            number
-            for number, fixed in zip(numbers, self._fixed, strict=True)
-            if number is not None and fixed is None
-        ]
+        numbers = [self._num_samples(loader) for loader, fixed in self._loaders if fixed is None]
+        known = [number for number in numbers if number is not None]
         share = self._limit if isinstance(self._limit, float) else 1
-        return max(int(min(limits) * share), 1) if limits else None
+        return max(int(min(known) * share), 1) if known else None
 
     @property
     def loading(self) -> tuple[int, int | None, bool]:
         """The most workers of a loader, the batches that they make ahead, and whether any pins them."""
-        most = max(self._loaders, key=lambda loader: loader.num_workers)
-        is_pinned = any(loader.pin_memory for loader in self._loaders)
-        return most.num_workers, most.prefetch_factor, is_pinned
+        loaders = [loader for loader, _ in self._loaders]
+        most = max(loaders, key=lambda loader: loader.num_workers)
+        return most.num_workers, most.prefetch_factor, any(each.pin_memory for each in loaders)
 
     def num_rounds(self, size: int) -> int:
         """The most batches that one of the loaders gives in an epoch; 1 where nobody knows."""
-        limit, rounds = self._limit, [1]
-        for loader, fixed in zip(self._loaders, self._fixed, strict=True):
-            if (num_samples := self._num_samples(loader)) is not None:
-                num_batches = -(-num_samples // (fixed or size))
-                share = int(num_batches * limit) if isinstance(limit, float) else limit
-                rounds.append(min(num_batches, share))
+        rounds, limit = [1], self._limit
+        for loader, fixed in self._loaders:
+            num_batches = -(-(self._num_samples(loader) or 1) // (fixed or size))
+            is_share = isinstance(limit, float)
+            rounds.append(int(num_batches * limit) if is_share else min(num_batches, limit))
         return max(rounds)
 
     def batch(self, size: int) -> Any:
@@ -137,7 +131,7 @@ class Loaders:
             AutoBatchError: one has another size: the hook divides, limits or rounds what it takes.
         """
         self.set_size(size)
-        for fixed, given in zip(self._fixed, self._sizes(self._request()), strict=True):
+        for (_, fixed), given in zip(self._loaders, self._request()[1], strict=True):
             expected = fixed or size
             if given > expected or (given < expected and self._mode == "train"):
                 raise AutoBatchError(
@@ -146,34 +140,29 @@ class Loaders:
                 )
 
     def set_size(self, size: int) -> None:
-        """Set the attribute from which the loaders take their size."""
-        for holder in self._holders:
-            if isinstance(holder, dict):
-                holder[self._name] = size
-            else:
-                setattr(holder, self._name, size)
+        """Set the attribute from which the loaders take their size; also what loggers write down of it."""
+        module = self._trainer.lightning_module
+        lightning_setattr(module, self._name, size)
+        for owner in (module, self._trainer.datamodule):
+            logged = getattr(owner, "_hparams_initial", {})
+            logged.update({self._name: size} if self._name in logged else {})
 
     def _batches(self, size: int) -> Iterator[Any]:
-        return (
-            look.batch(fixed or size) for look, fixed in zip(self.looks, self._fixed, strict=True)
-        )
+        pairs = zip(self.looks, self._loaders, strict=True)
+        return (look.batch(fixed or size) for look, (_, fixed) in pairs)
 
     def _num_samples(self, loader: DataLoader[Any]) -> int | None:
         """Samples of an epoch of this rank; None where nobody knows."""
         sampler: Any = loader.sampler
-        if isinstance(loader.dataset, IterableDataset) or not hasattr(sampler, "__len__"):
-            return None
-        connector = self._trainer._accelerator_connector
-        is_divided = connector.is_distributed and connector.use_distributed_sampler
-        is_whole = not is_divided or isinstance(sampler, DistributedSampler)
-        return -(-len(sampler) // (1 if is_whole else self._trainer.world_size))
+        divides = self._trainer._accelerator_connector.use_distributed_sampler
+        is_whole = isinstance(sampler, DistributedSampler) or not divides
+        num_ranks = 1 if is_whole else self._trainer.world_size
+        return -(-len(sampler) // num_ranks) if hasattr(sampler, "__len__") else None
 
-    def _request(self) -> CombinedLoader:
-        given = self._source.dataloader()
-        usual: Any = "max_size_cycle" if self._mode == "train" else "sequential"
-        return given if isinstance(given, CombinedLoader) else CombinedLoader(given, usual)
-
-    def _sizes(self, combined: CombinedLoader) -> list[int]:
+    def _request(self) -> tuple[CombinedLoader, list[int]]:
+        """The loaders that the hook makes now, and their batch sizes."""
+        given, usual = self._source.dataloader(), _USUAL[self._mode]
+        combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, usual)
         for loader in combined.flattened:
             is_usual = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
             if not is_usual or loader.batch_size is None:
@@ -181,21 +170,10 @@ class Loaders:
                     f"AutoBatch: {self._where}: the batch size of this {type(loader).__name__} cannot be "
                     "set; give a DataLoader with a batch_size, and a sampler in place of a batch_sampler"
                 )
-        return [loader.batch_size for loader in combined.flattened]
+        return combined, [loader.batch_size for loader in combined.flattened]
 
 
 def source_of(trainer: Trainer, mode: Mode) -> Any:
     """What gives the loaders of a mode: a hook of the module or the data module, or `fit` itself."""
     loop: Any = trainer.fit_loop if mode == "train" else trainer.fit_loop.epoch_loop.val_loop
     return loop._data_source
-
-
-def holders(trainer: Any, name: str) -> list[Any]:
-    """The module, the data module, and their hyperparameters, as far as they have the attribute."""
-    found: list[Any] = []
-    for owner in (trainer.lightning_module, trainer.datamodule):
-        if owner is not None and hasattr(owner, name):
-            found.append(owner)
-        hyperparameters = (getattr(owner, each, None) for each in ("_hparams", "_hparams_initial"))
-        found += [each for each in hyperparameters if each is not None and name in each]
-    return found

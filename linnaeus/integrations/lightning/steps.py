@@ -24,7 +24,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
-from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.autobatch.state.rng import rng_state, set_rng_state
@@ -50,8 +49,9 @@ class TrainStep:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        state = [trainer.lightning_module, *trainer.strategy.optimizers]
         self._run_loop = WholeLoop(
-            trainer.strategy.root_device, "training", others=self._of_optimizers
+            trainer.strategy.root_device, "an epoch of training", state=state
         )
 
     def __call__(self, loop_of: tuple[Callable[[], Any], int]) -> None:
@@ -80,13 +80,6 @@ class TrainStep:
             run()
             if number == 2:
                 self._run_loop.last(run, num_rounds // trainer.accumulate_grad_batches)
-
-    def _of_optimizers(self) -> Iterator[Any]:
-        """The gradients and the state of optimizers."""
-        optimizers = self._trainer.strategy.optimizers
-        yield from nest.tensors([list(optimizer.state.values()) for optimizer in optimizers])
-        parameters = self._trainer.lightning_module.parameters()
-        yield from (each.grad for each in parameters if each.grad is not None)
 
 
 class ValidationStep:
@@ -169,8 +162,7 @@ def set_up_optimizers(trainer: Trainer, loaders: Loaders) -> list[Any]:
     if trainer.lightning_module.automatic_optimization:
         strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    state = [trainer.lightning_module, *strategy.optimizers, *schedulers, scaler]
-    return [part for part in state if part is not None]
+    return [trainer.lightning_module, *strategy.optimizers, *schedulers, scaler]
 
 
 def check_transfer(trainer: Trainer, loaders: Loaders) -> None:
@@ -206,6 +198,10 @@ def rehearsal(trainer: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(set_rng_state, rng_state(device), device)
         stack.callback(Contents([trainer, module], inside=_attributes, values=False).restore)
+        for owner in (module, trainer.datamodule):
+            for name in ("_hparams", "_hparams_initial"):  # dictionaries of a kind of their own
+                held = getattr(owner, name, {})
+                stack.callback(held.update, dict(held))
         if any(isinstance(each, BaseFinetuning) for each in trainer.callbacks):
             logger.info(
                 "AutoBatch: trials train all layers, because a callback unfreezes some later"

@@ -21,15 +21,14 @@ from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     checked_options,
+    divisor_of,
     find_size,
-    split_effective_batch,
     warn_of_growth,
 )
 from linnaeus.integrations.transformers.data import trial_data
-from linnaeus.integrations.transformers.trial import Rehearsal
+from linnaeus.integrations.transformers.trial import rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
 
@@ -173,9 +172,9 @@ class _Search:
         results = {"train": self._search("train", control, earlier)}
         size = results["train"].batch_size
         if self.effective_batch_size is not None:
-            split = self._split(self.effective_batch_size, size)
-            size = split.micro_batch_size
-            args.gradient_accumulation_steps = split.accumulation_steps
+            size = self._divisor(self.effective_batch_size, size)
+            processes = trainer.accelerator.num_processes
+            args.gradient_accumulation_steps = self.effective_batch_size // (processes * size)
         elif earlier is None:
             steps = args.gradient_accumulation_steps
             warn_of_growth(control, args.per_device_train_batch_size * steps, size * steps)
@@ -210,7 +209,7 @@ class _Search:
         """Search one mode; where an earlier run has used a size, run this, and search below if it must be."""
         trainer, options, bounds = self.trainer, self.options[mode], dict[str, int]()
         args = trainer.args
-        with Rehearsal(trainer) as rehearsal:
+        with rehearsal(trainer) as steps:
             look, num_samples = trial_data(trainer, mode, self.samples[mode], options)
             if num_samples is not None:  # a batch cannot have more
                 whole, rest = divmod(num_samples, trainer.accelerator.num_processes)
@@ -218,17 +217,17 @@ class _Search:
                 bounds["dataset"] = whole if is_dropped else whole + bool(rest)
             effective = self.effective_batch_size if mode == "train" else None
             if effective is not None:  # an error comes before the search
-                split = self._split(effective, options["max_batch_size"], bounds.get("dataset"))
-                bounds["effective_batch"] = split.samples_per_rank
+                self._divisor(effective, options["max_batch_size"], bounds.get("dataset"))
+                bounds["effective_batch"] = effective // trainer.accelerator.num_processes
 
             def make_batches(size: int) -> list[Any]:
                 num_batches = 1 if mode == "val" else int(args.gradient_accumulation_steps)
                 if effective is not None:
                     num_batches = -(-bounds["effective_batch"] // size)
-                return rehearsal.batches(look.batch(size), num_batches)
+                return steps.batches(look.batch(size), num_batches)
 
             return find_size(
-                rehearsal.train if mode == "train" else partial(rehearsal.predict, num_samples),
+                steps.train if mode == "train" else partial(steps.predict, num_samples),
                 make_batches,
                 options,
                 earlier,
@@ -241,17 +240,16 @@ class _Search:
                     args.dataloader_prefetch_factor,
                     args.dataloader_pin_memory,
                 ),
-                state=rehearsal.state,
+                state=steps.state,
                 mode=mode,
                 device=args.device,
                 bounds=bounds,
             )
 
-    def _split(self, effective: int, largest: int, epoch: int | None = None) -> Split:
-        num_processes, options = self.trainer.accelerator.num_processes, self.options["train"]
-        return split_effective_batch(
-            effective, num_processes, largest, self.trainer.model, options, epoch
-        )
+    def _divisor(self, effective: int, largest: int, epoch: int | None = None) -> int:
+        trainer, options = self.trainer, self.options["train"]
+        processes = trainer.accelerator.num_processes
+        return divisor_of(effective, processes, largest, trainer.model, options, epoch)
 
 
 def size_in_checkpoint(folder: str) -> int | None:

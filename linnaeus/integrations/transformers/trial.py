@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,87 +27,74 @@ from linnaeus.integrations.common import WholeLoop
 _PROCESS_STATES: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
 
 
-class Rehearsal:
-    """A trainer that can run training and prediction steps before its own loop has prepared anything.
+@contextlib.contextmanager
+def rehearsal(trainer: Any) -> Iterator[Rehearsal]:
+    """Let a trainer run steps before its own loop has prepared anything: `with rehearsal(trainer) as steps`.
 
-    Use it as a context. On leaving, the trainer's attributes, its model's `forward`, its accelerator and the
-    global random number generators are what they were; parameters are those of the search. Inside, nothing is
-    logged and no callback is called.
+    On leaving, the trainer's attributes, its model's `forward`, its accelerator and the global random number
+    generators are what they were; parameters are those of the search. Inside, nothing is logged and no
+    callback is called.
+    """
+    accelerator, device, model = trainer.accelerator, trainer.args.device, trainer.model
+    with contextlib.ExitStack() as stack:
+        stack.callback(set_rng_state, rng_state(device), device)
+        stack.callback(_kept(trainer).restore)
+        trainer.log = lambda *_, **__: None
+        trainer.callback_handler.call_event = lambda event, args, state, control, **_: control
+        # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
+        stack.callback(vars(model).update, dict(vars(model)))
+        stack.callback(vars(model).clear)
+        group = None
+        if accelerator.num_processes > 1:
+            group = group_of_this_rank()
+            stack.callback(torch_dist.destroy_process_group, group)
+            for state in _PROCESS_STATES:  # `gather` and the like return what they are given
+                state["distributed_type"] = DistributedType.NO
+        steps = Rehearsal(trainer, accelerator.prepare_model(model, evaluation_mode=True), group)
+        stack.callback(steps.forget)
+        yield steps
+
+
+class Rehearsal:
+    """Training and prediction steps of a trainer.
 
     Args:
         trainer: within `train()`, before its loop.
+        prepared: its model.
+        group: of this rank alone; None where there is one process.
 
     Attributes:
         state: what a step changes, for `auto_find_batch_size`.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._accelerator = trainer.accelerator
-        self._run_loop = WholeLoop(
-            trainer.args.device, "validation", joins=trainer.args.eval_do_concat_batches
+    def __init__(
+        self, trainer: Any, prepared: nn.Module, group: torch_dist.ProcessGroup | None
+    ) -> None:
+        self._trainer, self._accelerator = trainer, trainer.accelerator
+        self._prepared, self._wrapped, self._group = prepared, prepared, group
+        joins = trainer.args.eval_do_concat_batches
+        self._run_loop = WholeLoop(trainer.args.device, "validation", joins=joins)
+        trainer.create_optimizer()
+        modules, optimizers = held_by(trainer)
+        self._modes = [(module, module.training) for module in modules.modules()]
+        trainer.optimizer = self._accelerator.prepare_optimizer(
+            trainer.optimizer, device_placement=False
         )
-        self._stack = contextlib.ExitStack()
-        self._group: torch_dist.ProcessGroup | None = None
-        self._prepared = self._wrapped = nn.Module()
-        self._between = Contents([])
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self.state: tuple[Any, ...] = ()
-
-    def __enter__(self) -> Rehearsal:
-        trainer, accelerator = self._trainer, self._accelerator
-        with contextlib.ExitStack() as stack:
-            stack.callback(set_rng_state, rng_state(trainer.args.device), trainer.args.device)
-            stack.callback(_kept(trainer).restore)
-            trainer.log = lambda *_, **__: None
-            trainer.callback_handler.call_event = lambda event, args, state, control, **_: control
-            # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
-            stack.callback(vars(trainer.model).update, dict(vars(trainer.model)))
-            stack.callback(vars(trainer.model).clear)
-            if accelerator.num_processes > 1:
-                self._group = group_of_this_rank()
-                stack.callback(torch_dist.destroy_process_group, self._group)
-                for state in _PROCESS_STATES:  # `gather` and the like return what they are given
-                    state["distributed_type"] = DistributedType.NO
-            self._prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)
-            trainer.create_optimizer()
-            modules, optimizers = nn.ModuleList(), list[torch.optim.Optimizer]()
-
-            def collect(value: Any) -> tuple[Any, ...]:
-                if isinstance(value, nn.Module):  # one list, so that ranks may hold different ones
-                    modules.append(value)
-                elif isinstance(value, torch.optim.Optimizer):
-                    optimizers.append(value)
-                return ()
-
-            known = [trainer.optimizer, trainer.model_wrapped, *trainer.model.modules()]
-            held = map(id, [*known, *_datasets(trainer)])
-            Contents([vars(trainer)], {*held}, collect, values=False)
-            self._modes = [(module, module.training) for module in modules.modules()]
-            trainer.optimizer = accelerator.prepare_optimizer(
-                trainer.optimizer, device_placement=False
-            )
-            self._between = _kept(trainer)
-            stack.callback(self._forget)
-            self._forget()
-            scaler = [] if accelerator.scaler is None else [accelerator.scaler]
-            self.state = (trainer.model, trainer.optimizer, modules, *optimizers, *scaler, self)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        scaler = self._accelerator.scaler
+        self.state = (trainer.model, trainer.optimizer, modules, *optimizers, scaler, self)
+        self._between = _kept(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: what a trial changes beside model and optimizer is undone by `load_state_dict`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo what a trial has changed in the trainer, and let the next one make its own wrapper."""
+        """Undo what a trial has changed in the trainer."""
         self._between.restore()
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Let the next trial make its own wrapper."""
         self._wrapped = self._prepared
 
     def train(self, batches: Sequence[Any]) -> None:
@@ -196,23 +183,39 @@ class Rehearsal:
         return self._wrapped
 
 
-def _datasets(trainer: Any) -> list[Any]:
-    evaluation = trainer.eval_dataset
-    inside = evaluation.values() if isinstance(evaluation, dict) else []
-    return [trainer.train_dataset, evaluation, *inside]
+def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
+    """The modules and optimizers among a trainer's attributes, also in containers there.
+
+    Without its model and its optimizer. The modules are one list, so that ranks may hold different ones.
+    """
+    modules, optimizers = nn.ModuleList(), list[torch.optim.Optimizer]()
+
+    def collect(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, nn.Module):
+            modules.append(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            optimizers.append(value)
+        return ()
+
+    known = [trainer.optimizer, trainer.model_wrapped, *trainer.model.modules()]
+    Contents([vars(trainer)], _ids_of_data(trainer) | {*map(id, known)}, collect, values=False)
+    return modules, optimizers
+
+
+def _ids_of_data(trainer: Any) -> set[int]:
+    """The datasets, which are not looked into."""
+    several = trainer.eval_dataset
+    inside = several.values() if isinstance(several, dict) else []
+    return {id(dataset) for dataset in (trainer.train_dataset, several, *inside)}
 
 
 def _kept(trainer: Any) -> Contents:
     """What a trainer and what it works with hold in attributes, and accelerate for the whole process."""
-    accelerator = trainer.accelerator
-    parts = (
-        trainer,
-        trainer.data_collator,
-        trainer.state,
-        trainer.control,
-        trainer.callback_handler,
-        accelerator,
-        accelerator.gradient_state,
-    )
-    owners = [vars(owner) for owner in parts if hasattr(owner, "__dict__")]
-    return Contents([*owners, *_PROCESS_STATES], set(map(id, _datasets(trainer))))
+    names = ("data_collator", "state", "control", "callback_handler", "accelerator")
+    parts = [trainer, *(getattr(trainer, name) for name in names)]
+    owners = [
+        vars(owner)
+        for owner in (*parts, trainer.accelerator.gradient_state)
+        if hasattr(owner, "__dict__")
+    ]
+    return Contents([*owners, *_PROCESS_STATES], _ids_of_data(trainer))
