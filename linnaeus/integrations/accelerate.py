@@ -72,15 +72,12 @@ def find_batch_size(
     search = checked_options("find_batch_size()", search, _OWN)
     with joined_ranks(search.get("group")) as control:  # what one process raises ends all of them
         kind = str(accelerator.distributed_type).rpartition(".")[2]
-        if kind in _SHARDED:
+        is_split = accelerator.split_batches and accelerator.num_processes > 1
+        if kind in _SHARDED or is_split:
+            what = "split_batches over several processes" if is_split else kind
             raise AutoBatchError(
-                f"AutoBatch: with {kind} no process can take a step alone, as one does in a search; give a "
+                f"AutoBatch: with {what} no process can take a step alone, as one does in a search; give a "
                 "batch size of your own"
-            )
-        if accelerator.split_batches and accelerator.num_processes > 1:
-            raise AutoBatchError(
-                "AutoBatch: with split_batches the loader's batch size is not that of a process; leave it "
-                "out, and give the loader the size of one process"
             )
         device = accelerator.device
         look = look_for_largest(
@@ -108,8 +105,6 @@ def find_batch_size(
             search,
             control=control,
             looks=[look],
-            batch=look.batch(2),
-            loading=(num_workers, None, True),
             bounds=search.pop("bounds", None),
             state=[model, optimizer, accelerator.scaler, *state],
             device=device,

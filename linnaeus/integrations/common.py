@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.finder import smallest_size
-from linnaeus.autobatch.memory.loader import largest_host_batch
 from linnaeus.autobatch.observer import check_observer
 from linnaeus.autobatch.ranks.group import of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
@@ -26,7 +25,7 @@ from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.split import nearest
 from linnaeus.autobatch.state.snapshot import is_optimizer, parameters_of
-from linnaeus.integrations.samples import LOOK_S, Largest, leaves, stored_lengths
+from linnaeus.integrations.samples import LOOK_S, Largest
 
 SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "group"})
 """Arguments of `auto_find_batch_size` that an integration with a framework's trainer sets itself."""
@@ -82,8 +81,6 @@ def find_size(
     *,
     control: ControlPlane | None,
     looks: Collection[Largest],
-    batch: Any,
-    loading: tuple[int, int | None, bool],
     device: torch.device,
     bounds: Mapping[str, int] | None = None,
     **arguments: Any,
@@ -100,25 +97,17 @@ def find_size(
         known: a size, the same on every rank.
         source: what has the known size, for the warning of a smaller one.
         control: of the ranks that search together.
-        looks: at the samples of which batches are made.
-        batch: of two samples; with the loader's settings it bounds the size by host memory.
-        loading: the loader's `num_workers`, `prefetch_factor` and `pin_memory`.
+        looks: at the samples of which batches are made; they bound the size by host memory.
 
     Raises:
         AutoBatchError: no size fits.
     """
-    workers, prefetch_factor, is_pinned = loading
-    host_memory = largest_host_batch(
-        sum(map(_num_bytes, leaves(batch))) / 2,
-        workers,
-        prefetch_factor,
-        pinned=is_pinned and device.type == "cuda",
-        num_ranks=1 if control is None else max(len(control.neighbours()), 1),
-    )
-    bounds = {**(bounds or {}), "host_memory": host_memory}
+    num_ranks = 1 if control is None else max(len(control.neighbours()), 1)
+    most = min((look.host_bound(device, num_ranks) for look in looks), default=UNBOUNDED)
+    bounds = {**(bounds or {}), "host_memory": most}
     parameters = parameters_of(arguments["state"][0])
     num_frozen = sum(each.numel() for each in parameters if not each.requires_grad)
-    if num_frozen and is_main(control) and arguments.get("mode") != "val":
+    if num_frozen and arguments.get("mode") != "val":
         logger.info(
             "AutoBatch: %d parameters are frozen now; sizes hold while they stay frozen", num_frozen
         )
@@ -133,17 +122,16 @@ def find_size(
     smallest = (options["state"], result.mode, options["min_batch_size"], result.batch_size)
     size = max(int(result.batch_size / margin), smallest_size(*smallest))
     if size < result.batch_size:
-        if is_main(control):
-            logger.warning(
-                "warning: the largest batch of all samples is estimated at %.2f times the largest of the "
-                "samples looked at: batch size %d is reduced to %d",
-                margin,
-                result.batch_size,
-                size,
-            )
+        logger.warning(
+            "warning: the largest batch of all samples is estimated at %.2f times the largest of the samples "
+            "looked at: batch size %d is reduced to %d",
+            margin,
+            result.batch_size,
+            size,
+        )
         options["start"] = size
         result = search(**options, bounds={**bounds, "unread_samples": size})
-    if known is not None and result.batch_size < known and is_main(control):
+    if known is not None and result.batch_size < known:
         logger.warning(
             "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, the size of %s",
             result.mode,
@@ -155,17 +143,11 @@ def find_size(
     return result
 
 
-def is_main(control: ControlPlane | None) -> bool:
-    """Whether this is the only rank, or the one that logs."""
-    return control is None or control.rank == 0
-
-
 def look_for_largest(
     dataset: Any,
     collate: Callable[[list[Any]], Any],
     options: Mapping[str, Any],
     device: torch.device,
-    lengths: Sequence[Any] | None = None,
     **others: Any,
 ) -> Largest:
     """Look at samples for at most half of the time that a search has.
@@ -173,16 +155,7 @@ def look_for_largest(
     In a search of the host's memory, what the loader reads for each batch counts.
     """
     seconds = min(LOOK_S, 30 * SearchSettings.of(options).timeout_minutes)
-    lengths = stored_lengths(dataset) if lengths is None else lengths
-    keeps = device.type != "cpu"
-    return Largest(dataset, collate, lengths, seconds=seconds, keeps=keeps, **others)
-
-
-def _num_bytes(leaf: Any) -> int:
-    """Bytes of a tensor or array; a sparse tensor counts as its values, other objects as nothing."""
-    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.sparse_coo:
-        leaf = leaf.coalesce().values()
-    return int(getattr(leaf, "nbytes", 0))
+    return Largest(dataset, collate, seconds=seconds, keeps=device.type != "cpu", **others)
 
 
 class WholeLoop:
@@ -198,14 +171,9 @@ class WholeLoop:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        name: str,
-        *,
-        joins: bool = False,
-        state: Sequence[Any] = (),
+        self, device: torch.device, name: str, state: Sequence[Any] = (), *, joins: bool = False
     ) -> None:
-        self._device, self._name, self._joins, self._state = device, name, joins, state
+        self._device, self._name, self._state, self._joins = device, name, state, joins
         self._held_bytes, self._is_told = 0, False
 
     def __call__(self, run: Callable[[], Any], num_steps: int) -> None:
@@ -244,27 +212,22 @@ class WholeLoop:
     def _tensor_bytes(self) -> int:
         """Bytes of the tensors on the device that have come since the search began."""
         gc.collect()
-        # The search freezes what was there before it.
-        sizes = self._storages(each for each in gc.get_objects() if type(each) is torch.Tensor)
-        once = [each.grad for part in self._state for each in parameters_of(part)]
-        state = [list(part.state.values()) for part in self._state if is_optimizer(part)]
-        for place in self._storages([*nest.tensors([once, state])]):
-            sizes.pop(place, None)
+        once = {id(each.grad) for part in self._state for each in parameters_of(part)}
+        for part in filter(is_optimizer, self._state):
+            once |= {*map(id, nest.tensors(list(part.state.values())))}
+        sizes = dict[int, int]()
+        for each in gc.get_objects():  # the search freezes what was there before it
+            if type(each) is not torch.Tensor or id(each) in once:
+                continue
+            if each.device.type == self._device.type and each.layout is torch.strided:
+                storage = each.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
         return sum(sizes.values())
 
-    def _storages(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """The places in memory, with their bytes."""
-        kind = self._device.type
-        strided = (
-            each for each in tensors if each.layout is torch.strided and each.device.type == kind
-        )
-        storages = (each.untyped_storage() for each in strided)
-        return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
-
-def warn_of_growth(control: ControlPlane | None, before: int, after: int) -> None:
+def warn_of_growth(before: int, after: int) -> None:
     """Say where the samples of a step have become so many that the learning rate is another question."""
-    if after > NOTABLE_GROWTH * before and is_main(control):
+    if after > NOTABLE_GROWTH * before:
         logger.warning(
             "warning: a step takes %d samples, %.3g times as many as before (%d): check the learning rate",
             after,

@@ -6,12 +6,11 @@ import copy
 import heapq
 import logging
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from itertools import chain, cycle, islice, pairwise
+from itertools import cycle, islice
 from numbers import Integral
 from operator import itemgetter
 from random import Random
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import check_count
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.memory.loader import largest_host_batch
 from linnaeus.autobatch.state.rng import preserved_generators
 
 STORED = ("length", "lengths")
@@ -91,9 +91,8 @@ class Largest:
 
     Up to `LOOKED_AT` samples, drawn evenly, are read and collated, each with a copy of itself. Where the
     first `PROBED` of these batches have the same shapes, any samples will do. Else the samples with the most
-    in each dimension of each tensor come first, then the others by their values. Stored `lengths` decide
-    instead if a probed batch is never smaller where they are larger. The log says which. Global random number
-    generators on the CPU are left as they were.
+    in each dimension of each tensor come first, then the others by their values, and the log says so. Global
+    random number generators on the CPU are left as they were.
 
     >>> texts = ["a", "abcd", "ab"]
     >>> Largest(texts, lambda samples: torch.zeros(len(samples), max(map(len, samples)))).indices(4)
@@ -102,11 +101,10 @@ class Largest:
     Args:
         dataset: samples by index.
         collate: makes a batch of samples.
-        lengths: one number for each sample, which may be about something else.
         remedy: what to do where the largest batch cannot be known, for the messages.
         seconds: after so many no further sample is looked at.
         keeps: whether samples of batches stay in host memory, since making one anew takes time.
-        **loading: arguments of the `DataLoader` that reads the samples, such as `num_workers`.
+        **loading: the loader's arguments, such as `num_workers`, to read the samples as it does.
 
     Attributes:
         margin: how many times as large the largest batch of all samples may be, compared with that of the
@@ -122,7 +120,6 @@ class Largest:
         self,
         dataset: Any,
         collate: Callable[[list[Any]], Any],
-        lengths: Sequence[Any] | None = None,
         *,
         remedy: str = "make the largest batch by hand",
         seconds: float = LOOK_S,
@@ -130,16 +127,16 @@ class Largest:
         **loading: Any,
     ) -> None:
         self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
+        self._loading = loading
         if not is_read_by_index(dataset):
             raise self._refusal("it is not read by index")
         if not len(dataset):
             raise ValueError("dataset is empty; it must have a sample")
         started = time.monotonic()
         self.margin = self._share = 1.0
-        self._collate, self._read = (
-            collate,
-            cache(dataset.__getitem__) if keeps else dataset.__getitem__,
-        )
+        self._collate, self._read = collate, dataset.__getitem__
+        if keeps:
+            self._read = cache(self._read)
         with preserved_generators():
             indices = Random(0).sample(range(len(dataset)), min(len(dataset), LOOKED_AT))
             measure = _Measure(collate)
@@ -151,11 +148,11 @@ class Largest:
                 shapes.append(self._checked(measured))
                 count = len(shapes)
                 if count == PROBED < len(indices):
-                    if len(set(shapes)) == 1 or _follow(lengths, indices, shapes):
+                    if len(set(shapes)) == 1:
                         break
                     logger.info(
-                        "samples differ in size: looking at %d of %d, for %.3g s at most. A column `length` "
-                        "or samples of your own (`longest`) save this",
+                        "samples differ in size: looking at %d of %d, for %.3g s at most. Samples of your "
+                        "own (`longest`) save this",
                         len(indices),
                         len(dataset),
                         seconds,
@@ -165,23 +162,34 @@ class Largest:
                 if count % 500 == 0:
                     logger.info("looked at %d of %d samples", count, len(indices))
             del indices[len(shapes) :]
-            text = "samples differ in size: trials use the largest of %d, by %s"
             if len(set(shapes)) == 1:
                 self._order = sorted(indices)
-            elif lengths is not None and _follow(lengths, indices, shapes):
-                logger.info(text, len(dataset), "the lengths that are stored")
-                self._order = _descending(lengths)
-            else:
-                self._order_by_shapes(indices, shapes, len(dataset))
-                logger.info(text, len(dataset), f"the batches of {len(shapes)} of them")
-                for index in self._order[:3]:
-                    again = self._checked(measure(dataset[index]))
-                    if _num_values(again) < 0.9 * _num_values(shapes[indices.index(index)]):
-                        raise self._refusal("a sample made twice has two sizes")
+                return
+            self._order_by_shapes(indices, shapes, len(dataset))
+            logger.info(
+                "samples differ in size: trials use the largest of %d, by the batches of %d of them",
+                len(dataset),
+                len(shapes),
+            )
+            for index in self._order[:3]:
+                again = self._checked(measure(dataset[index]))
+                if _num_values(again) < 0.9 * _num_values(shapes[indices.index(index)]):
+                    raise self._refusal("a sample made twice has two sizes")
 
     def batch(self, size: int) -> Any:
         """Collate the largest batch of so many samples."""
         return self._collate([copied(self._read(index)) for index in self.indices(size)])
+
+    def host_bound(self, device: torch.device, num_ranks: int) -> int:
+        """The largest batch of which all that the loader holds fit into host memory."""
+        num_bytes = sum(map(_num_bytes, leaves(self.batch(2))))
+        return largest_host_batch(
+            num_bytes / 2,
+            self._loading.get("num_workers", 0),
+            self._loading.get("prefetch_factor"),
+            pinned=device.type == "cuda" and self._loading.get("pin_memory", True),
+            num_ranks=num_ranks,
+        )
 
     def indices(self, size: int) -> list[int]:
         """The samples of a batch of so many; where few were looked at or there are few, they repeat.
@@ -244,8 +252,8 @@ def _products(rows: torch.Tensor) -> torch.Tensor:
 
 def is_read_by_index(dataset: Any) -> bool:
     """Whether a dataset has a length, and gives a sample for an index."""
-    is_stream = isinstance(dataset, IterableDataset)
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not is_stream
+    is_other = isinstance(dataset, IterableDataset | Mapping | str)
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not is_other
 
 
 def copied(sample: Any) -> Any:
@@ -283,24 +291,15 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape) if hasattr(leaf, "shape") else (len(leaf),)
 
 
+def _num_bytes(leaf: Any) -> int:
+    """Bytes of a tensor or array; a sparse tensor counts as its values, other objects as nothing."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.sparse_coo:
+        leaf = leaf.coalesce().values()
+    return int(getattr(leaf, "nbytes", 0))
+
+
 def _num_values(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes))
-
-
-def _follow(
-    lengths: Sequence[Any] | None, indices: Sequence[int], shapes: Sequence[Shapes]
-) -> bool:
-    """Whether no batch is smaller in a dimension than one of a shorter sample; equal ones are the same."""
-    if lengths is None:
-        return False
-    pairs = sorted(
-        (_integer(lengths[index]), tuple(chain.from_iterable(shape)))
-        for index, shape in zip(indices, shapes, strict=False)
-    )
-    return all(
-        a == b if short == long else len(a) == len(b) and all(map(operator.le, a, b))
-        for (short, a), (long, b) in pairwise(pairs)
-    )
 
 
 def _descending(lengths: Iterable[Any]) -> list[int]:

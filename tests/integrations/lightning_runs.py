@@ -231,19 +231,10 @@ class Direct(Net):
 
 
 class Several(Net):
-    """Two training and two validation loaders, of which one has a fixed size."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch["all"]) + self.loss(batch["few"])
-        self.log("loss", loss)
-        return loss
+    """Two validation loaders, of which one has a fixed size."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.loss(batch))
-
-    def train_dataloader(self) -> Any:
-        few = DataLoader(data(40), 5, shuffle=True)
-        return {"all": DataLoader(data(), self.batch_size, shuffle=True), "few": few}
 
     def val_dataloader(self) -> Any:
         return [DataLoader(data(NUM_VAL), self.batch_size), DataLoader(data(8), 8)]

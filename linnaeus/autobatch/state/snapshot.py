@@ -6,7 +6,7 @@ import copy
 import operator
 import os
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -229,7 +229,7 @@ class Contents:
     def __init__(
         self,
         roots: Iterable[Any],
-        held: Collection[int] = (),
+        held: Iterable[int] = (),
         inside: Callable[[Any], Iterable[Any]] = lambda value: (),
         *,
         values: bool = True,

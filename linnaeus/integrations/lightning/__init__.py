@@ -34,11 +34,10 @@ from linnaeus.integrations.common import (
     find_size,
     warn_of_growth,
 )
-from linnaeus.integrations.lightning.loaders import Loaders, Mode, source_of
+from linnaeus.integrations.lightning.loaders import Loaders, Mode
 from linnaeus.integrations.lightning.steps import (
     TrainStep,
     ValidationStep,
-    check_transfer,
     rehearsal,
     set_up_optimizers,
 )
@@ -60,8 +59,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
         val_options: options that differ in the search of validation, such as {"max_batch_size": 2048}.
         effective_batch_size: samples per optimizer step over all processes. `accumulate_grad_batches` is set
             to what that takes, and the batch size to the largest that fits and divides it.
-        make_batch, make_val_batch: make a batch of n samples on the host, in the place of samples of the
-            loaders.
+        make_batch: makes a batch of n samples on the host, in the place of samples of the loaders.
         **options: further arguments of `auto_find_batch_size`: `memory_limit_gb`, `multiple_of` and others.
 
     Attributes:
@@ -83,11 +81,8 @@ class AutoBatch(Callback):  # type: ignore[misc]
         val_options: Mapping[str, Any] | None = None,
         effective_batch_size: int | None = None,
         make_batch: Callable[[int], Any] | None = None,
-        make_val_batch: Callable[[int], Any] | None = None,
         **options: Any,
     ) -> None:
-        if val_options and not val:
-            raise ValueError("val_options is given, but val is False: validation is not searched")
         given = {
             "target_memory_fraction": target_memory_fraction,
             "min_batch_size": min_batch_size,
@@ -103,7 +98,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
         self._val = val
         self._options = {"train": checked, "val": for_val}
         self._effective_batch_size = effective_batch_size
-        self._make_batch = {"train": make_batch, "val": make_val_batch}
+        self._make_batch = make_batch
         self._earlier: dict[str, int] = {}  # sizes of the run that is resumed
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -147,13 +142,13 @@ class AutoBatch(Callback):  # type: ignore[misc]
             for mode, loaders in search.loaders.items():
                 loaders.set_size(search.sizes.get(mode, search.sizes["train"]))
         self.results, self._sizes, self._earlier = search.results, search.sizes, {}
-        text = f"AutoBatch: batch size {self.batch_size}"
         if search.accumulation_steps is not None:
             trainer.accumulate_grad_batches = search.accumulation_steps
-            text += f", accumulate_grad_batches {search.accumulation_steps}"
-        if self.val_batch_size is not None:
-            text += f", validation {self.val_batch_size}"
-        rank_zero_info(f"{text} ({time.monotonic() - started:.1f} s)")
+        steps, seconds = trainer.accumulate_grad_batches, time.monotonic() - started
+        rank_zero_info(
+            f"AutoBatch: batch size {self.batch_size}, validation {self.val_batch_size or self.batch_size}, "
+            f"accumulate_grad_batches {steps} ({seconds:.1f} s)"
+        )
 
 
 @dataclass
@@ -189,21 +184,18 @@ class _Search:
         name, val_name = callback._names["train"], callback._names["val"]
         effective, options = callback._effective_batch_size, callback._options
         self._check()
-        make_batch = callback._make_batch
-        train = Loaders(trainer, "train", name, options["train"], make_batch["train"])
-        self.loaders["train"] = train
+        train = self._look_at("train", name)
         if not train.follow:
             raise AutoBatchError(
                 f"AutoBatch: train_dataloader gives the same batch size whatever {name} is; let it take the "
                 f"size from self.{name}"
             )
         is_shared = not lightning_hasattr(module, val_name)
-        if callback._val and trainer.enable_validation and source_of(trainer, "val").is_module():
-            val_name = name if is_shared else val_name
-            val = Loaders(trainer, "val", val_name, options["val"], make_batch["val"])
-            if val.follow:
-                self.loaders["val"] = val
-        self._state = set_up_optimizers(trainer, train)
+        if callback._val and trainer.enable_validation:
+            val = self._look_at("val", name if is_shared else val_name)
+            if not val.follow:
+                del self.loaders["val"]
+        self._state = set_up_optimizers(trainer)
         bounds = {} if train.most is None else {"dataset": train.most}
         world_size, searched = trainer.world_size, options["train"]
         if effective is not None:  # an error comes before the search
@@ -213,15 +205,14 @@ class _Search:
         accumulates = module.automatic_optimization and (effective or self._num_batches > 1)
         trainer.accumulate_grad_batches = 2 if accumulates else 1
         step = TrainStep(trainer)
-        size = self._find("train", step, train.batch, bounds, self._earlier.get("train"))
+        size = self._find("train", step, bounds, self._earlier.get("train"))
         if "val" in self.loaders:
             val, known, bounds = self.loaders["val"], self._earlier.get("val"), dict[str, int]()
             if is_shared:
                 known = size
             elif val.most is not None:
                 bounds["dataset"] = val.most
-            val_step = ValidationStep(trainer, val)
-            found = self._find("val", val_step, val.numbered_batches, bounds, known)
+            found = self._find("val", ValidationStep(trainer), bounds, known)
             if is_shared:
                 size = found
             else:
@@ -231,28 +222,31 @@ class _Search:
             self.accumulation_steps = effective // (world_size * size)
         elif isinstance(train.size_before, int) and "train" not in self._earlier:
             before = train.size_before * self._num_batches
-            warn_of_growth(self.control, before, size * self._num_batches)
+            warn_of_growth(before, size * self._num_batches)
         self.sizes["train"] = size
-        for mode, loaders in self.loaders.items():
-            loaders.check(self.sizes.get(mode, size))
+
+    def _look_at(self, mode: Mode, name: str) -> Loaders:
+        callback = self.callback
+        options, make_batch = callback._options[mode], callback._make_batch
+        self.loaders[mode] = Loaders(self.trainer, mode, name, options, make_batch)
+        return self.loaders[mode]
 
     def _find(
         self,
         mode: Mode,
         step: Callable[[Any], None],
-        make: Callable[[int], Any],
         bounds: dict[str, int],
         known: int | None,
     ) -> int:
         trainer, loaders = self.trainer, self.loaders[mode]
-        check_transfer(trainer, loaders)
+        loaders.check_transfer()
         source = "the run that is resumed"
         if mode == "val" and "val" not in self._earlier:
             source = "training, which it shares: val_batch_arg_name can name another attribute"
 
         def loop_of(size: int) -> Any:
             loaders.set_size(size)  # the module may use it in its steps
-            return partial(make, size), loaders.num_rounds(size)
+            return partial(loaders.batches, size), loaders.num_rounds(size)
 
         self.results[mode] = find_size(
             step,
@@ -262,8 +256,6 @@ class _Search:
             source,
             control=self.control,
             looks=loaders.looks,
-            batch=loaders.batch(2),
-            loading=loaders.loading,
             state=self._state,
             mode=mode,
             device=trainer.strategy.root_device,
@@ -273,8 +265,7 @@ class _Search:
 
     def _check(self) -> None:
         """Refuse what cannot be searched, apart from loaders."""
-        callback, trainer, module = self.callback, self.trainer, type(self.module).__name__
-        name, effective = callback._names["train"], callback._effective_batch_size
+        module, effective = type(self.module).__name__, self.callback._effective_batch_size
         if "dataloader_iter" in inspect.signature(self.module.training_step).parameters:
             raise AutoBatchError(
                 f"AutoBatch: training_step of {module} takes dataloader_iter, and so reads its batches by "
@@ -284,18 +275,6 @@ class _Search:
             raise AutoBatchError(
                 f"AutoBatch: effective_batch_size is {effective}, but {module} optimizes manually, and so "
                 "accumulates gradients by itself; leave effective_batch_size out"
-            )
-        if not source_of(trainer, "train").is_module():
-            raise AutoBatchError(
-                "AutoBatch: fit was given the training loaders, so their batch size cannot be set. Return "
-                f"them from train_dataloader() of {module} or a LightningDataModule, with "
-                f"batch_size=self.{name}"
-            )
-        if not lightning_hasattr(self.module, name):
-            raise AutoBatchError(
-                f"AutoBatch: neither {module} nor its data module nor their hparams have {name}. Let "
-                "train_dataloader take its batch size from such an attribute, or name another one with "
-                "batch_arg_name"
             )
 
 

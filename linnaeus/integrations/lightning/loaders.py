@@ -11,28 +11,37 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
-from torch.utils._pytree import tree_unflatten
+from lightning.pytorch.utilities.parsing import (
+    lightning_getattr,
+    lightning_hasattr,
+    lightning_setattr,
+)
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.integrations.common import look_for_largest
-from linnaeus.integrations.samples import Largest
+from linnaeus.integrations.samples import Largest, shapes_in
 
 PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
 
 Mode = Literal["train", "val"]
 
-_USUAL: Any = {"train": "max_size_cycle", "val": "sequential"}
-"""How Lightning combines several loaders."""
-
-_REMEDY = "give a function that makes the worst batch of n samples: make_batch=, or make_val_batch="
+_LOADING = (
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "multiprocessing_context",
+    "worker_init_fn",
+)
+_REMEDY = "give a function that makes the worst batch of n samples: make_batch="
+_NUM_TRANSFERS = 8
+"""Transfers of a batch whose shapes are compared."""
 
 
 class Loaders:
-    """The loaders that a hook makes for a mode, in the structure in which Lightning takes their batches.
+    """The loaders that a hook makes for a mode.
 
     Args:
         trainer: the trainer.
@@ -42,7 +51,6 @@ class Loaders:
         make_batch: makes a batch in the place of samples of the loaders.
 
     Attributes:
-        combined: the loaders.
         size_before: the batch size that the user has given.
         follow: whether any of them follows the size.
 
@@ -60,21 +68,40 @@ class Loaders:
     ) -> None:
         self._trainer, self._mode, self._name, self._options = trainer, mode, name, options
         self._make_batch, self._limit = make_batch, getattr(trainer, f"limit_{mode}_batches")
-        self._source = source_of(trainer, mode)
+        loop: Any = trainer.fit_loop if mode == "train" else trainer.fit_loop.epoch_loop.val_loop
+        self._source, module = loop._data_source, trainer.lightning_module
         self._where = f"{self._source.name}() of {type(self._source.instance).__name__}"
-        self.size_before = lightning_getattr(trainer.lightning_module, name)
+        if not self._source.is_module():
+            raise AutoBatchError(
+                f"AutoBatch: fit was given the {mode} loaders, so their batch size cannot be set. Return "
+                f"them from {self._source.name}() of {type(module).__name__} or a LightningDataModule, with "
+                f"batch_size=self.{name}"
+            )
+        if not lightning_hasattr(module, name):
+            raise AutoBatchError(
+                f"AutoBatch: neither {type(module).__name__} nor its data module nor their hparams have "
+                f"{name}. Let {self._source.name} take its batch size from such an attribute, or name "
+                "another one with batch_arg_name"
+            )
+        self.size_before = lightning_getattr(module, name)
         self.set_size(PROBE)
-        self.combined, sizes = self._request()
-        fixed = [None if size == PROBE else size for size in sizes]
+        loop._combined_loader, sizes = combined, _ = self._request()
+        self.set_size(PROBE + 1)
+        pairs = list(zip(sizes, self._request()[1], strict=True))
+        if wrong := {*pairs} - {(PROBE, PROBE + 1), *((size, size) for size in sizes)}:
+            raise AutoBatchError(
+                f"AutoBatch: {self._where} makes batches of {wrong.pop()[0]} samples where {name} is "
+                f"{PROBE}; let it use self.{name} as it is"
+            )
+        fixed = [None if one != other else one for one, other in pairs]
         self.follow = None in fixed
-        self._loaders = list(zip(self.combined.flattened, fixed, strict=True))
+        self._loaders = list(zip(combined.flattened, fixed, strict=True))
 
     @cached_property
     def looks(self) -> list[Largest]:
         """Which samples of each loader make the largest batches; nothing where a function makes batches."""
         if self._make_batch is not None:
             return []
-        names = ("num_workers", "multiprocessing_context", "worker_init_fn")
         return [
             look_for_largest(
                 loader.dataset,
@@ -82,7 +109,7 @@ class Loaders:
                 self._options,
                 self._trainer.strategy.root_device,
                 remedy=_REMEDY,
-                **{name: getattr(loader, name) for name in names},
+                **{name: getattr(loader, name) for name in _LOADING},
             )
             for loader, _ in self._loaders
         ]
@@ -95,13 +122,6 @@ class Loaders:
         share = self._limit if isinstance(self._limit, float) else 1
         return max(int(min(known) * share), 1) if known else None
 
-    @property
-    def loading(self) -> tuple[int, int | None, bool]:
-        """The most workers of a loader, the batches that they make ahead, and whether any pins them."""
-        loaders = [loader for loader, _ in self._loaders]
-        most = max(loaders, key=lambda loader: loader.num_workers)
-        return most.num_workers, most.prefetch_factor, any(each.pin_memory for each in loaders)
-
     def num_rounds(self, size: int) -> int:
         """The most batches that one of the loaders gives in an epoch; 1 where nobody knows."""
         rounds, limit = [1], self._limit
@@ -111,33 +131,30 @@ class Loaders:
             rounds.append(int(num_batches * limit) if is_share else min(num_batches, limit))
         return max(rounds)
 
-    def batch(self, size: int) -> Any:
-        """What the loaders of a step give together: one batch, or the user's structure of them."""
+    def batches(self, size: int) -> Iterator[tuple[Any, int]]:
+        """A batch of each loader, made when it is asked for, with the number of the loader."""
         if self._make_batch is not None:
-            return self._make_batch(size)
-        return tree_unflatten(list(self._batches(size)), self.combined._spec)
+            yield self._make_batch(size), 0
+        for number, (look, (_, fixed)) in enumerate(zip(self.looks, self._loaders, strict=False)):
+            yield look.batch(fixed or size), number
 
-    def numbered_batches(self, size: int) -> Iterator[tuple[Any, int]]:
-        """Batches of validation, made when they are asked for, each with the number of its loader."""
-        if self._make_batch is not None or self.combined._mode != "sequential":
-            yield self.batch(size), 0
-        else:
-            yield from ((batch, number) for number, batch in enumerate(self._batches(size)))
-
-    def check(self, size: int) -> None:
-        """Check that the loaders have, at this size, the sizes that were measured; validation, or smaller.
+    def check_transfer(self) -> None:
+        """Refuse hooks that draw the size of a batch when it is transferred to the device.
 
         Raises:
-            AutoBatchError: one has another size: the hook divides, limits or rounds what it takes.
+            AutoBatchError: transfers of the same batch differ in shape.
         """
-        self.set_size(size)
-        for (_, fixed), given in zip(self._loaders, self._request()[1], strict=True):
-            expected = fixed or size
-            if given > expected or (given < expected and self._mode == "train"):
-                raise AutoBatchError(
-                    f"AutoBatch: {self._where} makes batches of {given} samples where {self._name} is {size} "
-                    f"and {expected} are searched; let it use self.{self._name} as it is"
-                )
+        transfer = self._trainer.strategy.batch_to_device
+        shapes = {
+            tuple(shapes_in(transfer(batch, dataloader_idx=n)) for batch, n in self.batches(2))
+            for _ in range(_NUM_TRANSFERS)
+        }
+        if len(shapes) > 1:
+            raise AutoBatchError(
+                "AutoBatch: on_after_batch_transfer or another hook of the transfer gives the same batch two "
+                "sizes, so the largest is not known; draw the size in the collate function, and give "
+                "make_batch="
+            )
 
     def set_size(self, size: int) -> None:
         """Set the attribute from which the loaders take their size; also what loggers write down of it."""
@@ -146,10 +163,6 @@ class Loaders:
         for owner in (module, self._trainer.datamodule):
             logged = getattr(owner, "_hparams_initial", {})
             logged.update({self._name: size} if self._name in logged else {})
-
-    def _batches(self, size: int) -> Iterator[Any]:
-        pairs = zip(self.looks, self._loaders, strict=True)
-        return (look.batch(fixed or size) for look, (_, fixed) in pairs)
 
     def _num_samples(self, loader: DataLoader[Any]) -> int | None:
         """Samples of an epoch of this rank; None where nobody knows."""
@@ -161,8 +174,14 @@ class Loaders:
 
     def _request(self) -> tuple[CombinedLoader, list[int]]:
         """The loaders that the hook makes now, and their batch sizes."""
-        given, usual = self._source.dataloader(), _USUAL[self._mode]
-        combined = given if isinstance(given, CombinedLoader) else CombinedLoader(given, usual)
+        given: Any = self._source.dataloader()
+        is_several = not isinstance(given, DataLoader | list | tuple)
+        if is_several or (self._mode == "train" and not isinstance(given, DataLoader)):
+            raise AutoBatchError(
+                f"AutoBatch: {self._where} gives a {type(given).__name__}; let it return one DataLoader, or "
+                "a list of them for validation"
+            )
+        combined = CombinedLoader(given, "sequential")
         for loader in combined.flattened:
             is_usual = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
             if not is_usual or loader.batch_size is None:
@@ -171,9 +190,3 @@ class Loaders:
                     "set; give a DataLoader with a batch_size, and a sampler in place of a batch_sampler"
                 )
         return combined, [loader.batch_size for loader in combined.flattened]
-
-
-def source_of(trainer: Trainer, mode: Mode) -> Any:
-    """What gives the loaders of a mode: a hook of the module or the data module, or `fit` itself."""
-    loop: Any = trainer.fit_loop if mode == "train" else trainer.fit_loop.epoch_loop.val_loop
-    return loop._data_source

@@ -24,18 +24,13 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
-from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.autobatch.state.rng import rng_state, set_rng_state
 from linnaeus.autobatch.state.snapshot import Contents
 from linnaeus.integrations.common import WholeLoop
-from linnaeus.integrations.lightning.loaders import Loaders
-from linnaeus.integrations.samples import shapes_in
 
 logger = logging.getLogger("linnaeus.autobatch")
 
-_NUM_TRANSFERS = 7
-"""Transfers of a batch that are compared with a first one."""
 _NUM_BATCHES = 10_000
 """Batches of an epoch, for schedules of the search: they need not end before it does."""
 
@@ -54,22 +49,21 @@ class TrainStep:
             trainer.strategy.root_device, "an epoch of training", state=state
         )
 
-    def __call__(self, loop_of: tuple[Callable[[], Any], int]) -> None:
+    def __call__(self, loop_of: tuple[Callable[[], Iterator[tuple[Any, int]]], int]) -> None:
         """Take a step.
 
         Args:
-            loop_of: makes a batch; and the number of batches of an epoch.
+            loop_of: makes a batch, in an iterator; and the number of batches of an epoch.
         """
-        (make_batch, num_rounds), trainer = loop_of, self._trainer
+        (make_batches, num_rounds), trainer = loop_of, self._trainer
         attributes = vars(trainer.lightning_module)  # which a search restores after each trial
         number = attributes["_step_of_trial"] = attributes.get("_step_of_trial", 0) + 1
 
         def run() -> None:
             loop.batch_progress.reset()
             _begin(trainer, loop, "on_fit_start", "on_train_start", "on_train_epoch_start")
-            fetcher: Any = _Fetcher(make_batch)
             for _ in range(trainer.accumulate_grad_batches):
-                loop.advance(fetcher)
+                loop.advance(_Fetcher(make_batches()))
 
         loop = trainer.fit_loop.epoch_loop
         with _own_world(trainer):
@@ -89,11 +83,10 @@ class ValidationStep:
 
     Args:
         trainer: the trainer.
-        loaders: the loaders of validation.
     """
 
-    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
-        self._trainer, self._loaders = trainer, loaders
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._run_loop = WholeLoop(trainer.strategy.root_device, "validation")
         module = trainer.lightning_module
         values = {*map(id, module.parameters()), *map(id, module.buffers())}
@@ -119,8 +112,7 @@ class ValidationStep:
         trainer.validating = True
         try:
             with _own_world(trainer):
-                loop._combined_loader = self._loaders.combined
-                loop._data_fetcher = _Fetcher(tuple)
+                loop._data_fetcher = _Fetcher(iter(()))
                 _begin(trainer, loop, "on_validation_start", "on_validation_epoch_start")
                 self._run_loop(run, num_rounds)
         finally:
@@ -134,11 +126,11 @@ class _Fetcher:
 
     done = False
 
-    def __init__(self, make_batch: Callable[[], Any]) -> None:
-        self._make_batch = make_batch
+    def __init__(self, batches: Iterator[tuple[Any, int]]) -> None:
+        self._batches = batches
 
     def __next__(self) -> tuple[Any, int, int]:
-        return self._make_batch(), 0, 0
+        return next(self._batches)[0], 0, 0
 
 
 def _begin(trainer: Any, loop: Any, *names: str) -> None:
@@ -148,42 +140,21 @@ def _begin(trainer: Any, loop: Any, *names: str) -> None:
         _call_lightning_module_hook(trainer, name)
 
 
-def set_up_optimizers(trainer: Trainer, loaders: Loaders) -> list[Any]:
-    """Let the trainer make optimizers, inside of `rehearsal`.
+def set_up_optimizers(trainer: Trainer) -> list[Any]:
+    """Let the trainer make optimizers, inside of `rehearsal` and after the loaders.
 
     Returns:
         Everything that a step of the trainer changes and a search can put back.
     """
-    strategy, fit_loop = trainer.strategy, trainer.fit_loop
-    # A schedule may ask for the number of batches, for which Lightning would make loaders and read them.
-    fit_loop._combined_loader, fit_loop.max_batches = loaders.combined, _NUM_BATCHES
+    strategy = trainer.strategy
+    # A schedule may ask for the number of batches, for which Lightning would read its own loaders.
+    trainer.fit_loop.max_batches = _NUM_BATCHES
     strategy.setup_optimizers(trainer)
     schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
     if trainer.lightning_module.automatic_optimization:
         strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return [trainer.lightning_module, *strategy.optimizers, *schedulers, scaler]
-
-
-def check_transfer(trainer: Trainer, loaders: Loaders) -> None:
-    """Refuse hooks that draw the size of a batch when it is transferred to the device.
-
-    Raises:
-        AutoBatchError: transfers of the same batch differ in shape.
-    """
-
-    def shapes() -> list[Any]:
-        return [
-            shapes_in(trainer.strategy.batch_to_device(batch, dataloader_idx=number))
-            for batch, number in loaders.numbered_batches(2)
-        ]
-
-    first = shapes()
-    if any(shapes() != first for _ in range(_NUM_TRANSFERS)):
-        raise AutoBatchError(
-            "AutoBatch: on_after_batch_transfer or another hook of the transfer gives the same batch two "
-            "sizes, so the largest is not known; draw the size in the collate function, and give make_batch="
-        )
 
 
 @contextlib.contextmanager
@@ -218,8 +189,8 @@ def rehearsal(trainer: Any) -> Iterator[None]:
 
 
 def _attributes(value: Any) -> list[dict[str, Any]]:
-    packages = {base.__module__.partition(".")[0] for base in type(value).__mro__}
-    is_inside = "lightning" in packages or isinstance(value, Dataset | Sampler | Optimizer)
+    is_lightning = any(base.__module__.startswith("lightning.") for base in type(value).__mro__)
+    is_inside = is_lightning or isinstance(value, Dataset | Sampler | Optimizer)
     return [vars(value)] if is_inside and hasattr(value, "__dict__") else []
 
 

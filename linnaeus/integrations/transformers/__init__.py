@@ -157,51 +157,49 @@ class _Search:
     def __call__(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Run the loop; `batch_size` is what the trainer was built with."""
         trainer = self.trainer
+        checkpoint = keywords.get("resume_from_checkpoint")
         with joined_ranks() as control:  # so that an error of one process ends all
             check_supported(trainer)  # arguments may have been set meanwhile
-            self._find(keywords.get("resume_from_checkpoint"), control)
+            # Not every machine need see the checkpoint's folder.
+            self._find(of_main(control, checkpoint and size_in_checkpoint(checkpoint)), control)
         if trainer.model_init is None:  # else the next model may be another one
             del vars(trainer)[_LOOP]
         loop = getattr(type(trainer), _LOOP)
         return loop(trainer, trainer._train_batch_size, *arguments, **keywords)
 
-    def _find(self, checkpoint: str | None, control: ControlPlane | None) -> None:
-        trainer, args = self.trainer, self.trainer.args
-        # Not every machine need see the checkpoint's folder.
-        earlier = of_main(control, None if checkpoint is None else size_in_checkpoint(checkpoint))
+    def _find(self, earlier: int | None, control: ControlPlane | None) -> None:
+        trainer, args, effective = self.trainer, self.trainer.args, self.effective_batch_size
         results = {"train": self._search("train", control, earlier)}
-        size = results["train"].batch_size
-        if self.effective_batch_size is not None:
-            size = self._divisor(self.effective_batch_size, size)
+        size, steps = results["train"].batch_size, args.gradient_accumulation_steps
+        if effective is not None:
+            size = self._divisor(effective, size)
             processes = trainer.accelerator.num_processes
-            args.gradient_accumulation_steps = self.effective_batch_size // (processes * size)
+            args.gradient_accumulation_steps = effective // (processes * size)
         elif earlier is None:
-            steps = args.gradient_accumulation_steps
-            warn_of_growth(control, args.per_device_train_batch_size * steps, size * steps)
+            warn_of_growth(args.per_device_train_batch_size * steps, size * steps)
         trainer._train_batch_size = args.per_device_train_batch_size = size
-        source = "as in the run that is resumed" if size == earlier else "found"
-        logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
         if self._evaluates:
             results["val"] = self._search("val", control)
             args.per_device_eval_batch_size = results["val"].batch_size
-            logger.info(
-                "AutoBatch: per_device_eval_batch_size is %d, found", results["val"].batch_size
-            )
+        for mode, name in (("train", "train"), ("val", "eval")):
+            if mode in results:
+                name = f"per_device_{name}_batch_size"
+                logger.info("AutoBatch: %s is %d", name, getattr(args, name))
         trainer.autobatch_results = results
 
     @property
     def _evaluates(self) -> bool:
         args = self.trainer.args
-        if self.evaluation is False or self.trainer.eval_dataset is None:
-            return False
         generates = getattr(args, "predict_with_generate", False)
         if self.evaluation and generates:
             raise AutoBatchError(
                 "AutoBatch cannot search per_device_eval_batch_size with predict_with_generate, whose memory "
                 "grows with what is generated. Give evaluation=False."
             )
-        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-        return bool(self.evaluation or ((strategy != "no" or args.eval_on_start) and not generates))
+        if self.evaluation is None:
+            strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+            return not generates and (strategy != "no" or args.eval_on_start)
+        return self.evaluation
 
     def _search(
         self, mode: Mode, control: ControlPlane | None, earlier: int | None = None
@@ -234,12 +232,6 @@ class _Search:
                 "the run that is resumed",
                 control=control,
                 looks=[look],
-                batch=look.batch(2),
-                loading=(
-                    args.dataloader_num_workers,
-                    args.dataloader_prefetch_factor,
-                    args.dataloader_pin_memory,
-                ),
                 state=steps.state,
                 mode=mode,
                 device=args.device,

@@ -10,7 +10,9 @@ from torch.utils.data import ConcatDataset
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.result import Mode
 from linnaeus.integrations.common import look_for_largest
-from linnaeus.integrations.samples import Largest, is_read_by_index, stored_lengths
+from linnaeus.integrations.samples import Largest, is_read_by_index
+
+_LOADING = ("num_workers", "prefetch_factor", "pin_memory")
 
 
 def trial_data(
@@ -23,42 +25,30 @@ def trial_data(
 
     Raises:
         AutoBatchError: the loader's batch size is not the trainer's, or the dataset is not read by index.
-        ValueError: `samples` is no list of samples.
+        ValueError: `samples` is empty.
     """
+    argument, several = "samples", trainer.eval_dataset
     if mode == "train":
-        argument, datasets, loaders = "samples", [trainer.train_dataset], [_checked_loader(trainer)]
+        loaders = [_checked_loader(trainer)]
     else:
-        several = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
-        argument, datasets = "eval_samples", [*several.values()] or [trainer.eval_dataset]
-        loaders = [trainer.get_eval_dataloader(name) for name in several or [None]]
+        argument, names = "eval_samples", several if isinstance(several, dict) else [None]
+        loaders = [trainer.get_eval_dataloader(name) for name in names]
     # The loaders' datasets lack the columns that the model does not take.
     collate, read = loaders[0].collate_fn, [loader.dataset for loader in loaders]
     num_samples = max(map(len, read)) if all(map(is_read_by_index, read)) else None
-    lengths: list[Any] = []
     if samples is not None:
-        if isinstance(samples, str | Mapping) or not is_read_by_index(samples) or not samples:
-            raise ValueError(
-                f"{argument} is {samples!r:.40}; it must be a list of at least one sample"
-            )
         columns = getattr(read[0], "column_names", None)
         if columns is not None:
             samples = [{name: row[name] for name in row if name in columns} for row in samples]
         read = [samples]
-    elif num_samples is not None:
-        column = getattr(trainer.args, "length_column_name", None)
-        for dataset in datasets:
-            has_column = column in (getattr(dataset, "column_names", None) or ())
-            stored = stored_lengths(dataset, column if has_column else None)
-            lengths += () if stored is None else stored
     whole: Any = read[0] if len(read) == 1 else ConcatDataset(read)
     look = look_for_largest(
         whole,
         collate,
         options,
         trainer.args.device,
-        lengths if num_samples is not None and len(lengths) == len(whole) else None,
         remedy=f"give some of the largest: autobatch(trainer, {argument}=[...])",
-        num_workers=trainer.args.dataloader_num_workers,
+        **{name: getattr(trainer.args, f"dataloader_{name}") for name in _LOADING},
     )
     return look, num_samples
 

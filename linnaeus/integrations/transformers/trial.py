@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
-import torch.distributed as torch_dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedType,
@@ -18,7 +17,6 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.autobatch.state.optimizers import UnlistedOptimizerError
 from linnaeus.autobatch.state.rng import rng_state, set_rng_state
 from linnaeus.autobatch.state.snapshot import Contents
@@ -44,15 +42,19 @@ def rehearsal(trainer: Any) -> Iterator[Rehearsal]:
         # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
         stack.callback(vars(model).update, dict(vars(model)))
         stack.callback(vars(model).clear)
-        group = None
-        if accelerator.num_processes > 1:
-            group = group_of_this_rank()
-            stack.callback(torch_dist.destroy_process_group, group)
+        several = accelerator.num_processes > 1
+        if several:
             for state in _PROCESS_STATES:  # `gather` and the like return what they are given
                 state["distributed_type"] = DistributedType.NO
-        steps = Rehearsal(trainer, accelerator.prepare_model(model, evaluation_mode=True), group)
-        stack.callback(steps.forget)
-        yield steps
+        prepared = wrapped = accelerator.prepare_model(model, evaluation_mode=True)
+        if several:
+            handler, is_cpu = accelerator.ddp_handler, accelerator.device.type == "cpu"
+            wrapped = DistributedDataParallel(
+                prepared,
+                device_ids=None if is_cpu else [accelerator.local_process_index],
+                **({} if handler is None else handler.to_kwargs()),
+            )
+        yield Rehearsal(trainer, prepared, wrapped)
 
 
 class Rehearsal:
@@ -61,41 +63,24 @@ class Rehearsal:
     Args:
         trainer: within `train()`, before its loop.
         prepared: its model.
-        group: of this rank alone; None where there is one process.
+        wrapped: the model as training calls it: over several ranks in a wrapper.
 
     Attributes:
         state: what a step changes, for `auto_find_batch_size`.
     """
 
-    def __init__(
-        self, trainer: Any, prepared: nn.Module, group: torch_dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, trainer: Any, prepared: nn.Module, wrapped: nn.Module) -> None:
         self._trainer, self._accelerator = trainer, trainer.accelerator
-        self._prepared, self._wrapped, self._group = prepared, prepared, group
+        self._prepared, self._wrapped = prepared, wrapped
         joins = trainer.args.eval_do_concat_batches
         self._run_loop = WholeLoop(trainer.args.device, "validation", joins=joins)
         trainer.create_optimizer()
         modules, optimizers = held_by(trainer)
-        self._modes = [(module, module.training) for module in modules.modules()]
         trainer.optimizer = self._accelerator.prepare_optimizer(
             trainer.optimizer, device_placement=False
         )
         scaler = self._accelerator.scaler
-        self.state = (trainer.model, trainer.optimizer, modules, *optimizers, scaler, self)
-        self._between = _kept(trainer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: what a trial changes beside model and optimizer is undone by `load_state_dict`."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo what a trial has changed in the trainer."""
-        self._between.restore()
-        self.forget()
-
-    def forget(self) -> None:
-        """Let the next trial make its own wrapper."""
-        self._wrapped = self._prepared
+        self.state = (wrapped, trainer.optimizer, modules, *optimizers, scaler)
 
     def train(self, batches: Sequence[Any]) -> None:
         """Run an optimizer step as the trainer's loop does, with the first and the last of its micro-batches.
@@ -105,8 +90,7 @@ class Rehearsal:
         Args:
             batches: of one step, and one more: the trainer's loader reads ahead.
         """
-        trainer, accelerator, model = self._trainer, self._accelerator, self._model()
-        self._set_modes()
+        trainer, accelerator, model = self._trainer, self._accelerator, self._wrapped
         num_batches = len(batches) - 1
         inputs, num_items = trainer.get_batch_samples(
             iter(batches[:-1]), num_batches, trainer.args.device
@@ -127,11 +111,6 @@ class Rehearsal:
         trainer.optimizer.step()
         model.zero_grad()
 
-    def _set_modes(self) -> None:
-        """Give the modules beside the model their own modes: a search has put all in that of the model."""
-        for module, is_training in self._modes:
-            module.training = is_training
-
     def predict(self, num_samples: int | None, batches: Sequence[Any]) -> None:
         """Run prediction steps as the trainer's evaluation does, beside what its whole loop keeps.
 
@@ -140,8 +119,6 @@ class Rehearsal:
             batches: the batch, and one more.
         """
         trainer, args = self._trainer, self._trainer.args
-        self._set_modes()
-        self._model()  # with its buckets, which training keeps
         loss_only = True if trainer.compute_metrics is None else args.prediction_loss_only
         num_batches = -(-(num_samples or 1) // (find_batch_size(batches[0]) or 1))
 
@@ -166,21 +143,12 @@ class Rehearsal:
         copies = (recursively_apply(Tensor.clone, ahead) for _ in range(num_batches))
         return [send_to_device(each, self._accelerator.device) for each in copies] + [ahead]
 
-    def _model(self) -> nn.Module:
-        """The model as training calls it: over several ranks in a wrapper over this rank alone.
 
-        A trial makes its own wrapper, since the buckets belong to its peak.
-        """
-        if self._group is not None and self._wrapped is self._prepared:
-            handler, index = self._accelerator.ddp_handler, [self._accelerator.local_process_index]
-            is_cpu = self._accelerator.device.type == "cpu"
-            self._wrapped = DistributedDataParallel(
-                self._prepared,
-                device_ids=None if is_cpu else index,
-                process_group=self._group,
-                **({} if handler is None else handler.to_kwargs()),
-            )
-        return self._wrapped
+class _Held(nn.ModuleList):
+    """Modules with modes of their own, which a search leaves alone."""
+
+    def train(self, mode: bool = True) -> Self:
+        return self
 
 
 def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
@@ -188,7 +156,7 @@ def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
 
     Without its model and its optimizer. The modules are one list, so that ranks may hold different ones.
     """
-    modules, optimizers = nn.ModuleList(), list[torch.optim.Optimizer]()
+    modules, optimizers = list[nn.Module](), list[torch.optim.Optimizer]()
 
     def collect(value: Any) -> tuple[Any, ...]:
         if isinstance(value, nn.Module):
@@ -197,16 +165,18 @@ def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
             optimizers.append(value)
         return ()
 
-    known = [trainer.optimizer, trainer.model_wrapped, *trainer.model.modules()]
-    Contents([vars(trainer)], _ids_of_data(trainer) | {*map(id, known)}, collect, values=False)
-    return modules, optimizers
+    known = [
+        *_datasets(trainer),
+        trainer.optimizer,
+        trainer.model_wrapped,
+        *trainer.model.modules(),
+    ]
+    Contents([vars(trainer)], map(id, known), collect, values=False)
+    return _Held(modules), optimizers
 
 
-def _ids_of_data(trainer: Any) -> set[int]:
-    """The datasets, which are not looked into."""
-    several = trainer.eval_dataset
-    inside = several.values() if isinstance(several, dict) else []
-    return {id(dataset) for dataset in (trainer.train_dataset, several, *inside)}
+def _datasets(trainer: Any) -> list[Any]:
+    return [trainer.train_dataset, trainer.eval_dataset]
 
 
 def _kept(trainer: Any) -> Contents:
@@ -218,4 +188,4 @@ def _kept(trainer: Any) -> Contents:
         for owner in (*parts, trainer.accelerator.gradient_state)
         if hasattr(owner, "__dict__")
     ]
-    return Contents([*owners, *_PROCESS_STATES], _ids_of_data(trainer))
+    return Contents([*owners, *_PROCESS_STATES], map(id, _datasets(trainer)))
