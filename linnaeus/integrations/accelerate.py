@@ -72,8 +72,8 @@ def find_batch_size(
     search = checked_options("find_batch_size()", search, _OWN)
     with joined_ranks(search.get("group")) as control:  # what one process raises ends all of them
         kind = str(accelerator.distributed_type).rpartition(".")[2]
-        is_split = accelerator.split_batches and accelerator.num_processes > 1
-        if kind in _SHARDED or is_split:
+        is_split = accelerator.split_batches and kind not in _SHARDED
+        if kind in _SHARDED or (is_split and accelerator.num_processes > 1):
             what = "split_batches over several processes" if is_split else kind
             raise AutoBatchError(
                 f"AutoBatch: with {what} no process can take a step alone, as one does in a search; give a "

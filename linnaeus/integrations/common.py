@@ -63,13 +63,13 @@ def checked_options(
             raise TypeError(
                 f"{name} has no argument {option!r}; options of the search are {listed}"
             )
-    most = options.get("max_batch_size", SearchSettings.max_batch_size)
     try:
         check_observer(options.get("observer"))
-        settings = SearchSettings.of({**options, "max_batch_size": most or UNBOUNDED})
+        settings = SearchSettings.of(options)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
-    return {**options, **asdict(settings)}
+    largest = settings.max_batch_size or UNBOUNDED
+    return {**options, **asdict(settings), "max_batch_size": largest}
 
 
 def find_size(

@@ -1,9 +1,8 @@
 """Steps of a Lightning trainer as trials of a search, and a trainer that they leave as it was.
 
 A step is the one that Lightning runs itself, `_TrainingEpochLoop.advance` or
-`_EvaluationLoop._evaluation_step`, on the bare module. What surrounds it is exchanged: callbacks, loggers and
-the profiler see nothing of a trial, and collectives are those of a process group with this rank alone, so
-that the other ranks can wait.
+`_EvaluationLoop._evaluation_step`. Callbacks, loggers and the profiler see nothing of a trial. Collectives of
+the module's own work over a process group of this rank alone, so that the other ranks can wait.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ def set_up_optimizers(trainer: Trainer) -> list[Any]:
     if trainer.lightning_module.automatic_optimization:
         strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return [trainer.lightning_module, *strategy.optimizers, *schedulers, scaler]
+    return [strategy.model, *strategy.optimizers, *schedulers, scaler]
 
 
 @contextlib.contextmanager
@@ -184,7 +183,12 @@ def rehearsal(trainer: Any) -> Iterator[None]:
         # Callbacks, loggers and the profiler see nothing.
         trainer.callbacks, trainer.profiler = [], PassThroughProfiler()
         trainer.loggers = [DummyLogger()] if trainer.loggers else []
-        stack.enter_context(_alone(trainer))
+        strategy, world_size = trainer.strategy, trainer.world_size
+        if world_size > 1:
+            strategy.model = strategy._setup_model(module)
+            strategy.own_group = group_of_this_rank("gloo")
+            stack.callback(torch_dist.destroy_process_group, strategy.own_group)
+            strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
         yield
 
 
@@ -192,30 +196,6 @@ def _attributes(value: Any) -> list[dict[str, Any]]:
     is_lightning = any(base.__module__.startswith("lightning.") for base in type(value).__mro__)
     is_inside = is_lightning or isinstance(value, Dataset | Sampler | Optimizer)
     return [vars(value)] if is_inside and hasattr(value, "__dict__") else []
-
-
-@contextlib.contextmanager
-def _alone(trainer: Any) -> Iterator[None]:
-    """Let collectives of a step be this rank's own, and take up the memory that DDP will hold.
-
-    It adds attributes to the strategy, which `rehearsal` removes.
-    """
-    if trainer.world_size == 1 or not torch_dist.is_initialized():
-        yield
-        return
-    strategy, world_size = trainer.strategy, trainer.world_size
-    strategy.own_group = group_of_this_rank("gloo")
-    strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
-    buckets = None
-    if not strategy._ddp_kwargs.get("gradient_as_bucket_view"):  # they are beside the gradients
-        trained = [each for each in trainer.lightning_module.parameters() if each.requires_grad]
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        buckets = torch.ones(num_bytes, dtype=torch.uint8, device=strategy.root_device)
-    try:
-        yield
-    finally:
-        del buckets
-        torch_dist.destroy_process_group(strategy.own_group)
 
 
 @contextlib.contextmanager
