@@ -147,16 +147,20 @@ def test_a_search_begins_with_the_size_that_is_given() -> None:
 @pytest.mark.parametrize(
     ("options", "size", "steps"),
     [
-        ({"effective_batch_size": 72}, 18, 4),
+        ({"effective_batch_size": 60}, LARGE, 3),
         ({"effective_batch_size": 72, "multiple_of": 24, "max_batch_size": 50}, 24, 3),
     ],
 )
 def test_the_batch_size_divides_the_effective_batch(
     options: dict[str, Any], size: int, steps: int
 ) -> None:
-    callback = small(val=False, **options)
-    searched = fit(Net(), callbacks=[callback])
+    callback, module = small(**options), Net()
+    searched = fit(module, callbacks=[callback])
     assert (callback.batch_size, searched["accumulate"]) == (size, steps)
+    assert differences(searched, fit(Net(size), accumulate_grad_batches=steps)) == []
+    first = callback.results["train"]
+    fit(module, callbacks=[callback])
+    assert callback.results["train"] is not first, "a second fit searches again"
 
 
 def test_a_limit_of_validation_holds_for_training_where_they_share_the_size() -> None:
@@ -185,20 +189,6 @@ def test_batches_of_a_stream_are_made_by_a_function() -> None:
         found.append(fit(Bare(), made, callbacks=callbacks, max_steps=6))
     assert LARGE in sizes
     assert differences(*found) == []
-
-
-# --- accumulation ---
-
-
-def test_accumulation_follows_the_effective_batch_and_a_second_fit_searches_again() -> None:
-    callback, module = small(effective_batch_size=60), Net()
-    searched = fit(module, callbacks=[callback])
-    by_hand = fit(Net(LARGE), accumulate_grad_batches=3)
-    assert searched["accumulate"] == 3
-    assert differences(searched, by_hand) == []
-    first = callback.results["train"]
-    fit(module, callbacks=[callback])
-    assert callback.results["train"] is not first
 
 
 # --- samples that differ in length, and limits of Lightning ---
@@ -292,23 +282,41 @@ def test_a_module_without_a_validation_step_is_searched_and_no_file_written(tmp_
 
 
 class Keeping(Plain):
-    """Validation keeps a quarter of a MiB of each sample: in a list, or in the state of a metric."""
+    """A mode keeps a quarter of a MiB of each sample: in a list, or in the state of a metric."""
 
-    def __init__(self, batch_size: int = 4, keeps: str = "") -> None:
+    def __init__(self, batch_size: int = 4, keeps: str = "", mode: str = "val") -> None:
         super().__init__(batch_size)
-        self.kept, self.metric, self.keeps = [], torchmetrics.CatMetric(), keeps
+        self.kept, self.metric, self.keeps, self.mode = [], torchmetrics.CatMetric(), keeps, mode
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def keep(self, batch: Any, mode: str) -> None:
         output = batch[0].new_ones(len(batch[0]), 2**16)
-        if self.keeps == "list":
+        if mode == self.mode and self.keeps == "list":
             self.kept.append(output)
-        elif self.keeps == "metric":
+        elif mode == self.mode and self.keeps == "metric":
             self.metric.update(output)
 
-    def on_validation_epoch_end(self) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.keep(batch, "train")
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.keep(batch, "val")
+
+    def forget(self) -> None:
         assert len(self.kept) in (0, -(-64 // self.batch_size)), "nothing of the trials is left"
         self.kept.clear()
         self.metric.reset()
+
+    def on_train_epoch_end(self) -> None:
+        if self.mode == "train":
+            self.forget()
+
+    def on_validation_epoch_end(self) -> None:
+        if self.mode == "val":
+            self.forget()
+
+    def train_dataloader(self) -> Any:
+        return loader_of(64, self.batch_size)
 
     def val_dataloader(self) -> Any:
         return loader_of(64, self.batch_size)
@@ -318,11 +326,12 @@ def loader_of(num_samples: int, size: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(data(num_samples), size, **options)
 
 
+@pytest.mark.parametrize("mode", ["train", "val"])
 @pytest.mark.parametrize("keeps", ["", "list", "metric"])
-def test_validation_counts_what_its_whole_loop_keeps(keeps: str) -> None:
+def test_a_mode_counts_what_its_whole_loop_keeps(keeps: str, mode: str) -> None:
     callback = AutoBatch(max_batch_size=4, min_batch_size=4)
-    fit(Keeping(keeps=keeps), callbacks=[callback], num_sanity_val_steps=0)
-    result = callback.results["val"]
+    fit(Keeping(keeps=keeps, mode=mode), callbacks=[callback], num_sanity_val_steps=0)
+    result = callback.results[mode]
     grown_mib = ((result.peak_bytes or 0) - result.held_bytes) / 2**20
     expected = 64 / 4 if keeps else 1  # in a loop of 16 batches, or while a step runs
     assert expected <= grown_mib < expected + 2
@@ -357,6 +366,16 @@ def test_layers_that_a_callback_unfreezes_later_are_trained_in_trials() -> None:
         result = callback.results["train"]
         grown.append((result.peak_bytes or 0) - result.held_bytes)
     assert grown[0] == pytest.approx(grown[1], rel=0.01)
+
+
+def test_frozen_parameters_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "linnaeus.autobatch")
+    for num_frozen in (0, 17 * 2**16):
+        module = Backbone()
+        module.backbone.requires_grad_(not num_frozen)
+        fit(module, callbacks=[small()], max_epochs=1, limit_train_batches=1)
+        lines = [each.message for each in caplog.records if "frozen" in each.message]
+        assert [str(num_frozen) in line for line in lines] == [True] * bool(num_frozen)
 
 
 def test_accumulation_that_a_schedule_begins_later_is_in_trials() -> None:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
+import pytorch_lightning
 import torch
 from accelerate import Accelerator
 from lightning.pytorch import strategies
@@ -158,6 +159,9 @@ def lightning() -> dict[str, str]:
             for name, (module, given, options) in FITS.items()
         },
         "Lightning: FSDP": not_alone("FSDPStrategy"),
+        "Lightning: the older package": raised(
+            AutoBatch().setup, pytorch_lightning.Trainer(logger=False), Net(), "fit"
+        ),
     }
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 pytest.importorskip("datasets")  # peft alone brings transformers
 
-import datasets
 from transformers import Trainer, TrainerCallback
 
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint, trial
@@ -258,6 +257,24 @@ def test_evaluation_counts_the_outputs_that_metrics_get(has_metrics: bool) -> No
     assert 0.9 * measured_bytes < ledger.peak_bytes <= 1.02 * measured_bytes
 
 
+class Keeping(Trainer):
+    """Each step adds an output to a list."""
+
+    outputs: list[Tensor] = []  # noqa: RUF012
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        self.outputs.append(torch.ones(len(inputs["input_ids"]), 2**15))
+        return super().compute_loss(model, inputs, *arguments, **options)
+
+
+def test_outputs_that_training_keeps_end_the_search() -> None:
+    made = trainer(Keeping)
+    with pytest.raises(AutoBatchError, match="keeps"):
+        autobatch(made, **room(50, max_batch_size=128)).train()
+    Keeping.outputs.clear()
+    assert made.args.per_device_train_batch_size == 8
+
+
 def test_a_new_model_is_searched_again() -> None:
     """As in `hyperparameter_search`."""
     widths = iter([32, 32, 512])
@@ -315,17 +332,6 @@ def test_a_resumed_run_whose_size_is_no_longer_allowed_goes_on_with_a_smaller_on
     (limit,) = search.values()
     assert resumed.args.per_device_train_batch_size == resumed.shapes[0][0] == limit
     assert next(iter(search)).removesuffix("_size") in caplog.text
-
-
-def test_stored_lengths_are_used_where_they_tell_the_size() -> None:
-    rows = [Text()[index]["input_ids"] for index in range(20)]
-    own = max(rows, key=len)
-    made = trainer()
-    for lengths in (range(20), map(len, rows)):
-        table = datasets.Dataset.from_dict({"input_ids": rows, "length": list(lengths)})
-        made.train_dataset = table
-        look, _ = trial_data(made, "train", None, {})
-        assert rows[look.indices(1)[0]] == own
 
 
 def test_no_size_is_above_the_samples() -> None:
