@@ -131,7 +131,7 @@ def find_size(
         )
         options["start"] = size
         result = search(**options, bounds={**bounds, "unread_samples": size})
-    if known is not None and result.batch_size < known:
+    if result.batch_size < (known or 0):
         logger.warning(
             "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, the size of %s",
             result.mode,

@@ -181,10 +181,14 @@ class Largest:
         return self._collate([copied(self._read(index)) for index in self.indices(size)])
 
     def host_bound(self, device: torch.device, num_ranks: int) -> int:
-        """The largest batch of which all that the loader holds fit into host memory."""
-        num_bytes = sum(map(_num_bytes, leaves(self.batch(2))))
+        """The largest batch whose copies in the loader fit into host memory, without sparse tensors."""
+        sizes = [
+            math.prod(_shape(leaf)) * getattr(leaf, "itemsize", 0)
+            for leaf in leaves(self.batch(2))
+            if not getattr(leaf, "is_sparse", False)
+        ]
         return largest_host_batch(
-            num_bytes / 2,
+            sum(sizes) / 2,
             self._loading.get("num_workers", 0),
             self._loading.get("prefetch_factor"),
             pinned=device.type == "cuda" and self._loading.get("pin_memory", True),
@@ -289,13 +293,6 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
         return (leaf.values().numel(),)
     return tuple(leaf.shape) if hasattr(leaf, "shape") else (len(leaf),)
-
-
-def _num_bytes(leaf: Any) -> int:
-    """Bytes of a tensor or array; a sparse tensor counts as its values, other objects as nothing."""
-    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.sparse_coo:
-        leaf = leaf.coalesce().values()
-    return int(getattr(leaf, "nbytes", 0))
 
 
 def _num_values(shapes: Iterable[tuple[int, ...]]) -> int:

@@ -194,7 +194,6 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("_n_gpu", 2),
     ("optim", "galore_adamw_layerwise"),
     ("train_sampling_strategy", "batch_rebalance"),
-    ("eval_dataset", None),
 )
 WRONG: tuple[dict[str, Any], ...] = (
     {"max_size": 3},
@@ -215,7 +214,7 @@ def trained(made: Any, **options: Any) -> None:
 def changed(name: str, value: Any) -> str:
     made = trainer()
     setattr(made.args if hasattr(made.args, name) else made, name, value)
-    return raised(autobatch, made, **({"evaluation": True} if value is None else {}))
+    return raised(autobatch, made)
 
 
 def transformers() -> dict[str, str]:

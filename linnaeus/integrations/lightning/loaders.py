@@ -175,18 +175,13 @@ class Loaders:
     def _request(self) -> tuple[CombinedLoader, list[int]]:
         """The loaders that the hook makes now, and their batch sizes."""
         given: Any = self._source.dataloader()
-        is_several = not isinstance(given, DataLoader | list | tuple)
-        if is_several or (self._mode == "train" and not isinstance(given, DataLoader)):
-            raise AutoBatchError(
-                f"AutoBatch: {self._where} gives a {type(given).__name__}; let it return one DataLoader, or "
-                "a list of them for validation"
-            )
-        combined = CombinedLoader(given, "sequential")
-        for loader in combined.flattened:
-            is_usual = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
-            if not is_usual or loader.batch_size is None:
+        is_list = self._mode == "val" and isinstance(given, list | tuple)
+        for loader in given if is_list else [given]:
+            if type(getattr(loader, "batch_sampler", None)) is not BatchSampler:
                 raise AutoBatchError(
-                    f"AutoBatch: {self._where}: the batch size of this {type(loader).__name__} cannot be "
-                    "set; give a DataLoader with a batch_size, and a sampler in place of a batch_sampler"
+                    f"AutoBatch: {self._where}: the batch size of this {type(loader).__name__} cannot be set. "
+                    "Return one DataLoader, or a list of them for validation, with a batch_size, and a "
+                    "sampler in place of a batch_sampler"
                 )
+        combined = CombinedLoader(given, "sequential")
         return combined, [loader.batch_size for loader in combined.flattened]

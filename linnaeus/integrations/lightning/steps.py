@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,16 +121,15 @@ class ValidationStep:
             trainer.lightning_module.eval()
 
 
+@dataclass
 class _Fetcher:
     """Hands out batches as Lightning's own fetcher does; the last one is never known to be the last."""
 
+    batches: Iterator[tuple[Any, int]]
     done = False
 
-    def __init__(self, batches: Iterator[tuple[Any, int]]) -> None:
-        self._batches = batches
-
     def __next__(self) -> tuple[Any, int, int]:
-        return next(self._batches)[0], 0, 0
+        return next(self.batches)[0], 0, 0
 
 
 def _begin(trainer: Any, loop: Any, *names: str) -> None:
@@ -201,12 +201,8 @@ def _attributes(value: Any) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def _own_world(trainer: Any) -> Iterator[None]:
     """Let collectives that name no group use the group of this rank alone, if there are several ranks."""
-    group = vars(trainer.strategy).get("own_group")
-    if group is None:
-        yield
-        return
     world = torch_dist.group.WORLD
-    torch_dist.GroupMember.WORLD = group
+    torch_dist.GroupMember.WORLD = getattr(trainer.strategy, "own_group", world)
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ autobatch(trainer, target_memory_fraction=0.85).train()
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from linnaeus.integrations.transformers.trial import rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
 
-_LOOP = "_inner_training_loop"
+_LOOP, _SHARDED = "_inner_training_loop", "is_distributed_loading_by_transformers"
 _ACCEPTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer", "BaseTrainer")
 """The trainers of TRL that can be searched: others generate, or pair samples for one batch size."""
 
@@ -83,13 +84,9 @@ def autobatch(
             divides the effective batch, or an epoch has fewer samples.
         TypeError, ValueError: an argument of the wrong type or out of its range.
     """
-    if isinstance(trainer, type):
-        raise TypeError(f"trainer is the class {trainer.__name__}; it must be an object of it")
-    if not hasattr(trainer, _LOOP):
-        raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer")
-    if evaluation and trainer.eval_dataset is None:  # type: ignore[attr-defined]
-        raise ValueError(
-            "evaluation is True, but the trainer has no eval_dataset to make batches of"
+    if isinstance(trainer, type) or not hasattr(trainer, _LOOP):
+        raise TypeError(
+            f"trainer is {kind_of(trainer)}; it must be an object of transformers.Trainer"
         )
     options["target_memory_fraction"] = target_memory_fraction
     options = checked_options("autobatch()", options)
@@ -122,17 +119,17 @@ def check_supported(trainer: Any) -> None:
     sizes = (getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp"))
     strategy = getattr(args, "train_sampling_strategy", None)
     is_split = accelerator.num_processes > 1 and accelerator.split_batches
-    sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
     unsupported = {
         f"TRL's {' '.join(refused)}; SFTTrainer, DPOTrainer and RewardTrainer can be searched": refused,
         "DeepSpeed, whose steps communicate between the processes": trainer.is_deepspeed_enabled,
         "FSDP, whose steps communicate between the processes": trainer.is_fsdp_enabled,
         "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
-        "a model sharded when it was loaded": sharded,
+        "a model sharded when it was loaded": getattr(trainer, _SHARDED, False),
         "a model on several devices (device_map)": trainer.is_model_parallel,
         "DataParallel on several GPUs in one process; start it with torchrun": args.n_gpu > 1,
-        f"optim={optim!r}, which steps within the backward pass": "layerwise" in optim
-        or "lomo" in optim,
+        f"optim={optim!r}, which steps within the backward pass": re.search(
+            "layerwise|lomo", optim
+        ),
         "batch_rebalance, whose batches vary in size": strategy == "batch_rebalance",
         "accelerator_config.split_batches over several processes": is_split,
     }
@@ -173,19 +170,23 @@ class _Search:
         size, steps = results["train"].batch_size, args.gradient_accumulation_steps
         if effective is not None:
             size = self._divisor(effective, size)
-            processes = trainer.accelerator.num_processes
-            args.gradient_accumulation_steps = effective // (processes * size)
+            args.gradient_accumulation_steps = effective // (self._num_processes * size)
         elif earlier is None:
             warn_of_growth(args.per_device_train_batch_size * steps, size * steps)
         trainer._train_batch_size = args.per_device_train_batch_size = size
         if self._evaluates:
             results["val"] = self._search("val", control)
             args.per_device_eval_batch_size = results["val"].batch_size
-        for mode, name in (("train", "train"), ("val", "eval")):
-            if mode in results:
-                name = f"per_device_{name}_batch_size"
-                logger.info("AutoBatch: %s is %d", name, getattr(args, name))
+        logger.info(
+            "AutoBatch: per_device_train_batch_size %d, per_device_eval_batch_size %d",
+            size,
+            args.per_device_eval_batch_size,
+        )
         trainer.autobatch_results = results
+
+    @property
+    def _num_processes(self) -> int:
+        return self.trainer.accelerator.num_processes  # type: ignore[no-any-return]
 
     @property
     def _evaluates(self) -> bool:
@@ -210,13 +211,13 @@ class _Search:
         with rehearsal(trainer) as steps:
             look, num_samples = trial_data(trainer, mode, self.samples[mode], options)
             if num_samples is not None:  # a batch cannot have more
-                whole, rest = divmod(num_samples, trainer.accelerator.num_processes)
                 is_dropped = mode == "train" and args.dataloader_drop_last
-                bounds["dataset"] = whole if is_dropped else whole + bool(rest)
+                filled = 0 if is_dropped else self._num_processes - 1
+                bounds["dataset"] = (num_samples + filled) // self._num_processes
             effective = self.effective_batch_size if mode == "train" else None
             if effective is not None:  # an error comes before the search
                 self._divisor(effective, options["max_batch_size"], bounds.get("dataset"))
-                bounds["effective_batch"] = effective // trainer.accelerator.num_processes
+                bounds["effective_batch"] = effective // self._num_processes
 
             def make_batches(size: int) -> list[Any]:
                 num_batches = 1 if mode == "val" else int(args.gradient_accumulation_steps)
@@ -239,9 +240,8 @@ class _Search:
             )
 
     def _divisor(self, effective: int, largest: int, epoch: int | None = None) -> int:
-        trainer, options = self.trainer, self.options["train"]
-        processes = trainer.accelerator.num_processes
-        return divisor_of(effective, processes, largest, trainer.model, options, epoch)
+        model, options = self.trainer.model, self.options["train"]
+        return divisor_of(effective, self._num_processes, largest, model, options, epoch)
 
 
 def size_in_checkpoint(folder: str) -> int | None:
