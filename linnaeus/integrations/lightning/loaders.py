@@ -177,10 +177,11 @@ class Loaders:
         given: Any = self._source.dataloader()
         is_list = self._mode == "val" and isinstance(given, list | tuple)
         for loader in given if is_list else [given]:
-            if type(getattr(loader, "batch_sampler", None)) is not BatchSampler:
+            is_usual = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+            if not is_usual or loader.batch_size is None:
                 raise AutoBatchError(
-                    f"AutoBatch: {self._where}: the batch size of this {type(loader).__name__} cannot be set. "
-                    "Return one DataLoader, or a list of them for validation, with a batch_size, and a "
+                    f"AutoBatch: {self._where}: the batch size of this {type(loader).__name__} cannot be "
+                    "set. Return one DataLoader, or a list of them for validation, with a batch_size, and a "
                     "sampler in place of a batch_sampler"
                 )
         combined = CombinedLoader(given, "sequential")
