@@ -68,37 +68,27 @@ def find_batch_size(
         raise TypeError(
             f"accelerator is {kind_of(accelerator)}; it must be an accelerate.Accelerator"
         )
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"dataset is {kind_of(dataset)}, which is not read by index; give a list of its largest samples"
-        )
     search["target_memory_fraction"] = target_memory_fraction
     search = checked_options("find_batch_size()", search, _OWN)
-    parts = [model, optimizer, accelerator.scaler, *state]
     with joined_ranks(search.get("group")) as control:  # what one process raises ends all of them
         kind = str(accelerator.distributed_type).rpartition(".")[2]
-        if kind in _SHARDED:
+        is_split = accelerator.split_batches and kind not in _SHARDED
+        if kind in _SHARDED or (is_split and accelerator.num_processes > 1):
+            what = "split_batches over several processes" if is_split else kind
             raise AutoBatchError(
-                f"AutoBatch: with {kind} no process can take a step alone, as one does in a search; give a "
+                f"AutoBatch: with {what} no process can take a step alone, as one does in a search; give a "
                 "batch size of your own"
             )
-        if accelerator.split_batches and accelerator.num_processes > 1:
-            raise AutoBatchError(
-                "AutoBatch: with split_batches the loader's batch size is not that of a process; leave it "
-                "out, and give the loader the size of one process"
-            )
-        largest = look_for_largest(
-            dataset, collate_fn, search, remedy=_REMEDY, num_workers=num_workers
+        device = accelerator.device
+        look = look_for_largest(
+            dataset, collate_fn, search, device, remedy=_REMEDY, num_workers=num_workers
         )
         num_batches = min(accelerator.gradient_accumulation_steps, 2)
 
-        def read(size: int) -> Any:
-            return collate_fn([dataset[index] for index in largest.indices(size)])
-
         def make_batches(size: int) -> Iterator[Any]:
-            following = read(size)
+            following = look.batch(size)
             for _ in range(num_batches):  # as accelerate's loader, which reads ahead
-                batch, following = send_to_device(following, accelerator.device), read(size)
+                batch, following = send_to_device(following, device), look.batch(size)
                 yield batch
 
         def step(batches: Iterator[Any]) -> None:
@@ -114,11 +104,9 @@ def find_batch_size(
             make_batches,
             search,
             control=control,
-            looks=[largest],
-            batch=read(2),
-            loading=(num_workers, None, True),
+            looks=[look],
             bounds=search.pop("bounds", None),
-            state=[part for part in parts if part is not None],
-            device=accelerator.device,
+            state=[model, optimizer, accelerator.scaler, *state],
+            device=device,
         )
     return result.batch_size

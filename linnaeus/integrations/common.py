@@ -6,25 +6,25 @@ import gc
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm  # no public class is the base of all
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.finder import smallest_size
-from linnaeus.autobatch.memory.loader import largest_host_batch
 from linnaeus.autobatch.observer import check_observer
 from linnaeus.autobatch.ranks.group import of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import UNBOUNDED, SearchSettings
-from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
-from linnaeus.integrations.samples import LOOK_S, Largest, leaves, stored_lengths
+from linnaeus.autobatch.split import nearest
+from linnaeus.autobatch.state.snapshot import is_optimizer, parameters_of
+from linnaeus.integrations.samples import LOOK_S, Largest
 
 SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "group"})
 """Arguments of `auto_find_batch_size` that an integration with a framework's trainer sets itself."""
@@ -32,16 +32,19 @@ SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bo
 NOTABLE_GROWTH = 4
 """A batch that has grown by more than this factor asks for another learning rate."""
 
+NOTABLE_BYTES = 2**20
+"""What a loop keeps of its batches counts from here on."""
+
 logger = logging.getLogger("linnaeus.autobatch")
 
 
 def checked_options(
     name: str, options: Mapping[str, Any], refused: Collection[str] = SET_BY_TRAINER
 ) -> dict[str, Any]:
-    """The options for a search, after a check of their names and values, with the bounds that a split needs.
+    """Check names and values of options for a search, and return them with the defaults of the others.
 
-    >>> checked_options("val_options", {"tolerance": 0.1, "max_batch_size": None})
-    {'min_batch_size': 1, 'max_batch_size': 2147483648, 'multiple_of': 1, 'tolerance': 0.1}
+    >>> checked_options("val_options", {"max_batch_size": None})["max_batch_size"] == UNBOUNDED
+    True
 
     Args:
         name: what the user has given them to, such as `autobatch()` or `val_options`.
@@ -59,16 +62,13 @@ def checked_options(
             raise TypeError(
                 f"{name} has no argument {option!r}; options of the search are {listed}"
             )
-    names = ("min_batch_size", "max_batch_size", "multiple_of")
-    checked = {**{name: getattr(SearchSettings, name) for name in names}, **options}
-    if "max_batch_size" in options and options["max_batch_size"] is None:
-        checked["max_batch_size"] = UNBOUNDED
     try:
-        SearchSettings.of(checked)
         check_observer(options.get("observer"))
+        settings = SearchSettings.of(options)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
-    return checked
+    largest = settings.max_batch_size or UNBOUNDED
+    return {**options, **asdict(settings), "max_batch_size": largest}
 
 
 def find_size(
@@ -80,8 +80,6 @@ def find_size(
     *,
     control: ControlPlane | None,
     looks: Collection[Largest],
-    batch: Any,
-    loading: tuple[int, int | None, bool],
     device: torch.device,
     bounds: Mapping[str, int] | None = None,
     **arguments: Any,
@@ -92,45 +90,49 @@ def find_size(
     and the smaller size is run.
 
     Args:
-        step, make_batch, device, bounds, arguments: as for `auto_find_batch_size`.
+        step, make_batch, device, bounds, arguments: as for `auto_find_batch_size`. The model is first in
+            `state`.
         options: of the user, with `max_batch_size`.
         known: a size, the same on every rank.
         source: what has the known size, for the warning of a smaller one.
         control: of the ranks that search together.
-        looks: at the samples of which batches are made.
-        batch: of two samples; with the loader's settings it bounds the size by host memory.
-        loading: the loader's `num_workers`, `prefetch_factor` and `pin_memory`.
+        looks: at the samples of which batches are made; they bound the size by host memory.
 
     Raises:
         AutoBatchError: no size fits.
     """
-    bounds = {**(bounds or {}), "host_memory": _host_bound(control, batch, loading, device)}
-    arguments["device"] = device
-    settings = SearchSettings.of(options)
-    spent_s, margin = sum(look.seconds for look in looks), 1.0
-    if known is None:
-        margin = max((look.margin for look in looks), default=1.0)
+    num_ranks = 1 if control is None else max(len(control.neighbours()), 1)
+    most = min((look.host_bound(device, num_ranks) for look in looks), default=UNBOUNDED)
+    bounds = {**(bounds or {}), "host_memory": most}
+    parameters = parameters_of(arguments["state"][0])
+    num_frozen = sum(each.numel() for each in parameters if not each.requires_grad)
+    if num_frozen and arguments.get("mode") != "val":
+        logger.info(
+            "AutoBatch: %d parameters are frozen now; sizes hold while they stay frozen", num_frozen
+        )
+    options, margin = {**options, **arguments}, 1.0
+    if known is None:  # the ranks look for as long as they may
+        margin = of_main(control, max((look.margin for look in looks), default=1.0))
     else:
-        settings = settings.at_most(min(known, options["max_batch_size"]))
-    spent_s, margin = of_main(control, (spent_s, margin))  # the ranks look for as long as they may
-    rest = max(settings.timeout_minutes - spent_s / 60, settings.timeout_minutes / 2)
-    options = {**options, **asdict(replace(settings, timeout_minutes=rest)), **arguments}
-    result = auto_find_batch_size(step, make_batch, **options, bounds=bounds)
+        settings = SearchSettings.of(options)
+        options |= asdict(settings.at_most(min(known, options["max_batch_size"])))
+    search = partial(auto_find_batch_size, step, make_batch, device=device)
+    result = search(**options, bounds=bounds)
     smallest = (options["state"], result.mode, options["min_batch_size"], result.batch_size)
     size = max(int(result.batch_size / margin), smallest_size(*smallest))
     if size < result.batch_size:
         logger.warning(
-            "warning: the largest batch of all samples is estimated at %.2f times that of those looked at: "
-            "batch size %d is reduced to %d",
+            "warning: the largest batch of all samples is estimated at %.2f times the largest of the samples "
+            "looked at: batch size %d is reduced to %d",
             margin,
             result.batch_size,
             size,
         )
-        options |= {"start": size, "bounds": {**bounds, "unread_samples": size}}
-        result = auto_find_batch_size(step, make_batch, **options)
-    if known is not None and result.batch_size < known:
+        options["start"] = size
+        result = search(**options, bounds={**bounds, "unread_samples": size})
+    if result.batch_size < (known or 0):
         logger.warning(
-            "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, that of %s",
+            "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, the size of %s",
             result.mode,
             result.batch_size,
             result.limited_by,
@@ -144,170 +146,139 @@ def look_for_largest(
     dataset: Any,
     collate: Callable[[list[Any]], Any],
     options: Mapping[str, Any],
-    lengths: Sequence[Any] | None = None,
+    device: torch.device,
     **others: Any,
 ) -> Largest:
-    """Look at samples for at most half of the time that a search has."""
-    seconds = 30 * SearchSettings.of(options).timeout_minutes
-    lengths = stored_lengths(dataset) if lengths is None else lengths
-    return Largest(dataset, collate, lengths, seconds=min(LOOK_S, seconds), **others)
+    """Look at samples for at most half of the time that a search has.
 
-
-def _host_bound(
-    control: ControlPlane | None,
-    batch: Any,
-    loading: tuple[int, int | None, bool],
-    device: torch.device,
-) -> int:
-    """The bound of a size by host memory."""
-    workers, prefetch_factor, is_pinned = loading
-    return largest_host_batch(
-        sum(_num_bytes(leaf) for leaf in leaves(batch)) / 2,
-        workers,
-        prefetch_factor,
-        pinned=is_pinned and device.type == "cuda",
-        num_ranks=1 if control is None else max(len(control.neighbours()), 1),
-    )
-
-
-def _num_bytes(leaf: Any) -> int:
-    """Bytes of a tensor or array; a sparse tensor counts as its values, other objects as nothing."""
-    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.sparse_coo:
-        leaf = leaf.coalesce().values()
-    return int(getattr(leaf, "nbytes", 0))
+    In a search of the host's memory, what the loader reads for each batch counts.
+    """
+    seconds = min(LOOK_S, 30 * SearchSettings.of(options).timeout_minutes)
+    return Largest(dataset, collate, seconds=seconds, keeps=device.type != "cpu", **others)
 
 
 class WholeLoop:
-    """Runs batches of validation while as much memory is held as its loop keeps by its end.
+    """Runs the last step of a loop beside as much memory as the loop keeps of its batches by then.
 
-    Two batches run first: the second one shows the tensors that each batch leaves behind.
+    Two steps run first: the second one shows the tensors that each step leaves behind.
 
     Args:
         device: whose tensors count.
+        name: of the loop, for the warning.
         joins: whether the loop joins what it keeps, for which it takes as much again.
+        state: modules and optimizers, whose gradients and state come once.
     """
 
-    def __init__(self, device: torch.device, *, joins: bool = False) -> None:
-        self._device, self._joins = device, joins
-        self._told_bytes = 2**20  # less is not worth a line
+    def __init__(
+        self, device: torch.device, name: str, state: Sequence[Any] = (), *, joins: bool = False
+    ) -> None:
+        self._device, self._name, self._state, self._joins = device, name, state, joins
+        self._held_bytes, self._is_told = 0, False
 
-    def __call__(self, run: Callable[[], Any], num_batches: int) -> None:
-        """Run up to three batches.
+    def __call__(self, run: Callable[[], Any], num_steps: int) -> None:
+        """Run up to three steps; `run` returns what the loop keeps beside what the step itself keeps."""
+        kept = [self.first(run)]
+        if num_steps > 1:
+            kept.append(run())
+            self.last(run, num_steps)
 
-        Args:
-            run: runs one, and returns what the loop keeps of it beside what the step itself keeps.
-            num_batches: of the loop.
-        """
-        kept = [run()]
-        before_bytes = tensor_bytes(self._device)
-        kept += [run()] if num_batches > 1 else []
-        kept_bytes = tensor_bytes(self._device) - before_bytes
-        if num_batches < 3 or kept_bytes <= 0:
+    def first(self, run: Callable[[], Any]) -> Any:
+        """Run the first step."""
+        kept = run()
+        self._held_bytes = self._tensor_bytes()
+        return kept
+
+    def last(self, run: Callable[[], Any], num_steps: int) -> None:
+        """After the second step, run the last one of so many if the loop keeps a notable amount."""
+        kept_bytes = self._tensor_bytes() - self._held_bytes
+        total_bytes = kept_bytes * num_steps
+        if num_steps < 3 or total_bytes < NOTABLE_BYTES:
             return
-        total_bytes = kept_bytes * num_batches
-        if total_bytes > 2 * self._told_bytes:
-            self._told_bytes = total_bytes
+        if not self._is_told:
+            self._is_told = True
             logger.warning(
-                "warning: validation keeps %.0f MiB of its batches until it ends. The search counts them%s",
+                "warning: %s keeps %.0f MiB of its batches until its end. The search counts them%s",
+                self._name,
                 total_bytes / 2**20,
                 "" if self._joins else ", but not as much again that joining them takes",
             )
         empty = partial(torch.empty, dtype=torch.uint8, device=self._device)
-        rest = empty(total_bytes - 3 * kept_bytes)
-        kept += run(), rest
+        kept = [empty(total_bytes - 3 * kept_bytes)]
+        kept.append(run())
         if self._joins:
             empty(total_bytes)
 
-
-def tensor_bytes(device: torch.device) -> int:
-    """Bytes of the tensors on a device that have come since the search began."""
-    gc.collect()
-    # The search freezes what was there before it.
-    tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
-    storages = (
-        each.untyped_storage()
-        for each in tensors
-        if each.device.type == device.type and each.layout is torch.strided
-    )
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    def _tensor_bytes(self) -> int:
+        """Bytes of the tensors on the device that have come since the search began."""
+        gc.collect()
+        once = {id(each.grad) for part in self._state for each in parameters_of(part)}
+        for part in filter(is_optimizer, self._state):
+            once |= {*map(id, nest.tensors(list(part.state.values())))}
+        sizes = dict[int, int]()
+        for each in gc.get_objects():  # the search freezes what was there before it
+            if type(each) is not torch.Tensor or id(each) in once:
+                continue
+            if each.device.type == self._device.type and each.layout is torch.strided:
+                storage = each.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+        return sum(sizes.values())
 
 
 def warn_of_growth(before: int, after: int) -> None:
     """Say where the samples of a step have become so many that the learning rate is another question."""
     if after > NOTABLE_GROWTH * before:
         logger.warning(
-            "warning: a step takes %d samples now, %.3g times as many as before (%d), for which the learning "
-            "rate was tuned; where it does not follow the batch size, tune it again",
+            "warning: a step takes %d samples, %.3g times as many as before (%d): check the learning rate",
             after,
             after / before,
             before,
         )
 
 
-def split_effective_batch(
+def divisor_of(
     effective_batch_size: int,
     world_size: int,
     largest: int,
     model: nn.Module,
     options: Mapping[str, Any],
     epoch: int | None = None,
-) -> Split:
-    """Split an effective batch with the largest micro-batch that fits and divides the part of each process.
+) -> int:
+    """The largest batch size that divides the part of an effective batch that each process has.
 
     >>> options = {"min_batch_size": 1, "multiple_of": 16}
-    >>> split_effective_batch(96, 2, 40, nn.Linear(1, 1), options)
-    Split(micro_batch_size=16, accumulation_steps=3)
+    >>> divisor_of(96, 2, 40, nn.Linear(1, 1), options)
+    16
 
     Args:
         effective_batch_size: samples per optimizer step of all processes.
         world_size: number of processes.
-        largest: most samples of a micro-batch.
-        model: needs micro-batches of at least two samples in training where it has BatchNorm.
+        largest: the largest size that may be.
+        model: needs batches of at least two samples in training where it has BatchNorm.
         options: with `min_batch_size` and `multiple_of`, which hold unless `largest` is below them.
         epoch: samples of an epoch on each process; None is no limit.
 
     Raises:
-        AutoBatchError: it is above an epoch, or no micro-batch within the bounds divides it.
+        AutoBatchError: it is above an epoch, or no size within the bounds divides it.
     """
-    has_batchnorm = any(isinstance(part, _BatchNorm) for part in model.modules())
-    smallest = max(min(options["min_batch_size"], largest), 1 + has_batchnorm)
     text = f"AutoBatch: effective_batch_size is {effective_batch_size}"
     if epoch is not None and effective_batch_size > epoch * world_size:
         raise AutoBatchError(
             f"{text}, above what an epoch holds, {epoch * world_size} samples; lower it"
         )
-    multiple_of = options["multiple_of"] if largest >= options["multiple_of"] else 1
+    smallest = smallest_size([model], "train", min(options["min_batch_size"], largest), largest)
+    multiple = options["multiple_of"] if largest >= options["multiple_of"] else 1
 
-    def split_of(samples: int) -> Split | None:
-        multiples, rest = divmod(samples, world_size * multiple_of)
-        if rest:
-            return None
-        split = split_samples(multiples, largest // multiple_of)
-        split = replace(split, micro_batch_size=split.micro_batch_size * multiple_of)
-        return split if split.micro_batch_size >= smallest else None
+    def divisor(samples: int) -> int:
+        own, rest = divmod(samples, world_size)
+        sizes = () if rest else range(min(own, largest) // multiple * multiple, 0, -multiple)
+        return next((size for size in sizes if size >= smallest and own % size == 0), 0)
 
-    split = split_of(effective_batch_size)
-    if split is None:
-        most = 2 * (effective_batch_size + largest * world_size)
-        sizes = nearest(effective_batch_size, most, lambda samples: split_of(samples) is not None)
-        raise AutoBatchError(
-            f"{text}, {effective_batch_size / world_size:g} for each process, which no batch size from "
-            f"{smallest} to {largest}{f' in multiples of {multiple_of}' if multiple_of > 1 else ''} divides; "
-            f"{' or '.join(map(str, sizes)) or 'another size'} would do"
-        )
-    return split
-
-
-def warn_of_many_steps(split: Split, world_size: int, largest: int) -> None:
-    """Warn of a split that takes many more steps than the memory asks for."""
-    if split.accumulation_steps > max(
-        MANY_ACCUMULATION_STEPS, -(-split.samples_per_rank // largest)
-    ):
-        logger.warning(
-            "AutoBatch: %d accumulation steps are slow: no divisor of %d, the samples of each process, is "
-            "near %d, which fit at once; an effective_batch_size that is a multiple of %d takes fewest",
-            split.accumulation_steps,
-            split.samples_per_rank,
-            largest,
-            largest * world_size,
-        )
+    if size := divisor(effective_batch_size):
+        return size
+    most = 2 * (effective_batch_size + largest * world_size)
+    near = nearest(effective_batch_size, most, lambda samples: divisor(samples) > 0)
+    raise AutoBatchError(
+        f"{text}, {effective_batch_size / world_size:g} for each process, which no batch size from "
+        f"{smallest} to {largest}{f' in multiples of {multiple}' if multiple > 1 else ''} divides; "
+        f"{' or '.join(map(str, near)) or 'another size'} would do"
+    )

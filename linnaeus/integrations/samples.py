@@ -6,11 +6,11 @@ import copy
 import heapq
 import logging
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import chain, cycle, islice, pairwise
+from functools import cache
+from itertools import cycle, islice
 from numbers import Integral
 from operator import itemgetter
 from random import Random
@@ -18,10 +18,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.memory.loader import largest_host_batch
 from linnaeus.autobatch.settings import check_count
 from linnaeus.autobatch.state.rng import preserved_generators
 
@@ -90,9 +91,8 @@ class Largest:
 
     Up to `LOOKED_AT` samples, drawn evenly, are read and collated, each with a copy of itself. Where the
     first `PROBED` of these batches have the same shapes, any samples will do. Else the samples with the most
-    in each dimension of each tensor come first, then the others by their values. Stored `lengths` decide
-    instead if a probed batch is never smaller where they are larger. The log says which. Global random number
-    generators on the CPU are left as they were.
+    in each dimension of each tensor come first, then the others by their values, and the log says so. Global
+    random number generators on the CPU are left as they were.
 
     >>> texts = ["a", "abcd", "ab"]
     >>> Largest(texts, lambda samples: torch.zeros(len(samples), max(map(len, samples)))).indices(4)
@@ -101,19 +101,18 @@ class Largest:
     Args:
         dataset: samples by index.
         collate: makes a batch of samples.
-        lengths: one number for each sample, which may be about something else.
         remedy: what to do where the largest batch cannot be known, for the messages.
         seconds: after so many no further sample is looked at.
-        **loading: arguments of the `DataLoader` that reads the samples, such as `num_workers`.
+        keeps: whether samples of batches stay in host memory, since making one anew takes time.
+        **loading: the loader's arguments, such as `num_workers`, to read the samples as it does.
 
     Attributes:
-        are_alike: whether all samples make the same shapes.
         margin: how many times as large the largest batch of all samples may be, compared with that of the
             samples looked at. It is estimated from how the largest grows with their number.
-        seconds: how long the look took.
 
     Raises:
-        AutoBatchError: no tensors are found in a batch, or equal batches differ in size.
+        AutoBatchError: the dataset is not read by index, no tensors are found in a batch, or equal batches
+            differ in size.
         ValueError: the dataset is empty.
     """
 
@@ -121,17 +120,23 @@ class Largest:
         self,
         dataset: Any,
         collate: Callable[[list[Any]], Any],
-        lengths: Sequence[Any] | None = None,
         *,
         remedy: str = "make the largest batch by hand",
         seconds: float = LOOK_S,
+        keeps: bool = False,
         **loading: Any,
     ) -> None:
+        self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
+        self._loading = loading
+        if not is_read_by_index(dataset):
+            raise self._refusal("it is not read by index")
         if not len(dataset):
             raise ValueError("dataset is empty; it must have a sample")
         started = time.monotonic()
         self.margin = self._share = 1.0
-        self._num_needed, self._remedy, self._name = 1, remedy, type(dataset).__name__
+        self._collate, self._read = collate, dataset.__getitem__
+        if keeps:
+            self._read = cache(self._read)
         with preserved_generators():
             indices = Random(0).sample(range(len(dataset)), min(len(dataset), LOOKED_AT))
             measure = _Measure(collate)
@@ -143,11 +148,11 @@ class Largest:
                 shapes.append(self._checked(measured))
                 count = len(shapes)
                 if count == PROBED < len(indices):
-                    if len(set(shapes)) == 1 or _follow(lengths, indices, shapes):
+                    if len(set(shapes)) == 1:
                         break
                     logger.info(
-                        "samples differ in size: looking at %d of %d, for %.3g s at most. A column `length` "
-                        "or samples of your own (`longest`) save this",
+                        "samples differ in size: looking at %d of %d, for %.3g s at most. Samples of your "
+                        "own (`longest`) save this",
                         len(indices),
                         len(dataset),
                         seconds,
@@ -157,21 +162,38 @@ class Largest:
                 if count % 500 == 0:
                     logger.info("looked at %d of %d samples", count, len(indices))
             del indices[len(shapes) :]
-            self.are_alike = len(set(shapes)) == 1
-            text = "samples differ in size: trials use the largest of %d, by %s"
-            if self.are_alike:
+            if len(set(shapes)) == 1:
                 self._order = sorted(indices)
-            elif lengths is not None and _follow(lengths, indices, shapes):
-                logger.info(text, len(dataset), "the lengths that are stored")
-                self._order = _descending(lengths)
-            else:
-                self._order_by_shapes(indices, shapes, len(dataset))
-                logger.info(text, len(dataset), f"the batches of {len(shapes)} of them")
-                for index in self._order[:3]:
-                    again = self._checked(measure(dataset[index]))
-                    if _num_values(again) < 0.9 * _num_values(shapes[indices.index(index)]):
-                        raise self._refusal("a sample made twice has two sizes")
-        self.seconds = time.monotonic() - started
+                return
+            self._order_by_shapes(indices, shapes, len(dataset))
+            logger.info(
+                "samples differ in size: trials use the largest of %d, by the batches of %d of them",
+                len(dataset),
+                len(shapes),
+            )
+            for index in self._order[:3]:
+                again = self._checked(measure(dataset[index]))
+                if _num_values(again) < 0.9 * _num_values(shapes[indices.index(index)]):
+                    raise self._refusal("a sample made twice has two sizes")
+
+    def batch(self, size: int) -> Any:
+        """Collate the largest batch of so many samples."""
+        return self._collate([copied(self._read(index)) for index in self.indices(size)])
+
+    def host_bound(self, device: torch.device, num_ranks: int) -> int:
+        """The largest batch whose copies in the loader fit into host memory, without sparse tensors."""
+        sizes = [
+            math.prod(_shape(leaf)) * getattr(leaf, "itemsize", 0)
+            for leaf in leaves(self.batch(2))
+            if not getattr(leaf, "is_sparse", False)
+        ]
+        return largest_host_batch(
+            sum(sizes) / 2,
+            self._loading.get("num_workers", 0),
+            self._loading.get("prefetch_factor"),
+            pinned=device.type == "cuda" and self._loading.get("pin_memory", True),
+            num_ranks=num_ranks,
+        )
 
     def indices(self, size: int) -> list[int]:
         """The samples of a batch of so many; where few were looked at or there are few, they repeat.
@@ -223,16 +245,19 @@ class _Measure:
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, sample: Any) -> tuple[Shapes, Shapes]:
-        one, other = (
-            tuple(map(_shape, leaves(self.collate([copied(sample), copied(sample)]))))
-            for _ in range(2)
-        )
+        one, other = (shapes_in(self.collate([copied(sample), copied(sample)])) for _ in range(2))
         return one, other
 
 
 def _products(rows: torch.Tensor) -> torch.Tensor:
     """The values of all tensors together."""
     return rows.prod(-1).sum(-1)
+
+
+def is_read_by_index(dataset: Any) -> bool:
+    """Whether a dataset has a length, and gives a sample for an index."""
+    is_other = isinstance(dataset, IterableDataset | Mapping | str)
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not is_other
 
 
 def copied(sample: Any) -> Any:
@@ -242,26 +267,26 @@ def copied(sample: Any) -> Any:
 
 def leaves(value: Any, depth: int = 4) -> Iterator[Any]:
     """The tensors and arrays in a batch or in its objects; outside of objects, texts and lists of numbers."""
-    if isinstance(value, torch.Tensor | str | bytes) or nest.is_array(value):
+    is_list = isinstance(value, list | tuple)
+    is_row = is_list and value and all(isinstance(part, int | float) for part in value)
+    if isinstance(value, torch.Tensor | str | bytes) or nest.is_array(value) or is_row:
         yield value
-    elif isinstance(value, Mapping | list | tuple):
-        if (
-            value
-            and not isinstance(value, Mapping)
-            and all(isinstance(part, int | float) for part in value)
-        ):
-            yield value
-        else:
-            for part in value.values() if isinstance(value, Mapping) else value:
-                yield from leaves(part, depth)
+    elif is_list or isinstance(value, Mapping):
+        for part in value if is_list else value.values():
+            yield from leaves(part, depth)
     elif depth and not isinstance(value, type | ModuleType | torch.nn.Module):
-        content = list(getattr(value, "__dict__", {}).values())
-        if is_dataclass(value):  # also with slots
-            content = [getattr(value, field.name) for field in fields(value)]
+        names = [field.name for field in fields(value)] if is_dataclass(value) else ()  # with slots
+        content = {
+            **getattr(value, "__dict__", {}),
+            **{name: getattr(value, name) for name in names},
+        }
         found = [each for each in leaves(content, depth - 1) if hasattr(each, "shape")]
-        if not found and hasattr(value, "to_dict"):
-            found = list(leaves(value.to_dict(), 0))
-        yield from found
+        yield from found or leaves(value.to_dict(), 0) if hasattr(value, "to_dict") else found
+
+
+def shapes_in(batch: Any) -> Shapes:
+    """The shape of each tensor and array in a batch."""
+    return tuple(map(_shape, leaves(batch)))
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
@@ -272,22 +297,6 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 def _num_values(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes))
-
-
-def _follow(
-    lengths: Sequence[Any] | None, indices: Sequence[int], shapes: Sequence[Shapes]
-) -> bool:
-    """Whether no batch is smaller in a dimension than one of a shorter sample; equal ones are the same."""
-    if lengths is None:
-        return False
-    pairs = sorted(
-        (_integer(lengths[index]), tuple(chain.from_iterable(shape)))
-        for index, shape in zip(indices, shapes, strict=False)
-    )
-    return all(
-        a == b if short == long else len(a) == len(b) and all(map(operator.le, a, b))
-        for (short, a), (long, b) in pairwise(pairs)
-    )
 
 
 def _descending(lengths: Iterable[Any]) -> list[int]:
@@ -313,26 +322,25 @@ def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> S
     Raises:
         ValueError: a `length` that does not go with the dataset; see `longest`.
     """
-    columns = getattr(dataset, "column_names", None)
+    columns = getattr(dataset, "column_names", None) or []
     if isinstance(length, str):
-        if length not in (columns or ()):
+        if length not in columns:
             raise ValueError(
                 f"length is {length!r}; the dataset's columns are {columns or 'unknown'}"
             )
         return dataset[length]  # type: ignore[no-any-return]
     if length is not None:
         if not hasattr(length, "__len__") or len(length) != len(dataset):
-            needed = (
-                f"a column's name, a function, or one number for each of the {len(dataset)} samples"
+            raise ValueError(
+                "length must be a column's name, a function, or one number for each of the "
+                f"{len(dataset)} samples"
             )
-            raise ValueError(f"length must be {needed}")
         return length
     if isinstance(dataset, Subset):
         inner = stored_lengths(dataset.dataset)
         return None if inner is None else list(map(list(inner).__getitem__, dataset.indices))
-    if not isinstance(columns, list) or not hasattr(dataset, "__len__"):
-        return None
-    return next((dataset[name] for name in STORED if name in columns), None)
+    has_columns = isinstance(columns, list) and hasattr(dataset, "__len__")
+    return next((dataset[name] for name in STORED if has_columns and name in columns), None)
 
 
 def _integer(number: Any) -> int:

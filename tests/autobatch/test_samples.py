@@ -128,13 +128,7 @@ def test_the_largest_come_first_where_batches_differ_in_size() -> None:
     expected = sorted(range(200), key=lambda index: -sizes[index])
     assert Largest(Rows(sizes), padded).indices(200) == expected
     rows = Rows(sizes)
-    assert Largest(rows, padded, lengths=sizes).indices(200) == expected
-    assert len(rows.read) == PROBED
-    unrelated = [1, 2, 3, 4, 5] * 40
-    assert Largest(Rows(sizes), padded, lengths=unrelated).indices(200) == expected
-    rows = Rows(sizes)
-    alike = Largest(rows, lambda samples: torch.zeros(len(samples), 9), lengths=unrelated)
-    assert alike.are_alike
+    alike = Largest(rows, lambda samples: torch.zeros(len(samples), 9))
     assert len(rows.read) == len({*alike.indices(200)}) == PROBED
     with pytest.raises(ValueError, match="empty"):
         Largest([], padded)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from linnaeus.integrations.lightning import AutoBatch
 from tests.helpers.bits import differences
 from tests.helpers.ledger import room
-from tests.integrations.lightning_runs import NUM_VAL, Bare, Net, data, fit, loader
+from tests.integrations.lightning_runs import Bare, Made, Net, data, fit
 
 RANK = 0
 NO_VAL = {"val": False}
@@ -73,10 +73,6 @@ def nothing(size: int) -> tuple[Any, ...]:
     return ()
 
 
-def both(size: int) -> tuple[Any, ...]:
-    return loader(size, shuffle=True), DataLoader(data(NUM_VAL), size)
-
-
 def failing(module: type[Net]) -> dict[str, Any]:
     """The error of a search."""
     try:
@@ -113,7 +109,7 @@ def uneven_data() -> dict[str, Any]:
     length = (37, 8)[RANK]
     return compared(
         lambda size: Bare(),
-        lambda size: (DataLoader(data(length), size),),
+        lambda size: (Made(lambda own_size: DataLoader(data(length), own_size), size),),
         search=NO_VAL,
         use_distributed_sampler=False,
         limit_train_batches=1,
@@ -121,11 +117,10 @@ def uneven_data() -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "loaders": lambda: compared(lambda size: Bare(), both),
+    "loaders": lambda: compared(Net, nothing),
     "collectives": lambda: compared(Talkative, nothing, search={"effective_batch_size": 48}),
     "unequal": unequal,
     "uneven_data": uneven_data,
-    # The last: an error in a loader's hook leaves Lightning's patch on DataLoader.
     "unprepared": lambda: failing(NoData),
 }
 

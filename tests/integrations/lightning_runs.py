@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from linnaeus.autobatch import nest
 
@@ -140,6 +134,17 @@ class Data(LightningDataModule):
         return DataLoader(data(NUM_VAL), self.val_batch_size)
 
 
+class Made(LightningDataModule):
+    """Training batches of a loader that a function makes."""
+
+    def __init__(self, make: Callable[[int], Any], batch_size: int = 4) -> None:
+        super().__init__()
+        self.make, self.batch_size = make, batch_size
+
+    def train_dataloader(self) -> Any:
+        return self.make(self.batch_size)
+
+
 class Noisy(Dataset[Any]):
     """Samples with noise of a generator that the dataset holds."""
 
@@ -155,18 +160,6 @@ class Noisy(Dataset[Any]):
         image, label = self.data[index]
         self.num_read += 1
         return image + float(self.generator.normal()) + 1e-3 * self.num_read, label
-
-
-class Stream(IterableDataset[Any]):
-    """Samples in an order of its own; it goes on where the last reader stopped."""
-
-    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
-        self.rest = list(data(num_samples)) * 4
-        self.num_samples = num_samples
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self.num_samples):
-            yield self.rest.pop(0)
 
 
 class Manual(Net):
@@ -238,19 +231,10 @@ class Direct(Net):
 
 
 class Several(Net):
-    """Two training and two validation loaders, of which one has a fixed size."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch["all"]) + self.loss(batch["few"])
-        self.log("loss", loss)
-        return loss
+    """Two validation loaders, of which one has a fixed size."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.loss(batch))
-
-    def train_dataloader(self) -> Any:
-        few = DataLoader(data(40), 5, shuffle=True)
-        return {"all": DataLoader(data(), self.batch_size, shuffle=True), "few": few}
 
     def val_dataloader(self) -> Any:
         return [DataLoader(data(NUM_VAL), self.batch_size), DataLoader(data(8), 8)]
@@ -356,45 +340,10 @@ def loader(size: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(data(), size, **options)
 
 
-def stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """A collate function that draws random numbers."""
-    images = torch.stack([image for image, _ in samples])
-    return images + 0.01 * torch.randn(1), torch.tensor([int(label) for _, label in samples])
-
-
-def drawn() -> WeightedRandomSampler:
-    return WeightedRandomSampler(range(NUM_SAMPLES), 64)
-
-
-class Loader(DataLoader[Any]):
-    """A loader of the user's own, with an argument of its own."""
-
-    def __init__(self, dataset: Any, factor: float, **options: Any) -> None:
-        self.factor = factor
-        super().__init__(dataset, **options)
-
-    def __iter__(self) -> Any:
-        return ((images * self.factor, labels) for images, labels in super().__iter__())
-
-
 CASES: dict[str, Case] = {
     "attribute": (Net, lambda size: (), {}),
     "hyperparameter": (InHyperparameters, lambda size: (), {}),
     "data module": (lambda size: Bare(), Data, {}),
-    "loaders": (
-        lambda size: Bare(),
-        lambda size: (
-            loader(size, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(4)),
-            DataLoader(data(NUM_VAL), size),
-        ),
-        {},
-    ),
-    "own loader": (
-        lambda size: Bare(),
-        lambda size: (Loader(data(), 0.5, batch_size=size, sampler=drawn(), collate_fn=stacked),),
-        {},
-    ),
-    "stream": (lambda size: Bare(), lambda size: (DataLoader(Stream(), size),), {"max_steps": 6}),
     "manual": (Manual, lambda size: (), {}),
     "bf16, accumulation": (
         Net,

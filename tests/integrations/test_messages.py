@@ -13,48 +13,51 @@ import pytest
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
+import pytorch_lightning
 import torch
 from accelerate import Accelerator
 from lightning.pytorch import strategies
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 from transformers import Trainer
 
-from linnaeus.autobatch.split import Split
 from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.integrations.common import (
     checked_options,
-    split_effective_batch,
+    divisor_of,
     warn_of_growth,
-    warn_of_many_steps,
 )
 from linnaeus.integrations.lightning import AutoBatch
 from linnaeus.integrations.samples import Largest
 from linnaeus.integrations.transformers import autobatch
 from tests.helpers.messages import Golden, raised
 from tests.integrations.hugging import Text, collate, trainer
-from tests.integrations.lightning_runs import Bare, Manual, Net, data, fit, loader, trainer_for
+from tests.integrations.lightning_runs import (
+    Bare,
+    Made,
+    Manual,
+    Net,
+    data,
+    fit,
+    loader,
+    trainer_for,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def split(effective: int, world_size: int, largest: int, *, multiple: int = 1, **more: Any) -> str:
     model, options = torch.nn.BatchNorm1d(1), {"min_batch_size": 1, "multiple_of": multiple}
-    return raised(split_effective_batch, effective, world_size, largest, model, options, **more)
+    return raised(divisor_of, effective, world_size, largest, model, options, **more)
 
 
 def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
-    warn_of_many_steps(Split(128, 32), 1, 128)
-    assert not caplog.records, "no other size takes fewer steps"
-    warn_of_many_steps(Split(1, 257), 2, 40)
-    many_steps = caplog.records[-1].message
     warn_of_growth(8, 32)
-    assert caplog.records[-1].message == many_steps, "four times as many is usual"
+    assert not caplog.records, "four times as many is usual"
     warn_of_growth(8, 33)
     rows, sizes = [torch.ones(3)] * 9, itertools.count(1)
     return {
-        "many steps": many_steps,
         "a larger step": caplog.records[-1].message,
+        "a stream": raised(Largest, iter(rows), torch.stack),
         "batches without tensors": raised(Largest, rows, lambda samples: object()),
         "batches of random size": raised(Largest, rows, lambda samples: torch.ones(next(sizes))),
         "an unknown option": raised(checked_options, "val_options", {"size": 1}),
@@ -79,18 +82,29 @@ class Iterating(Net):
         return self.loss(next(dataloader_iter)[0])
 
 
+class Drawing(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, torch.ones(int(torch.randint(1, 99, ())))]
+
+
+class Doubling(Net):
+    def train_dataloader(self) -> Any:
+        return loader(2 * self.batch_size)
+
+
+class Combining(Net):
+    def train_dataloader(self) -> Any:
+        return {"one": loader(self.batch_size), "other": loader(self.batch_size)}
+
+
+class Streaming(Net):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Lines(), self.batch_size)
+
+
 class Lines(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([torch.ones(3), torch.ones(5)] * 20)
-
-
-class NoSchedule(Bare):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class NoSetter(Net):
-    size = property(lambda self: 4)
 
 
 def sampled() -> DataLoader[Any]:
@@ -100,17 +114,14 @@ def sampled() -> DataLoader[Any]:
 Fit = tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]]
 FITS: dict[str, Fit] = {
     "no attribute": (Net, (), {"batch_arg_name": "size"}),
-    "an attribute that cannot be set": (NoSetter, (), {"batch_arg_name": "size"}),
     "a fixed size": (Fixed, (), {}),
-    "a batch sampler": (Bare, (sampled(),), {}),
-    "batches of the dataset": (Bare, (DataLoader(data(), batch_size=None),), {}),
-    "no loader": (Bare, ([data()[:4]],), {}),
+    "loaders handed to fit": (Bare, (loader(4),), {}),
+    "a batch sampler": (Bare, (Made(lambda size: sampled()),), {}),
+    "twice the size": (Doubling, (), {}),
+    "several loaders": (Combining, (), {}),
+    "a size drawn in the transfer": (Drawing, (), {}),
     "an iterator": (Iterating, (), {}),
-    "a stream of samples that differ": (
-        NoSchedule,
-        (DataLoader(Lines(), 4, collate_fn=pad_sequence),),
-        {},
-    ),
+    "a stream": (Streaming, (), {}),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
     "an effective batch below the smallest": (
         Net,
@@ -122,7 +133,6 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"max_batchsize": 3},
     {"val_options": {"mode": "val"}},
     {"max_batch_size": "4"},
-    {"val": False, "val_options": {"tolerance": 0.1}},
     {"strategy": "ball"},
     {"min_batch_size": 5, "val_options": {"max_batch_size": 4}},
 )
@@ -149,6 +159,9 @@ def lightning() -> dict[str, str]:
             for name, (module, given, options) in FITS.items()
         },
         "Lightning: FSDP": not_alone("FSDPStrategy"),
+        "Lightning: the older package": raised(
+            AutoBatch().setup, pytorch_lightning.Trainer(logger=False), Net(), "fit"
+        ),
     }
 
 
@@ -181,7 +194,6 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("_n_gpu", 2),
     ("optim", "galore_adamw_layerwise"),
     ("train_sampling_strategy", "batch_rebalance"),
-    ("eval_dataset", None),
 )
 WRONG: tuple[dict[str, Any], ...] = (
     {"max_size": 3},
@@ -202,7 +214,7 @@ def trained(made: Any, **options: Any) -> None:
 def changed(name: str, value: Any) -> str:
     made = trainer()
     setattr(made.args if hasattr(made.args, name) else made, name, value)
-    return raised(autobatch, made, **({"evaluation": True} if value is None else {}))
+    return raised(autobatch, made)
 
 
 def transformers() -> dict[str, str]:

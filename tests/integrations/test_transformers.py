@@ -14,7 +14,6 @@ from torch import Tensor
 
 pytest.importorskip("datasets")  # peft alone brings transformers
 
-import datasets
 from transformers import Trainer, TrainerCallback
 
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint, trial
@@ -105,19 +104,13 @@ class WithJudge(Trainer):
         return super().training_step(*arguments)
 
 
-@pytest.mark.parametrize("is_found", [True, False])
-def test_modules_and_optimizers_of_the_trainer_are_put_back(
-    is_found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not is_found:
-        nothing = torch.nn.ModuleList()
-        monkeypatch.setattr(trial, "held_by", lambda made: (nothing, [made.judge_optimizer]))
+def test_modules_and_optimizers_of_the_trainer_are_put_back() -> None:
     found, other = (trainer(WithJudge, per_device_train_batch_size=4) for _ in range(2))
     autobatch(found, **FOUR).train()
     other.train()
     parts = [(made.judges["one"], made.judge_optimizer) for made in (found, other)]
     one, two = (bits([part.state_dict() for part in each]) for each in parts)
-    assert (one == two) == is_found
+    assert one == two
 
 
 class WithOptimizer(Recorder):
@@ -220,11 +213,10 @@ def test_training_takes_no_more_memory_than_a_trial_of_its_size() -> None:
             if not is_trial:
                 made.train()
             else:
-                with trial.Rehearsal(made) as rehearsal:
-                    data = trial_data(made, "train", None, {})
-                    make = rehearsal.batch_maker(data.up_to(16), data.collate, lambda _: 4)
+                with trial.rehearsal(made) as steps:
+                    look, _ = trial_data(made, "train", None, {})
                     for _ in range(2):
-                        rehearsal.train(make(16))
+                        steps.train(steps.batches(look.batch(16), 4))
         peaks.append(ledger.peak_bytes)
     assert peaks[0] <= peaks[1] <= 1.002 * peaks[0]
 
@@ -263,6 +255,24 @@ def test_evaluation_counts_the_outputs_that_metrics_get(has_metrics: bool) -> No
         made.evaluate()
     measured_bytes = (result.peak_bytes or 0) - result.held_bytes
     assert 0.9 * measured_bytes < ledger.peak_bytes <= 1.02 * measured_bytes
+
+
+class Keeping(Trainer):
+    """Each step adds an output to a list."""
+
+    outputs: list[Tensor] = []  # noqa: RUF012
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        self.outputs.append(torch.ones(len(inputs["input_ids"]), 2**15))
+        return super().compute_loss(model, inputs, *arguments, **options)
+
+
+def test_outputs_that_training_keeps_end_the_search() -> None:
+    made = trainer(Keeping)
+    with pytest.raises(AutoBatchError, match="keeps"):
+        autobatch(made, **room(50, max_batch_size=128)).train()
+    Keeping.outputs.clear()
+    assert made.args.per_device_train_batch_size == 8
 
 
 def test_a_new_model_is_searched_again() -> None:
@@ -322,17 +332,6 @@ def test_a_resumed_run_whose_size_is_no_longer_allowed_goes_on_with_a_smaller_on
     (limit,) = search.values()
     assert resumed.args.per_device_train_batch_size == resumed.shapes[0][0] == limit
     assert next(iter(search)).removesuffix("_size") in caplog.text
-
-
-def test_stored_lengths_are_used_where_they_tell_the_size() -> None:
-    rows = [Text()[index]["input_ids"] for index in range(20)]
-    own = max(rows, key=len)
-    made = trainer()
-    for lengths in (range(20), map(len, rows)):
-        table = datasets.Dataset.from_dict({"input_ids": rows, "length": list(lengths)})
-        made.train_dataset = table
-        data = trial_data(made, "train", None, {})
-        assert data.up_to(1)(1) == [{"input_ids": own}]
 
 
 def test_no_size_is_above_the_samples() -> None:

@@ -58,8 +58,8 @@ def test_training_is_that_of_the_size_given_by_hand(case: str) -> None:
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward"])
 def test_the_worst_batch_is_that_of_the_longest_texts(name: str) -> None:
-    data = trial_data(trl_trainer(name), "train", None, {})
-    batch = data.collate(data.up_to(2)(2))
+    look, _ = trial_data(trl_trainer(name), "train", None, {})
+    batch = look.batch(2)
     assert batch["input_ids"].shape[-1] == 128
     own = batch["attention_mask"].sum(-1)[:2].tolist()
     assert own == sorted(own, reverse=True)

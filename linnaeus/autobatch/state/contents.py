@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ class Contents:
         roots: the containers, and other objects to save.
         held: ids of objects that others put back.
         inside: the containers that belong to an object of another kind.
-        without_tensors: copy no tensors.
+        without_tensors: leave tensors and arrays alone.
 
     Attributes:
         tensors: the copies of tensors.
@@ -39,7 +39,7 @@ class Contents:
     def __init__(
         self,
         roots: Iterable[Any],
-        held: Collection[int] = (),
+        held: Iterable[int] = (),
         inside: Callable[[Any], Iterable[Any]] = lambda value: (),
         *,
         without_tensors: bool = False,
@@ -54,6 +54,8 @@ class Contents:
             kind = type(value)
             if kind in PLAIN or id(value) in self.seen:
                 continue
+            if without_tensors and (isinstance(value, Tensor) or nest.is_array(value)):
+                continue
             self.seen.add(id(value))
             if kind in _CONTAINERS:
                 self._containers.append((value, value.copy()))
@@ -61,7 +63,7 @@ class Contents:
             elif isinstance(value, tuple):
                 waiting.extend(value)
             elif isinstance(value, Tensor):
-                if not value.is_meta and not without_tensors:
+                if not value.is_meta:
                     is_parameter = isinstance(value, nn.Parameter)
                     is_trainable = is_parameter or (value.is_leaf and value.requires_grad)
                     copy = _ParameterCopy if is_trainable else _TensorCopy

@@ -1,9 +1,8 @@
 """Steps of a Lightning trainer as trials of a search, and a trainer that they leave as it was.
 
 A step is the one that Lightning runs itself, `_TrainingEpochLoop.advance` or
-`_EvaluationLoop._evaluation_step`, on the bare module. What surrounds it is exchanged: callbacks, loggers and
-the profiler see nothing of a trial, and collectives are those of a process group with this rank alone, so
-that the other ranks can wait.
+`_EvaluationLoop._evaluation_step`. Callbacks, loggers and the profiler see nothing of a trial. Collectives of
+the module's own work over a process group of this rank alone, so that the other ranks can wait.
 """
 
 from __future__ import annotations
@@ -11,44 +10,70 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch.optim import Optimizer
+from torch.utils.data import Dataset, Sampler
 
-from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.autobatch.state.contents import Contents
-from linnaeus.autobatch.state.snapshot import Snapshot
+from linnaeus.autobatch.state.rng import rng_state, set_rng_state
 from linnaeus.integrations.common import WholeLoop
-from linnaeus.integrations.lightning.loaders import Loaders, library, restores_of_data
 
 logger = logging.getLogger("linnaeus.autobatch")
 
+_NUM_BATCHES = 10_000
+"""Batches of an epoch, for schedules of the search: they need not end before it does."""
 
-def train_step(trainer: Any, num_batches: int, batches: Iterator[Any]) -> None:
-    """One optimizer step: `advance` on each of its micro-batches.
+
+class TrainStep:
+    """An optimizer step of `accumulate_grad_batches` batches; the second one of a trial as an epoch's last.
 
     Args:
         trainer: the trainer, with optimizers.
-        num_batches: micro-batches of a step.
-        batches: are made when they are asked for.
     """
-    loop = trainer.fit_loop.epoch_loop
-    with _own_world(trainer):
-        trainer.training = True
-        loop.batch_progress.reset()
-        _begin(trainer, loop, "on_fit_start", "on_train_start", "on_train_epoch_start")
-        fetcher = _Fetcher(batches)
-        for _ in range(num_batches):
-            try:
-                loop.advance(fetcher)
-            except StopIteration:
-                raise AutoBatchError(
-                    "AutoBatch: on_train_batch_start has returned -1, which ends the epoch, so no step can "
-                    "be measured; return it only where trainer.global_step is above 0"
-                ) from None
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        state = [trainer.lightning_module, *trainer.strategy.optimizers]
+        self._run_loop = WholeLoop(
+            trainer.strategy.root_device, "an epoch of training", state=state
+        )
+
+    def __call__(self, loop_of: tuple[Callable[[], Iterator[tuple[Any, int]]], int]) -> None:
+        """Take a step.
+
+        Args:
+            loop_of: makes a batch, in an iterator; and the number of batches of an epoch.
+        """
+        (make_batches, num_rounds), trainer = loop_of, self._trainer
+        attributes = vars(trainer.lightning_module)  # which a search restores after each trial
+        number = attributes["_step_of_trial"] = attributes.get("_step_of_trial", 0) + 1
+
+        def run() -> None:
+            loop.batch_progress.reset()
+            _begin(trainer, loop, "on_fit_start", "on_train_start", "on_train_epoch_start")
+            for _ in range(trainer.accumulate_grad_batches):
+                loop.advance(_Fetcher(make_batches()))
+
+        loop = trainer.fit_loop.epoch_loop
+        with _own_world(trainer):
+            trainer.training = True
+            if number == 1:
+                self._run_loop.first(run)
+                return
+            run()
+            if number == 2:
+                self._run_loop.last(run, num_rounds // trainer.accumulate_grad_batches)
 
 
 class ValidationStep:
@@ -58,12 +83,11 @@ class ValidationStep:
 
     Args:
         trainer: the trainer.
-        loaders: the loaders of validation.
     """
 
-    def __init__(self, trainer: Any, loaders: Loaders) -> None:
-        self._trainer, self._loaders = trainer, loaders
-        self._run_loop = WholeLoop(trainer.strategy.root_device)
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._run_loop = WholeLoop(trainer.strategy.root_device, "validation")
         module = trainer.lightning_module
         values = {*map(id, module.parameters()), *map(id, module.buffers())}
         self._before = Contents((vars(part) for part in module.modules()), values)
@@ -76,8 +100,9 @@ class ValidationStep:
             loop_of: makes a batch of each loader, or one of all where they are combined, with the number of
                 the loader; and how often the loop does so.
         """
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
-        make_batches, num_batches = loop_of
+        trainer: Any = self._trainer
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        make_batches, num_rounds = loop_of
 
         def run() -> None:
             for batch, number in make_batches():
@@ -87,65 +112,69 @@ class ValidationStep:
         trainer.validating = True
         try:
             with _own_world(trainer):
-                loop._combined_loader = self._loaders.combined
                 loop._data_fetcher = _Fetcher(iter(()))
                 _begin(trainer, loop, "on_validation_start", "on_validation_epoch_start")
-                self._run_loop(run, num_batches)
+                self._run_loop(run, num_rounds)
         finally:
             trainer.training = True
             self._before.restore()
             trainer.lightning_module.eval()
 
 
+@dataclass
 class _Fetcher:
     """Hands out batches as Lightning's own fetcher does; the last one is never known to be the last."""
 
+    batches: Iterator[tuple[Any, int]]
     done = False
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-
     def __next__(self) -> tuple[Any, int, int]:
-        return next(self._batches), 0, 0
+        return next(self.batches)[0], 0, 0
 
 
 def _begin(trainer: Any, loop: Any, *names: str) -> None:
     """Log to new results, and call hooks that come before the first batch: a step may need what they make."""
-    results = library(trainer, "trainer.connectors.logger_connector.result")
-    loop._results = results._ResultCollection(trainer.training)
+    loop._results = _ResultCollection(trainer.training)
     for name in names:
-        library(trainer, "trainer.call")._call_lightning_module_hook(trainer, name)
+        _call_lightning_module_hook(trainer, name)
 
 
-def trial_state(trainer: Any) -> list[Any]:
-    """Everything that a step of the trainer changes and a search can put back; inside of `rehearsal`."""
+def set_up_optimizers(trainer: Trainer) -> list[Any]:
+    """Let the trainer make optimizers, inside of `rehearsal` and after the loaders.
+
+    Returns:
+        Everything that a step of the trainer changes and a search can put back.
+    """
     strategy = trainer.strategy
+    # A schedule may ask for the number of batches, for which Lightning would read its own loaders.
+    trainer.fit_loop.max_batches = _NUM_BATCHES
+    strategy.setup_optimizers(trainer)
     schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-    state = [strategy.lightning_module, *strategy.optimizers, *schedulers]
-    state.append(getattr(trainer.precision_plugin, "scaler", None))
-    return [part for part in state if part is not None]
+    if trainer.lightning_module.automatic_optimization:
+        strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return [strategy.model, *strategy.optimizers, *schedulers, scaler]
 
 
 @contextlib.contextmanager
 def rehearsal(trainer: Any) -> Iterator[None]:
-    """Inside, the trainer has optimizers and can run steps; afterwards it is what it was.
+    """Inside, the trainer can run steps; afterwards it is what it was.
 
     What trials do to the module, its optimizers and the global generators, the search itself puts back. This
-    puts back the rest: loops, logged results, hyperparameters, datasets, and the generators once more,
-    because setting up optimizers may load data.
+    puts back the rest: attributes of all objects of Lightning, datasets and samplers that the trainer leads
+    to, optimizers that the module keeps, and the generators once more, because hooks draw from them.
     """
-    strategy, module = trainer.strategy, trainer.lightning_module
-    loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    device, module = trainer.strategy.root_device, trainer.lightning_module
     with contextlib.ExitStack() as stack:
-        # With the generators come the optimizers that the module keeps: those that training uses.
-        optimizers = [value for value in vars(module).values() if isinstance(value, Optimizer)]
-        stack.callback(Snapshot(optimizers, strategy.root_device).restore)
-        roots = [module, trainer.datamodule, *(loop._data_source.instance for loop in loops)]
-        for restore in restores_of_data(roots):
-            stack.callback(restore)
-        stack.callback(Contents(_bookkeeping(trainer)).restore)
-        thaws = library(trainer, "callbacks").BaseFinetuning
-        if any(isinstance(each, thaws) for each in trainer.callbacks):
+        stack.callback(set_rng_state, rng_state(device), device)
+        stack.callback(
+            Contents([trainer, module], inside=_attributes, without_tensors=True).restore
+        )
+        for owner in (module, trainer.datamodule):
+            for name in ("_hparams", "_hparams_initial"):  # dictionaries of a kind of their own
+                held = getattr(owner, name, {})
+                stack.callback(held.update, dict(held))
+        if any(isinstance(each, BaseFinetuning) for each in trainer.callbacks):
             logger.info(
                 "AutoBatch: trials train all layers, because a callback unfreezes some later"
             )
@@ -154,83 +183,28 @@ def rehearsal(trainer: Any) -> Iterator[None]:
                     stack.callback(parameter.requires_grad_, False)
                     parameter.requires_grad_()
         # Callbacks, loggers and the profiler see nothing.
-        trainer.callbacks, trainer.profiler = (
-            [],
-            library(trainer, "profilers").PassThroughProfiler(),
-        )
-        trainer.loggers = (
-            [library(trainer, "loggers.logger").DummyLogger()] if trainer.loggers else []
-        )
-        with _nothing_fetched(trainer):
-            strategy.setup_optimizers(trainer)
-        for loop in loops:  # forget the loaders that this has made, and end their workers
-            if loop._combined_loader is not None:
-                loop._combined_loader.reset()
-            loop._combined_loader = loop._data_fetcher = None
-        trainer.fit_loop.max_batches = float("inf")
-        if module.automatic_optimization:
-            strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
-        stack.enter_context(_alone(trainer))
+        trainer.callbacks, trainer.profiler = [], PassThroughProfiler()
+        trainer.loggers = [DummyLogger()] if trainer.loggers else []
+        strategy, world_size = trainer.strategy, trainer.world_size
+        if world_size > 1:
+            strategy.model = strategy._setup_model(module)
+            strategy.own_group = group_of_this_rank("gloo")
+            stack.callback(torch_dist.destroy_process_group, strategy.own_group)
+            strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
         yield
 
 
-@contextlib.contextmanager
-def _nothing_fetched(trainer: Any) -> Iterator[None]:
-    """Inside, loaders that are set up are not read: `configure_optimizers` asks for their length only."""
-    fit_loop, fetchers = library(trainer, "loops.fit_loop"), library(trainer, "loops.fetchers")
-    before = fit_loop._select_data_fetcher
-    fit_loop._select_data_fetcher = lambda *_: fetchers._DataFetcher()
-    try:
-        yield
-    finally:
-        fit_loop._select_data_fetcher = before
-
-
-def _bookkeeping(trainer: Any) -> Iterator[dict[str, Any]]:
-    """The attributes of the trainer, its strategy, and what counts steps and holds logged values."""
-    progress = library(trainer, "loops.progress")._BaseProgress
-    fit = trainer.fit_loop
-    epoch = fit.epoch_loop
-    loops = [fit, epoch, epoch.automatic_optimization, epoch.manual_optimization, epoch.val_loop]
-    waiting = [trainer, trainer.strategy, trainer._logger_connector, *loops]
-    for part in waiting:
-        yield vars(part)
-        waiting += [value for value in vars(part).values() if isinstance(value, progress)]
-
-
-@contextlib.contextmanager
-def _alone(trainer: Any) -> Iterator[None]:
-    """Let collectives of a step be this rank's own, and take up the memory that DDP will hold.
-
-    It adds attributes to the strategy, which `rehearsal` removes.
-    """
-    if trainer.world_size == 1 or not torch_dist.is_initialized():
-        yield
-        return
-    strategy, world_size = trainer.strategy, trainer.world_size
-    strategy.own_group = group_of_this_rank("gloo")
-    strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
-    buckets = None
-    if not strategy._ddp_kwargs.get("gradient_as_bucket_view"):  # they are beside the gradients
-        trained = [each for each in trainer.lightning_module.parameters() if each.requires_grad]
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        buckets = torch.ones(num_bytes, dtype=torch.uint8, device=strategy.root_device)
-    try:
-        yield
-    finally:
-        del buckets
-        torch_dist.destroy_process_group(strategy.own_group)
+def _attributes(value: Any) -> list[dict[str, Any]]:
+    is_lightning = any(base.__module__.startswith("lightning.") for base in type(value).__mro__)
+    is_inside = is_lightning or isinstance(value, Dataset | Sampler | Optimizer)
+    return [vars(value)] if is_inside and hasattr(value, "__dict__") else []
 
 
 @contextlib.contextmanager
 def _own_world(trainer: Any) -> Iterator[None]:
     """Let collectives that name no group use the group of this rank alone, if there are several ranks."""
-    group = vars(trainer.strategy).get("own_group")
-    if group is None:
-        yield
-        return
     world = torch_dist.group.WORLD
-    torch_dist.GroupMember.WORLD = group
+    torch_dist.GroupMember.WORLD = getattr(trainer.strategy, "own_group", world)
     try:
         yield
     finally:

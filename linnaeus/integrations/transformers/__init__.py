@@ -8,6 +8,7 @@ autobatch(trainer, target_memory_fraction=0.85).train()
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,21 +22,18 @@ from linnaeus.autobatch.ranks.group import joined_ranks, of_main
 from linnaeus.autobatch.ranks.heartbeat import ControlPlane
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import check_count, kind_of
-from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     checked_options,
+    divisor_of,
     find_size,
-    split_effective_batch,
     warn_of_growth,
-    warn_of_many_steps,
 )
-from linnaeus.integrations.samples import copied
 from linnaeus.integrations.transformers.data import trial_data
-from linnaeus.integrations.transformers.trial import Rehearsal
+from linnaeus.integrations.transformers.trial import rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
 
-_LOOP = "_inner_training_loop"
+_LOOP, _SHARDED = "_inner_training_loop", "is_distributed_loading_by_transformers"
 _ACCEPTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer", "BaseTrainer")
 """The trainers of TRL that can be searched: others generate, or pair samples for one batch size."""
 
@@ -86,13 +84,9 @@ def autobatch(
             divides the effective batch, or an epoch has fewer samples.
         TypeError, ValueError: an argument of the wrong type or out of its range.
     """
-    if isinstance(trainer, type):
-        raise TypeError(f"trainer is the class {trainer.__name__}; it must be an object of it")
-    if not hasattr(trainer, _LOOP):
-        raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer")
-    if evaluation and trainer.eval_dataset is None:  # type: ignore[attr-defined]
-        raise ValueError(
-            "evaluation is True, but the trainer has no eval_dataset to make batches of"
+    if isinstance(trainer, type) or not hasattr(trainer, _LOOP):
+        raise TypeError(
+            f"trainer is {kind_of(trainer)}; it must be an object of transformers.Trainer"
         )
     options["target_memory_fraction"] = target_memory_fraction
     options = checked_options("autobatch()", options)
@@ -125,17 +119,17 @@ def check_supported(trainer: Any) -> None:
     sizes = (getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp"))
     strategy = getattr(args, "train_sampling_strategy", None)
     is_split = accelerator.num_processes > 1 and accelerator.split_batches
-    sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
     unsupported = {
         f"TRL's {' '.join(refused)}; SFTTrainer, DPOTrainer and RewardTrainer can be searched": refused,
         "DeepSpeed, whose steps communicate between the processes": trainer.is_deepspeed_enabled,
         "FSDP, whose steps communicate between the processes": trainer.is_fsdp_enabled,
         "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
-        "a model sharded when it was loaded": sharded,
+        "a model sharded when it was loaded": getattr(trainer, _SHARDED, False),
         "a model on several devices (device_map)": trainer.is_model_parallel,
         "DataParallel on several GPUs in one process; start it with torchrun": args.n_gpu > 1,
-        f"optim={optim!r}, which steps within the backward pass": "layerwise" in optim
-        or "lomo" in optim,
+        f"optim={optim!r}, which steps within the backward pass": re.search(
+            "layerwise|lomo", optim
+        ),
         "batch_rebalance, whose batches vary in size": strategy == "batch_rebalance",
         "accelerator_config.split_batches over several processes": is_split,
     }
@@ -160,54 +154,53 @@ class _Search:
     def __call__(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Run the loop; `batch_size` is what the trainer was built with."""
         trainer = self.trainer
+        checkpoint = keywords.get("resume_from_checkpoint")
         with joined_ranks() as control:  # so that an error of one process ends all
             check_supported(trainer)  # arguments may have been set meanwhile
-            self._find(keywords.get("resume_from_checkpoint"), control)
+            # Not every machine need see the checkpoint's folder.
+            self._find(of_main(control, checkpoint and size_in_checkpoint(checkpoint)), control)
         if trainer.model_init is None:  # else the next model may be another one
             del vars(trainer)[_LOOP]
         loop = getattr(type(trainer), _LOOP)
         return loop(trainer, trainer._train_batch_size, *arguments, **keywords)
 
-    def _find(self, checkpoint: str | None, control: ControlPlane | None) -> None:
-        trainer, args = self.trainer, self.trainer.args
-        # Not every machine need see the checkpoint's folder.
-        earlier = of_main(control, None if checkpoint is None else size_in_checkpoint(checkpoint))
+    def _find(self, earlier: int | None, control: ControlPlane | None) -> None:
+        trainer, args, effective = self.trainer, self.trainer.args, self.effective_batch_size
         results = {"train": self._search("train", control, earlier)}
-        size = results["train"].batch_size
-        if self.effective_batch_size is not None:
-            split = self._split(self.effective_batch_size, size)
-            warn_of_many_steps(split, trainer.accelerator.num_processes, size)
-            size, args.gradient_accumulation_steps = (
-                split.micro_batch_size,
-                split.accumulation_steps,
-            )
+        size, steps = results["train"].batch_size, args.gradient_accumulation_steps
+        if effective is not None:
+            size = self._divisor(effective, size)
+            args.gradient_accumulation_steps = effective // (self._num_processes * size)
         elif earlier is None:
-            steps = args.gradient_accumulation_steps
             warn_of_growth(args.per_device_train_batch_size * steps, size * steps)
         trainer._train_batch_size = args.per_device_train_batch_size = size
-        source = "as in the run that is resumed" if size == earlier else "found"
-        logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
         if self._evaluates:
             results["val"] = self._search("val", control)
             args.per_device_eval_batch_size = results["val"].batch_size
-            logger.info(
-                "AutoBatch: per_device_eval_batch_size is %d, found", results["val"].batch_size
-            )
+        logger.info(
+            "AutoBatch: per_device_train_batch_size %d, per_device_eval_batch_size %d",
+            size,
+            args.per_device_eval_batch_size,
+        )
         trainer.autobatch_results = results
+
+    @property
+    def _num_processes(self) -> int:
+        return self.trainer.accelerator.num_processes  # type: ignore[no-any-return]
 
     @property
     def _evaluates(self) -> bool:
         args = self.trainer.args
-        if self.evaluation is False or self.trainer.eval_dataset is None:
-            return False
         generates = getattr(args, "predict_with_generate", False)
         if self.evaluation and generates:
             raise AutoBatchError(
                 "AutoBatch cannot search per_device_eval_batch_size with predict_with_generate, whose memory "
                 "grows with what is generated. Give evaluation=False."
             )
-        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-        return bool(self.evaluation or ((strategy != "no" or args.eval_on_start) and not generates))
+        if self.evaluation is None:
+            strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+            return not generates and (strategy != "no" or args.eval_on_start)
+        return self.evaluation
 
     def _search(
         self, mode: Mode, control: ControlPlane | None, earlier: int | None = None
@@ -215,52 +208,40 @@ class _Search:
         """Search one mode; where an earlier run has used a size, run this, and search below if it must be."""
         trainer, options, bounds = self.trainer, self.options[mode], dict[str, int]()
         args = trainer.args
-        with Rehearsal(trainer) as rehearsal:
-            data = trial_data(trainer, mode, self.samples[mode], options)
-            if data.num_samples is not None:  # a batch cannot have more
-                whole, rest = divmod(data.num_samples, trainer.accelerator.num_processes)
+        with rehearsal(trainer) as steps:
+            look, num_samples = trial_data(trainer, mode, self.samples[mode], options)
+            if num_samples is not None:  # a batch cannot have more
                 is_dropped = mode == "train" and args.dataloader_drop_last
-                bounds["dataset"] = whole if is_dropped else whole + bool(rest)
-            if (
-                mode == "train" and self.effective_batch_size is not None
-            ):  # an error comes before the search
-                largest = options["max_batch_size"]
-                split = self._split(self.effective_batch_size, largest, bounds.get("dataset"))
-                bounds["effective_batch"] = split.samples_per_rank
-            samples = data.up_to(max(min([options["max_batch_size"], *bounds.values()]), 1))
+                filled = 0 if is_dropped else self._num_processes - 1
+                bounds["dataset"] = (num_samples + filled) // self._num_processes
+            effective = self.effective_batch_size if mode == "train" else None
+            if effective is not None:  # an error comes before the search
+                self._divisor(effective, options["max_batch_size"], bounds.get("dataset"))
+                bounds["effective_batch"] = effective // self._num_processes
 
-            def num_batches(size: int) -> int:
-                if "effective_batch" in bounds:
-                    return -(-bounds["effective_batch"] // size)
-                return 1 if mode == "val" else int(args.gradient_accumulation_steps)
+            def make_batches(size: int) -> list[Any]:
+                num_batches = 1 if mode == "val" else int(args.gradient_accumulation_steps)
+                if effective is not None:
+                    num_batches = -(-bounds["effective_batch"] // size)
+                return steps.batches(look.batch(size), num_batches)
 
             return find_size(
-                rehearsal.train
-                if mode == "train"
-                else partial(rehearsal.predict, data.num_samples),
-                rehearsal.batch_maker(samples, data.collate, num_batches),
+                steps.train if mode == "train" else partial(steps.predict, num_samples),
+                make_batches,
                 options,
                 earlier,
                 "the run that is resumed",
                 control=control,
-                looks=[data.look],
-                batch=data.collate(list(map(copied, samples(2)))),
-                loading=(
-                    args.dataloader_num_workers,
-                    args.dataloader_prefetch_factor,
-                    args.dataloader_pin_memory,
-                ),
-                state=rehearsal.state,
+                looks=[look],
+                state=steps.state,
                 mode=mode,
                 device=args.device,
                 bounds=bounds,
             )
 
-    def _split(self, effective: int, largest: int, epoch: int | None = None) -> Split:
-        num_processes, options = self.trainer.accelerator.num_processes, self.options["train"]
-        return split_effective_batch(
-            effective, num_processes, largest, self.trainer.model, options, epoch
-        )
+    def _divisor(self, effective: int, largest: int, epoch: int | None = None) -> int:
+        model, options = self.trainer.model, self.options["train"]
+        return divisor_of(effective, self._num_processes, largest, model, options, epoch)
 
 
 def size_in_checkpoint(folder: str) -> int | None:

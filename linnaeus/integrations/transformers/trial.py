@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
-import torch.distributed as torch_dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedType,
@@ -18,85 +17,70 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.autobatch.ranks.single_rank import group_of_this_rank
 from linnaeus.autobatch.state.contents import Contents
 from linnaeus.autobatch.state.optimizers import UnlistedOptimizerError
 from linnaeus.autobatch.state.rng import rng_state, set_rng_state
 from linnaeus.integrations.common import WholeLoop
-from linnaeus.integrations.samples import copied
 
 _PROCESS_STATES: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
 
 
-class Rehearsal:
-    """A trainer that can run training and prediction steps before its own loop has prepared anything.
+@contextlib.contextmanager
+def rehearsal(trainer: Any) -> Iterator[Rehearsal]:
+    """Let a trainer run steps before its own loop has prepared anything: `with rehearsal(trainer) as steps`.
 
-    Use it as a context. On leaving, the trainer's attributes, its model's `forward`, its accelerator and the
-    global random number generators are what they were; parameters are those of the search. Inside, nothing is
-    logged and no callback is called.
+    On leaving, the trainer's attributes, its model's `forward`, its accelerator and the global random number
+    generators are what they were; parameters are those of the search. Inside, nothing is logged and no
+    callback is called.
+    """
+    accelerator, device, model = trainer.accelerator, trainer.args.device, trainer.model
+    with contextlib.ExitStack() as stack:
+        stack.callback(set_rng_state, rng_state(device), device)
+        stack.callback(_kept(trainer).restore)
+        trainer.log = lambda *_, **__: None
+        trainer.callback_handler.call_event = lambda event, args, state, control, **_: control
+        # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
+        stack.callback(vars(model).update, dict(vars(model)))
+        stack.callback(vars(model).clear)
+        several = accelerator.num_processes > 1
+        if several:
+            for state in _PROCESS_STATES:  # `gather` and the like return what they are given
+                state["distributed_type"] = DistributedType.NO
+        prepared = wrapped = accelerator.prepare_model(model, evaluation_mode=True)
+        if several:
+            handler, is_cpu = accelerator.ddp_handler, accelerator.device.type == "cpu"
+            wrapped = DistributedDataParallel(
+                prepared,
+                device_ids=None if is_cpu else [accelerator.local_process_index],
+                **({} if handler is None else handler.to_kwargs()),
+            )
+        yield Rehearsal(trainer, prepared, wrapped)
+
+
+class Rehearsal:
+    """Training and prediction steps of a trainer.
 
     Args:
         trainer: within `train()`, before its loop.
+        prepared: its model.
+        wrapped: the model as training calls it: over several ranks in a wrapper.
 
     Attributes:
         state: what a step changes, for `auto_find_batch_size`.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._accelerator = trainer.accelerator
-        self._run_loop = WholeLoop(trainer.args.device, joins=trainer.args.eval_do_concat_batches)
-        self._stack = contextlib.ExitStack()
-        self._group: torch_dist.ProcessGroup | None = None
-        self._prepared = self._wrapped = nn.Module()
-        self._between = Contents([])
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self.state: tuple[Any, ...] = ()
-
-    def __enter__(self) -> Rehearsal:
-        trainer, accelerator = self._trainer, self._accelerator
-        with contextlib.ExitStack() as stack:
-            stack.callback(set_rng_state, rng_state(trainer.args.device), trainer.args.device)
-            stack.callback(_kept(trainer).restore)
-            trainer.log = lambda *_, **__: None
-            trainer.callback_handler.call_event = lambda event, args, state, control, **_: control
-            # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
-            stack.callback(vars(trainer.model).update, dict(vars(trainer.model)))
-            stack.callback(vars(trainer.model).clear)
-            if accelerator.num_processes > 1:
-                self._group = group_of_this_rank()
-                stack.callback(torch_dist.destroy_process_group, self._group)
-                for state in _PROCESS_STATES:  # `gather` and the like return what they are given
-                    state["distributed_type"] = DistributedType.NO
-            self._prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)
-            trainer.create_optimizer()
-            modules, optimizers = held_by(trainer)
-            self._modes = [(module, module.training) for module in modules.modules()]
-            trainer.optimizer = accelerator.prepare_optimizer(
-                trainer.optimizer, device_placement=False
-            )
-            self._between = _kept(trainer)
-            stack.callback(self._forget)
-            self._forget()
-            scaler = [] if accelerator.scaler is None else [accelerator.scaler]
-            self.state = (trainer.model, trainer.optimizer, modules, *optimizers, *scaler, self)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: what a trial changes beside model and optimizer is undone by `load_state_dict`."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo what a trial has changed in the trainer, and let the next one make its own wrapper."""
-        self._between.restore()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._wrapped = self._prepared
+    def __init__(self, trainer: Any, prepared: nn.Module, wrapped: nn.Module) -> None:
+        self._trainer, self._accelerator = trainer, trainer.accelerator
+        self._prepared, self._wrapped = prepared, wrapped
+        joins = trainer.args.eval_do_concat_batches
+        self._run_loop = WholeLoop(trainer.args.device, "validation", joins=joins)
+        trainer.create_optimizer()
+        modules, optimizers = held_by(trainer)
+        trainer.optimizer = self._accelerator.prepare_optimizer(
+            trainer.optimizer, device_placement=False
+        )
+        scaler = self._accelerator.scaler
+        self.state = (wrapped, trainer.optimizer, modules, *optimizers, scaler)
 
     def train(self, batches: Sequence[Any]) -> None:
         """Run an optimizer step as the trainer's loop does, with the first and the last of its micro-batches.
@@ -106,8 +90,7 @@ class Rehearsal:
         Args:
             batches: of one step, and one more: the trainer's loader reads ahead.
         """
-        trainer, accelerator, model = self._trainer, self._accelerator, self._model()
-        self._set_modes()
+        trainer, accelerator, model = self._trainer, self._accelerator, self._wrapped
         num_batches = len(batches) - 1
         inputs, num_items = trainer.get_batch_samples(
             iter(batches[:-1]), num_batches, trainer.args.device
@@ -128,11 +111,6 @@ class Rehearsal:
         trainer.optimizer.step()
         model.zero_grad()
 
-    def _set_modes(self) -> None:
-        """Give the modules beside the model their own modes: a search has put all in that of the model."""
-        for module, is_training in self._modes:
-            module.training = is_training
-
     def predict(self, num_samples: int | None, batches: Sequence[Any]) -> None:
         """Run prediction steps as the trainer's evaluation does, beside what its whole loop keeps.
 
@@ -141,8 +119,6 @@ class Rehearsal:
             batches: the batch, and one more.
         """
         trainer, args = self._trainer, self._trainer.args
-        self._set_modes()
-        self._model()  # with its buckets, which training keeps
         loss_only = True if trainer.compute_metrics is None else args.prediction_loss_only
         num_batches = -(-(num_samples or 1) // (find_batch_size(batches[0]) or 1))
 
@@ -161,43 +137,18 @@ class Rehearsal:
             num_batches = min(num_batches, args.eval_accumulation_steps or num_batches)
         self._run_loop(run, num_batches)
 
-    def batch_maker(
-        self,
-        samples: Callable[[int], list[Any]],
-        collate: Callable[[list[Any]], Any],
-        num_batches: Callable[[int], int],
-    ) -> Callable[[int], list[Any]]:
-        """A `make_batch` that makes the batches of one step, and one more.
+    def batches(self, ahead: Any, num_batches: int) -> list[Any]:
+        """Return so many copies of a batch on the device, and the batch itself, which is read ahead."""
+        # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
+        copies = (recursively_apply(Tensor.clone, ahead) for _ in range(num_batches))
+        return [send_to_device(each, self._accelerator.device) for each in copies] + [ahead]
 
-        Args:
-            samples: so many samples, as `TrialData.up_to` gives them.
-            collate: makes a batch.
-            num_batches: micro-batches of a step, for a batch size.
-        """
 
-        def make(size: int) -> list[Any]:
-            ahead = collate(list(map(copied, samples(size))))
-            # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
-            copies = (recursively_apply(Tensor.clone, ahead) for _ in range(num_batches(size)))
-            return [send_to_device(each, self._accelerator.device) for each in copies] + [ahead]
+class _Held(nn.ModuleList):
+    """Modules with modes of their own, which a search leaves alone."""
 
-        return make
-
-    def _model(self) -> nn.Module:
-        """The model as training calls it: over several ranks in a wrapper over this rank alone.
-
-        A trial makes its own wrapper, since the buckets belong to its peak.
-        """
-        if self._group is not None and self._wrapped is self._prepared:
-            handler, index = self._accelerator.ddp_handler, [self._accelerator.local_process_index]
-            is_cpu = self._accelerator.device.type == "cpu"
-            self._wrapped = DistributedDataParallel(
-                self._prepared,
-                device_ids=None if is_cpu else index,
-                process_group=self._group,
-                **({} if handler is None else handler.to_kwargs()),
-            )
-        return self._wrapped
+    def train(self, mode: bool = True) -> Self:
+        return self
 
 
 def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
@@ -205,48 +156,36 @@ def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
 
     Without its model and its optimizer. The modules are one list, so that ranks may hold different ones.
     """
+    modules, optimizers = list[nn.Module](), list[torch.optim.Optimizer]()
+
+    def collect(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, nn.Module):
+            modules.append(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            optimizers.append(value)
+        return ()
+
     known = [
         *_datasets(trainer),
         trainer.optimizer,
         trainer.model_wrapped,
         *trainer.model.modules(),
     ]
-    seen = set(map(id, known))
-    modules: list[nn.Module] = []
-    optimizers: list[torch.optim.Optimizer] = []
-    waiting: list[Any] = [vars(trainer)]
-    for value in waiting:
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            modules.append(value)
-        elif isinstance(value, torch.optim.Optimizer):
-            optimizers.append(value)
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple | set):
-            waiting += value
-    return nn.ModuleList(modules), optimizers
+    Contents([vars(trainer)], map(id, known), collect, without_tensors=True)
+    return _Held(modules), optimizers
 
 
 def _datasets(trainer: Any) -> list[Any]:
-    evaluation = trainer.eval_dataset
-    inside = evaluation.values() if isinstance(evaluation, dict) else []
-    return [trainer.train_dataset, evaluation, *inside]
+    return [trainer.train_dataset, trainer.eval_dataset]
 
 
 def _kept(trainer: Any) -> Contents:
     """What a trainer and what it works with hold in attributes, and accelerate for the whole process."""
-    accelerator = trainer.accelerator
-    parts = (
-        trainer,
-        trainer.data_collator,
-        trainer.state,
-        trainer.control,
-        trainer.callback_handler,
-        accelerator,
-        accelerator.gradient_state,
-    )
-    owners = [vars(owner) for owner in parts if hasattr(owner, "__dict__")]
-    return Contents([*owners, *_PROCESS_STATES], set(map(id, _datasets(trainer))))
+    names = ("data_collator", "state", "control", "callback_handler", "accelerator")
+    parts = [trainer, *(getattr(trainer, name) for name in names)]
+    owners = [
+        vars(owner)
+        for owner in (*parts, trainer.accelerator.gradient_state)
+        if hasattr(owner, "__dict__")
+    ]
+    return Contents([*owners, *_PROCESS_STATES], map(id, _datasets(trainer)))
