@@ -84,8 +84,9 @@ def auto_find_batch_size(
         mode: `train` or `val`; modules in `state` are put in the matching mode.
         device: the device whose memory counts. By default the accelerator that parameters in `state` are on,
             else the device of these parameters, else torch's current accelerator, else the CPU.
-        bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}. They
-            may differ between ranks: the lowest of each name holds.
+        bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}. The
+            name of another limit, such as `max_batch_size`, is refused. Bounds may differ between ranks: the
+            lowest of each name holds.
         observer: told of each event; by default a `SearchLog`, which logs a line for each trial.
         group: the ranks that search together; every one of them must call this, with the same arguments. Rank
             0 of the group searches while the others wait, then all run the size found, and all return the
