@@ -36,7 +36,7 @@ less than 10 %, so lower peaks cannot cross the budget."""
 MORE_STEPS = 5
 """Steps that a warm-up takes more than a trial, to see whether equal steps allocate equal memory. If not, all
 trials take them too."""
-STEADY = 0.005
+STEADY = 0.001
 """Fraction by which the allocations of equal steps may differ in a warm-up, where other tensors are small."""
 
 logger = logging.getLogger("linnaeus.autobatch")

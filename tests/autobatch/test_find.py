@@ -117,6 +117,21 @@ def test_a_size_is_no_certificate_where_memory_varies(drawn: str, max_trials: in
     assert result.batch_size == 16 if max_trials == 1 else 0.9 * most <= result.batch_size <= most
 
 
+def test_memory_that_varies_beside_a_large_optimizer_is_noticed() -> None:
+    """With one sample, the peak is that of the optimizer's step, whichever size is drawn."""
+    model, drawn = nn.Linear(1, 8 * MIB, bias=False), Drawn()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch: Tensor) -> None:
+        drawn.step(batch)
+        model(batch[:1, :1]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    result = find_on_cpu(step, make_batch, state=(model, optimizer), **room(400))
+    assert not result.certified
+
+
 @pytest.mark.parametrize("name", ["pieces", "accumulation"])
 def test_steps_that_differ_without_a_higher_peak_are_certified(name: str) -> None:
     model = nn.Linear(1, MIB)
