@@ -329,7 +329,7 @@ def loader_of(num_samples: int, size: int, **options: Any) -> DataLoader[Any]:
 @pytest.mark.parametrize("mode", ["train", "val"])
 @pytest.mark.parametrize("keeps", ["", "list", "metric"])
 def test_a_mode_counts_what_its_whole_loop_keeps(keeps: str, mode: str) -> None:
-    callback = AutoBatch(max_batch_size=4, min_batch_size=4)
+    callback = AutoBatch(**room(100), max_batch_size=4, min_batch_size=4)
     fit(Keeping(keeps=keeps, mode=mode), callbacks=[callback], num_sanity_val_steps=0)
     result = callback.results[mode]
     grown_mib = ((result.peak_bytes or 0) - result.held_bytes) / 2**20
