@@ -165,6 +165,7 @@ class BatchSizeFinder:
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
             self._runner.clean()
+            self.memory.settle(self._snapshot.host_bytes)
             fraction = self.settings.target_memory_fraction
             with self.memory.cap(self.memory.budget(fraction, self._limit_bytes)):
                 check_restorable(self._snapshot, self._names)
