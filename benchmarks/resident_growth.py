@@ -2,7 +2,7 @@
 
     python -m benchmarks.resident_growth
 
-AutoBatch counts tensors. The C library keeps part of the freed memory, so the process itself grows by more.
+AutoBatch counts tensors, and makes the C library return freed blocks, so that the process grows as much.
 Each model trains in a process of its own.
 """
 

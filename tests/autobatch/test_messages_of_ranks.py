@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from linnaeus.autobatch import predict_memory
+from linnaeus.autobatch.memory import host
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.memory.host import CpuMemory
 from linnaeus.autobatch.predict.gpus import device_that_would_do, find_gpu
@@ -152,6 +154,7 @@ def of_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         above = re.sub(r"\d+ MiB", "N MiB", error_of(torch.ones, 1))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
+        patch.setattr(host, "PROCESS", Path("/proc/none"))
         return {"above the cap": above, "macOS": error_of(device_memory, torch.device("cpu"))}
 
 

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from linnaeus.autobatch import nest
+from linnaeus.autobatch import auto_find_batch_size, nest
+from linnaeus.autobatch.memory.host import status_bytes
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
@@ -27,7 +29,7 @@ from linnaeus.size_search.searches import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.trainer import Trainer
-from tests.helpers.ledger import Ledger, limit_with_room_for
+from tests.helpers.ledger import Ledger, limit_with_room_for, resident_bytes, room
 from tests.helpers.runs import freeze_what_is_there
 from tests.helpers.trainers import building
 
@@ -100,6 +102,8 @@ def train(
 ) -> dict[str, int]:
     """Peak growth of real training steps, and of as many validation batches where a size was found.
 
+    `resident` is the growth of the process while it trains.
+
     Args:
         searched: the model and the sizes found.
         folder: takes the run's files.
@@ -117,9 +121,11 @@ def train(
         building(Trainer, config, data, assembly, World(CPU), sizes, checkpoints) as trainer,
         Ledger() as ledger,
     ):
+        before_bytes = resident_bytes()
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         trainer.train_epoch()
         assert trainer.progress.step == num_steps
-        peaks = {"train": ledger.peak_bytes}
+        peaks = {"train": ledger.peak_bytes, "resident": status_bytes("VmHWM") - before_bytes}
         assembly.validation_step.model.eval()
         ledger.start_a_new_peak()
         for batch in trainer.loaders.val:
@@ -153,11 +159,34 @@ def test_training_grows_by_no_more_than_the_search_promised(
     assert found.certified
     assert found.peak_bytes is not None
     assert found.peak_bytes <= found.budget_bytes
-    assert abs(excess_over_promise(train(searched, tmp_path)["train"], found)) <= TOLERANCE
+    peaks = train(searched, tmp_path)
+    assert abs(excess_over_promise(peaks["train"], found)) <= TOLERANCE
+    assert found.held_bytes + peaks["resident"] <= 1.05 * found.peak_bytes
     if is_quick:  # a size that is a little too large breaks the promise
         searched.assembly.optimizer.state.clear()
         too_much_bytes = train(searched, tmp_path, excess=0.05, num_steps=2)["train"]
         assert excess_over_promise(too_much_bytes, found) > TOLERANCE
+
+
+def test_memory_inside_kernels_stays_within_the_budget() -> None:
+    """A convolution in float64 takes three times as much as its tensors; twice the size is too much."""
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3)).double()
+
+    def step(batch: Tensor) -> None:
+        model(batch).square().mean().backward()
+
+    def make_batch(size: int) -> Tensor:
+        return torch.randn(size, 3, 64, 64, dtype=torch.float64)
+
+    found = auto_find_batch_size(step, make_batch, state=(model,), **room(150, tolerance=0.1))
+    assert found.limited_by == "memory"
+    for factor in (1, 2):
+        before_bytes = resident_bytes()
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        for _ in range(NUM_STEPS):
+            step(make_batch(factor * found.batch_size))
+        held_bytes = found.held_bytes + status_bytes("VmHWM") - before_bytes
+        assert (held_bytes <= 1.01 * found.budget_bytes) == (factor == 1)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ class CpuMemory(DeviceMemory):
     kernels, compiled code or other threads allocate memory that no operation returns.
 
     The first cap sets glibc's threshold for mapped blocks (see `_MAPPED_BYTES`) for the rest of the process,
-    so that training peaks where its trial did.
+    so that training peaks where its trial did. `MALLOC_MMAP_THRESHOLD_` in the environment is left as it is.
 
     Args:
         neighbours: process ids of all ranks on this machine, among whom its memory is divided.
@@ -122,7 +122,7 @@ class CpuMemory(DeviceMemory):
     def cap(self, bytes_: int) -> Iterator[None]:
         """In this thread, an operation fails that takes the process above `bytes_`, or above what is free."""
         libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):  # glibc
+        if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):  # glibc
             libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
         outer_bytes = self._cap_bytes
         available_bytes = available_host_bytes() // self._num_ranks

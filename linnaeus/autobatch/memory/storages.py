@@ -117,7 +117,7 @@ def requested_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return 0
     try:
         with _disable_current_modes():
-            args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, lambda each: each.to("meta"), (args, kwargs))
             known = {storage._cdata for storage in _storages((args, kwargs), on_meta=True)}
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": "meta"}
@@ -127,10 +127,6 @@ def requested_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return sum(
         {each._cdata: each.nbytes() for each in outputs if each._cdata not in known}.values()
     )
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def accumulates_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
