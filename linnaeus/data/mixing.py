@@ -74,9 +74,9 @@ class Mixing:
         """
         if "box" in drawn:
             part, (left, top, right, bottom) = drawn["lam_adjusted"], drawn["box"]
-            other = images[..., top:bottom, left:right].roll(1, 0)
-            images = images.clone()
-            images[..., top:bottom, left:right] = other
+            box = (..., slice(top, bottom), slice(left, right))
+            before, images = images, images.clone()
+            images[1:][box], images[:1][box] = before[:-1][box], before[-1:][box]
         else:
             part = drawn["lam"]
             images = images.roll(1, 0).lerp_(images, part)

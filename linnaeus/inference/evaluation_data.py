@@ -71,11 +71,6 @@ class EvaluationRequest:
     skip_unknown: bool = False
     split_file: Path | None = None
 
-    @property
-    def remedy(self) -> str | None:
-        """What helps against samples of unknown classes; None where they are left out."""
-        return None if self.skip_unknown else "--unknown skip evaluates the others"
-
 
 def build_evaluation_data(request: EvaluationRequest, on_main: OnMain = call) -> EvaluationData:
     """The samples that a request names, with the labels of the run; `on_main` is that of `build_data`.
@@ -153,7 +148,7 @@ def _files(request: EvaluationRequest, on_main: OnMain) -> EvaluationData:
         decoding=preprocessing.decoding,
         on_main=on_main,
         report=report,
-        remedy=request.remedy,
+        remedy=None if request.skip_unknown else "--unknown skip evaluates the others",
         needs_labels=False,
     )
     images.transform = preprocessing.transform()

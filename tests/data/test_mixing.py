@@ -26,6 +26,7 @@ from linnaeus.data.mixing import (
 from linnaeus.data.transforms import build_transforms
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.rng import seed_all
+from tests.helpers.ledger import Ledger
 
 CPU = torch.device("cpu")
 COUNTS = [2, 3]
@@ -170,6 +171,19 @@ def test_validation_and_the_last_epochs_are_not_mixed() -> None:
             assert_same(one, expected)
     with loaders() as made:
         assert {batch.choices for batch in made.val} == {None}
+
+
+@pytest.mark.parametrize("augment", ALPHAS[:2])
+def test_mixing_holds_one_copy_of_the_images(augment: dict[str, Any]) -> None:
+    """Whatever is drawn, so that a trial holds what any step holds."""
+    images, labels = torch.rand(64, 3, 32, 32), torch.zeros(64, 2, dtype=torch.int64)
+    on_device = transform(**augment)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        batch = chosen(on_device, Batch(images, labels))
+        with Ledger() as ledger:
+            on_device(batch)
+        assert ledger.peak_bytes == pytest.approx(images.nbytes, rel=0.02)
 
 
 @pytest.mark.parametrize("augment", ALPHAS)
