@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from linnaeus.autobatch.memory.device import device_memory
-from linnaeus.config.load import save_config, with_batch_sizes
+from linnaeus.config.dump import save_config, with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders, with_measured_workers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from linnaeus.cli.sweep import read as sweep
-from linnaeus.config.load import to_yaml
+from linnaeus.config.dump import to_yaml
 from tests.helpers.configs import load, write
 
 FILES = ("DATA.DATASET.ROOT=/data/birds",)

@@ -20,17 +20,11 @@ from omegaconf import OmegaConf
 
 from linnaeus.cli.analyze.options import read as analyze
 from linnaeus.cli.train import read as train
+from linnaeus.config.dump import save_config, to_yaml, with_batch_sizes, with_new_names
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.keys import PRESETS as FOLDER
 from linnaeus.config.keys import available
-from linnaeus.config.load import (
-    load_config,
-    read_run_config,
-    save_config,
-    to_yaml,
-    with_batch_sizes,
-    with_new_names,
-)
+from linnaeus.config.load import load_config, read_run_config
 from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.sweep.grid import read_grid

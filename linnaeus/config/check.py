@@ -1,4 +1,4 @@
-"""Turns the tree of settings into a `Config`: OmegaConf types, resolves and builds; we find all problems."""
+"""Checks a tree of settings: OmegaConf types and resolves it, and all problems are found at once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import copy
 import functools
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
 
 from linnaeus.config.aliases import alias, not_a_value, unknown_key
-from linnaeus.config.defaults import values_of_nulls
 from linnaeus.config.keys import (
     KEYS,
     NODES,
@@ -27,27 +26,44 @@ from linnaeus.config.keys import (
     suggest,
 )
 from linnaeus.config.schema import Config
-from linnaeus.config.tree import COMMAND_LINE, leaves, sweep_hint
 from linnaeus.config.values import (
+    COMMAND_LINE,
     MISSING,
+    NULLS,
+    SEVERAL,
     WANTED,
     Setting,
     convert,
     escape,
     register,
     show,
-    untyped,
 )
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-class Resolver:
-    """Resolves one tree.
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Setting]]:
+    """Every setting of a tree with its key."""
+    if isinstance(tree, Setting):
+        yield path, tree
+    else:
+        for name, child in tree.items():
+            yield from leaves(child, (*path, name))
+
+
+def plain(tree: Any) -> Any:
+    """The values of a tree of settings."""
+    if isinstance(tree, Setting):
+        return tree.value
+    return {name: plain(child) for name, child in tree.items()}
+
+
+class Checked:
+    """A tree of settings, typed and resolved.
 
     Args:
-        tree: the settings.
+        tree: nested mappings whose leaves are `Setting`.
         chosen: the name chosen in each group.
         cfg: the last file of `--cfg` or `--config-name`, which names a run without a name.
 
@@ -60,66 +76,67 @@ class Resolver:
     def __init__(
         self, tree: Mapping[Any, Any], chosen: Mapping[str, str], cfg: str | None = None
     ) -> None:
-        register(chosen)
+        register(chosen, cfg)
         self.settings: dict[Path, Setting] = {}
         self.wrong: dict[Path, str] = {}
         self._typed = copy.deepcopy(_defaults())
         self._free: set[Path] = set()
         for name, child in tree.items():
-            self._take((name,), child)
-        for path, value in values_of_nulls(self._typed, cfg):
-            _assign(self._typed, path, value)
+            self._assign((name,), child)
         for path in [*KEYS, *(path for path in self.settings if path not in KEYS)]:
             is_there = path in self.settings or not self._is_free(path)
             if is_there and path not in self.wrong and (problem := self._problem(path)):
                 self.wrong[path] = problem
-        self._check_bounds_of_sizes()
+        for suffix in ("", "_VAL"):
+            self._check_sizes(suffix)
         # A key that follows a wrong one is not listed, unless they follow each other.
         ahead = {path: self._followed(path) & self.wrong.keys() for path in self.wrong}
         first = [path for path in ahead if all(path in ahead[other] for other in ahead[path])]
         self.wrong = {path: self.wrong[path] for path in first or ahead}
         self.config: Config | None = None if self.wrong else OmegaConf.to_object(self._typed)  # type: ignore[assignment]
 
-    def _take(self, path: Path, child: Any) -> None:
+    def value(self, *path: str) -> Any:
+        """The resolved value of a key; None where it is wrong or not there."""
+        if path in self.wrong or (path[:-1] in self._free and path not in self.settings):
+            return None
+        return OmegaConf.select(self._typed, dotted(path), throw_on_resolution_failure=False)
+
+    def _assign(self, path: Path, child: Any) -> None:
         """Assign a setting, or all below a path."""
         key = KEYS.get(path)
         is_tree = isinstance(child, dict)
         if path in PLUGGABLE_PATHS and is_tree and isinstance(child.get(TARGET), Setting):
             self._free.add(path)
-            built_in = child[TARGET].preset
             # Where the user's own class replaces a node, presets for the built-in node do not apply.
-            self._take_free(path, child if built_in else _without_presets(child))
+            self._assign_free(path, child if _is_preset(child[TARGET]) else _without_presets(child))
         elif key and key.is_mapping and is_tree:
-            self._take_free(path, child)
+            self._assign_free(path, child)
         elif path in NODES and is_tree:
             for name, below in child.items():
-                self._take((*path, name), below)
+                self._assign((*path, name), below)
         elif key is None or is_tree:
             for leaf, setting in leaves(child, path):
-                text, origin = setting.text, setting.origin
                 if leaf not in NODES:
-                    self.wrong[leaf] = f"no such key ({origin}){unknown_key(leaf, str(text))}"
+                    hint = unknown_key(leaf, str(setting.text or setting.value))
+                    self.wrong[leaf] = f"no such key ({setting.origin}){hint}"
                 elif setting.value not in (None, {}):  # an empty section of a file sets nothing
-                    problem = (
-                        f"is a group of keys, not a key that takes {show(setting.value)} ({origin})"
-                    )
-                    self.wrong[leaf] = problem + not_a_value(
-                        leaf, text if origin == COMMAND_LINE else None
+                    typed = setting.text if setting.origin == COMMAND_LINE else None
+                    self.wrong[leaf] = (
+                        f"is a group of keys, not a key that takes {show(setting)} ({setting.origin})"
+                        + not_a_value(leaf, typed)
                     )
         elif not (key.is_mapping and child.value in (None, {})):
             self.settings[path] = child
             try:
-                _assign(self._typed, path, convert(child.value, key.hint))
-            except ValidationError:
-                hint, _ = strip_optional(key.hint)
+                _set(self._typed, path, convert(child, key.hint))
+            except (ValueError, ValidationError) as error:
+                hint = strip_optional(key.hint)[0]
                 wanted = WANTED.get(getattr(hint, "__origin__", hint))
-                self.wrong[path] = f"{show(child.value)} is not {wanted} ({child.origin})"
-            except ValueError as error:
-                is_typed = child.origin == COMMAND_LINE and isinstance(child.text, str)
-                hint = sweep_hint(dotted(path), child.text) if is_typed else ""
-                self.wrong[path] = f"{error} ({child.origin}){hint}"
+                is_type = isinstance(error, ValidationError)
+                reason = f"{show(child)} is not {wanted}" if is_type else str(error)
+                self.wrong[path] = f"{reason} ({child.origin}){_sweep(path, child)}"
 
-    def _take_free(self, path: Path, tree: dict[Any, Any]) -> None:
+    def _assign_free(self, path: Path, tree: dict[Any, Any]) -> None:
         """Assign a node that takes any key."""
         found: dict[Path, Setting] = {}
         wrong: dict[Path, str] = {}
@@ -129,33 +146,37 @@ class Resolver:
                     raise ValueError("the names of arguments must be text")
                 if path in KEYS and TARGET in leaf:
                     raise ValueError("no such key")
-                untyped(setting)
+                convert(setting)
                 found[leaf] = setting
             except ValueError as error:
-                wrong[leaf] = f"{error} ({setting.origin})"
+                wrong[leaf] = f"{error} ({setting.origin}){_sweep(leaf, setting)}"
         if wrong:  # what the other arguments follow may be among these
             self.wrong |= wrong
         else:
             self.settings |= found
-            _assign(self._typed, path, untyped(tree))
+            _set(self._typed, path, plain(tree))
 
     def _problem(self, path: Path) -> str | None:
         """What is wrong with a resolved value."""
         key = None if self._is_free(path) else KEYS.get(path)
-        setting, origin = self.settings.get(path), self._origin(path)
-        given = setting.text if setting else key.default if key else None
+        setting = self.settings.get(path) or Setting(key and key.default, "default")
+        origin = setting.origin
         try:
             value = self._typed
             for name in path:
                 value = value[name]
             if isinstance(value, Container):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-            if key and self._followed(path):  # OmegaConf checks the type of what is assigned
-                _assign(self._typed, path, escape(value))
-        except (OmegaConfBaseException, RecursionError) as error:
-            if given == MISSING:
+            if key and isinstance(setting.value, str) and "${" in setting.value:
+                _set(self._typed, path, convert(Setting(escape(value), origin), key.hint))
+                value = self._typed
+                for name in path:
+                    value = value[name]
+                value = OmegaConf.to_container(value) if isinstance(value, Container) else value
+        except (OmegaConfBaseException, RecursionError, ValueError) as error:
+            if setting.value == MISSING:
                 return f"has no value yet, and needs one ({origin})"
-            return f"{show(given)} cannot be resolved: {_reason(error)} ({origin})"
+            return f"{show(setting)} cannot be resolved: {_reason(error)} ({origin})"
         if key is None:
             is_dotted_path = isinstance(value, str) and all(
                 part.isidentifier() for part in value.split(".")
@@ -163,43 +184,33 @@ class Resolver:
             if path[-1] == TARGET and path[:-1] in self._free and not is_dotted_path:
                 return f"{show(value)} is not the dotted path of a class or function ({origin})"
             return None
-        texts = [
-            text for text in (value if isinstance(value, list) else [value]) if text is not None
-        ]
-        if key.choices and (
-            other := next((text for text in texts if text not in key.choices), None)
-        ):
+        items = value if isinstance(value, list) else [value]
+        items = [item for item in items if item is not None]
+        if key.choices and (other := next((i for i in items if i not in key.choices), None)):
             meaning = alias(str(other))
             is_here = meaning is not None and dotted(path) in meaning
             hint = f"; {meaning}" if is_here else suggest(str(other), key.choices)
             return f"{show(other)} is not one of {', '.join(key.choices)} ({origin}){hint}"
-        wrong = _out_of_bounds(key, value) or (key.check(value) if key.check else None)
+        wrong = _out_of_bounds(key, items) or (key.check(value) if key.check else None)
         return f"{show(value)} is not allowed: {wrong} ({origin})" if wrong else None
 
     def _is_free(self, path: Path) -> bool:
         return any(path[: len(node)] == node for node in self._free)
 
-    def _origin(self, path: Path) -> str:
-        return self.settings[path].origin if path in self.settings else "default"
-
-    def _check_bounds_of_sizes(self) -> None:
+    def _check_sizes(self, suffix: str) -> None:
         """MIN_BATCH_SIZE is at most MAX_BATCH_SIZE."""
-        for suffix in ("", "_VAL"):
-            low, high = (
-                ("DATA", "AUTOBATCH", f"{bound}_BATCH_SIZE{suffix}") for bound in ("MIN", "MAX")
-            )
-            if low in self.wrong or high in self.wrong:
-                continue
-            least, most = (self._typed.DATA.AUTOBATCH[path[-1]] for path in (low, high))
-            if most is not None and least > most:
-                place = self._origin(low if low in self.settings else high)
-                self.wrong[low] = f"{least} is above {dotted(high)} {most} ({place})"
+        low, high = (("DATA", "AUTOBATCH", f"{end}_BATCH_SIZE{suffix}") for end in ("MIN", "MAX"))
+        least, most = self.value(*low), self.value(*high)
+        if None not in (least, most) and least > most:
+            setting = self.settings.get(low) or self.settings.get(high)
+            place = setting.origin if setting else "default"
+            self.wrong[low] = f"{least} is above {dotted(high)} {most} ({place})"
 
     def _followed(self, path: Path) -> set[Path]:
         """The keys in the interpolations of a value."""
         default = KEYS[path].default if path in KEYS else None
-        text = self.settings[path].text if path in self.settings else default
-        names = _REFERENCE.findall(text) if isinstance(text, str) else ()
+        value = self.settings[path].value if path in self.settings else default
+        names = _REFERENCE.findall(value) if isinstance(value, str) else ()
         return {tuple(name.split(".")) for name in names}
 
 
@@ -208,44 +219,53 @@ def _defaults() -> Any:
     """The schema's defaults; a default with arithmetic is a call of its resolver."""
     typed = OmegaConf.structured(Config)
     for key in KEYS.values():
-        if isinstance(key.default, str) and "${" in key.default:
-            _assign(typed, key.path, convert(key.default, key.hint))
+        if key.path in NULLS or (isinstance(key.default, str) and "${" in key.default):
+            _set(typed, key.path, convert(Setting(key.default, "default"), key.hint))
     return typed
 
 
-def _assign(typed: Any, path: Path, value: Any) -> None:
+def _set(typed: Any, path: Path, value: Any) -> None:
     for name in path[:-1]:
         typed = typed[name]
-    typed[path[-1]] = value
+    is_null = value is None and path in NULLS
+    typed[path[-1]] = f"${{linnaeus.null:{','.join(path)}}}" if is_null else value
+
+
+def _sweep(path: Path, setting: Setting) -> str:
+    """The command that takes several values, where such were typed."""
+    typed = f"{dotted(path)}={setting.text}"
+    return (
+        f"; to run with each of them: linnaeus sweep {typed}" if setting.problem == SEVERAL else ""
+    )
+
+
+def _is_preset(setting: Any) -> bool:
+    return isinstance(setting, Setting) and setting.origin.startswith("preset ")
 
 
 def _without_presets(tree: dict[Any, Any]) -> dict[Any, Any]:
     kept = {
         name: _without_presets(child) if isinstance(child, dict) else child
         for name, child in tree.items()
+        if not _is_preset(child)
     }
-    return {
-        name: child for name, child in kept.items() if child and not getattr(child, "preset", None)
-    }
+    return {name: child for name, child in kept.items() if child}
 
 
 def _reason(error: Exception) -> str:
-    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+    text = str(error).splitlines()[0] if str(error) else "it refers to itself"
+    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", text)
     if isinstance(error, InterpolationKeyError):
         name = reason.split("'")[1] if "'" in reason else ""
         real = closest(name)
-        return f"there is no key {name}" + (
-            f"; did you mean {real}?" if real and real != name else ""
-        )
+        hint = f"; did you mean {real}?" if real and real != name else ""
+        return f"there is no key {name}{hint}"
     return "it refers to itself" if "ecursi" in reason else reason
 
 
-def _out_of_bounds(key: Key, value: Any) -> str | None:
-    numbers = [
-        number for number in (value if isinstance(value, list) else [value]) if number is not None
-    ]
+def _out_of_bounds(key: Key, numbers: list[Any]) -> str | None:
     bounds = key.bounds.items()
     if all(getattr(operator, name)(number, bound) for number in numbers for name, bound in bounds):
         return None
     allowed = " and ".join(f"{_SIGNS[name]} {bound}" for name, bound in bounds)
-    return f"{'each' if isinstance(value, list) else 'it'} must be {allowed}"
+    return f"{'each' if 'list' in str(key.hint) else 'it'} must be {allowed}"
