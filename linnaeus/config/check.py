@@ -69,6 +69,7 @@ class Checked:
 
     Attributes:
         settings: the setting of each key that is not at its default.
+        free: nodes of the user's own classes, and mappings, which take any key.
         wrong: what is wrong with a key, the predicate of a sentence.
         config: the configuration; None where something is wrong.
     """
@@ -80,7 +81,7 @@ class Checked:
         self.settings: dict[Path, Setting] = {}
         self.wrong: dict[Path, str] = {}
         self._typed = copy.deepcopy(_defaults())
-        self._free: set[Path] = set()
+        self.free: set[Path] = set()
         for name, child in tree.items():
             self._assign((name,), child)
         for path in [*KEYS, *(path for path in self.settings if path not in KEYS)]:
@@ -97,7 +98,7 @@ class Checked:
 
     def value(self, *path: str) -> Any:
         """The resolved value of a key; None where it is wrong or not there."""
-        if path in self.wrong or (path[:-1] in self._free and path not in self.settings):
+        if path in self.wrong or (path[:-1] in self.free and path not in self.settings):
             return None
         return OmegaConf.select(self._typed, dotted(path), throw_on_resolution_failure=False)
 
@@ -106,7 +107,7 @@ class Checked:
         key = KEYS.get(path)
         is_tree = isinstance(child, dict)
         if path in PLUGGABLE_PATHS and is_tree and isinstance(child.get(TARGET), Setting):
-            self._free.add(path)
+            self.free.add(path)
             # Where the user's own class replaces a node, presets for the built-in node do not apply.
             self._assign_free(path, child if _is_preset(child[TARGET]) else _without_presets(child))
         elif key and key.is_mapping and is_tree:
@@ -181,7 +182,7 @@ class Checked:
             is_dotted_path = isinstance(value, str) and all(
                 part.isidentifier() for part in value.split(".")
             )
-            if path[-1] == TARGET and path[:-1] in self._free and not is_dotted_path:
+            if path[-1] == TARGET and path[:-1] in self.free and not is_dotted_path:
                 return f"{show(value)} is not the dotted path of a class or function ({origin})"
             return None
         items = value if isinstance(value, list) else [value]
@@ -195,7 +196,7 @@ class Checked:
         return f"{show(value)} is not allowed: {wrong} ({origin})" if wrong else None
 
     def _is_free(self, path: Path) -> bool:
-        return any(path[: len(node)] == node for node in self._free)
+        return any(path[: len(node)] == node for node in self.free)
 
     def _check_sizes(self, suffix: str) -> None:
         """MIN_BATCH_SIZE is at most MAX_BATCH_SIZE."""

@@ -41,6 +41,7 @@ from linnaeus.config.keys import (
     suggest,
 )
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line
+from linnaeus.config.references import missing_references
 from linnaeus.config.schema import Config
 from linnaeus.config.values import (
     COMMAND_LINE,
@@ -91,12 +92,15 @@ class LoadedConfig:
         return with_origins(self.config, self.settings)
 
 
-def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> LoadedConfig:
+def load_config(
+    argv: Sequence[str], below: Mapping[Any, Any] | None = None, *, references: bool = False
+) -> LoadedConfig:
     """Load the configuration that a command line describes.
 
     Args:
         argv: the tokens after the program's name.
         below: a tree of settings that files and command line win over, as `settings_of` gives.
+        references: whether files, folders, classes and names of timm that values name must be there.
 
     Raises:
         ConfigError: lists all problems.
@@ -117,7 +121,9 @@ def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> 
     except RecursionError:
         raise ConfigError("values are nested too deeply to be read") from None
     problems = [*line.problems, *found.problems]
-    for path, problem in checked.wrong.items():
+    wanted = references and not line.print_config
+    missing = dict(missing_references(checked)) if wanted else {}
+    for path, problem in (missing | checked.wrong).items():
         # A file that cannot be read may set a `_target_`, so the keys that these nodes take are unknown.
         is_open_node = any(path[: len(node)] == node != path for node in PLUGGABLE_PATHS)
         if found.is_complete or not is_open_node:

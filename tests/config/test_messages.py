@@ -169,7 +169,7 @@ TREES: dict[str, dict[str, str]] = {
         "exp/a": "defaults: [override /model: vit_tiny]",
     },
     "--config-dir=. model=z": {"model/z": "defaults: [override /model: z]\nNAME: resnet18"},
-    "--config-dir=. model=own": {"model/own": "NAME: x\nDROP: 0.1"},
+    "--config-dir=. model=own": {"model/own": "NAME: resnet18\nDROP: 0.1"},
     "--config-dir=. +extra=[one,tow]": {"extra/one": ""},
     "--config-dir=. experiments=birds": {"experiment/birds": "", "data/augment/strong": ""},
     "--config-dir=. --config-name=bas": {"base": ""},

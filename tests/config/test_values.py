@@ -357,3 +357,39 @@ def test_values_of_a_file() -> None:
 def test_a_byte_order_mark_and_windows_lines() -> None:
     Path("my.yaml").write_bytes("\ufeff# @package TRAIN\r\nEPOCHS: 3\r\n".encode())
     assert load("--cfg=my.yaml").TRAIN.EPOCHS == 3
+
+
+@pytest.mark.parametrize(
+    "key", ["SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "MODEL.LORA.TARGETS"]
+)
+def test_a_list_from_the_environment_is_a_list(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: Any = [30, 60] if key == "SCHEDULE.MILESTONES" else ["30", "60"]
+    monkeypatch.setenv("LIST", "[30, 60]")
+    node, _, name = key.rpartition(".")
+    tree = "{" + f"{name}: '${{oc.decode:${{oc.env:LIST}}}}'" + "}"
+    for part in reversed(node.split(".")):
+        tree = "{" + f"{part}: {tree}" + "}"
+    Path("my.yaml").write_text(tree)
+    for argv in (
+        f"{key}=${{oc.env:LIST}}",
+        f"{key}=${{oc.decode:${{oc.env:LIST}}}}",
+        "--cfg=my.yaml",
+    ):
+        assert value_of(load(argv), key) == expected
+
+
+def test_what_is_no_list_in_the_environment_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIST", "{a: 1}")
+    for key in ("SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "DATA.AUGMENT.MEAN"):
+        for argv in (f"{key}=${{oc.env:LIST}}", f"{key}=${{oc.decode:${{oc.env:LIST}}}}"):
+            (problem,) = problems(argv)
+            assert problem.partition(":")[0] == key
+
+
+@pytest.mark.parametrize("text", ["1,2", "choice(1,2)", "range(1,3)", "[1,2", "'abc", "int(", "{a"])
+@pytest.mark.parametrize("key", ["MODEL.KWARGS.x", "MODEL.NAME", "TRAIN.AMP", "EXPERIMENT.NAME"])
+def test_several_and_broken_values_are_refused_as_by_hydra(key: str, text: str) -> None:
+    (problem,) = problems(f"{key}={text}")
+    assert problem.partition(":")[0] == key
+    assert ("linnaeus sweep" in problem) == (text[0] in "1cr")
+    assert load(f'MODEL.KWARGS.x="{text.strip(chr(39))}"')
