@@ -90,10 +90,9 @@ class Checked:
                 self.wrong[path] = problem
         for suffix in ("", "_VAL"):
             self._check_sizes(suffix)
-        # A key that follows a wrong one is not listed, unless they follow each other.
-        ahead = {path: self._followed(path) & self.wrong.keys() for path in self.wrong}
-        first = [path for path in ahead if all(path in ahead[other] for other in ahead[path])]
-        self.wrong = {path: self.wrong[path] for path in first or ahead}
+        # A key that follows a wrong one is not listed, unless all follow each other.
+        first = [path for path in self.wrong if not self._followed(path) & self.wrong.keys()]
+        self.wrong = {path: self.wrong[path] for path in first or self.wrong}
         self.config: Config | None = None if self.wrong else OmegaConf.to_object(self._typed)  # type: ignore[assignment]
 
     def value(self, *path: str) -> Any:
@@ -108,8 +107,7 @@ class Checked:
         is_tree = isinstance(child, dict)
         if path in PLUGGABLE_PATHS and is_tree and isinstance(child.get(TARGET), Setting):
             self.free.add(path)
-            # Where the user's own class replaces a node, presets for the built-in node do not apply.
-            self._assign_free(path, child if _is_preset(child[TARGET]) else _without_presets(child))
+            self._assign_free(path, child)
         elif key and key.is_mapping and is_tree:
             self._assign_free(path, child)
         elif path in NODES and is_tree:
@@ -163,17 +161,10 @@ class Checked:
         setting = self.settings.get(path) or Setting(key and key.default, "default")
         origin = setting.origin
         try:
-            value = self._typed
-            for name in path:
-                value = value[name]
-            if isinstance(value, Container):
-                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            value = _get(self._typed, path)
             if key and isinstance(setting.value, str) and "${" in setting.value:
                 _set(self._typed, path, convert(Setting(escape(value), origin), key.hint))
-                value = self._typed
-                for name in path:
-                    value = value[name]
-                value = OmegaConf.to_container(value) if isinstance(value, Container) else value
+                value = _get(self._typed, path)
         except (OmegaConfBaseException, RecursionError, ValueError) as error:
             if setting.value == MISSING:
                 return f"has no value yet, and needs one ({origin})"
@@ -225,11 +216,17 @@ def _defaults() -> Any:
     return typed
 
 
+def _get(typed: Any, path: Path) -> Any:
+    value = functools.reduce(operator.getitem, path, typed)
+    if isinstance(value, Container):
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    return value
+
+
 def _set(typed: Any, path: Path, value: Any) -> None:
-    for name in path[:-1]:
-        typed = typed[name]
     is_null = value is None and path in NULLS
-    typed[path[-1]] = f"${{linnaeus.null:{','.join(path)}}}" if is_null else value
+    value = f"${{linnaeus.null:{','.join(path)}}}" if is_null else value
+    functools.reduce(operator.getitem, path[:-1], typed)[path[-1]] = value
 
 
 def _sweep(path: Path, setting: Setting) -> str:
@@ -238,19 +235,6 @@ def _sweep(path: Path, setting: Setting) -> str:
     return (
         f"; to run with each of them: linnaeus sweep {typed}" if setting.problem == SEVERAL else ""
     )
-
-
-def _is_preset(setting: Any) -> bool:
-    return isinstance(setting, Setting) and setting.origin.startswith("preset ")
-
-
-def _without_presets(tree: dict[Any, Any]) -> dict[Any, Any]:
-    kept = {
-        name: _without_presets(child) if isinstance(child, dict) else child
-        for name, child in tree.items()
-        if not _is_preset(child)
-    }
-    return {name: child for name, child in kept.items() if child}
 
 
 def _reason(error: Exception) -> str:

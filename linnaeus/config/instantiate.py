@@ -167,6 +167,29 @@ def call_target(
         raise ConfigError(text + hint + place_of(error)) from error
 
 
+def check_arguments(call: functools.partial[Any], where: str, more: Mapping[str, Any]) -> None:
+    """Refuse a call that lacks an argument, or has one that the callable does not take.
+
+    Args:
+        call: what `prepare` gives.
+        where: the node's key, for messages.
+        more: further keyword arguments of the call.
+
+    Raises:
+        ConfigError: the arguments do not fit.
+    """
+    try:
+        signature = inspect.signature(call.func)
+    except ValueError:  # some callables in C have none
+        return
+    try:
+        signature.bind(*call.args, **call.keywords, **more)
+    except TypeError as error:
+        free = {name: each for name, each in signature.parameters.items() if name not in more}
+        hint = _hint(call.keywords, where, free)
+        raise ConfigError(f"{where}: {call.func.__name__}: {error}{hint}") from error
+
+
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters

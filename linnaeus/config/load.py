@@ -305,9 +305,7 @@ def _read(line: CommandLine) -> _Found:
             found.tree = _compose(found, [*roots], choices)
     except Exception as error:  # Hydra raises errors of many kinds for a list that it cannot read
         found.is_complete = False
-        if isinstance(error, OSError) and error.filename:  # a name that is too long
-            problems.append(f"{error.filename}: {error.strerror}")
-        elif not any(file.problem for file in found.files.values()):
+        if not any(file.problem for file in found.files.values()):
             problems.append(_sentence(error, found))
     unread = [file.problem for file in found.files.values() if file.problem]
     problems += unread

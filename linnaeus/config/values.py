@@ -12,11 +12,10 @@ from __future__ import annotations
 import ast
 import functools
 import math
-import operator
 import os
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -49,15 +48,19 @@ NULLS: Mapping[tuple[str, ...], Any] = {
     ("DATA", "AUGMENT", "HFLIP"): (0.5, 0.0),
 }
 """Keys whose null follows the dataset, each with its value for `IMAGE_FILES` and for other data."""
-_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+_ARITHMETIC = (
+    ast.Expression,
+    ast.Constant,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.FloorDiv,
+    ast.UAdd,
+    ast.USub,
+)
 
 
 @dataclass(frozen=True)
@@ -188,24 +191,17 @@ def number(value: Any, kind: type) -> int | float:
     raise ValueError(f"{show(value)} is not {WANTED[kind]}{hint}")
 
 
-def evaluate(text: str) -> int | float:
+def evaluate(text: str) -> Any:
     """The value of a number or of arithmetic; raises `ValueError` or `SyntaxError` for all else."""
     if re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):  # 007 too, which Python's syntax lacks
         return int(text)
     # The length bounds the depth of the tree, so that no text can exhaust the stack.
     if len(text) > 200 or not re.fullmatch(r"[0-9a-fA-FxX_.+\-*/() \t]+", text):
         raise ValueError(text)
-    return typing.cast("int | float", _evaluate(ast.parse(text.strip(), mode="eval").body))
-
-
-def _evaluate(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluate(node.operand))
-    raise ValueError("not arithmetic")
+    tree = ast.parse(text.strip(), mode="eval")
+    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)):
+        raise ValueError("not arithmetic")
+    return eval(compile(tree, "arithmetic", "eval"))  # numbers and operators only
 
 
 def register(chosen: Mapping[str, str], cfg: str | None) -> None:

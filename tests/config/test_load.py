@@ -226,7 +226,7 @@ def test_a_target_takes_any_keys_of_every_source_in_place_of_the_built_in_ones()
     }
     assert config.LOSS == {"_target_": "my.Loss", "weight": 2}
     assert config.DATA.DATASET == {"_target_": "my.Data", "n": -0.001}
-    assert config.OPTIMIZER == {"_target_": "my.Sgd"}  # the preset is for the built-in node
+    assert (config.OPTIMIZER["_target_"], config.OPTIMIZER["NAME"]) == ("my.Sgd", "sgd")
     assert (
         ModelConfig(NAME="resnet18")
         == load("--cfg=my.yaml", "~MODEL", "~LOSS", "MODEL.NAME=resnet18").MODEL

@@ -61,8 +61,6 @@ COMMAND_LINES = (
     "model=resnet51",
     "model=../data/digits",
     "~optimizer=slg",
-    "optimizer=sgd ~optimizer=adamw",
-    "+model=resnet18 +model=resnet50",
     # values
     "DATA.BATCH_SIZE=many",
     "DATA.BATCH_SIZE=5/2",
