@@ -96,19 +96,20 @@ class Checked:
         self.config: Config | None = None if self.wrong else OmegaConf.to_object(self._typed)  # type: ignore[assignment]
 
     def value(self, *path: str) -> Any:
-        """The resolved value of a key; None where it is wrong or not there."""
-        if path in self.wrong or (path[:-1] in self.free and path not in self.settings):
+        """The resolved value of a key of the schema; None where it is wrong or replaced."""
+        if path in self.wrong or self._is_free(path):
             return None
-        return OmegaConf.select(self._typed, dotted(path), throw_on_resolution_failure=False)
+        try:
+            return _get(self._typed, path)
+        except OmegaConfBaseException:  # it follows a wrong one
+            return None
 
     def _assign(self, path: Path, child: Any) -> None:
         """Assign a setting, or all below a path."""
         key = KEYS.get(path)
         is_tree = isinstance(child, dict)
-        if path in PLUGGABLE_PATHS and is_tree and isinstance(child.get(TARGET), Setting):
-            self.free.add(path)
-            self._assign_free(path, child)
-        elif key and key.is_mapping and is_tree:
+        is_class = path in PLUGGABLE_PATHS and is_tree and isinstance(child.get(TARGET), Setting)
+        if is_class or (key and key.is_mapping and is_tree):
             self._assign_free(path, child)
         elif path in NODES and is_tree:
             for name, below in child.items():
@@ -137,6 +138,7 @@ class Checked:
 
     def _assign_free(self, path: Path, tree: dict[Any, Any]) -> None:
         """Assign a node that takes any key."""
+        self.free.add(path)
         found: dict[Path, Setting] = {}
         wrong: dict[Path, str] = {}
         for leaf, setting in leaves(tree, path):

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path as FilePath
-from typing import Any
 
 from linnaeus.config.check import Checked
 from linnaeus.config.instantiate import targets
@@ -21,75 +20,52 @@ from linnaeus.config.keys import Path
 from linnaeus.config.values import IMAGE_FILES
 from linnaeus.runtime.files import suggest_path
 
+_SPLITS = ("TRAIN", "VAL", "TEST")
+_TIMM = {
+    ("MODEL", "NAME"): ("models", r"@register_model\s+def (\w+)", "a timm model"),
+    ("OPTIMIZER", "NAME"): ("optim", r"name=['\"](\w+)['\"]", "an optimizer of timm"),
+}
+"""Keys that name something of timm: where, the pattern of the names there, and a noun."""
+
 
 def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
     """Each key that names what is not there, with the predicate of a sentence. Wrong keys are left out."""
     for path, setting in checked.settings.items():
         for key, name in targets({path[-1]: setting.value}, path[:-1]):
-            problem = _missing_target(str(name))
-            if problem and path not in checked.wrong:
+            if path not in checked.wrong and (problem := _missing_target(str(name))):
                 yield key, problem
-    if ("DATA", "DATASET") not in checked.free:
-        yield from _missing_data(checked)
-    if ("MODEL",) not in checked.free:
-        yield from _missing_model(checked)
-    name = str(checked.value("OPTIMIZER", "NAME") or "").lower()
-    if ("OPTIMIZER",) not in checked.free and name:
-        yield from _missing_in_timm(
-            ("OPTIMIZER", "NAME"), name, "optim", r"name=['\"](\w+)['\"]", "optimizer of timm"
-        )
-    weights = None if ("LOSS",) in checked.free else checked.value("LOSS", "CLASS_WEIGHTS")
-    if weights not in (None, "balanced"):
-        yield from _missing_path(("LOSS", "CLASS_WEIGHTS"), weights)
+    for key in _TIMM:
+        name = str(checked.value(*key) or "")
+        if ":" not in name and (problem := _missing_in_timm(name, *_TIMM[key])):
+            yield key, problem
+    for key, place in _paths(checked):
+        if not place.expanduser().exists():
+            yield key, f"there is no {place}{suggest_path(place)}"
 
 
-def _missing_data(checked: Checked) -> Iterator[tuple[Path, str]]:
-    root, kind = (checked.value("DATA", "DATASET", name) for name in ("ROOT", "NAME"))
-    key = ("DATA", "DATASET", "ROOT")
-    if kind not in IMAGE_FILES or key in checked.wrong:
-        return
-    if kind == "imagefolder" and root is None:
-        yield key, "name the folder that holds the images"
-    roots = [str(item) for item in (root if isinstance(root, list) else [root or ""])]
-    lost = [lost for each in roots for lost in _missing_path(key, each)]
-    yield from lost
-    for split in ("TRAIN", "VAL", "TEST"):
-        path = ("DATA", "DATASET", split)
-        name = checked.value(*path)
-        if name is not None and len(roots) == 1 and not lost:
-            yield from _missing_path(path, FilePath(roots[0]).expanduser() / name)
+def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
+    """The files and folders that must be there, by key."""
+    dataset = {name: checked.value("DATA", "DATASET", name) for name in ("NAME", "ROOT", *_SPLITS)}
+    root = dataset["ROOT"]
+    roots = [FilePath(str(each)) for each in (root if isinstance(root, list) else [root or ""])]
+    if dataset["NAME"] in IMAGE_FILES:
+        yield from ((("DATA", "DATASET", "ROOT"), each) for each in roots)  # "" is always there
+        if len(roots) == 1 and roots[0].expanduser().exists():
+            for name in filter(dataset.get, _SPLITS):
+                beside = roots[0].expanduser() / FilePath(dataset[name]).expanduser()
+                yield ("DATA", "DATASET", name), beside
+    for key in (("MODEL", "WEIGHTS"), ("LOSS", "CLASS_WEIGHTS")):
+        if (file := checked.value(*key)) not in (None, "balanced"):
+            yield key, FilePath(file)
 
 
-def _missing_model(checked: Checked) -> Iterator[tuple[Path, str]]:
-    path, name = ("MODEL", "NAME"), str(checked.value("MODEL", "NAME") or "")
-    kind, _, place = name.rpartition(":")
-    if kind == "local-dir":
-        yield from _missing_path(path, place)
-    elif name and not kind:
-        registered = r"@register_model\s+def (\w+)"
-        yield from _missing_in_timm(path, name, "models", registered, "timm model")
-    weights = checked.value("MODEL", "WEIGHTS")
-    if weights is not None:
-        yield from _missing_path(("MODEL", "WEIGHTS"), weights)
-
-
-def _missing_path(key: Path, name: Any) -> Iterator[tuple[Path, str]]:
-    path = FilePath(name).expanduser()
-    if not path.exists():
-        yield key, f"there is no {path}{suggest_path(path)}"
-
-
-def _missing_in_timm(
-    path: Path, name: str, folder: str, pattern: str, what: str
-) -> Iterator[tuple[Path, str]]:
+def _missing_in_timm(name: str, folder: str, pattern: str, noun: str) -> str | None:
     text = _source_of_timm(folder)
-    names = sorted({*re.findall(pattern, text)})
-    word = re.escape(name.partition(".")[0])
-    if names and not re.search(rf"['\"]{word}['\"]|def {word}\(", text):
-        close = get_close_matches(name, names, n=3)
-        hint = f"; did you mean {', '.join(close)}?" if close else ""
-        article = "an" if what[0] in "aeiou" else "a"
-        yield path, f"{name!r} is not {article} {what}{hint}"
+    names, word = re.findall(pattern, text), re.escape(name.partition(".")[0])
+    if not names or re.search(rf"['\"]{word}['\"]|def {word}\(", text, re.IGNORECASE):
+        return None
+    close = get_close_matches(name.lower(), sorted({*names}), n=3)
+    return f"{name!r} is not {noun}" + (f"; did you mean {', '.join(close)}?" if close else "")
 
 
 @functools.cache

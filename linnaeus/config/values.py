@@ -147,7 +147,7 @@ def convert(setting: Setting, hint: Any = dict) -> Any:
     if value in (None, MISSING):
         return value
     is_reference = isinstance(value, str) and "${" in value
-    if kind is str and isinstance(value, bool | int | float) and text is not None:
+    if kind is str and isinstance(value, bool | int | float) and "(" not in (text or "("):
         value = text
     elif kind in (int, float):
         value = (

@@ -25,7 +25,7 @@ from linnaeus.config.instantiate import call_target
 from linnaeus.config.keys import PRESETS as FOLDER
 from linnaeus.config.keys import available
 from linnaeus.config.load import load_config, read_run_config
-from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
+from linnaeus.config.schema import Config, DatasetConfig, ModelConfig
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.sweep.grid import read_grid
 from tests.helpers.configs import load, problems, write
@@ -57,18 +57,6 @@ def test_defaults_are_typed_and_resolved_and_shared_by_nobody() -> None:
     config.DATA.DATASET.NUM_CLASSES.append(99)
     config.MODEL.KWARGS["x"] = 1
     assert load() == expected != config
-
-
-def test_each_source_wins_over_the_one_below() -> None:
-    write({"my": "OPTIMIZER: {LR: 0.3}\nMODEL: {NAME: from_file}"})
-    assert load("optimizer=sgd").OPTIMIZER.LR == 0.1 != OptimizerConfig().LR
-    assert load("--cfg=my.yaml", "optimizer=sgd").OPTIMIZER.LR == 0.3
-    config = load("OPTIMIZER.LR=0.4", "--cfg=my.yaml", "optimizer=sgd", "model=resnet50")
-    assert (config.OPTIMIZER.LR, config.OPTIMIZER.NAME, config.MODEL.NAME) == (
-        0.4,
-        "sgd",
-        "from_file",
-    )
 
 
 def test_the_last_override_wins_in_any_spelling() -> None:
@@ -398,7 +386,6 @@ def test_with_batch_sizes_makes_a_new_configuration() -> None:
     assert (after.DATA.BATCH_SIZE, after.DATA.BATCH_SIZE_VAL) == (48, 96)
     assert before == load()
     assert with_batch_sizes(after) == after == reloaded(after)
-    assert with_batch_sizes(before, val=96).DATA.BATCH_SIZE == before.DATA.BATCH_SIZE
 
 
 def test_a_configuration_that_cannot_be_saved_names_the_key_of_its_folder(tmp_path: Path) -> None:

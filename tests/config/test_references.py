@@ -77,7 +77,6 @@ def test_what_is_there_is_no_mistake() -> None:
     assert not keys("MODEL.WEIGHTS=w.csv", "LOSS.CLASS_WEIGHTS=w.csv", "MODEL.NAME=hf-hub:a/b")
     assert not keys("MODEL._target_=builtins.dict", "LOSS._target_=tests.helpers.forks.ROOT")
     assert keys(*data, "DATA.DATASET.VAL=val") == ["DATA.DATASET.VAL"]
-    assert keys("data=imagefolder") == ["DATA.DATASET.ROOT"]
 
 
 def test_names_that_a_module_makes_while_it_runs_are_left_to_the_run(tmp_path: Path) -> None:

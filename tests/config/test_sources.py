@@ -40,27 +40,6 @@ def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
     assert load("--cfg=base.yaml").SCHEDULE.NAME == "linear"  # which the override has replaced
 
 
-def test_interpolated_and_several_names() -> None:
-    write(
-        {
-            "my": "defaults: [{model: vit_tiny}, {extra: [one, two]}, {by: '${model}'}]",
-            "extra/one": f"{GLOBAL}TRAIN: {{EPOCHS: 1, LOG_EVERY: 1}}",
-            "extra/two": f"{GLOBAL}TRAIN: {{EPOCHS: 2}}",
-            "by/vit_tiny": f"{GLOBAL}OPTIMIZER: {{LR: 0.5}}",
-            "by/resnet18": f"{GLOBAL}OPTIMIZER: {{LR: 0.25}}",
-        }
-    )
-    assert figures("--cfg=my.yaml") == (VIT, 2, 1)
-    assert load("--cfg=my.yaml").OPTIMIZER.LR == 0.5
-    assert load("--cfg=my.yaml", "model=resnet18").OPTIMIZER.LR == 0.25
-    assert load("--cfg=my.yaml", "extra=[two,one]").TRAIN.EPOCHS == 1
-    assert figures("--cfg=my.yaml", "extra=[]") == (
-        VIT,
-        load().TRAIN.EPOCHS,
-        load().TRAIN.LOG_EVERY,
-    )
-
-
 def test_overrides_are_choices_that_can_be_left_out() -> None:
     write(
         {
