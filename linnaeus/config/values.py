@@ -156,7 +156,8 @@ def convert(setting: Setting, hint: Any = dict) -> Any:
             else number(value, kind)
         )
     elif kind is list and not is_reference:
-        if isinstance(value, str) and value:  # of a file or the environment
+        is_read = setting.origin == COMMAND_LINE and text is not None
+        if isinstance(value, str) and value and not is_read:  # of a file or the environment
             value = parse(value if value.startswith("[") else f"[{value}]").value
         if value == "" or isinstance(value, dict):
             raise ValueError(f"{show(setting)} is not {WANTED[list]}")

@@ -378,6 +378,20 @@ def test_a_list_from_the_environment_is_a_list(key: str, monkeypatch: pytest.Mon
         assert value_of(load(argv), key) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "tags"),
+    [
+        ("'a,b'", ["a,b"]),
+        (r"a\,b", ["a,b"]),
+        ("a,b", ["a", "b"]),
+        ("!x", ["!x"]),
+        ("it's", ["it's"]),
+    ],
+)
+def test_one_value_is_a_list_of_one(text: str, tags: list[str]) -> None:
+    assert tags == load(f"EXPERIMENT.WANDB.TAGS={text}").EXPERIMENT.WANDB.TAGS
+
+
 def test_what_is_no_list_in_the_environment_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIST", "{a: 1}")
     for key in ("SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "DATA.AUGMENT.MEAN"):
