@@ -18,19 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-import yaml
+from hydra import compose, initialize
 from omegaconf import OmegaConf
 
 from linnaeus.config.aliases import alias, renamed
 from linnaeus.config.check import Checked, leaves, plain
 from linnaeus.config.dump import PLAN, to_yaml, with_origins
+from linnaeus.config.files import File, Files, Source, read_file
 from linnaeus.config.keys import (
     EXPERIMENT,
     KEYS,
     NODES,
     PLUGGABLE_PATHS,
     PRESETS,
-    SUFFIXES,
     Path,
     available,
     closest,
@@ -48,17 +48,14 @@ from linnaeus.config.values import (
     SEVERAL,
     Setting,
     escape,
-    own_resolvers,
     parse,
     show,
     tree_of,
 )
 from linnaeus.runtime.errors import ConfigError
-from linnaeus.runtime.files import suggest_path
 
 _PRIMARY = "__command_line__"
 """Name of the configuration whose defaults list is that of the command line."""
-_PACKAGE = re.compile(r"^\s*#\s*@package\s+(\w+(?:\.\w+)*)\s*$", re.MULTILINE)
 _LOCK = threading.Lock()
 """Hydra has one composition at a time in a process."""
 
@@ -144,7 +141,7 @@ def read_run_config(path: FilePath) -> Mapping[Any, Any]:
     Raises:
         ConfigError: it cannot be read, or has interpolations or a defaults list, which a run does not write.
     """
-    file = _read_file(str(path), "RUN")
+    file = read_file(str(path), "RUN")
     if file.problem:
         raise ConfigError(file.problem)
     text = repr(plain(file.tree)).replace("\\\\", "\\")
@@ -157,110 +154,19 @@ def read_run_config(path: FilePath) -> Mapping[Any, Any]:
 
 
 @dataclass
-class _File:
-    """What one file says.
-
-    Attributes:
-        name: the path as messages show it.
-        tree: nested mappings whose leaves are `Setting`.
-        defaults: its defaults list as YAML has it, for Hydra; None without one.
-        package: what its `# @package` line names, else None.
-        problem: why it could not be read, so that nothing is known of its keys; else None.
-    """
-
-    name: str
-    tree: dict[Any, Any] = field(default_factory=dict)
-    defaults: Any = None
-    package: str | None = None
-    problem: str | None = None
-
-
-def _read_file(name: str, asked_by: str, origin: str | None = None) -> _File:
-    """Read a YAML file as OmegaConf does; `origin` stands for file and line in messages."""
-    file, path = _File(name), FilePath(name)
-    try:
-        text = own_resolvers(path.read_text(encoding="utf-8-sig"))
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = OmegaConf.to_container(OmegaConf.create(text)) if root is not None else {}
-    except OSError as error:
-        hint = suggest_path(path) if isinstance(error, FileNotFoundError) else ""
-        hint = "; it is a URL: download it, and name the file" if "://" in name else hint
-        if name in ("job", "hydra", "all") and asked_by == "--cfg":
-            hint = f"; --cfg takes a file; {alias('--info')}"
-        file.problem = f"{name}: {str(error.strerror).lower()} ({asked_by}){hint}"
-    except Exception as error:  # PyYAML and OmegaConf raise errors of many kinds
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        reason = "values are nested too deeply" if isinstance(error, RecursionError) else reason
-        line = f", line {mark.line + 1}" if mark else ""
-        file.problem = f"{name}{line}: broken YAML: {reason or 'not keys with values'}"
-    else:
-        if isinstance(root, yaml.MappingNode) and isinstance(content, dict):
-            file.defaults = content.pop("defaults", None)
-            file.tree = _tree(content, root, name, origin) if content else {}
-        elif content:
-            file.problem = f"{name}: must hold keys with values (KEY: value)"
-        package = _PACKAGE.search(text)
-        file.package = package[1] if package else None
-    return file
-
-
-def _tree(content: Any, node: yaml.Node | None, name: str, origin: str | None) -> Any:
-    """The values with the lines on which they begin; a value that `<<` merges in has none."""
-    if isinstance(content, dict) and content:
-        is_mapping = isinstance(node, yaml.MappingNode)
-        nodes = {key.value: child for key, child in node.value} if is_mapping else {}  # type: ignore[union-attr]
-        return {
-            key: _tree(child, nodes.get(str(key)), name, origin) for key, child in content.items()
-        }
-    place = f"{name}, line {node.start_mark.line + 1}" if node else name
-    is_bare = isinstance(node, yaml.ScalarNode) and node.style is None and content is not None
-    return Setting(content, origin or place, node.value if is_bare else None)  # type: ignore[union-attr]
-
-
 class _Found:
-    """The files that one command line names, each read once, and the tree that they make.
+    """What the files of a command line set.
 
     Attributes:
-        folders: where groups and files are looked up; the first that has a file counts.
-        files: every file read, by its path in the folders; the files of `--cfg` by a name of their own.
         chosen: the name chosen in each group.
         is_complete: whether all files could be read and composed.
     """
 
-    def __init__(self, folders: Sequence[FilePath]) -> None:
-        self.folders = folders
-        self.files: dict[str, _File] = {}
-        self.tree: dict[Any, Any] = {}
-        self.chosen: dict[str, str] = {}
-        self.problems: list[str] = []
-        self.is_complete = True
-        self._settings: list[Setting] = []
-
-    def get(self, path: str) -> _File | None:
-        """The file at a path such as `model/resnet50`; None where there is none."""
-        path = path.removesuffix(".yaml").removesuffix(".yml")
-        places = (folder / f"{path}{suffix}" for folder in self.folders for suffix in SUFFIXES)
-        if path not in self.files and (place := next(filter(FilePath.is_file, places), None)):
-            preset = "=".join(path.rsplit("/", 1))
-            origin = f"preset {preset}" if place.is_relative_to(PRESETS) else None
-            self.files[path] = _read_file(str(place), "defaults", origin)
-        return self.files.get(path)
-
-    def marked(self, tree: Any) -> Any:
-        """A tree with a mark in place of each setting, which Hydra can compose."""
-        if not isinstance(tree, Setting):
-            return {name: self.marked(child) for name, child in tree.items()}
-        if tree.value == {}:  # sets nothing below it
-            return {}
-        self._settings.append(tree)
-        return f"\0{len(self._settings) - 1}"
-
-    def unmarked(self, tree: Any) -> Any:
-        """A composed tree with the settings that the marks stand for."""
-        if isinstance(tree, str):
-            return self._settings[int(tree[1:])]
-        return {name: self.unmarked(child) for name, child in tree.items()} or Setting({}, "files")
+    files: Files
+    tree: dict[Any, Any] = field(default_factory=dict)
+    chosen: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    is_complete: bool = True
 
 
 def merge(tree: Mapping[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -279,35 +185,36 @@ def _read(line: CommandLine) -> _Found:
     """Read the files that a command line names, and let Hydra compose them where there are groups."""
     own = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
     beside = (FilePath(name).parent for option, name in line.sources if option == "--cfg")
-    found = _Found([*own, *beside, PRESETS])
+    files = Files([*own, *beside, PRESETS])
+    found = _Found(files)
     problems = found.problems
-    problems += [
-        f"{folder}: no such folder (--config-dir)" for folder in own if not folder.is_dir()
-    ]
-    roots: dict[str, _File] = {}
+    roots: dict[str, File] = {}
     try:
+        problems += [
+            f"{folder}: no such folder (--config-dir)" for folder in own if not folder.is_dir()
+        ]
         for option, name in line.sources:
             if option == "--cfg":
-                roots[f"__cfg{len(roots)}__"] = _read_file(name, option)
-            elif option == "--config-name" and (file := found.get(name)):
+                roots[f"__cfg{len(roots)}__"] = read_file(name, option)
+            elif option == "--config-name" and (file := files.get(name)):
                 roots[name] = file
             elif option == "--config-name":
-                hint = suggest(name, names_in("", found.folders))
+                hint = suggest(name, names_in("", files.folders))
                 problems.append(f"{name}: no such file in --config-dir (--config-name){hint}")
-        found.files |= roots
+        files.read |= roots
         for file in roots.values():  # plain files just follow one another
             package = (file.package or "_global_").removeprefix("_global_")
             found.tree = merge(found.tree, _below(package, file.tree))
         if line.groups or any(file.defaults is not None for file in roots.values()):
-            wrong = {group: _missing(choice, found, own) for group, choice in line.groups.items()}
+            wrong = {group: _missing(choice, files, own) for group, choice in line.groups.items()}
             problems += filter(None, wrong.values())
             choices = [choice for group, choice in line.groups.items() if not wrong[group]]
-            found.tree = _compose(found, [*roots], choices)
+            found.tree, found.chosen = _compose(files, [*roots], choices)
     except Exception as error:  # Hydra raises errors of many kinds for a list that it cannot read
         found.is_complete = False
-        if not any(file.problem for file in found.files.values()):
-            problems.append(_sentence(error, found))
-    unread = [file.problem for file in found.files.values() if file.problem]
+        if not any(file.problem for file in files.read.values()):
+            problems.append(_sentence(error, files))
+    unread = [file.problem for file in files.read.values() if file.problem]
     problems += unread
     found.is_complete &= not unread
     if found.is_complete:
@@ -323,24 +230,26 @@ def _below(key: str, tree: Any) -> Any:
     return tree
 
 
-def _compose(found: _Found, names: Sequence[str], choices: Iterable[Override]) -> dict[Any, Any]:
-    """Let Hydra compose files by name, lowest precedence first, with what the command line chooses."""
-    from hydra import compose, initialize  # here, because Hydra takes long to import
+def _compose(
+    files: Files, names: Sequence[str], choices: Iterable[Override]
+) -> tuple[dict[Any, Any], dict[str, str]]:
+    """Let Hydra compose files by name, lowest precedence first, with what the command line chooses.
 
-    from linnaeus.config.source import Source
-
+    Returns:
+        The tree of settings, and the name chosen in each group.
+    """
     lowest: list[str] = []  # groups that no list chooses: files win over what is chosen there
     overrides: list[str] = []
 
-    has_list = any(found.files[name].defaults is not None for name in names)
+    has_list = any(files.read[name].defaults is not None for name in names)
 
     def ask(*, is_last: bool = False) -> Any:
         defaults = [*({group: None} for group in lowest), *names, "_self_"]
-        found.files[_PRIMARY] = _File("command line", defaults=defaults)
+        files.read[_PRIMARY] = File("command line", defaults=defaults)
         Source.is_draft, Source.served = not is_last, set()
         return compose(_PRIMARY, overrides, return_hydra_config=True)
 
-    with _LOCK, Source.of(found), initialize(config_path=None, version_base="1.3"):
+    with _LOCK, Source.of(files), initialize(config_path=None, version_base="1.3"):
         for choice in sorted(choices, key=_depth):
             known = {*ask().hydra.runtime.choices} if has_list else set()
             listed = {path.rpartition("/")[0] for path in Source.served}  # also by a list of names
@@ -355,13 +264,13 @@ def _compose(found: _Found, names: Sequence[str], choices: Iterable[Override]) -
             lowest += [key] if is_new and is_of_node else []
             sign = "~" if choice.delete else "+" if is_new and not is_of_node else ""
             overrides.append(f"{sign}{key}" + ("" if choice.text is None else f"={choice.text}"))
-            file = found.get(f"{choice.key.partition('@')[0]}/{choice.text}")
+            file = files.get(f"{choice.key.partition('@')[0]}/{choice.text}")
             has_list |= file is None or file.defaults is not None
         config: Any = OmegaConf.to_container(ask(is_last=True))
     chosen = config.pop("hydra")["runtime"]["choices"]
     config |= {"hydra": config.pop("\0hydra")} if "\0hydra" in config else {}
-    found.chosen = {group: str(name) for group, name in chosen.items() if name}
-    return {name: found.unmarked(child) for name, child in config.items()}
+    tree = {name: files.unmarked(child) for name, child in config.items()}
+    return tree, {group: str(name) for group, name in chosen.items() if name}
 
 
 def _depth(choice: Override) -> float:
@@ -370,10 +279,10 @@ def _depth(choice: Override) -> float:
     return math.inf if node_of(group) in (None, "_global_") else group.count("/")
 
 
-def _missing(choice: Override, found: _Found, own: Sequence[FilePath]) -> str | None:
+def _missing(choice: Override, files: Files, own: Sequence[FilePath]) -> str | None:
     """What is wrong with a choice in a group, where there are no such files; `own` are the folders typed."""
     group, text = choice.key.partition("@")[0], choice.text or ""
-    there = names_in(group, found.folders)
+    there = names_in(group, files.folders)
     if not there:
         groups = [*available(*own)]  # a `--cfg` file may lie beside anything
         hint = None if group == EXPERIMENT else alias(group, choice.text)
@@ -389,13 +298,13 @@ def _missing(choice: Override, found: _Found, own: Sequence[FilePath]) -> str | 
     return f"{group}: no preset {missing!r} ({COMMAND_LINE}); there are {', '.join(there)}{hint}"
 
 
-def _sentence(error: Exception, found: _Found) -> str:
+def _sentence(error: Exception, files: Files) -> str:
     """What Hydra finds wrong, in one sentence."""
     if isinstance(error, RecursionError):
         return "defaults: the files lead back to themselves, or are nested too deeply"
     text = re.split(r"Config search path:| : Override\(", str(error))[0]
     text = " ".join(text.strip().replace("\n\n", "; ").split()) or type(error).__name__
-    for path, file in found.files.items():
+    for path, file in files.read.items():
         text = text.replace(path, file.name) if path.startswith("__cfg") else text
     return f"defaults: {text}"
 
@@ -404,7 +313,7 @@ def _beaten(found: _Found, own: tuple[str, ...], line: CommandLine) -> Iterator[
     """Name the choices of the command line whose keys a file of `--cfg` sets otherwise; `own` are these."""
     winners, typed = dict(leaves(found.tree)), {override.key for override in line.overrides}
     for choice in line.groups.values():
-        file = found.files.get(f"{choice.key}/{choice.text}")
+        file = found.files.read.get(f"{choice.key}/{choice.text}")
         for key, setting in leaves(file.tree if file else {}):
             winner = winners.get(key, setting)
             is_own = winner.origin.startswith(own) and dotted(key) not in typed
