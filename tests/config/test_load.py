@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from linnaeus.cli.analyze.options import read as analyze
 from linnaeus.cli.train import read as train
 from linnaeus.config.dump import save_config, to_yaml, with_batch_sizes, with_new_names
 from linnaeus.config.instantiate import call_target
@@ -27,7 +26,6 @@ from linnaeus.config.keys import available
 from linnaeus.config.load import load_config, read_run_config
 from linnaeus.config.schema import Config, DatasetConfig, ModelConfig
 from linnaeus.runtime.errors import ConfigError
-from linnaeus.sweep.grid import read_grid
 from tests.helpers.configs import load, problems, write
 from tests.helpers.forks import ROOT
 
@@ -272,24 +270,6 @@ def test_every_shipped_experiment_loads(file: Path) -> None:
     if file.stem == "digits":
         assert (auto.ENABLED, auto.ENABLED_VAL) == (True, True)
         assert auto.MAX_BATCH_SIZE_VAL == 2 * auto.MAX_BATCH_SIZE
-
-
-def test_other_commands_take_folders_and_names_too() -> None:
-    write(
-        {
-            "conf/model/mine": "DROP_RATE: 0.1",
-            "conf/model/wide": "DROP_RATE: 0.2",
-            "conf/base": "defaults: [{model: resnet50}, {optimizer: adamw}]\nTRAIN: {EPOCHS: 2}",
-        }
-    )
-    base = ["--config-dir", "conf", "-cn", "base"]
-    _, config = analyze([*base, "model=mine", "--modes", "train"])
-    assert (config.MODEL.DROP_RATE, config.TRAIN.EPOCHS) == (0.1, 2)
-    grid = read_grid([*base, "model=mine,wide", "~optimizer"])
-    assert [combination.title for combination in grid.combinations] == ["model=mine", "model=wide"]
-    runs = [load(*combination.argv) for combination in grid.combinations]
-    assert [(run.MODEL.DROP_RATE, run.TRAIN.EPOCHS) for run in runs] == [(0.1, 2), (0.2, 2)]
-    assert runs[0].OPTIMIZER == load().OPTIMIZER != load(*base).OPTIMIZER
 
 
 def test_presets_load_inside_another_hydra_program() -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import pytest
 import yaml
-from hydra import compose, initialize_config_dir, version
-from omegaconf import OmegaConf
 
 from linnaeus.config.load import load_config
 from tests.helpers.configs import load, problems, write
@@ -179,45 +174,6 @@ def test_packages() -> None:
     assert load("--config-dir=conf", "model=same").MODEL.NAME == "same"
     assert load("--config-dir=conf", "model=below").MODEL.KWARGS == {"x": 1}
     assert load("--config-dir=conf", "extra=wide").TRAIN.EPOCHS == 8
-
-
-TREES = {
-    "groups": {
-        "config": "defaults: [{a: one}, {b: one}, _self_, {override a: two}]\nb: {z: 9}",
-        "a/one": "x: 1",
-        "a/two": "defaults: [one, {c: deep}]\ny: 2",
-        "a/c/deep": "w: 5",
-        "b/one": "z: 3",
-    },
-    "packages": {
-        "config": "defaults: [{a@b: one}, {a@_here_: two}, f@c]",
-        "a/one": "x: 1",
-        "a/two": "y: 2",
-        "f": "z: 3",
-    },
-}
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_the_composition_is_that_of_hydra(tmp_path: Path, name: str) -> None:
-    """Below MODEL, which takes any key; a package line says where Hydra puts the file of a group."""
-    files = {}
-    for path, text in TREES[name].items():
-        group = path.rpartition("/")[0].replace("/", ".")
-        in_place = not group or "@" in TREES[name]["config"]
-        files[f"sub/{path}"] = text if in_place else f"# @package MODEL.{group}\n{text}"
-    write({**files, "config": "defaults: [sub/config@MODEL, _self_]\nMODEL: {_target_: my.Model}"})
-    before = version.getbase()
-    try:
-        with initialize_config_dir(str(tmp_path), version_base="1.3"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Hydra recommends `_self_` in each list
-            expected: Any = OmegaConf.to_container(compose("config"))
-        found = load("--config-dir=.", "--config-name=config").MODEL
-        assert found == expected["MODEL"]
-        assert len(expected["MODEL"]) > 1
-        assert version.getbase() == version.Version("1.3")  # that of a program around stays
-    finally:
-        version.VersionBase.instance().version_base = before
 
 
 def test_threads_do_not_disturb_each_other() -> None:

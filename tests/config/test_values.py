@@ -240,38 +240,6 @@ def test_mappings_merge_and_can_be_emptied() -> None:
 
 texts = st.text() | st.text(alphabet="a '\"\\,()[]{}=#$~:*?<>|é\n-")
 plain_texts = texts.filter(lambda text: "${" not in text and text != "???")
-tags = st.text(alphabet="ab ,'[](){}é=:", min_size=1)
-
-
-@given(
-    in_file=plain_texts,
-    inner=plain_texts,
-    quote=st.sampled_from("'\""),
-    tags=st.lists(tags, max_size=5),
-    whole=st.integers(min_value=1),
-    number=st.floats(min_value=1e-300, allow_infinity=False),
-)
-def test_any_values_arrive_as_quoted(
-    in_file: str, inner: str, quote: str, tags: list[str], whole: int, number: float
-) -> None:
-    inner = inner.replace(quote, "").replace("\\", "/")
-    escaped = "".join(f"\\U{ord(character):08x}" for character in in_file)
-    write({"one": f'MODEL: {{WEIGHTS: "{escaped}"}}'})
-    config = load(
-        "--cfg=one.yaml",
-        f"EXPERIMENT.WANDB.PROJECT={quote}{inner}{quote}",
-        "DATA.DATASET.IMAGE_COLUMN",
-        f"{quote}x{inner}{quote}",
-        f"MODEL.KWARGS.x={quote}{inner}{quote}",
-        "DATA.BATCH_SIZE",
-        str(whole),
-        f"OPTIMIZER.LR={number!r}",
-        "EXPERIMENT.WANDB.TAGS=[" + ",".join(f'"{tag}"' for tag in tags) + "]",
-    )
-    assert config.EXPERIMENT.WANDB.PROJECT == config.MODEL.KWARGS["x"] == inner
-    assert (f"x{inner}", in_file) == (config.DATA.DATASET.IMAGE_COLUMN, config.MODEL.WEIGHTS)
-    assert (whole, number) == (config.DATA.BATCH_SIZE, config.OPTIMIZER.LR)
-    assert tags == config.EXPERIMENT.WANDB.TAGS
 
 
 @given(text=plain_texts)
