@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from linnaeus.autobatch.memory.device import device_memory
-from linnaeus.config.load import with_batch_sizes
+from linnaeus.config.dump import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.models.model_spec import ModelSpec
 from linnaeus.runtime.context import running

@@ -319,11 +319,13 @@ def read_request(
     argv: Sequence[str],
     options: Filled,
     check: Callable[[Filled, list[str]], list[str]] = lambda *_: [],
+    *,
+    references: bool = False,
 ) -> str | tuple[Filled, Config]:
     """Read the command line of a command with a configuration, and make sure that its files can be written.
 
     `options` are filled; `check` gives one sentence for each problem of options with each other and with the
-    other words.
+    other words. `references` is as for `load_config`.
 
     Returns:
         The configuration as text where it is asked for, else the arguments of the command's `run`.
@@ -344,7 +346,7 @@ def read_request(
             f"{folder!r} is a directory; to use its images, run: {typed}{shlex.quote(folder)}"
         )
     try:
-        loaded = load_config([word for word in words if word not in folders])
+        loaded = load_config([word for word in words if word not in folders], references=references)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:

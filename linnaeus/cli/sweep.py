@@ -106,7 +106,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
             combinations have names one of them.
     """
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
-    from linnaeus.config.load import to_yaml
+    from linnaeus.config.dump import to_yaml
     from linnaeus.sweep.folder import Sweep
     from linnaeus.sweep.grid import read_grid
     from linnaeus.sweep.space import read_space

@@ -56,7 +56,7 @@ def read(argv: Sequence[str]) -> str | tuple[Namespace, Config]:
     Raises:
         ConfigError: lists everything that is wrong.
     """
-    return read_request(PARSER, argv, Namespace())
+    return read_request(PARSER, argv, Namespace(), references=True)
 
 
 def run(_: Namespace, config: Config) -> int:

@@ -86,6 +86,10 @@ def unknown_key(path: Path, value: str) -> str:
     other = None if real and real.lower() == name.lower() else alias(name, value)
     if other or real:
         return f"; {other or f'did you mean {real}?'}"
+    upper = tuple(str(part).upper() for part in path)
+    for size in range(len(node), 0, -1):
+        if upper[:size] in PLUGGABLE_PATHS and upper[:size] != path[:size]:
+            return f"; did you mean {dotted((*upper[:size], *path[size:]))}?"
     if node in PLUGGABLE_PATHS:
         return f"; {dotted(node)} takes other keys when {dotted(node)}._target_ is set"
     return ""

@@ -102,15 +102,12 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 def _choose(line: CommandLine, sign: str | None, group: str, text: str | None) -> None:
     """Note a choice in a group, the last of several; `group=null` leaves the group out, as in Hydra."""
-    name, earlier = (text or "").strip("'\""), line.groups.pop(group, None)
-    if sign in ("+", "~") and earlier and name and name != earlier.text is not None:
-        line.problems.append(
-            f"{sign}{group}: is {name!r} here and {earlier.text!r} before (command line); give it once, as "
-            f"{group}=[A,B] for several"
-        )
+    name = (text or "").strip("'\"")
+    line.groups.pop(group, None)
     is_left_out = sign == "~" or name == "null"
-    text = None if is_left_out and name in ("", "null") else name
-    line.groups[group] = Override(group, text, is_left_out)
+    line.groups[group] = Override(
+        group, None if is_left_out and name in ("", "null") else name, is_left_out
+    )
 
 
 def _is_key(name: str) -> bool:

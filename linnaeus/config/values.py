@@ -1,9 +1,10 @@
-"""What a user typed, in the form that OmegaConf's typed nodes take: numbers, arithmetic, lists, null.
+"""Values as users type them, and the form that OmegaConf's typed nodes take.
 
-Every function raises `ValueError` with the predicate of a sentence whose subject is the key.
+Hydra reads the values of the command line, OmegaConf the values of files. Keys of the schema take a little
+more: arithmetic in numbers, a list without brackets, `None` for null, and text as typed.
 
-OmegaConf keeps the resolvers of `${...}` for the whole process. Ours have names of their own, so that those
-of a program around Linnaeus that uses Hydra stay as they are.
+OmegaConf keeps the resolvers of `${...}` for the whole process. Linnaeus registers its resolvers under names
+of its own, so that the resolvers of a program around it stay as they are.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from __future__ import annotations
 import ast
 import functools
 import math
-import operator
 import os
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,8 +24,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError
 
-from linnaeus.config.keys import strip_optional
+from linnaeus.config.keys import TARGET, strip_optional
 
+COMMAND_LINE = "command line"
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
 WANTED: Mapping[Any, str] = {
@@ -37,29 +38,29 @@ WANTED: Mapping[Any, str] = {
     dict: "a mapping such as {name: value}",
 }
 """What a key of each type takes."""
-_BOOLS = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
-_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
+SEVERAL = "has several values; quotes make them one text"
+UNREADABLE = "cannot be read by Hydra's grammar; quotes make it text"
+IMAGE_FILES = ("imagefolder", "manifest")
+"""Kinds of datasets that are photographs more often than not."""
+NULLS: Mapping[tuple[str, ...], Any] = {
+    ("EXPERIMENT", "NAME"): None,
+    ("DATA", "AUGMENT", "CROP_SCALE"): ([0.35, 1.0], [0.8, 1.0]),
+    ("DATA", "AUGMENT", "HFLIP"): (0.5, 0.0),
 }
-
-
-@dataclass(frozen=True)
-class Bare:
-    """A scalar typed without quotes.
-
-    Attributes:
-        text: the text as typed.
-        meaning: gives the value of the text where the key has no type.
-    """
-
-    text: str
-    meaning: Callable[[], Any]
+"""Keys whose null follows the dataset, each with its value for `IMAGE_FILES` and for other data."""
+_ARITHMETIC = (
+    ast.Expression,
+    ast.Constant,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.FloorDiv,
+    ast.UAdd,
+    ast.USub,
+)
 
 
 @dataclass(frozen=True)
@@ -67,52 +68,53 @@ class Setting:
     """The value that a source gives to a key.
 
     Attributes:
-        value: as typed; of a mapping there is one setting for each key.
+        value: the value by the grammar of its source; of a mapping there is one setting for each key.
         origin: where it was typed, for messages; `default` for the schema's default.
-        preset: the group and name of the preset of the package that sets it, such as `model=resnet50`.
+        text: a scalar as typed; None where there is no text, or where a file quotes it.
+        problem: why the source's grammar gives no value (`SEVERAL`, `UNREADABLE`); else None.
     """
 
     value: Any
     origin: str
-    preset: str | None = None
-
-    @property
-    def text(self) -> Any:
-        """The value, of an unquoted scalar its text."""
-        return self.value.text if isinstance(self.value, Bare) else self.value
+    text: str | None = None
+    problem: str | None = None
 
 
-def tree_of(value: Any, origin: str) -> Any:
-    """A mapping as a tree of settings, nested ones included; an empty mapping is a value."""
-    if isinstance(value, Mapping) and value:
-        return {name: tree_of(item, origin) for name, item in value.items()}
-    return Setting(value, origin)
-
-
-def from_command_line(text: str) -> Bare | str:
-    """A value of the command line; where the whole text is quoted, the text without its quotes."""
-    quoted = re.fullmatch(r"""(['"])((?:(?!\1)[^\\]|\\.)*)\1""", text, re.DOTALL)
-    if quoted:
-        return quoted[2].replace("\\" + quoted[1], quoted[1])
-    return Bare(text, lambda: _hydra_value(text))
-
-
-def _hydra_value(text: str) -> Any:
-    """Parse a value by Hydra's grammar; text, sweeps and what the grammar rejects stay as typed."""
+def parse(text: str) -> Setting:
+    """Read a value of the command line by Hydra's grammar."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException  # here, because Hydra takes long to import
 
+    text = own_resolvers(text)
     try:
         override = OverridesParser.create().parse_override(f"value={text}")
-        value = text if override.is_sweep_override() else override.value()
+        if not override.is_sweep_override():
+            return Setting(override.value(), COMMAND_LINE, text.strip())
+        problem: str | None = SEVERAL
     except (HydraException, RecursionError):
-        return text
-    return text if isinstance(value, str) else value
+        is_text = not re.match(r"\s*([\[{'\"]|\w+\()", text)
+        problem = None if is_text else UNREADABLE
+    return Setting(text, COMMAND_LINE, text, problem)
+
+
+def own_resolvers(text: str) -> str:
+    """Replace `${now:` and `${hydra:` by the names under which Linnaeus registers them."""
+    return re.sub(r"(?<!\\)((?:\\\\)*\$\{)\s*(now|hydra)\s*:", r"\1linnaeus.\2:", text)
+
+
+def tree_of(value: Any, setting: Setting) -> Any:
+    """A mapping as a tree of settings, nested ones included; an empty mapping is a value."""
+    if isinstance(value, Mapping) and value:
+        return {name: tree_of(item, setting) for name, item in value.items()}
+    text = setting.text if value is setting.value else None
+    return Setting(value, setting.origin, text, setting.problem)
 
 
 def show(value: Any) -> str:
     """A value for an error message, at most 80 characters long; text is quoted."""
-    shown = repr(value.text if isinstance(value, Bare) else untyped(value, check=False))
+    if isinstance(value, Setting):
+        value = value.value if value.text is None else value.text
+    shown = repr(value).replace("${linnaeus.", "${")
     return shown if len(shown) <= 80 else f"{shown[:70]}...{shown[-7:]}"
 
 
@@ -125,66 +127,50 @@ def escape(value: Any) -> Any:
     return [escape(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def untyped(value: Any, *, check: bool = True) -> Any:
-    """The value where the key has no type; with `check`, malformed interpolations are errors."""
-    if isinstance(value, Setting):
-        value = value.value
-    if isinstance(value, Bare):
-        value = None if value.text in ("None", "null") else value.meaning()
-    if isinstance(value, dict):
-        return {key: untyped(item, check=check) for key, item in value.items()}
-    if isinstance(value, list):
-        return [untyped(item, check=check) for item in value]
-    return (
-        _interpolation(value, None) if check and isinstance(value, str) and "${" in value else value
-    )
+def convert(setting: Setting, hint: Any = dict) -> Any:
+    """Return what OmegaConf's node with a type hint takes; a `dict` takes any value as it is.
 
+    A number with an interpolation becomes a call of the arithmetic resolver: other keys see its value.
 
-def convert(value: Any, hint: Any) -> Any:
-    """What OmegaConf's typed node takes for a value; text with an interpolation stays text.
-
-    Args:
-        value: a `Bare` scalar, or a Python value; text was then quoted.
-        hint: the key's type hint. A number with an interpolation becomes a call of the arithmetic resolver.
+    Raises:
+        ValueError: with the predicate of a sentence whose subject is the key.
     """
     hint, is_optional = strip_optional(hint)
-    if hint is Any or typing.get_origin(hint) is dict:
-        return untyped(value)
-    if isinstance(value, Bare):
-        value = None if is_optional and value.text in ("null", "None", "none") else value.text
-    if value is None or value == MISSING:
+    kind = typing.get_origin(hint) or hint
+    if kind is list and setting.problem:
+        setting = parse(f"[{setting.text}]")
+    value, text = setting.value, setting.text
+    if setting.problem and not (kind in (int, float) and setting.problem == UNREADABLE):
+        raise ValueError(f"{show(text)} {setting.problem}")
+    if text == "None" and (is_optional or hint is Any):
+        value = None
+    if value in (None, MISSING):
         return value
-    if typing.get_origin(hint) is list:
-        return _list(value, typing.get_args(hint)[0])
-    if isinstance(value, str) and "${" in value:
-        return _interpolation(value, hint)
-    if hint is bool and not isinstance(value, bool) and str(value).lower() not in _BOOLS:
-        raise ValueError(f"{show(value)} is not {WANTED[bool]}")
-    return number(value, hint) if hint in (int, float) else value
-
-
-def _list(value: Any, element: Any) -> Any:
-    if isinstance(value, str):
-        text = value.strip()
-        if re.fullmatch(r"\$\{[^{}]*\}", text):
-            return _interpolation(text, list)
-        value = _hydra_value(text if text.startswith("[") else f"[{text}]")
-        if isinstance(value, str):
-            raise ValueError(f"{show(text)} is not {WANTED[list]}")
-    return [convert(item, element) for item in (value if isinstance(value, list) else [value])]
-
-
-def _interpolation(given: str, hint: Any) -> str:
-    """Check the syntax. A number becomes a call of the resolver, so that other keys see its value."""
-    text = re.sub(r"(?<!\\)((?:\\\\)*\$\{)\s*(now|hydra)\s*:", r"\1linnaeus.\2:", given)
-    wrapped = f"${{linnaeus.number:'{text}',{hint.__name__}}}" if hint in (int, float) else text
+    is_reference = isinstance(value, str) and "${" in value
+    if kind is str and isinstance(value, bool | int | float) and "(" not in (text or "("):
+        value = text
+    elif kind in (int, float):
+        value = (
+            f"${{linnaeus.number:'{value}',{kind.__name__}}}"
+            if is_reference
+            else number(value, kind)
+        )
+    elif kind is list and not is_reference:
+        is_read = setting.origin == COMMAND_LINE and text is not None
+        if isinstance(value, str) and value and not is_read:  # of a file or the environment
+            value = parse(value if value.startswith("[") else f"[{value}]").value
+        if value == "" or isinstance(value, dict):
+            raise ValueError(f"{show(setting)} is not {WANTED[list]}")
+        (element,) = typing.get_args(hint)
+        items = value if isinstance(value, list) else [value]
+        value = [convert(Setting(item, setting.origin), element) for item in items]
     try:
-        OmegaConf.create({"value": wrapped})  # parses it
+        OmegaConf.create({"value": value})  # parses it
     except GrammarParseError:
         raise ValueError(
-            rf"{show(given)} is not a valid interpolation; text with ${{ is written \${{"
+            rf"{show(setting)} is not a valid interpolation; text with ${{ is written \${{"
         ) from None
-    return wrapped
+    return value
 
 
 def number(value: Any, kind: type) -> int | float:
@@ -206,28 +192,26 @@ def number(value: Any, kind: type) -> int | float:
     raise ValueError(f"{show(value)} is not {WANTED[kind]}{hint}")
 
 
-def evaluate(text: str) -> int | float:
+def evaluate(text: str) -> Any:
     """The value of a number or of arithmetic; raises `ValueError` or `SyntaxError` for all else."""
     if re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):  # 007 too, which Python's syntax lacks
         return int(text)
     # The length bounds the depth of the tree, so that no text can exhaust the stack.
     if len(text) > 200 or not re.fullmatch(r"[0-9a-fA-FxX_.+\-*/() \t]+", text):
         raise ValueError(text)
-    return typing.cast("int | float", _evaluate(ast.parse(text.strip(), mode="eval").body))
+    tree = ast.parse(text.strip(), mode="eval")
+    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)):
+        raise ValueError("not arithmetic")
+    return eval(compile(tree, "arithmetic", "eval"))  # numbers and operators only
 
 
-def _evaluate(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluate(node.operand))
-    raise ValueError("not arithmetic")
+def register(chosen: Mapping[str, str], cfg: str | None) -> None:
+    """Register Linnaeus' resolvers with OmegaConf.
 
-
-def register(chosen: Mapping[str, str]) -> None:
-    """Register arithmetic, `${now:...}` and `${hydra:...}` with OmegaConf; `chosen` has a name by group."""
+    Args:
+        chosen: the name chosen in each group.
+        cfg: the last file of `--cfg` or `--config-name`, which names a run without a name.
+    """
 
     def resolve_number(text: str, kind: str) -> int | float | None:
         """Arithmetic without interpolations; None where a term is null."""
@@ -250,8 +234,43 @@ def register(chosen: Mapping[str, str]) -> None:
             raise ValueError(f"there is no hydra:{name} here; there are {there}")
         return known[name]
 
-    for name, resolver in (("number", resolve_number), ("now", now), ("hydra", hydra)):
-        OmegaConf.register_new_resolver(f"linnaeus.{name}", resolver, replace=True)
+    def null(*path: str, _root_: DictConfig) -> Any:
+        dataset = functools.partial(_of_dataset, _root_)
+        target = dataset(TARGET)
+        is_files = not target and dataset("NAME") in IMAGE_FILES
+        if values := NULLS[path]:
+            return values[not is_files]
+        names = [Path(cfg).stem] if cfg else []
+        names += [_folder(dataset("ROOT"), dataset("TRAIN"))] if is_files else []
+        names += [str(target or dataset("NAME")).rpartition(".")[2], "run"]
+        return next(filter(None, map(_folder_name, names)))
+
+    for resolver in (now, hydra, null):
+        OmegaConf.register_new_resolver(f"linnaeus.{resolver.__name__}", resolver, replace=True)
+    OmegaConf.register_new_resolver("linnaeus.number", resolve_number, replace=True)
+
+
+def _of_dataset(root: DictConfig, name: str) -> Any:
+    """The value of a key of DATA.DATASET; None where there is none, or where it cannot be resolved."""
+    return OmegaConf.select(root, f"DATA.DATASET.{name}", throw_on_resolution_failure=False)
+
+
+def _folder(root: Any, train: Any) -> str:
+    """The name of the folder of the images, of several the first; empty where no key says it."""
+    if OmegaConf.is_list(root):
+        root = root[0] if root else None
+    if root is None and train is not None:
+        root = Path(str(train)).parent
+    if root is None:
+        return ""
+    path = Path(str(root))
+    return path.name if path.name not in ("", "..") else path.resolve().name
+
+
+def _folder_name(text: str) -> str:
+    """A text as the name of a folder inside another; empty where it cannot be one."""
+    name = "".join(letter if letter.isprintable() else "_" for letter in text).strip(" .")
+    return "" if name == "null" else name
 
 
 @functools.cache

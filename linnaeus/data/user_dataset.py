@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from linnaeus.autobatch.state.rng import preserved_generators
-from linnaeus.config.instantiate import place_of, prepare
+from linnaeus.config.instantiate import check_arguments, place_of, prepare
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch, describe
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs
@@ -174,6 +174,7 @@ def _build_split(config: DataConfig, split: str, seed: int) -> tuple[UserDataset
         seed_generators(seed)
         build = prepare(node, "DATA.DATASET")
         argument = _split_argument(build.func, node, name, split)
+        check_arguments(build, "DATA.DATASET", argument)
         with _naming_errors(f"{name} ({split})"):
             dataset = build(**argument)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from linnaeus.config.aliases import renamed
-from linnaeus.config.load import load_config, to_yaml
+from linnaeus.config.dump import to_yaml
+from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, ConfigError
 from linnaeus.runtime.files import (

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnaeus.config.load import to_yaml, with_new_names
+from linnaeus.config.dump import to_yaml, with_new_names
 from linnaeus.metrics import score
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import STUDY

@@ -10,8 +10,10 @@ import math
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import QuotedString, RangeSweep, Transformer
+from hydra.core.override_parser.types import Quote, QuotedString, RangeSweep, Transformer
 from hydra.errors import HydraException
+
+from linnaeus.config.values import parse
 
 
 def sweep_values(text: str) -> list[str]:
@@ -60,6 +62,10 @@ def sweep_values(text: str) -> list[str]:
 
 def _typed(value: Any) -> str:
     """An element of a list as it is typed alone."""
+    if type(value) is str:
+        alone = parse(value)
+        if alone.problem or alone.value != value:  # it was typed with escapes
+            value = QuotedString(value, Quote.single)
     if isinstance(value, QuotedString):
         return str(value.with_quotes())
     if isinstance(value, float):

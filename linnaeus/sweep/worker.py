@@ -15,7 +15,7 @@ from types import FrameType
 
 import psutil
 
-from linnaeus.config.load import with_new_names
+from linnaeus.config.dump import with_new_names
 from linnaeus.runtime.errors import EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.runtime.files import (
     AUTOBATCH,

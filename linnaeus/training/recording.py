@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from linnaeus.autobatch.result import Mode
 from linnaeus.batch_plan.plan import BatchPlan
-from linnaeus.config.load import save_config
+from linnaeus.config.dump import save_config
 from linnaeus.config.schema import Config
 from linnaeus.data.split_file import SPLIT_FILE, save_split
 from linnaeus.models.model_spec import MODEL_FILE

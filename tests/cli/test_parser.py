@@ -142,6 +142,7 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
     for line in lines:
         first, *rest = words_of(line)
         rest += own if "--status" not in rest else []
+        rest += ["--print-config"] if command == "train" else []  # /data/birds is not there
         assert first == ("analyze" if command == "plan" else command)
         assert read(command, *rest), line
     if command in NOT_WITH_TORCHRUN:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from linnaeus.cli.sweep import read as sweep
-from linnaeus.config.load import to_yaml
+from linnaeus.config.dump import to_yaml
 from tests.helpers.configs import load, write
 
 FILES = ("DATA.DATASET.ROOT=/data/birds",)
@@ -16,15 +16,12 @@ OWN = "DATA.DATASET._target_=my_package.MyDataset"
 PHOTOGRAPHS = ([0.35, 1.0], 0.5)
 NAMES = [
     ((), "digits"),
-    (("data=fashion_mnist", *FILES), "fashion_mnist"),
     (("data=imagefolder",), "imagefolder"),
     (("data=imagefolder", *FILES), "birds"),
-    (("data=imagefolder", "DATA.DATASET.ROOT=/data/birds/"), "birds"),
     (("data=imagefolder", "DATA.DATASET.ROOT=[/data/moths,/data/birds]"), "moths"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/"), "imagefolder"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/null"), "imagefolder"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/..hidden "), "hidden"),
-    (("data=imagefolder", "DATA.DATASET.ROOT=/data/a\u2028b"), "a_b"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/\\${x}"), "${x}"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/${EXPERIMENT.SEED}"), "0"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/${EXPERIMENT.NAME}"), "imagefolder"),
@@ -33,7 +30,6 @@ NAMES = [
     (("--cfg", "moths.v2.yaml", "data=imagefolder", *FILES), "moths.v2"),
     (("--cfg", "moths.v2.yaml", "--cfg", "lr.yaml"), "lr"),
     (("--config-dir=.", "--config-name=lr"), "lr"),
-    (("--cfg", "lr.yaml", "EXPERIMENT.NAME=null"), "lr"),
     (("--cfg", "lr.yaml", "EXPERIMENT.NAME=mine"), "mine"),
     (("--cfg", "named.yaml"), "given"),
 ]

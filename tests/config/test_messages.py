@@ -61,8 +61,6 @@ COMMAND_LINES = (
     "model=resnet51",
     "model=../data/digits",
     "~optimizer=slg",
-    "optimizer=sgd ~optimizer=adamw",
-    "+model=resnet18 +model=resnet50",
     # values
     "DATA.BATCH_SIZE=many",
     "DATA.BATCH_SIZE=5/2",
@@ -169,7 +167,7 @@ TREES: dict[str, dict[str, str]] = {
         "exp/a": "defaults: [override /model: vit_tiny]",
     },
     "--config-dir=. model=z": {"model/z": "defaults: [override /model: z]\nNAME: resnet18"},
-    "--config-dir=. model=own": {"model/own": "NAME: x\nDROP: 0.1"},
+    "--config-dir=. model=own": {"model/own": "NAME: resnet18\nDROP: 0.1"},
     "--config-dir=. +extra=[one,tow]": {"extra/one": ""},
     "--config-dir=. experiments=birds": {"experiment/birds": "", "data/augment/strong": ""},
     "--config-dir=. --config-name=bas": {"base": ""},
@@ -213,24 +211,6 @@ TARGETS: dict[str, dict[str, Any]] = {
 """Keys of a node that cannot be called."""
 
 
-def batches() -> list[list[str]]:
-    """Command lines that are loaded together, as a load takes longer than a mistake: their keys differ."""
-    found: list[dict[str, str]] = []
-    for line in COMMAND_LINES:
-        key = re.split("[=@]", line.lstrip("+~-"))[0]
-        alone = (
-            " " in line or "{" in line or "_target_" in line or ("." not in key and key.isupper())
-        )
-        alone |= line.startswith(("--c", "DATA.AUGMENT="))
-        batch = next(
-            (batch for batch in found if not {key, "alone"} & batch.keys() and not alone), None
-        )
-        if batch is None:
-            found.append(batch := {})
-        batch["alone" if alone else key] = line
-    return [list(batch.values()) for batch in found]
-
-
 def problems(*argv: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         read(argv)
@@ -243,24 +223,6 @@ def problem_of(line: str, text: str | None = None) -> str:
         Path("my.yaml").write_bytes(text.encode())
     (problem,) = problems(*line.split(" "))
     return problem
-
-
-def problems_of(*lines: str) -> dict[str, str]:
-    """The problem of each line of a batch: the one that begins with its key."""
-    listed = problems(*" ".join(lines).split(" "))
-    assert len(listed) == len(lines), listed
-    found = {}
-    for line in lines:
-        begins = {
-            line.replace("=", " "),
-            repr(line),
-            line.split("=")[0].lstrip("+~"),
-            line.split("=")[0],
-        }
-        (found[line],) = [
-            text for text in listed if len(lines) == 1 or text.partition(": ")[0] in begins
-        ]
-    return found
 
 
 def problem_of_tree(line: str) -> str:
@@ -281,7 +243,7 @@ def problem_of_target(title: str) -> str:
 def test_messages(
     golden: Golden, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {f"`{line}`": text for lines in batches() for line, text in problems_of(*lines).items()}
+    found = {f"`{line}`": problem_of(line) for line in COMMAND_LINES}
     found |= {f"file `{text[:99]}`": problem_of("--cfg=my.yaml", text) for text in FILES}
     found |= {f"`{line}`, in its files": problem_of_tree(line) for line in TREES}
     found |= {f"_target_: {title}": problem_of_target(title) for title in TARGETS}

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import pytest
 import yaml
-from hydra import compose, initialize_config_dir, version
-from omegaconf import OmegaConf
 
 from linnaeus.config.load import load_config
 from tests.helpers.configs import load, problems, write
@@ -38,27 +33,6 @@ def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
     assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (3, 9)
     assert config.OPTIMIZER == load().OPTIMIZER
     assert load("--cfg=base.yaml").SCHEDULE.NAME == "linear"  # which the override has replaced
-
-
-def test_interpolated_and_several_names() -> None:
-    write(
-        {
-            "my": "defaults: [{model: vit_tiny}, {extra: [one, two]}, {by: '${model}'}]",
-            "extra/one": f"{GLOBAL}TRAIN: {{EPOCHS: 1, LOG_EVERY: 1}}",
-            "extra/two": f"{GLOBAL}TRAIN: {{EPOCHS: 2}}",
-            "by/vit_tiny": f"{GLOBAL}OPTIMIZER: {{LR: 0.5}}",
-            "by/resnet18": f"{GLOBAL}OPTIMIZER: {{LR: 0.25}}",
-        }
-    )
-    assert figures("--cfg=my.yaml") == (VIT, 2, 1)
-    assert load("--cfg=my.yaml").OPTIMIZER.LR == 0.5
-    assert load("--cfg=my.yaml", "model=resnet18").OPTIMIZER.LR == 0.25
-    assert load("--cfg=my.yaml", "extra=[two,one]").TRAIN.EPOCHS == 1
-    assert figures("--cfg=my.yaml", "extra=[]") == (
-        VIT,
-        load().TRAIN.EPOCHS,
-        load().TRAIN.LOG_EVERY,
-    )
 
 
 def test_overrides_are_choices_that_can_be_left_out() -> None:
@@ -202,45 +176,6 @@ def test_packages() -> None:
     assert load("--config-dir=conf", "extra=wide").TRAIN.EPOCHS == 8
 
 
-TREES = {
-    "groups": {
-        "config": "defaults: [{a: one}, {b: one}, _self_, {override a: two}]\nb: {z: 9}",
-        "a/one": "x: 1",
-        "a/two": "defaults: [one, {c: deep}]\ny: 2",
-        "a/c/deep": "w: 5",
-        "b/one": "z: 3",
-    },
-    "packages": {
-        "config": "defaults: [{a@b: one}, {a@_here_: two}, f@c]",
-        "a/one": "x: 1",
-        "a/two": "y: 2",
-        "f": "z: 3",
-    },
-}
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_the_composition_is_that_of_hydra(tmp_path: Path, name: str) -> None:
-    """Below MODEL, which takes any key; a package line says where Hydra puts the file of a group."""
-    files = {}
-    for path, text in TREES[name].items():
-        group = path.rpartition("/")[0].replace("/", ".")
-        in_place = not group or "@" in TREES[name]["config"]
-        files[f"sub/{path}"] = text if in_place else f"# @package MODEL.{group}\n{text}"
-    write({**files, "config": "defaults: [sub/config@MODEL, _self_]\nMODEL: {_target_: my.Model}"})
-    before = version.getbase()
-    try:
-        with initialize_config_dir(str(tmp_path), version_base="1.3"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Hydra recommends `_self_` in each list
-            expected: Any = OmegaConf.to_container(compose("config"))
-        found = load("--config-dir=.", "--config-name=config").MODEL
-        assert found == expected["MODEL"]
-        assert len(expected["MODEL"]) > 1
-        assert version.getbase() == version.Version("1.3")  # that of a program around stays
-    finally:
-        version.VersionBase.instance().version_base = before
-
-
 def test_threads_do_not_disturb_each_other() -> None:
     write(
         {
@@ -280,7 +215,6 @@ def test_origins() -> None:
         "BATCH_SIZE_VAL: 3": "default ${DATA.BATCH_SIZE}",
         "a:": "my.yaml 4",
         "x: 3": "my.yaml 5 ${TRAIN.EPOCHS}",
-        "y: {}": "my.yaml 5",
     }
     assert {
         line: [word for word in words.split() if word not in found[line]]

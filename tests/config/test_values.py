@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.config.schema import Config
 from linnaeus.config.values import evaluate
+from linnaeus.runtime.errors import ConfigError
 from tests.helpers.configs import load, problems, write
 
 # What the tests refer to; the schema may choose other defaults.
@@ -40,25 +43,17 @@ def rows(keys: Sequence[str], cases: Sequence[tuple[str, Any]]) -> list[dict[str
 
 TEXTS = [
     "",
-    " ",
-    " a ",
-    "a,b",
     "(x)",
-    "[a]",
-    "{a: 1}",
     "a=b",
     "a#b",
     "$HOME",
     "$(x)",
     "it's",
-    "'a' and 'b'",
     "C:\\",
     "~/x",
     "1e-3",
     "007",
     "true",
-    "null",
-    "None",
     "nan",
     "2024-01-01",
     "*x",
@@ -67,12 +62,20 @@ TEXTS = [
     "a: b",
     "- a",
     "日本",
-    "a\tb",
     "a\nb",
-    "choice(a,b)",
     "/data/birds (2021), 'best'/x=1",
     "--x",
     "-",
+]
+QUOTED = [
+    ("' a '", " a "),
+    (" a ", "a"),
+    ("'a,b'", "a,b"),
+    (r"a\,b", "a,b"),
+    (r"'a\\'", "a\\"),
+    ("'[a]'", "[a]"),
+    ("'null'", "null"),
+    ("str(10)", "10"),
 ]
 WHOLE = [
     (" 8 ", 8),
@@ -98,8 +101,9 @@ SWITCHES = [
 ]
 OPTIONAL = [
     ("null", None),
+    ("NULL", None),
     ("None", None),
-    ("none", None),
+    ("none", "none"),
     ("'None'", "None"),
     (r"'it\'s'", "it's"),
 ]
@@ -108,25 +112,26 @@ UNTYPED = [
     ("1e-3", 0.001),
     ("true", True),
     ("null", None),
-    ("None", None),
-    ("'None'", "None"),
-    (" a b ", " a b "),
-    (r"a\,b", r"a\,b"),
+    ("None", "None"),
+    ("{x: None}", {"x": "None"}),
+    (" a b ", "a b"),
+    (r"a\,b", "a,b"),
     ("[1,a]", [1, "a"]),
     ("{a:1,b:{c:x}}", {"a": 1, "b": {"c": "x"}}),
-    ("a,b", "a,b"),
-    ("choice(a,b)", "choice(a,b)"),
+    ("int(10.0)", 10),
+    ("str(10)", "10"),
+    ("sort([2,1])", [1, 2]),
     ("(x)", "(x)"),
+    ("~/é", "~/é"),
     ("'1'", "1"),
     ("", ""),
     ("${OPTIMIZER.LR}", 0.002),
     ("[${TRAIN.EPOCHS}]", [20]),
-    ("[" * 2000, "[" * 2000),
 ]
 ROWS: list[dict[str, tuple[str, Any]]] = [
     *rows(
         ["EXPERIMENT.OUTPUT_DIR", "EXPERIMENT.WANDB.PROJECT", "DATA.DATASET.IMAGE_COLUMN"],
-        [(text, text) for text in TEXTS],
+        [*((text, text) for text in TEXTS), *QUOTED],
     ),
     *rows(
         ["DATA.BATCH_SIZE", "DATA.BATCH_SIZE_VAL", "DATA.PREFETCH_FACTOR", "TRAIN.VALIDATE_EVERY"],
@@ -141,7 +146,7 @@ ROWS: list[dict[str, tuple[str, Any]]] = [
         "DATA.AUGMENT.MEAN": ("${DATA.AUGMENT.CROP_SCALE}", [0.8, 1.0]),
         "DATA.DATASET.NUM_CLASSES": ("2,4", [2, 4]),
         "DATA.IMG_SIZE": ("[28,32]", [28, 32]),
-        "EXPERIMENT.WANDB.TAGS": ("a b,\"c, d\",'[e]',007", ["a b", "c, d", "[e]", "007"]),
+        "EXPERIMENT.WANDB.TAGS": ("a b,\"c, d\",'[e]',x7", ["a b", "c, d", "[e]", "x7"]),
         "EXPERIMENT.NAME": ("e${TRAIN.EPOCHS}-lr${OPTIMIZER.LR}", "e20-lr0.002"),
         "DATA.DATASET.ROOT": ("${oc.env:LINNAEUS_ROOT}/x", "/data, (1)/x"),
         "OPTIMIZER.KWARGS": ("{a:${TRAIN.EPOCHS}}", {"a": 20}),
@@ -152,13 +157,14 @@ ROWS: list[dict[str, tuple[str, Any]]] = [
         "DATA.DATASET.NUM_CLASSES": ("7", [7]),
         "DATA.IMG_SIZE": ("224", 224),
         "EXPERIMENT.WANDB.TAGS": (
-            "[001, a b, 'x, y', \"it's\", 'true']",
-            ["001", "a b", "x, y", "it's", "true"],
+            "['001', a b, 'x, y', \"it's\", 'true', 1]",
+            ["001", "a b", "x, y", "it's", "true", "1"],
         ),
         "EXPERIMENT.NAME": (r"\${x}", "${x}"),
     },
     {
-        "EXPERIMENT.WANDB.TAGS": ("", []),
+        "EXPERIMENT.WANDB.TAGS": ("[]", []),
+        "DATA.AUGMENT.MEAN": ("sort([0.3,0.1,0.2])", [0.1, 0.2, 0.3]),
         "DATA.IMG_SIZE": ("None", None),
         "DATA.BATCH_SIZE": ("${TRAIN.EPOCHS} / 2", 10),
         "DATA.BATCH_SIZE_VAL": ("${DATA.BATCH_SIZE} * 2", 20),
@@ -195,6 +201,11 @@ WRONG = [
     "1j",
     "(" * 300,
     "9" * 5000,
+    "[8",
+    "'8",
+    "int(",
+    "choice(1,2)",
+    "[8]",
     "${TRAIN.EPOCHS} ** 2",
     "${TRAIN.EPOCHS}' + '1",
     "${DATA.AUGMENT}",
@@ -228,50 +239,27 @@ def test_mappings_merge_and_can_be_emptied() -> None:
 
 
 texts = st.text() | st.text(alphabet="a '\"\\,()[]{}=#$~:*?<>|é\n-")
-plain_texts = texts.filter(
-    lambda text: (
-        "${" not in text and text != "???" and (text[:1] not in "'\"" or text[:1] != text[-1:])
-    )
-)
-tags = st.text(alphabet="ab ,'[](){}é=:", min_size=1)
+plain_texts = texts.filter(lambda text: "${" not in text and text != "???")
 
 
-@given(
-    text=plain_texts,
-    in_file=plain_texts,
-    quote=st.sampled_from("'\""),
-    tags=st.lists(tags, max_size=5),
-    whole=st.integers(min_value=1),
-    number=st.floats(min_value=1e-300, allow_infinity=False),
-)
-def test_any_values_arrive_as_typed(
-    text: str, in_file: str, quote: str, tags: list[str], whole: int, number: float
-) -> None:
-    inner = text.replace(quote, "").replace("\\", "/")
-    escaped = "".join(f"\\U{ord(character):08x}" for character in in_file)
-    write({"one": f'MODEL: {{WEIGHTS: "{escaped}"}}'})
-    config = load(
-        "--cfg=one.yaml",
-        f"EXPERIMENT.OUTPUT_DIR={text}",
-        f"EXPERIMENT.WANDB.PROJECT={quote}{inner}{quote}",
-        "DATA.DATASET.IMAGE_COLUMN",
-        f"x{text}",
-        f"MODEL.KWARGS.x={text}",
-        "DATA.BATCH_SIZE",
-        str(whole),
-        f"OPTIMIZER.LR={number!r}",
-        "EXPERIMENT.WANDB.TAGS=[" + ",".join(f'"{tag}"' for tag in tags) + "]",
-    )
-    assert (text, inner) == (config.EXPERIMENT.OUTPUT_DIR, config.EXPERIMENT.WANDB.PROJECT)
-    assert (f"x{text}", in_file) == (config.DATA.DATASET.IMAGE_COLUMN, config.MODEL.WEIGHTS)
-    assert (whole, number) == (config.DATA.BATCH_SIZE, config.OPTIMIZER.LR)
-    assert tags == config.EXPERIMENT.WANDB.TAGS
-    untyped = config.MODEL.KWARGS["x"]
-    assert untyped == text or not isinstance(untyped, str)
+@given(text=plain_texts)
+def test_text_arrives_as_typed_or_is_refused(text: str) -> None:
+    """Where Hydra's grammar takes the text, the value is Hydra's."""
+    try:
+        found: Any = load(f"EXPERIMENT.OUTPUT_DIR={text}").EXPERIMENT.OUTPUT_DIR
+    except ConfigError as error:
+        found = error.problems
+    try:
+        override = OverridesParser.create().parse_override(f"x={text}")
+        value = None if override.is_sweep_override() else override.value()
+    except HydraException:
+        value = text
+    is_refused = isinstance(found, list) and len(found) == 1
+    assert is_refused or found == (value if isinstance(value, str) else text.strip())
 
 
 def test_the_token_after_a_bare_key_is_its_value() -> None:
-    values = ["-1", "-1e-3", "--strange", "a=b", "=", "", "x.yaml", "FOO=1", " "]
+    values = ["-1", "-1e-3", "--strange", "a=b", "=", "", "x.yaml", "FOO=1"]
     for row in rows(
         ["EXPERIMENT.OUTPUT_DIR", "DATA.DATASET.IMAGE_COLUMN"], [(text, text) for text in values]
     ):
@@ -301,10 +289,10 @@ def test_values_of_a_file() -> None:
     write(
         {
             "my": """
-    EXPERIMENT: {NAME: 1e3, OUTPUT_DIR: 007, WANDB: {PROJECT: on, GROUP: '=', TAGS: [1.0, yes, 2024-01-01]}}
+    EXPERIMENT: {NAME: 1e3, OUTPUT_DIR: 007, WANDB: {PROJECT: on, GROUP: '=', TAGS: [1.0, 2024-01-01]}}
     OPTIMIZER: {LR: 1e-3, WEIGHT_DECAY: 0, KWARGS: {<<: &shared {a: 1, b: 2}, b: 3}}
     TRAIN: {AMP: off, COMPILE: yes, CLIP_GRAD_NORM: None, EPOCHS: "3"}
-    DATA: {DATASET: {ROOT: null, TRAIN: none}, BATCH_SIZE: "${TRAIN.EPOCHS} * 2"}
+    DATA: {DATASET: {ROOT: null, TRAIN: None}, BATCH_SIZE: "${TRAIN.EPOCHS} * 2"}
     MODEL: {KWARGS: {<<: *shared, c: 1e-3, d: 2024-01-01, e: None, g: [on, {h: 0x10}], i: 1.5e3, j: .5}}
     """
         }
@@ -313,7 +301,7 @@ def test_values_of_a_file() -> None:
     experiment, dataset = config.EXPERIMENT, config.DATA.DATASET
     assert (experiment.NAME, experiment.OUTPUT_DIR) == ("1e3", "007")
     assert (experiment.WANDB.PROJECT, experiment.WANDB.GROUP) == ("on", "=")
-    assert experiment.WANDB.TAGS == ["1.0", "yes", "2024-01-01"]
+    assert experiment.WANDB.TAGS == ["1.0", "2024-01-01"]
     assert (config.OPTIMIZER.LR, config.OPTIMIZER.WEIGHT_DECAY) == (0.001, 0.0)
     assert (config.TRAIN.AMP, config.TRAIN.COMPILE, config.TRAIN.CLIP_GRAD_NORM) == (
         "off",
@@ -327,7 +315,7 @@ def test_values_of_a_file() -> None:
         "b": 2,
         "c": 0.001,
         "d": "2024-01-01",
-        "e": None,
+        "e": "None",
         "g": [True, {"h": 16}],
         "i": 1500.0,
         "j": 0.5,
@@ -337,3 +325,53 @@ def test_values_of_a_file() -> None:
 def test_a_byte_order_mark_and_windows_lines() -> None:
     Path("my.yaml").write_bytes("\ufeff# @package TRAIN\r\nEPOCHS: 3\r\n".encode())
     assert load("--cfg=my.yaml").TRAIN.EPOCHS == 3
+
+
+@pytest.mark.parametrize(
+    "key", ["SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "MODEL.LORA.TARGETS"]
+)
+def test_a_list_from_the_environment_is_a_list(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: Any = [30, 60] if key == "SCHEDULE.MILESTONES" else ["30", "60"]
+    monkeypatch.setenv("LIST", "[30, 60]")
+    node, _, name = key.rpartition(".")
+    tree = "{" + f"{name}: '${{oc.decode:${{oc.env:LIST}}}}'" + "}"
+    for part in reversed(node.split(".")):
+        tree = "{" + f"{part}: {tree}" + "}"
+    Path("my.yaml").write_text(tree)
+    for argv in (
+        f"{key}=${{oc.env:LIST}}",
+        f"{key}=${{oc.decode:${{oc.env:LIST}}}}",
+        "--cfg=my.yaml",
+    ):
+        assert value_of(load(argv), key) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "tags"),
+    [
+        ("'a,b'", ["a,b"]),
+        (r"a\,b", ["a,b"]),
+        ("a,b", ["a", "b"]),
+        ("!x", ["!x"]),
+        ("it's", ["it's"]),
+    ],
+)
+def test_one_value_is_a_list_of_one(text: str, tags: list[str]) -> None:
+    assert tags == load(f"EXPERIMENT.WANDB.TAGS={text}").EXPERIMENT.WANDB.TAGS
+
+
+def test_what_is_no_list_in_the_environment_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIST", "{a: 1}")
+    for key in ("SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "DATA.AUGMENT.MEAN"):
+        for argv in (f"{key}=${{oc.env:LIST}}", f"{key}=${{oc.decode:${{oc.env:LIST}}}}"):
+            (problem,) = problems(argv)
+            assert problem.partition(":")[0] == key
+
+
+@pytest.mark.parametrize("text", ["1,2", "choice(1,2)", "range(1,3)", "[1,2", "'abc", "int(", "{a"])
+@pytest.mark.parametrize("key", ["MODEL.KWARGS.x", "MODEL.NAME", "TRAIN.AMP", "EXPERIMENT.NAME"])
+def test_several_and_broken_values_are_refused_as_by_hydra(key: str, text: str) -> None:
+    (problem,) = problems(f"{key}={text}")
+    assert problem.partition(":")[0] == key
+    assert ("linnaeus sweep" in problem) == (text[0] in "1cr")
+    assert load(f'MODEL.KWARGS.x="{text.strip(chr(39))}"')

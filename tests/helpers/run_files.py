@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from linnaeus.cli.sweep import read
-from linnaeus.config.load import load_config, to_yaml
+from linnaeus.config.dump import to_yaml
+from linnaeus.config.load import load_config
 from linnaeus.sweep.folder import Sweep
 
 PLAN = {"MICRO_BATCH": 8, "EFFECTIVE_BATCH": 16, "LEARNING_RATE": 0.5, "ACCUMULATION_STEPS": 2}

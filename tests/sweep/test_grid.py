@@ -137,3 +137,9 @@ def test_each_run_has_its_own_place() -> None:
     ]
     assert [config.DATA.BATCH_SIZE for _, config in request[2]] == [8, 16]
     assert all(config.TRAIN.AUTO_RESUME for _, config in request[2])
+
+
+def test_values_with_escapes_arrive_as_in_one_run() -> None:
+    grid = read_grid([r"EXPERIMENT.WANDB.PROJECT=a\,b,c d,'e,f'"])
+    found = [load_config(each.argv).config.EXPERIMENT.WANDB.PROJECT for each in grid.combinations]
+    assert found == ["a,b", "c d", "e,f"]

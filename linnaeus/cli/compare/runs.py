@@ -17,8 +17,8 @@ import yaml
 
 from linnaeus.cli.tables import Figures
 from linnaeus.config.aliases import renamed
+from linnaeus.config.dump import PLAN
 from linnaeus.config.keys import KEYS, dotted
-from linnaeus.config.tree import PLAN
 from linnaeus.metrics import score
 from linnaeus.runtime.files import CONFIG, METRICS, RESULT, finite, read_json, read_text
 from linnaeus.runtime.run_folder import RUN, RunStatus, State, read_result, read_state

@@ -108,7 +108,8 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
 
 def _not_taken(line: CommandLine) -> list[str]:
     """What the command line has that an evaluation does not take, as one sentence each."""
-    from linnaeus.config.tree import leaves, overridden
+    from linnaeus.config.check import leaves
+    from linnaeus.config.load import overridden
 
     named = [*dict.fromkeys(name for name, _ in line.sources), *line.groups]
     problems = [
@@ -157,7 +158,8 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
 
     The run's paths, columns and arguments do not belong to such data.
     """
-    from linnaeus.config.tree import leaves, overridden
+    from linnaeus.config.check import leaves
+    from linnaeus.config.load import overridden
 
     dataset = own.DATA.DATASET
     own_kind = dict(dataset) if isinstance(dataset, Mapping) else {"NAME": dataset.NAME}

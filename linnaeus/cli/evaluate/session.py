@@ -23,7 +23,7 @@ from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.cli.evaluate.options import Options
 from linnaeus.cli.evaluate.report import Evaluation, compare_with_logged, save_plot, show
 from linnaeus.cli.parser import check_files
-from linnaeus.config.load import with_batch_sizes
+from linnaeus.config.dump import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import as_size, dataset_length
 from linnaeus.data.loader import build_val_loader, with_num_workers

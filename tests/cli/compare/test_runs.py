@@ -17,7 +17,8 @@ from linnaeus.cli.compare.runs import (
     flattened,
     read_runs,
 )
-from linnaeus.config.load import load_config, to_yaml
+from linnaeus.config.dump import to_yaml
+from linnaeus.config.load import load_config
 from linnaeus.runtime.run_folder import State
 from tests.helpers.run_files import result, write_run, write_validations
 

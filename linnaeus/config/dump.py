@@ -1,0 +1,123 @@
+"""Writes a `Config` as YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+
+from linnaeus.config.aliases import renamed
+from linnaeus.config.keys import KEYS, Path
+from linnaeus.config.schema import Config
+from linnaeus.config.values import Setting, escape, show
+from linnaeus.runtime.errors import ConfigError
+from linnaeus.runtime.files import write_atomically
+
+PLAN = "PLAN"
+"""The node of a run's `config.yaml` that holds its batch plan. Reading a file ignores the node."""
+_MISREAD = re.compile(r"none|null|[-+]?[\d_.]+e[-+]?\d+", re.IGNORECASE)
+"""Texts that are null or a number to OmegaConf, although not to YAML 1.1."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes YAML that OmegaConf reads back as the same values."""
+
+
+def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Line breaks and the like survive only in double quotes.
+    needs_quotes = not text.isprintable() or _MISREAD.fullmatch(text)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if needs_quotes else None
+    )
+
+
+def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
+    is_flat = not any(isinstance(item, (list, dict)) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_flat)
+
+
+_Dumper.add_representer(str, _represent_str)
+_Dumper.add_representer(list, _represent_list)
+_Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
+
+
+def _dump(plain: Any) -> str:
+    text: str = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
+    return text
+
+
+def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
+    """The configuration as YAML, in the schema's order, with every value written out.
+
+    `--cfg` reads the text back to an equal configuration; the plan is written below it for people to read.
+    """
+    text = _dump(escape(dataclasses.asdict(config)))
+    if plan is not None:
+        text += "# Worked out for this run. `--cfg` leaves it out, and works it out again.\n"
+        text += _dump({PLAN: escape(dict(plan))})
+    return text
+
+
+def with_new_names(text: str) -> str:
+    """Return what `to_yaml` of an earlier version wrote under today's names of keys."""
+    with suppress(yaml.YAMLError):  # who reads a damaged text says so
+        text = _dump(renamed(yaml.safe_load(text)))
+    return text
+
+
+def save_config(
+    config: Config, path: str | os.PathLike[str], plan: Mapping[str, Any] | None = None
+) -> None:
+    """Write the configuration as YAML, atomically; arguments as for `to_yaml`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    target = FilePath(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, lambda file: file.write(to_yaml(config, plan).encode()))
+    except OSError as error:
+        raise ConfigError(
+            f"{target}: cannot be written: {error.strerror} (EXPERIMENT.OUTPUT_DIR)"
+        ) from error
+
+
+def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:
+    """A copy of the configuration with other batch sizes; None keeps a size."""
+    sizes = {"BATCH_SIZE": train, "BATCH_SIZE_VAL": val}
+    changed: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    return dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, **changed))
+
+
+def with_origins(config: Config, settings: Mapping[Path, Setting]) -> str:
+    """The configuration as YAML, with a comment on each value that says where it comes from."""
+    defaults = {path: Setting(key.default, "default") for path, key in KEYS.items()}
+    nodes = escape(dataclasses.asdict(config))
+    return "".join(f"{line}\n" for line in _commented(nodes, {**defaults, **settings}))
+
+
+def _commented(
+    node: Mapping[str, Any], origins: Mapping[Path, Setting], path: Path = ()
+) -> Iterator[str]:
+    for name, value in node.items():
+        here = (*path, name)
+        if isinstance(value, dict) and value:
+            yield _dump({name: {}}).removesuffix(" {}\n")
+            yield from (f"  {line}" for line in _commented(value, origins, here))
+            continue
+        first, *rest = _dump({name: value}).splitlines()
+        prefixes = (here[:size] for size in range(len(here), 0, -1))
+        setting = next((origins[prefix] for prefix in prefixes if prefix in origins), None)
+        if setting is not None:
+            given = setting.value
+            follows = isinstance(given, str) and re.search(r"(?<!\\)(?:\\\\)*\$\{", given)
+            first += f"  # {' '.join(setting.origin.split())}"
+            first += f", follows {show(setting)[1:-1]}" if follows else ""
+        yield from (first, *rest)

@@ -1,0 +1,101 @@
+"""Finds values that name what is not there: files, folders, classes, and models and optimizers of timm.
+
+Imports neither torch nor timm nor a user's code. It reads their sources: a name that stands nowhere in them
+does not exist. A name that stands there may still be wrong, and the run says so later.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path as FilePath
+
+from linnaeus.config.check import Checked
+from linnaeus.config.instantiate import targets
+from linnaeus.config.keys import Path
+from linnaeus.config.values import IMAGE_FILES
+from linnaeus.runtime.files import suggest_path
+
+_SPLITS = ("TRAIN", "VAL", "TEST")
+_TIMM = {
+    ("MODEL", "NAME"): ("models", r"@register_model\s+def (\w+)", "a timm model"),
+    ("OPTIMIZER", "NAME"): ("optim", r"name=['\"](\w+)['\"]", "an optimizer of timm"),
+}
+"""Keys that name something of timm: where, the pattern of the names there, and a noun."""
+
+
+def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
+    """Each key that names what is not there, with the predicate of a sentence. Wrong keys are left out."""
+    for path, setting in checked.settings.items():
+        for key, name in targets({path[-1]: setting.value}, path[:-1]):
+            if path not in checked.wrong and (problem := _missing_target(str(name))):
+                yield key, problem
+    for key in _TIMM:
+        name = str(checked.value(*key) or "")
+        if ":" not in name and (problem := _missing_in_timm(name, *_TIMM[key])):
+            yield key, problem
+    for key, place in _paths(checked):
+        if not place.expanduser().exists():
+            yield key, f"there is no {place}{suggest_path(place)}"
+
+
+def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
+    """The files and folders that must be there, by key."""
+    dataset = {name: checked.value("DATA", "DATASET", name) for name in ("NAME", "ROOT", *_SPLITS)}
+    root = dataset["ROOT"]
+    roots = [FilePath(str(each)) for each in (root if isinstance(root, list) else [root or ""])]
+    if dataset["NAME"] in IMAGE_FILES:
+        yield from ((("DATA", "DATASET", "ROOT"), each) for each in roots)  # "" is always there
+        if len(roots) == 1 and roots[0].expanduser().exists():
+            for name in filter(dataset.get, _SPLITS):
+                beside = roots[0].expanduser() / FilePath(dataset[name]).expanduser()
+                yield ("DATA", "DATASET", name), beside
+    for key in (("MODEL", "WEIGHTS"), ("LOSS", "CLASS_WEIGHTS")):
+        if (file := checked.value(*key)) not in (None, "balanced"):
+            yield key, FilePath(file)
+
+
+def _missing_in_timm(name: str, folder: str, pattern: str, noun: str) -> str | None:
+    text = _source_of_timm(folder)
+    names, word = re.findall(pattern, text), re.escape(name.partition(".")[0])
+    if not names or re.search(rf"['\"]{word}['\"]|def {word}\(", text, re.IGNORECASE):
+        return None
+    close = get_close_matches(name.lower(), sorted({*names}), n=3)
+    return f"{name!r} is not {noun}" + (f"; did you mean {', '.join(close)}?" if close else "")
+
+
+@functools.cache
+def _source_of_timm(folder: str) -> str:
+    spec = importlib.util.find_spec("timm")
+    places = spec.submodule_search_locations if spec else None
+    files = (file for place in places or () for file in FilePath(place, folder).glob("*.py"))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _missing_target(name: str) -> str | None:
+    """What a dotted path of a class or function names that is not there; None where nothing is amiss."""
+    module, *rest = name.split(".")
+    try:
+        spec: ModuleSpec | None = importlib.util.find_spec(module)
+    except (ValueError, ImportError):  # a module without a file, or no name of a module
+        return None
+    if spec is None:
+        return f"there is no module {module}"
+    while rest and spec.submodule_search_locations is not None:
+        below = PathFinder.find_spec(f"{module}.{rest[0]}", [*spec.submodule_search_locations])
+        if below is None:
+            break
+        module, spec, rest = f"{module}.{rest[0]}", below, rest[1:]
+    if not rest or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    source = FilePath(spec.origin).read_text(encoding="utf-8", errors="replace")
+    if re.search(rf"\b{rest[0]}\b|import \*|__getattr__|globals\(|setattr\(", source):
+        return None
+    names = re.findall(r"^(?:class |def |from \S+ import )?(\w+)", source, re.MULTILINE)
+    close = get_close_matches(rest[0], names, n=1)
+    hint = f"; did you mean {module}.{close[0]}?" if close else ""
+    return f"{module} has no {rest[0]!r}{hint}"
