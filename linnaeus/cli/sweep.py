@@ -17,8 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from linnaeus.autobatch.predict.gpus import Gpu
-from linnaeus.cli.analyze.options import read_gpus
 from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_count, read_plot
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.runtime.files import SWEEP
@@ -65,8 +63,7 @@ examples:
   linnaeus sweep --status runs/my_exp
   linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
 
-exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 3 nothing is predicted to fit,
-130 interrupted
+exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 130 interrupted
 """
 JOBS_OF_A_SEARCH = 4
 """Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
@@ -86,7 +83,6 @@ class Options:
 
     metric: str | None = None
     plot: Path | None = None
-    predict_gpu: list[Gpu] = field(default_factory=list)
     status: bool = False
     launch: LaunchOptions = field(default_factory=LaunchOptions)
     search: str | None = None
@@ -209,7 +205,6 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
     Raises:
         ConfigError: the folder cannot be written to, or is that of another sweep; no run whose status is
             asked for has the metric.
-        AutoBatchError: for some runs nothing is predicted to fit.
         LostFolderError: the folder was renamed or deleted while the runs went on.
         LinnaeusError: sbatch has refused the job.
     """
@@ -228,12 +223,6 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
                 raise ConfigError(problem)
             return 0
         shares = _shares(options.launch, plans)
-        if options.predict_gpu:
-            from linnaeus.cli.sweep_predict import check_predictions  # here: only this needs torch
-
-            check_predictions(
-                plans, options.predict_gpu, console, world_size=shares[0].num_processes
-            )
         if options.launch.dry_run:
             console.print(_dry_run(options, sweep, shares), soft_wrap=True, end="")
             return 0
@@ -613,10 +602,6 @@ PARSER.switch(
 PARSER.switch(
     "--status", "show how far the runs are; the folder of a sweep may be all that follows"
 )
-PARSER.option(
-    "--predict-gpu",
-    "NAME,...",
-    read_gpus,
-    "show the batch sizes predicted for these GPUs, which need not be here, before a run starts; start none "
-    "where nothing is predicted to fit on any of them",
-)
+PARSER.gone = {
+    "--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME"
+}

@@ -1,12 +1,12 @@
-"""The command line of `linnaeus analyze`, whose other name is `linnaeus plan`. Imports no torch."""
+"""The command line of `linnaeus analyze`. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from linnaeus.autobatch.predict.gpus import GIB, GPUS, Gpu, find_gpu
 from linnaeus.autobatch.result import Mode
@@ -21,32 +21,34 @@ from linnaeus.cli.parser import (
     read_request,
     read_table,
 )
-from linnaeus.cli.tables import read_duration
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import Config
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+CONFIGURED = "as configured"
+"""The configuration as it is: the first row of every table."""
+VARIANTS: dict[str, tuple[str, Any]] = {
+    "bf16": ("TRAIN.AMP", "bf16"),
+    "channels_last": ("TRAIN.CHANNELS_LAST", True),
+    "checkpointing": ("TRAIN.GRADIENT_CHECKPOINTING", True),
+    "compile": ("TRAIN.COMPILE", True),
+    "half_resolution": ("DATA.IMG_SIZE", None),
+}
+"""The key that each variant changes, and its value; None is half of the value."""
 
 DESCRIPTION = """\
-Measures which batch size fits in which fraction of the device's memory, for training and validation, and what
-limits it. --throughput adds how fast training sizes are and what a run takes with each: per epoch, in all,
-and, with a noise scale, to the same loss. With --predict nothing is run: the memory of GPUs that need not be
-there is predicted. With --lr it trains for a hundred steps, and suggests a learning rate.
-`linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured fraction.
+Finds the maximum batch size in each fraction of the device's memory, for training and validation, with its
+peak and its speed. --variants adds rows with one thing changed. --predict runs nothing: it predicts the same
+table for GPUs that need not be there. --lr trains for a hundred steps and suggests a learning rate.
 """
 DETAILS = """\
-Only the training and validation steps are timed: loading and the exchange between processes come on top. The
-recommended size is the smallest within 5 % of the best samples per second; with a noise scale, the size with
-the least predicted time to the same loss; with a time budget, one of those that end in time.
-
+Only the training and validation steps are timed: loading and the exchange between processes come on top.
 Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the same key,
 the one further right wins.
 
 examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
-  linnaeus analyze --cfg my_exp.yaml --epochs 90 --time-budget 12h --plot sizes.html
-  linnaeus analyze --cfg my_exp.yaml --noise-scale 2000 --world-size 8 OPTIMIZER.LR_SCALING=linear
-  linnaeus analyze --cfg my_exp.yaml --modes train --remedies --output sizes.csv TRAIN.AMP bf16
+  linnaeus analyze --cfg my_exp.yaml --variants bf16,checkpointing --output sizes.csv --plot sizes.png
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-40gb,rtx-4090,h100-80gb
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-80gb --world-size 1,8,64 --sharding full
   linnaeus analyze --cfg my_exp.yaml --lr --plot rates.png
@@ -59,22 +61,13 @@ exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (
 
 @dataclass
 class Options:
-    """What to measure, and where the figures go: the options of these names.
-
-    Fractions and sizes are ascending; without fractions the configured one counts, and without sizes those
-    around the fastest. The time budget is in seconds.
-    """
+    """What to measure, and where the figures go: the options of these names. Fractions are ascending."""
 
     output: Path = Path("batch_sizes.json")
     plot: Path | None = None
     fractions: list[float] = field(default_factory=lambda: [0.6, 0.7, 0.8, 0.9])
     modes: list[Mode] = field(default_factory=lambda: list(MODES))
-    throughput: bool = False
-    sizes: list[int] | None = None
-    dataset_length: int | None = None
-    noise_scale: float | None = None
-    time_budget: float | None = None
-    remedies: bool = False
+    variants: list[str] = field(default_factory=list)
     predict: bool = False
     gpu: list[Gpu] = field(default_factory=list)
     device_memory_gb: list[Gpu] = field(default_factory=list)
@@ -82,27 +75,16 @@ class Options:
     lr: bool = False
 
 
-IMPLY_THROUGHPUT = (
-    "--sizes",
-    "--dataset-length",
-    "--epochs",
-    "--noise-scale",
-    "--time-budget",
-    "--world-size",
-)
-"""Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
-NOT_WITH_PREDICT = ("--throughput", *IMPLY_THROUGHPUT[:-1], "--steps", "--plot", "--strategy")
+FOR_PREDICT = ("--gpu", "--device-memory-gb", "--world-size", "--sharding")
+NOT_WITH_PREDICT = ("--steps", "--plot", "--strategy")
 """Options for what is run."""
 NOT_WITH_LR = (
     "--fractions",
-    "--remedies",
+    "--variants",
     "--predict",
-    "--gpu",
-    "--device-memory-gb",
-    *(name for name in NOT_WITH_PREDICT if name != "--plot"),
     "--modes",
-    "--world-size",
-    "--sharding",
+    "--steps",
+    "--strategy",
     "--min-bs",
     "--max-bs",
     "--memory-limit-gb",
@@ -110,14 +92,12 @@ NOT_WITH_LR = (
 """Options for batch sizes."""
 
 
-def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Options, Config]:
+def read(argv: Sequence[str]) -> str | tuple[Options, Config]:
     """Read the tokens after `analyze`: a text to print, or the arguments of the session's `run`.
 
-    >>> options, config = read(["--fractions", "0.8,0.5", "--sizes=8,4", "--epochs", "3"])
-    >>> options.fractions, options.sizes, options.throughput, config.TRAIN.EPOCHS
-    ([0.5, 0.8], [4, 8], True, 3)
-
-    `options` are the defaults.
+    >>> options, config = read(["--fractions", "0.8,0.5", "--variants=compile,bf16", "--max-bs", "3"])
+    >>> options.fractions, options.variants, config.DATA.AUTOBATCH.MAX_BATCH_SIZE
+    ([0.5, 0.8], ['bf16', 'compile'], 3)
 
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
@@ -125,41 +105,19 @@ def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Opt
     given = {token.partition("=")[0] for token in argv}
 
     def check(options: Options, words: list[str]) -> list[str]:
+        problems = []
         if options.lr:
             options.output = options.output if "--output" in given else Path("learning_rates.json")
             wrong = [name for name in NOT_WITH_LR if name in given]
-            return [f"{name}: not with --lr, which only trains; leave it out" for name in wrong]
-        problems = []
+            problems = [f"{name}: not with --lr, which only trains; leave it out" for name in wrong]
         if not options.predict:
-            options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
-            wrong = [
-                name for name in ("--gpu", "--device-memory-gb", "--sharding") if name in given
-            ]
-            if len(options.world_size) > 1:
-                problems.append("--world-size: takes several numbers only with --predict")
-            return problems + [f"{name}: needs --predict" for name in wrong]
-        if options.remedies and len(options.world_size) > 1:
-            problems.append("--remedies: takes one number of --world-size")
+            return problems + [f"{name}: needs --predict" for name in FOR_PREDICT if name in given]
         wrong = [name for name in NOT_WITH_PREDICT if name in given]
         return problems + [
             f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong
         ]
 
-    request = read_request(PARSER, argv, options or Options(), check)
-    if not isinstance(request, str):
-        found, config = request
-        found.fractions = found.fractions or [config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION]
-    return request
-
-
-def read_plan(argv: Sequence[str]) -> str | tuple[Options, Config]:
-    """Read the tokens after `plan`: speeds of training at the configured fraction of the memory.
-
-    >>> options, _ = read_plan(["--fractions", "0.7"])
-    >>> options.fractions, options.modes, options.throughput
-    ([0.7], ['train'], True)
-    """
-    return read(argv, Options(fractions=[], modes=["train"], throughput="--predict" not in argv))
+    return read_request(PARSER, argv, Options(), check)
 
 
 def _ascending(read_one: Callable[[str], float], text: str) -> list[float]:
@@ -190,9 +148,10 @@ def _both(key: str) -> list[str]:
     return [f"{AUTOBATCH}.{key}", f"{AUTOBATCH}.{key}_VAL"]
 
 
-def _modes(text: str) -> list[Mode]:
-    names = {read_choice(MODES, name.strip()) for name in text.split(",")}
-    return [mode for mode in MODES if mode in names]
+def _several(choices: Iterable[str], text: str) -> list[str]:
+    choices = tuple(choices)
+    names = {read_choice(choices, name.strip()) for name in text.split(",")}
+    return [name for name in choices if name in names]
 
 
 PARSER = CommandParser(
@@ -220,7 +179,20 @@ PARSER.option(
     partial(_ascending, partial(read_number, "fraction of the memory", most=1)),
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
 )
-PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val", choices=MODES)
+PARSER.option(
+    "--modes",
+    "M,M",
+    partial(_several, MODES),
+    "train, val or both; default train,val",
+    choices=MODES,
+)
+PARSER.option(
+    "--variants",
+    "V,V,...",
+    partial(_several, VARIANTS),
+    f"also with one thing changed: {', '.join(VARIANTS)}",
+    choices=VARIANTS,
+)
 PARSER.option("--steps", "N", read_count, "steps that one trial runs", _both("STEPS_PER_TRIAL"))
 PARSER.option(
     "--strategy",
@@ -229,43 +201,11 @@ PARSER.option(
     "how sizes are searched",
     [f"{AUTOBATCH}.STRATEGY"],
 )
-PARSER.switch(
-    "--throughput",
-    "time sizes, and predict the time of a run; the options up to --world-size imply it",
-)
-PARSER.option(
-    "--epochs", "N", read_count, "passes of the run over its training samples", ["TRAIN.EPOCHS"]
-)
-PARSER.option(
-    "--time-budget",
-    "T",
-    read_duration,
-    "mark the sizes with which it ends in time: 90s, 30m, 2h, 1d",
-)
-PARSER.option(
-    "--noise-scale",
-    "X",
-    partial(read_number, "number of samples"),
-    "gradient noise scale, in samples; gives the time to the same loss",
-)
-PARSER.option(
-    "--dataset-length",
-    "N",
-    read_count,
-    "training samples; default: those of the configured dataset",
-)
-PARSER.option(
-    "--sizes",
-    "N,N,...",
-    partial(_ascending, read_count),
-    "time these training sizes, and the largest that fits; default: from that downwards, until smaller sizes "
-    "are too slow",
-)
 PARSER.option(
     "--world-size",
     "N",
     partial(_ascending, read_count),
-    "processes that the run will have; default 1; with --predict also several numbers, such as 1,8,64",
+    "with --predict: processes of the run, or several numbers, such as 1,8,64; default 1",
 )
 PARSER.option(
     "--sharding",
@@ -273,11 +213,6 @@ PARSER.option(
     partial(read_choice, ("full", "hybrid", "none")),
     "with --predict: share the model among the processes, or with hybrid among those of each node",
     ["DIST.SHARDING"],
-)
-PARSER.switch(
-    "--remedies",
-    "measure what bf16, gradient checkpointing and accumulation would save in training; with --predict: "
-    "predict it, and what SGD and smaller images would save",
 )
 PARSER.switch(
     "--predict",
@@ -293,7 +228,15 @@ PARSER.option(
 PARSER.switch(
     "--lr", "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
 )
-PARSER.gone = dict.fromkeys(
-    ("--hf", "--method", "--sequence", "--dtype", "--checkpointing"),
-    "is gone; predict the memory of language models with examples/llm_memory.py",
-)
+PARSER.gone = {
+    "--remedies": "is gone; give --variants bf16,checkpointing",
+    "--throughput": "is gone; every size found is timed",
+    **dict.fromkeys(
+        ("--sizes", "--time-budget", "--noise-scale", "--dataset-length", "--epochs"),
+        "is gone; --variants and --fractions show the speed of each size found",
+    ),
+    **dict.fromkeys(
+        ("--hf", "--method", "--sequence", "--dtype", "--checkpointing"),
+        "is gone; predict the memory of language models with examples/llm_memory.py",
+    ),
+}
