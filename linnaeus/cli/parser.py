@@ -388,7 +388,7 @@ def read_path(endings: Sequence[str], text: str) -> Path:
 
 
 read_table = partial(read_path, (".json", ".jsonl", ".csv"))
-read_plot = partial(read_path, (".png", ".svg", ".html"))
+read_plot = partial(read_path, (".png", ".svg"))
 
 
 def read_count(text: str) -> int:

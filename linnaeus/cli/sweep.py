@@ -26,7 +26,7 @@ from linnaeus.sweep.slurm import LaunchOptions, check_sbatch
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from linnaeus.cli.compare.runs import Comparison
+    from linnaeus.cli.runs import Comparison
     from linnaeus.config.schema import Config
     from linnaeus.sweep.folder import Plan, Sweep, SweepRun
     from linnaeus.sweep.grid import Combination
@@ -248,8 +248,13 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         close_logging()
     if received:
         return EXIT_INTERRUPTED
-    ended_well = table.with_status("finished", "pruned")
-    return 0 if ended_well and len(ended_well) == len(table.rows) else EXIT_SOME_FAILED
+    num_ended_well = _num_with(table, "finished", "pruned")
+    return 0 if num_ended_well and num_ended_well == len(table.rows) else EXIT_SOME_FAILED
+
+
+def _num_with(table: Comparison, *statuses: str) -> int:
+    """How many runs have one of these statuses."""
+    return sum(row.state.status in statuses for row in table.rows)
 
 
 # What is seen.
@@ -273,20 +278,21 @@ def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
 
 def _comparison(sweep: Sweep, study: Study | None, options: Options) -> Comparison:
     """The table of a sweep as it is now."""
-    from linnaeus.cli.compare.runs import Comparison, read_runs
+    from linnaeus.cli.runs import Comparison, read_run
 
-    runs = _runs(sweep, study)
-    rows = read_runs([run.folder for run in runs])
-    for row, entry in zip(rows, runs, strict=True):
+    rows = []
+    for entry in _runs(sweep, study):
+        rows.append(row := read_run(entry.folder))
         row.values = entry.values
+        row.problems = [each for each in row.problems if "what differs" not in each]  # it is known
     return Comparison(rows, options.metric or sweep.metric)
 
 
 def _show(table: Comparison, console: Console) -> None:
-    from linnaeus.cli.compare.session import print_runs
-
     if table.rows:
-        print_runs(table, console)
+        console.print(table.table())
+        for sentence in table.sentences():
+            console.print(sentence, soft_wrap=True)
     else:
         console.print("no run has begun")
 
@@ -299,7 +305,7 @@ def _missing_metric(table: Comparison) -> str | None:
 
 def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:
     """Show the figures, and write them to the files."""
-    from linnaeus.cli.compare.session import save_plot, save_search_plot
+    from linnaeus.cli.plots import draw_runs, draw_search
 
     table = _comparison(sweep, study, options)
     _show(table, console)
@@ -311,13 +317,13 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
             table.save(sweep.folder / name)
         logger.info("figures: %s and sweep.csv", sweep.folder.resolve() / "figures.json")
         if study is None:
-            save_plot(table, plot)
+            draw_runs(table, plot)
         else:
-            save_search_plot(table, study.space.axes, plot)
+            draw_search(table, study.space.axes, plot)
         logger.info("picture: %s", plot.resolve())
     except (OSError, LinnaeusError) as error:  # a full disk
         logger.warning("the figures cannot be written: %s", error)
-    if left := len(table.with_status("running", "interrupted", "not run")):
+    if left := _num_with(table, "running", "interrupted", "not run"):
         logger.info(
             "%s left; the same command goes on, and linnaeus work %s is one more worker",
             counted(left, "run"),
@@ -345,7 +351,6 @@ def _watch(
     """
     from rich.live import Live
 
-    from linnaeus.cli.compare.session import runs_table
     from linnaeus.runtime.console import is_interactive
     from linnaeus.runtime.run_folder import read_state
 
@@ -364,7 +369,7 @@ def _watch(
                         reason = f": {state.reason}" if state.reason else ""
                         logger.info("%s: %s%s", run.title, state.status, reason)
             elif runs:
-                live.update(runs_table(_comparison(sweep, study, options), console), refresh=True)
+                live.update(_comparison(sweep, study, options).table(), refresh=True)
             time.sleep(pause_s)
 
 
@@ -579,7 +584,7 @@ PARSER.option(
     "--plot",
     "FILE",
     read_plot,
-    "picture: .png, .svg or .html by its ending; default sweep.png beside the runs",
+    "picture: .png or .svg by its ending; default sweep.png beside the runs",
 )
 PARSER.option(
     "--jobs",

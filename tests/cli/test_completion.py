@@ -37,7 +37,7 @@ from tests.helpers.forks import ROOT
         ("analyze --frac", ["--fractions"]),
         ("train --launcher s", ["slurm"]),
         ("analyze --strategy g", ["guided"]),
-        ("plan --modes=train,v", ["--modes=train,val"]),
+        ("analyze --modes=train,v", ["--modes=train,val"]),
         ("analyze --gpu t4,rtx-50", ["t4,rtx-5090"]),
         ("predict runs/a --checkpoint l", ["last"]),
         ("export runs/a --format=on", ["--format=onnx"]),
@@ -45,7 +45,7 @@ from tests.helpers.forks import ROOT
         ("evaluate my", ["my_experiment.yaml"]),
         ("evaluate runs/a TRAIN.AM", ["TRAIN.AMP="]),
         ("compare TRAIN.AM", []),
-        ("plan an", []),
+        ("analyze an", []),
     ],
 )
 def test_what_may_follow(

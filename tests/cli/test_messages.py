@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from linnaeus.cli import export, predict, sweep, train, work
-from linnaeus.cli.compare import options as compare
-from linnaeus.cli.compare.runs import Row as RunRow
-from linnaeus.cli.compare.runs import compared, read_runs
-from linnaeus.cli.compare.session import print_runs, sort_rows
+from linnaeus.cli import compare, export, predict, sweep, train, work
 from linnaeus.cli.evaluate import options as evaluate
 from linnaeus.cli.evaluate.report import compare_with_logged, logged_sentence
+from linnaeus.cli.runs import Row as RunRow
+from linnaeus.cli.runs import compared, read_run
 from linnaeus.runtime.run_folder import Claim, Holder, State
 from linnaeus.sweep.worker import _reason
 from tests.helpers.consoles import plain_console
@@ -212,22 +210,22 @@ def of_runs() -> dict[str, str]:
     write_validations(Path("runs/third"), [0.5], metric="top1/species")
     Path("runs/third/config.yaml").unlink()
     names = ["one", "other", "failed", "third"]
-    found = compared(read_runs([Path("runs", name) for name in names]), names)
+    found = compared([read_run(Path("runs", name)) for name in names], names)
     found.rows.append(
         RunRow(
-            found.rows[0].values,
             Path("none"),
             State("running", Holder("node7", 12, "", "", "34_5")),
+            values=found.rows[0].values,
         )
     )
     console, output = plain_console()
-    print_runs(found, console)
+    console.print(found.table(), *found.sentences(), sep="\n", soft_wrap=True)
     return {
         "runs side by side": output.getvalue(),
         "a metric that no run has": str(
             compared(found.rows, [*names, "x"], "top1/knid").unknown_metric
         ),
-        "what runs cannot be sorted by": error_of(sort_rows, found, "lr"),
+        "what runs cannot be sorted by": error_of(found.sort, "lr"),
     }
 
 
@@ -237,7 +235,7 @@ def of_sweeps() -> dict[str, str]:
     claim = Claim(Path("runs/killed"))
     claim.begin()
     shutil.rmtree("runs/killed/.claims")
-    [row] = read_runs([Path("runs/killed")])
+    row = read_run(Path("runs/killed"))
     said["a killed run"] = (
         str(row.state.reason).replace(str(os.getpid()), "PID").replace(socket.gethostname(), "HOST")
     )

@@ -21,7 +21,7 @@ from tests.helpers.forks import ROOT
 from tests.helpers.runs import Run
 
 EXPERIMENT = "DATA: {DATASET: {NAME: synthetic}}\n"
-MEASURING = ("analyze", "plan")
+MEASURING = ("analyze",)
 OTHERS = ("compare", "evaluate", "export", "predict", "sweep")
 
 
@@ -142,7 +142,7 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
     for line in lines:
         first, *rest = words_of(line)
         rest += own if "--status" not in rest else []
-        assert first == ("analyze" if command == "plan" else command)
+        assert first == command
         assert read(command, *rest), line
     if command in NOT_WITH_TORCHRUN:
         monkeypatch.setenv("RANK", "0")

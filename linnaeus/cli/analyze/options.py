@@ -163,7 +163,7 @@ PARSER = CommandParser(
 PARSER.option(
     "--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {Options.output}"
 )
-PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")
+PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png or .svg by its ending")
 PARSER.option("--min-bs", "N", read_count, "smallest size tried", _both("MIN_BATCH_SIZE"))
 PARSER.option("--max-bs", "N", read_count, "largest size tried", _both("MAX_BATCH_SIZE"))
 PARSER.option(

@@ -70,6 +70,13 @@ class Row:
         """The fraction and of what: `90%`, or `90% of rtx-4090`."""
         return f"{self.memory_fraction:.0%}" + (f" of {self.device}" if self.device else "")
 
+    @property
+    def size(self) -> str:
+        """The batch size for people."""
+        if self.batch_size is None:
+            return "failed" if self.limited_by == "failed" else "none"
+        return str(self.batch_size)
+
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
         left_out = {"trials", "breakdown"}

@@ -54,7 +54,7 @@ examples:
   linnaeus evaluate runs/birds
   linnaeus evaluate runs/birds DATA.DATASET.ROOT=/data/birds2026 --unknown skip
   linnaeus evaluate runs/birds --checkpoint last DATA.DATASET.NAME=manifest DATA.DATASET.VAL=/data/test.csv
-  linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.html
+  linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.png
   torchrun --nproc_per_node=4 -m linnaeus.main evaluate runs/birds
 
 exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted and
@@ -186,7 +186,7 @@ PARSER.option(
     "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",
 )
 PARSER.option(
-    "--plot", "FILE", read_plot, "picture: .png, .svg or .html by its ending; default <output>.png"
+    "--plot", "FILE", read_plot, "picture: .png or .svg by its ending; default <output>.png"
 )
 PARSER.option(
     "--unknown",

@@ -21,8 +21,9 @@ from rich.console import Console
 from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.cli.evaluate.options import Options
-from linnaeus.cli.evaluate.report import Evaluation, compare_with_logged, save_plot, show
+from linnaeus.cli.evaluate.report import Evaluation, compare_with_logged, show
 from linnaeus.cli.parser import check_files
+from linnaeus.cli.plots import draw_evaluation
 from linnaeus.config.load import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import as_size, dataset_length
@@ -56,6 +57,8 @@ _RESIZING = ("crop_fraction", "interpolation", "resize")
 _PARTS = ("val", "valid", "validation", "test", "train")
 """Names of folders that say too little without the one above."""
 
+MAX_LEVELS = 4
+"""Levels that are drawn: the finest ones."""
 logger = logging.getLogger("linnaeus.evaluate")
 
 
@@ -239,7 +242,9 @@ def _write(evaluation: Evaluation, output: Path, session: Session) -> None:
         evaluation.save(path)
     if any(level.num_samples for level in evaluation.levels):
         written.append(session.options.plot or _file(output, ".png"))
-        save_plot(evaluation, written[-1])
+        levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
+        title = f"{evaluation.about['checkpoint']['name']} on {evaluation.data_title}"
+        draw_evaluation(levels, title, written[-1])
     show(evaluation, session.console)
     about = evaluation.about
     logger.info("%.1f samples/s", about["data"]["samples"] / max(about["duration_s"], 1e-9))
