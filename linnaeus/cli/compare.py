@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table
+from linnaeus.cli.parser import (
+    CommandParser,
+    Options,
+    check_files,
+    option,
+    read_plot,
+    read_table,
+)
 from linnaeus.config.overrides import expanded
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CHECKPOINTS, LOGS, METRICS, RESULT, suggest_path
@@ -38,24 +45,32 @@ _NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$")
 
 
 @dataclass
-class Options:
-    """What is compared, and where the figures go, as the help says; `aside` are runs that are left out."""
+class CompareOptions(Options):
+    """What is compared, and where the figures go; `aside` are runs that are left out."""
 
-    metric: str | None = None
-    sort: str | None = None
-    output: Path | None = None
-    plot: Path | None = None
+    metric: str | None = option(
+        "validation metric that is compared; default: top-1 of the finest level, or the loss",
+        "NAME",
+    )
+    sort: str | None = option(
+        "order of the rows: metric (best first), another metric, a configuration key, or a column such as "
+        "effective_batch or training_s; -KEY reverses it; default: the order of the folders",
+        "KEY",
+    )
+    output: Path | None = option(
+        "also write the figures: .json, .jsonl or .csv by its ending", "FILE", read_table
+    )
+    plot: Path | None = option("also draw a picture: .png or .svg by its ending", "FILE", read_plot)
     aside: list[Path] = field(default_factory=list)
 
 
-def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
+def read(argv: Sequence[str]) -> tuple[CompareOptions, list[Path]]:
     """Read the tokens after `compare`: the options and the folders of the runs.
 
     Raises:
         ConfigError: lists every option and every name that cannot be used.
     """
-    options = Options()
-    names, problems = PARSER.words(argv, options)
+    options, names, problems = PARSER.words(argv)
     if not names and not problems:
         problems.append("RUN: name the folders of runs, such as runs, or 'runs/lr*'")
     folders = find_runs(names, problems, options.aside)
@@ -65,7 +80,7 @@ def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
     return options, folders
 
 
-def run(options: Options, folders: Sequence[Path]) -> int:
+def run(options: CompareOptions, folders: Sequence[Path]) -> int:
     """Read the runs, write the files and show the table; returns the exit code 0.
 
     Raises:
@@ -158,26 +173,5 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 PARSER = CommandParser(
-    "compare",
-    words="RUN... [options]",
-    description=DESCRIPTION,
-    details=DETAILS,
-    takes_overrides=False,
+    "compare", CompareOptions, words="RUN... [options]", description=DESCRIPTION, details=DETAILS
 )
-PARSER.option(
-    "--metric",
-    "NAME",
-    str,
-    "validation metric that is compared; default: top-1 of the finest level, or the loss",
-)
-PARSER.option(
-    "--sort",
-    "KEY",
-    str,
-    "order of the rows: metric (best first), another metric, a configuration key, or a column such as "
-    "effective_batch or training_s; -KEY reverses it; default: the order of the folders",
-)
-PARSER.option(
-    "--output", "FILE", read_table, "also write the figures: .json, .jsonl or .csv by its ending"
-)
-PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png or .svg by its ending")

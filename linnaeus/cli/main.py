@@ -137,9 +137,8 @@ def console(*command: str) -> int:
     Prints help without arguments and adds the current directory to `sys.path`.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what may stand at the cursor
-        from linnaeus.cli.completion import complete
-
-        return complete()
+        word = [*os.environ.get("COMP_LINE", "").split(), "", ""][1]
+        part_of(word if word in COMMANDS else "train", "PARSER").complete(COMMANDS)
     if not sys.flags.safe_path:  # PYTHONSAFEPATH
         with suppress(FileNotFoundError):  # the folder was deleted
             sys.path.insert(0, str(Path.cwd()))

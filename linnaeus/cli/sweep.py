@@ -11,13 +11,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_count, read_plot
+from linnaeus.cli.parser import (
+    CommandParser,
+    Options,
+    check_files,
+    choice,
+    option,
+    read_count,
+    read_plot,
+)
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.runtime.files import SWEEP
 from linnaeus.runtime.words import counted
@@ -77,20 +85,50 @@ Watch = Callable[[Callable[[], bool], Sequence[int], float], None]
 logger = logging.getLogger("linnaeus.sweep")
 
 
+def _read_metric(text: str) -> str:
+    if not METRIC.fullmatch(text):
+        raise ValueError(
+            f"{text!r} is not a metric; use loss, consistent, top1/LEVEL, top5/LEVEL, map/LEVEL or f1/LEVEL"
+        )
+    return text
+
+
 @dataclass
-class Options:
+class SweepOptions(Options):
     """The options of these names; None for one that is not given."""
 
-    metric: str | None = None
-    plot: Path | None = None
-    status: bool = False
-    launch: LaunchOptions = field(default_factory=LaunchOptions)
-    search: str | None = None
-    trials: int | None = None
-    no_prune: bool = False
+    metric: str | None = option(
+        "validation metric that is compared; default: top-1 of the finest level, or the loss",
+        "NAME",
+        _read_metric,
+    )
+    plot: Path | None = option(
+        "picture: .png or .svg by its ending; default sweep.png beside the runs", "FILE", read_plot
+    )
+    jobs: None = option(
+        "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a "
+        "search)",
+        "N",
+        read_count,
+        launches=True,
+    )
+    search: str | None = choice(
+        "choose the values of each run by the results of those before, in place of all combinations",
+        ["optuna"],
+    )
+    trials: int | None = option(
+        "runs of a search in all, repeated points included", "N", read_count, needs="--search"
+    )
+    no_prune: bool = option(
+        "let a search's runs train to their end even if they are worse than the median of the others",
+        needs="--search",
+    )
+    status: bool = option(
+        "show how far the runs are; the folder of a sweep may be all that follows"
+    )
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
+def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
     """Read the tokens after `sweep`, and check every combination as a configuration.
 
     Returns:
@@ -107,8 +145,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
     from linnaeus.sweep.grid import read_grid
     from linnaeus.sweep.space import read_space
 
-    options = Options()
-    rest, problems = PARSER.words(argv, options)
+    options, rest, problems = PARSER.words(argv)
     if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
         if problems:
             raise ConfigError(problems)
@@ -118,10 +155,6 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
             "--status: give the folder of a sweep, such as runs/my_exp, or its whole command"
         )
     if options.search is None:
-        for_search = {"--trials": options.trials is not None, "--no-prune": options.no_prune}
-        problems += [
-            f"{name}: is for --search optuna" for name, given in for_search.items() if given
-        ]
         grid = read_grid(rest)
         line, points = grid.line, grid.combinations
         problems += line.problems + grid.problems
@@ -131,13 +164,12 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
         problems += line.problems + space.problems
         if find_spec("optuna") is None:
             problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
-        if options.trials is None and not options.status:
+        if (
+            options.trials is None
+            and not options.status
+            and not any("--trials" in p for p in problems)
+        ):
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
-    if options.metric and not METRIC.fullmatch(options.metric):
-        problems.append(
-            f"--metric: {options.metric!r} is not a metric; use loss, consistent, top1/LEVEL, top5/LEVEL, "
-            "map/LEVEL or f1/LEVEL"
-        )
     plans = _plans(points, problems)
     if problems:
         raise ConfigError(problems)
@@ -196,7 +228,7 @@ def _ineffective(combination: Combination, config: Config) -> list[str]:
     ]
 
 
-def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
+def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
     """Start workers, show the table while they work and at the end, and write the files.
 
     Returns:
@@ -276,7 +308,7 @@ def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
     )
 
 
-def _comparison(sweep: Sweep, study: Study | None, options: Options) -> Comparison:
+def _comparison(sweep: Sweep, study: Study | None, options: SweepOptions) -> Comparison:
     """The table of a sweep as it is now."""
     from linnaeus.cli.runs import Comparison, read_run
 
@@ -303,7 +335,9 @@ def _missing_metric(table: Comparison) -> str | None:
     return problem and f"--metric: {problem}"
 
 
-def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:
+def _report(
+    options: SweepOptions, sweep: Sweep, study: Study | None, console: Console
+) -> Comparison:
     """Show the figures, and write them to the files."""
     from linnaeus.cli.plots import draw_runs, draw_search
 
@@ -333,7 +367,7 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
 
 
 def _watch(
-    options: Options,
+    options: SweepOptions,
     sweep: Sweep,
     study: Study | None,
     console: Console,
@@ -520,7 +554,7 @@ def _watch_workers(
 # Workers on SLURM.
 
 
-def _script(options: Options, sweep: Sweep) -> str:
+def _script(options: SweepOptions, sweep: Sweep) -> str:
     """The script of the array of workers."""
     from linnaeus.sweep.slurm import workers_script
 
@@ -528,7 +562,7 @@ def _script(options: Options, sweep: Sweep) -> str:
     return workers_script(sweep.folder, options.launch, num_runs)
 
 
-def _watch_jobs(watch: Watch, options: Options, sweep: Sweep, received: Sequence[int]) -> None:
+def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: Sequence[int]) -> None:
     """Submit an array of workers and watch it.
 
     Raises:
@@ -549,7 +583,7 @@ def _watch_jobs(watch: Watch, options: Options, sweep: Sweep, received: Sequence
         logger.info("SLURM job %s goes on; scancel %s ends it, with checkpoints", number, number)
 
 
-def _dry_run(options: Options, sweep: Sweep, shares: Sequence[Share]) -> str:
+def _dry_run(options: SweepOptions, sweep: Sweep, shares: Sequence[Share]) -> str:
     """What would be started."""
     if options.launch.launcher == "slurm":
         return _script(options, sweep)
@@ -570,43 +604,9 @@ def _dry_run(options: Options, sweep: Sweep, shares: Sequence[Share]) -> str:
 
 PARSER = CommandParser(
     "sweep",
+    SweepOptions,
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of each run, and exit",
+    gone={"--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME"},
 )
-PARSER.option(
-    "--metric",
-    "NAME",
-    str,
-    "validation metric that is compared; default: top-1 of the finest level, or the loss",
-)
-PARSER.option(
-    "--plot",
-    "FILE",
-    read_plot,
-    "picture: .png or .svg by its ending; default sweep.png beside the runs",
-)
-PARSER.option(
-    "--jobs",
-    "N",
-    read_count,
-    "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a search)",
-    launches=True,
-)
-PARSER.option(
-    "--search",
-    "optuna",
-    partial(read_choice, ["optuna"]),
-    "choose the values of each run by the results of those before, in place of all combinations",
-)
-PARSER.option("--trials", "N", read_count, "runs of a search in all, repeated points included")
-PARSER.switch(
-    "--no-prune",
-    "let a search's runs train to their end even if they are worse than the median of the others",
-)
-PARSER.switch(
-    "--status", "show how far the runs are; the folder of a sweep may be all that follows"
-)
-PARSER.gone = {
-    "--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME"
-}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from linnaeus.cli.main import COMMANDS
-from linnaeus.cli.parser import CommandParser, read_request
+from linnaeus.cli.parser import CommandParser, Options, option, read_request
 from linnaeus.config.keys import NODES, available
 from linnaeus.config.schema import Config
 
@@ -50,16 +50,16 @@ exit codes: 0 done, 2 configuration, 3 no batch size fits, or out of memory, 130
 """
 
 
-def read(argv: Sequence[str]) -> str | tuple[Namespace, Config]:
+def read(argv: Sequence[str]) -> str | tuple[TrainOptions, Config]:
     """Read the tokens after `train`: a text to print, or the arguments of `run`.
 
     Raises:
         ConfigError: lists everything that is wrong.
     """
-    return read_request(PARSER, argv, Namespace())
+    return read_request(PARSER, argv)
 
 
-def run(_: Namespace, config: Config) -> int:
+def run(_: TrainOptions, config: Config) -> int:
     """Train; returns the exit code: 0 done, 128 and the signal's number (130 for Ctrl-C) if stopped.
 
     Raises:
@@ -75,11 +75,18 @@ def run(_: Namespace, config: Config) -> int:
     return 128 + stop_signal if stop_signal else 0
 
 
+@dataclass
+class TrainOptions(Options):
+    """Options beside the configuration's."""
+
+    multirun: bool = option("the command sweep: -m KEY=a,b is sweep KEY=a,b", short="-m")
+    version: bool = option("print the version of Linnaeus and exit")
+
+
 PARSER = CommandParser(
     "[train]",
+    TrainOptions,
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the whole configuration, resolved, and exit",
 )
-PARSER.switch("--multirun", "the command sweep: -m KEY=a,b is sweep KEY=a,b", short="-m")
-PARSER.switch("--version", "print the version of Linnaeus and exit")

@@ -209,16 +209,15 @@ LIGHT = (
 )
 WITHOUT_TORCH = """
 import importlib, json, sys
-from linnaeus.main import cli
-from linnaeus.cli.completion import candidates
+from linnaeus.cli.main import cli, part_of
 
 def loaded(*argvs):
     codes = [cli(argv) for argv in argvs]
     return codes, sorted(sys.modules)
 
 commands = json.loads(sys.argv[1])
-for words, word in [([], ""), ([], "DATA.AUTOB"), ([], "model="), *(([name], "--") for name in commands)]:
-    assert candidates(words, word)
+for name in commands:
+    assert part_of(name, "PARSER").format_help()
 completing = sorted(sys.modules)
 reading = loaded(*([name, "--help"] for name in commands), *([name, "--foo"] for name in commands))
 comparing = loaded(["compare", "one"])
@@ -241,7 +240,7 @@ def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_p
     )
     completing, reading, comparing, importing = json.loads(done.stdout.splitlines()[-1])
     heavy = {"torch", "matplotlib", "timm", "sklearn"}
-    assert not {*completing} & {*heavy, "hydra", "omegaconf", "numpy", "yaml", "rich", "wandb"}
+    assert not {*completing} & {*heavy, "hydra", "omegaconf", "numpy", "yaml", "pandas", "wandb"}
     assert reading[0] == [0] * len(COMMANDS) + [2] * len(COMMANDS)
     assert comparing[0] == [0]
     assert not {*comparing[1]} & heavy

@@ -17,7 +17,7 @@ from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.cli.analyze.options import CONFIGURED, VARIANTS, Options
+from linnaeus.cli.analyze.options import CONFIGURED, VARIANTS, AnalyzeOptions
 from linnaeus.cli.analyze.results import Analysis, Breakdown, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
@@ -70,7 +70,7 @@ class Setup:
         )
 
 
-def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
+def measure_sizes(setup: Setup, options: AnalyzeOptions, analysis: Analysis) -> None:
     """Search and time every variant, mode and fraction; a variant that cannot run has the reason."""
     for name in (CONFIGURED, *options.variants):
         try:
@@ -91,7 +91,7 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
         analysis.compare_speeds()
 
 
-def add_reason(analysis: Analysis, options: Options, name: str, error: Exception) -> None:
+def add_reason(analysis: Analysis, options: AnalyzeOptions, name: str, error: Exception) -> None:
     """Add the rows of a variant that cannot run, such as a model that has no checkpointing.
 
     Raises:
@@ -139,7 +139,7 @@ def _measure_mode(
     search: SizeSearch,
     mode: Mode,
     variant: str,
-    options: Options,
+    options: AnalyzeOptions,
     analysis: Analysis,
     status: RankStatus,
 ) -> None:

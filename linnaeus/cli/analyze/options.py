@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +14,9 @@ from linnaeus.autobatch.search import STRATEGIES
 from linnaeus.cli.parser import (
     AUTOBATCH,
     CommandParser,
+    Options,
+    choice,
+    option,
     read_choice,
     read_count,
     read_number,
@@ -59,67 +62,6 @@ exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (
 """
 
 
-@dataclass
-class Options:
-    """What to measure, and where the figures go: the options of these names. Fractions are ascending."""
-
-    output: Path = Path("batch_sizes.json")
-    plot: Path | None = None
-    fractions: list[float] = field(default_factory=lambda: [0.6, 0.7, 0.8, 0.9])
-    modes: list[Mode] = field(default_factory=lambda: list(MODES))
-    variants: list[str] = field(default_factory=list)
-    predict: bool = False
-    gpu: list[Gpu] = field(default_factory=list)
-    device_memory_gb: list[Gpu] = field(default_factory=list)
-    world_size: list[int] = field(default_factory=lambda: [1])
-    lr: bool = False
-
-
-FOR_PREDICT = ("--gpu", "--device-memory-gb", "--world-size", "--sharding")
-NOT_WITH_PREDICT = ("--steps", "--plot", "--strategy")
-"""Options for what is run."""
-NOT_WITH_LR = (
-    "--fractions",
-    "--variants",
-    "--predict",
-    "--modes",
-    "--steps",
-    "--strategy",
-    "--min-bs",
-    "--max-bs",
-    "--memory-limit-gb",
-)
-"""Options for batch sizes."""
-
-
-def read(argv: Sequence[str]) -> str | tuple[Options, Config]:
-    """Read the tokens after `analyze`: a text to print, or the arguments of the session's `run`.
-
-    >>> options, config = read(["--fractions", "0.8,0.5", "--variants=compile,bf16", "--max-bs", "3"])
-    >>> options.fractions, options.variants, config.DATA.AUTOBATCH.MAX_BATCH_SIZE
-    ([0.5, 0.8], ['bf16', 'compile'], 3)
-
-    Raises:
-        ConfigError: lists everything that is wrong, with the options and in the configuration.
-    """
-    given = {token.partition("=")[0] for token in argv}
-
-    def check(options: Options, words: list[str]) -> list[str]:
-        problems = []
-        if options.lr:
-            options.output = options.output if "--output" in given else Path("learning_rates.json")
-            wrong = [name for name in NOT_WITH_LR if name in given]
-            problems = [f"{name}: not with --lr, which only trains; leave it out" for name in wrong]
-        if not options.predict:
-            return problems + [f"{name}: needs --predict" for name in FOR_PREDICT if name in given]
-        wrong = [name for name in NOT_WITH_PREDICT if name in given]
-        return problems + [
-            f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong
-        ]
-
-    return read_request(PARSER, argv, Options(), check)
-
-
 def _ascending(read_one: Callable[[str], float], text: str) -> list[float]:
     return sorted({read_one(part) for part in text.split(",")})
 
@@ -154,89 +96,139 @@ def _several(choices: Iterable[str], text: str) -> list[str]:
     return [name for name in choices if name in names]
 
 
+_MEASURED = {"--predict": "runs nothing", "--lr": "only trains"}
+_SIZES = {"--lr": "only trains"}
+
+
+@dataclass
+class AnalyzeOptions(Options):
+    """What to measure, and where the figures go. Fractions are ascending."""
+
+    output: Path | None = option(
+        ".json, .jsonl or .csv by its ending; default batch_sizes.json", "FILE", read_table
+    )
+    plot: Path | None = option(
+        "also draw a picture: .png or .svg by its ending",
+        "FILE",
+        read_plot,
+        not_with={"--predict": "runs nothing"},
+    )
+    min_bs: None = option(
+        "smallest size tried", "N", read_count, keys=_both("MIN_BATCH_SIZE"), not_with=_SIZES
+    )
+    max_bs: None = option(
+        "largest size tried", "N", read_count, keys=_both("MAX_BATCH_SIZE"), not_with=_SIZES
+    )
+    memory_limit_gb: None = option(
+        "each process may hold TARGET_MEMORY_FRACTION of this at most",
+        "X",
+        partial(read_number, "number of GiB"),
+        keys=[f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
+        not_with=_SIZES,
+    )
+    fractions: list[float] = option(
+        "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
+        "F,F,...",
+        partial(_ascending, partial(read_number, "fraction of the memory", most=1)),
+        lambda: [0.6, 0.7, 0.8, 0.9],
+        not_with=_SIZES,
+    )
+    modes: list[Mode] = option(
+        "train, val or both; default train,val",
+        "M,M",
+        partial(_several, MODES),
+        lambda: [*MODES],
+        choices=MODES,
+        not_with=_SIZES,
+    )
+    variants: list[str] = option(
+        f"also with one thing changed: {', '.join(VARIANTS)}",
+        "V,V,...",
+        partial(_several, VARIANTS),
+        list,
+        choices=VARIANTS,
+        not_with=_SIZES,
+    )
+    steps: None = option(
+        "steps that one trial runs",
+        "N",
+        read_count,
+        keys=_both("STEPS_PER_TRIAL"),
+        not_with=_MEASURED,
+    )
+    strategy: None = choice(
+        "how sizes are searched",
+        [*STRATEGIES],
+        keys=[f"{AUTOBATCH}.STRATEGY"],
+        not_with=_MEASURED,
+    )
+    predict: bool = option(
+        "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; "
+        "nothing is run",
+        not_with=_SIZES,
+    )
+    gpu: list[Gpu] = option(
+        f"GPUs that need not be here: {', '.join(GPUS)}",
+        "NAME,...",
+        read_gpus,
+        list,
+        choices=GPUS,
+        needs="--predict",
+    )
+    device_memory_gb: list[Gpu] = option(
+        "GPUs by the GiB that torch sees of their memory",
+        "X,...",
+        _memories,
+        list,
+        needs="--predict",
+    )
+    world_size: list[int] = option(
+        "processes of the run, or several numbers, such as 1,8,64; default 1",
+        "N",
+        partial(_ascending, read_count),
+        lambda: [1],
+        needs="--predict",
+    )
+    sharding: None = choice(
+        "share the model among the processes, or with hybrid among those of each node",
+        ("full", "hybrid", "none"),
+        keys=["DIST.SHARDING"],
+        needs="--predict",
+    )
+    lr: bool = option(
+        "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
+    )
+
+
+def read(argv: Sequence[str]) -> str | tuple[AnalyzeOptions, Config]:
+    """Read the tokens after `analyze`: a text to print, or the arguments of the session's `run`.
+
+    >>> options, config = read(["--fractions", "0.8,0.5", "--variants=compile,bf16", "--max-bs", "3"])
+    >>> options.fractions, options.variants, config.DATA.AUTOBATCH.MAX_BATCH_SIZE
+    ([0.5, 0.8], ['bf16', 'compile'], 3)
+
+    Raises:
+        ConfigError: lists everything that is wrong, with the options and in the configuration.
+    """
+    return read_request(PARSER, argv)
+
+
 PARSER = CommandParser(
     "analyze",
+    AnalyzeOptions,
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration that would be measured, and exit",
+    gone={
+        "--remedies": "is gone; give --variants bf16,checkpointing",
+        "--throughput": "is gone; every size found is timed",
+        **dict.fromkeys(
+            ("--sizes", "--time-budget", "--noise-scale", "--dataset-length", "--epochs"),
+            "is gone; --variants and --fractions show the speed of each size found",
+        ),
+        **dict.fromkeys(
+            ("--hf", "--method", "--sequence", "--dtype", "--checkpointing"),
+            "is gone; predict the memory of language models with examples/llm_memory.py",
+        ),
+    },
 )
-PARSER.option(
-    "--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {Options.output}"
-)
-PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png or .svg by its ending")
-PARSER.option("--min-bs", "N", read_count, "smallest size tried", _both("MIN_BATCH_SIZE"))
-PARSER.option("--max-bs", "N", read_count, "largest size tried", _both("MAX_BATCH_SIZE"))
-PARSER.option(
-    "--memory-limit-gb",
-    "X",
-    partial(read_number, "number of GiB"),
-    "each process may hold TARGET_MEMORY_FRACTION of this at most",
-    [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
-)
-PARSER.option(
-    "--fractions",
-    "F,F,...",
-    partial(_ascending, partial(read_number, "fraction of the memory", most=1)),
-    "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
-)
-PARSER.option(
-    "--modes",
-    "M,M",
-    partial(_several, MODES),
-    "train, val or both; default train,val",
-    choices=MODES,
-)
-PARSER.option(
-    "--variants",
-    "V,V,...",
-    partial(_several, VARIANTS),
-    f"also with one thing changed: {', '.join(VARIANTS)}",
-    choices=VARIANTS,
-)
-PARSER.option("--steps", "N", read_count, "steps that one trial runs", _both("STEPS_PER_TRIAL"))
-PARSER.option(
-    "--strategy",
-    "|".join(STRATEGIES),
-    partial(read_choice, [*STRATEGIES]),
-    "how sizes are searched",
-    [f"{AUTOBATCH}.STRATEGY"],
-)
-PARSER.option(
-    "--world-size",
-    "N",
-    partial(_ascending, read_count),
-    "with --predict: processes of the run, or several numbers, such as 1,8,64; default 1",
-)
-PARSER.option(
-    "--sharding",
-    "full|hybrid|none",
-    partial(read_choice, ("full", "hybrid", "none")),
-    "with --predict: share the model among the processes, or with hybrid among those of each node",
-    ["DIST.SHARDING"],
-)
-PARSER.switch(
-    "--predict",
-    "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; nothing "
-    "is run",
-)
-PARSER.option(
-    "--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}", choices=GPUS
-)
-PARSER.option(
-    "--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory"
-)
-PARSER.switch(
-    "--lr", "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
-)
-PARSER.gone = {
-    "--remedies": "is gone; give --variants bf16,checkpointing",
-    "--throughput": "is gone; every size found is timed",
-    **dict.fromkeys(
-        ("--sizes", "--time-budget", "--noise-scale", "--dataset-length", "--epochs"),
-        "is gone; --variants and --fractions show the speed of each size found",
-    ),
-    **dict.fromkeys(
-        ("--hf", "--method", "--sequence", "--dtype", "--checkpointing"),
-        "is gone; predict the memory of language models with examples/llm_memory.py",
-    ),
-}

@@ -27,7 +27,7 @@ from linnaeus.cli.analyze.measure import (
     settings_sentence,
     with_variant,
 )
-from linnaeus.cli.analyze.options import CONFIGURED, Options
+from linnaeus.cli.analyze.options import CONFIGURED, AnalyzeOptions
 from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
@@ -47,7 +47,7 @@ GPUS_PER_NODE = 8
 """Of a run of more processes."""
 
 
-def gpus_of(options: Options, config: Config) -> Sequence[Gpu]:
+def gpus_of(options: AnalyzeOptions, config: Config) -> Sequence[Gpu]:
     """The devices that the options name, or else this machine's GPU with what is in use on it now.
 
     Raises:
@@ -71,7 +71,9 @@ def gpus_of(options: Options, config: Config) -> Sequence[Gpu]:
     return [Gpu(name, total_bytes, (base_bytes / 2**20,) * 3)]
 
 
-def predict_sizes(gpus: Sequence[Gpu], setup: Setup, options: Options, analysis: Analysis) -> None:
+def predict_sizes(
+    gpus: Sequence[Gpu], setup: Setup, options: AnalyzeOptions, analysis: Analysis
+) -> None:
     """Predict the size for each variant, number of processes, device, mode and fraction."""
     numbers, sharding = options.world_size, setup.config.DIST.SHARDING
     for name in (CONFIGURED, *options.variants):
@@ -92,7 +94,7 @@ def predict_sizes(gpus: Sequence[Gpu], setup: Setup, options: Options, analysis:
 
 
 def _predict_variant(
-    setup: Setup, name: str, gpus: Sequence[Gpu], options: Options, analysis: Analysis
+    setup: Setup, name: str, gpus: Sequence[Gpu], options: AnalyzeOptions, analysis: Analysis
 ) -> None:
     """Predict the sizes of one variant with one number of processes."""
     num, numbers = setup.world.world_size, options.world_size

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.cli.analyze.measure import Setup, run_settings
-from linnaeus.cli.analyze.options import Options
+from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.tables import Figures, table
 from linnaeus.config.schema import ScheduleConfig
 from linnaeus.data.loader import build_loaders
@@ -60,7 +60,7 @@ class RateTest(Figures):
         return {"environment": self.environment, **figures}
 
 
-def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
+def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None:
     """Train with a rising rate, in batches of DATA.BATCH_SIZE. The weights end with the process.
 
     Raises:

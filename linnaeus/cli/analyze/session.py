@@ -11,7 +11,7 @@ from typing import Any
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.cli.analyze.measure import Setup, measure_sizes, settings_sentence
-from linnaeus.cli.analyze.options import Options
+from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.analyze.predict import META, gpus_of, predict_sizes
 from linnaeus.cli.analyze.rates import RateTest, measure_rates, show_rates
 from linnaeus.cli.analyze.results import Analysis
@@ -32,7 +32,7 @@ from linnaeus.size_search.searches import log_level
 logger = logging.getLogger("linnaeus.cli")
 
 
-def run(options: Options, config: Config) -> int:
+def run(options: AnalyzeOptions, config: Config) -> int:
     """Measure or predict, write the files and show the tables.
 
     Returns:
@@ -76,8 +76,11 @@ def run(options: Options, config: Config) -> int:
         return EXIT_INTERRUPTED
     finally:
         if analysis.rows:  # otherwise nothing has been measured
-            analysis.save(options.output)
-            logger.info("figures: %s", options.output.resolve())
+            output = options.output or Path(
+                f"{'learning_rates' if options.lr else 'batch_sizes'}.json"
+            )
+            analysis.save(output)
+            logger.info("figures: %s", output.resolve())
             if options.plot is not None:
                 _draw(analysis, options.plot)
                 logger.info("picture: %s", options.plot.resolve())

@@ -5,11 +5,17 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_plot
+from linnaeus.cli.parser import (
+    CommandParser,
+    RunOptions,
+    check_files,
+    choice,
+    option,
+    read_plot,
+)
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
@@ -62,19 +68,32 @@ exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of m
 """
 
 
+def _read_output(text: str) -> Path:
+    path = Path(text).expanduser()
+    return path.with_suffix("") if path.suffix == ".json" else path
+
+
 @dataclass
-class Options:
-    """What to evaluate, and where the files go, as the help says; `output` has no ending."""
+class EvaluateOptions(RunOptions):
+    """What to evaluate, and where the files go; `output` has no ending."""
 
-    run: Path = Path()
-    checkpoint: str | None = None
-    output: Path | None = None
-    plot: Path | None = None
-    unknown: str = "error"
-    trust_code: bool = False
+    output: Path | None = option(
+        "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",
+        "DIR/PREFIX",
+        _read_output,
+    )
+    plot: Path | None = option(
+        "picture: .png or .svg by its ending; default <output>.png", "FILE", read_plot
+    )
+    unknown: str = choice(
+        "samples of classes that the run does not know are an error, or are left out and counted; "
+        "default error",
+        ("error", "skip"),
+        "error",
+    )
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
+def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
     """Read the tokens after `evaluate`: a text to print, or the arguments of the session's `run`.
 
     Raises:
@@ -84,8 +103,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
     from linnaeus.config.instantiate import check_targets, targets
     from linnaeus.config.load import load_config
 
-    options = Options()
-    tokens, problems = PARSER.words(argv, options)
+    options, tokens, problems = PARSER.words(argv)
     line = parse_command_line(tokens)
     problems += _not_taken(line)
     if problems:
@@ -127,7 +145,7 @@ def _not_taken(line: CommandLine) -> list[str]:
     return problems
 
 
-def _base(options: Options) -> tuple[Path, Mapping[Any, Any]]:
+def _base(options: EvaluateOptions) -> tuple[Path, Mapping[Any, Any]]:
     """The file with the run's configuration, `config.yaml` or a checkpoint, and the settings in it."""
     from linnaeus.config.load import read_run_config, settings_of
 
@@ -167,30 +185,10 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
     return ["~DATA.DATASET"] if is_other else []
 
 
-def _read_output(text: str) -> Path:
-    path = Path(text).expanduser()
-    return path.with_suffix("") if path.suffix == ".json" else path
-
-
 PARSER = CommandParser(
     "evaluate",
+    EvaluateOptions,
     description=DESCRIPTION,
     details=DETAILS,
-    takes_run=True,
     print_config="print the configuration of the evaluation, and exit",
-)
-PARSER.option(
-    "--output",
-    "DIR/PREFIX",
-    _read_output,
-    "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",
-)
-PARSER.option(
-    "--plot", "FILE", read_plot, "picture: .png or .svg by its ending; default <output>.png"
-)
-PARSER.option(
-    "--unknown",
-    "error|skip",
-    partial(read_choice, ("error", "skip")),
-    "samples of classes that the run does not know are an error, or are left out and counted; default error",
 )

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.cli.evaluate.options import Options
+from linnaeus.cli.evaluate.options import EvaluateOptions
 from linnaeus.cli.evaluate.report import Evaluation, compare_with_logged, show
 from linnaeus.cli.parser import check_files
 from linnaeus.cli.plots import draw_evaluation
@@ -66,7 +66,7 @@ logger = logging.getLogger("linnaeus.evaluate")
 class Session:
     """What all steps of an evaluation need; the console is rank 0's."""
 
-    options: Options
+    options: EvaluateOptions
     config: Config
     own: Config
     trained: TrainedRun
@@ -79,7 +79,7 @@ class Session:
         return bool(self.config.DATA.DATASET == self.own.DATA.DATASET)
 
 
-def run(options: Options, config: Config, own: Config) -> int:
+def run(options: EvaluateOptions, config: Config, own: Config) -> int:
     """Evaluate, write the files and show the figures; returns the exit code, 0.
 
     `own` is the configuration of the run, `config` that with what the command line changes.

@@ -9,7 +9,7 @@ import pytest
 
 from linnaeus.autobatch.predict.gpus import GIB
 from linnaeus.cli.analyze.measure import device_sentence
-from linnaeus.cli.analyze.options import Options, read
+from linnaeus.cli.analyze.options import AnalyzeOptions, read
 from linnaeus.cli.analyze.predict import gpus_of
 from linnaeus.cli.analyze.results import Analysis, Breakdown, Row
 from linnaeus.cli.analyze.show import show
@@ -128,7 +128,7 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said["the line above an analysis"] = device_sentence(environment)
     _, config = read(["--predict", "--gpu", "t4", *WIDE])  # type: ignore[misc]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said["a prediction without a device"] = error_of(gpus_of, Options(), config)
+    said["a prediction without a device"] = error_of(gpus_of, AnalyzeOptions(), config)
     untraceable = error_of(predicted, "train", "MODEL._target_=tests.cli.tiny.Peeking", *POINTS)
     said["a step that cannot be traced"] = re.sub(r"line \d+", "line N", untraceable)
     hybrid = ("--sharding=hybrid", "--world-size=12", *WIDE)

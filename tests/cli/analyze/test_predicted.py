@@ -12,7 +12,7 @@ import torch
 from linnaeus.autobatch.predict.gpus import ANY_CARD_MIB, GIB, GPUS, find_gpu
 from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.result import Mode
-from linnaeus.cli.analyze.options import Options
+from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.analyze.predict import gpus_of, predict_sizes
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import yaml_blocks
@@ -167,7 +167,7 @@ def test_sizes_leave_an_epoch_its_optimizer_steps() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_without_options_it_is_this_machines_gpu() -> None:
     _, config = parsed(*WIDE)
-    (gpu,) = gpus_of(Options(), config)
+    (gpu,) = gpus_of(AnalyzeOptions(), config)
     assert gpu.name == torch.cuda.get_device_name()
     assert gpu.total_bytes == torch.cuda.mem_get_info()[1]
     middle, least, most = gpu.base_mib
