@@ -11,7 +11,6 @@ from typing import Any
 from linnaeus.cli.parser import (
     CommandParser,
     RunOptions,
-    check_files,
     choice,
     option,
     read_plot,
@@ -78,7 +77,7 @@ class EvaluateOptions(RunOptions):
     """What to evaluate, and where the files go; `output` has no ending."""
 
     output: Path | None = option(
-        "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",
+        "beginning of the names of the files; default RUN/evaluations/<checkpoint>",
         "DIR/PREFIX",
         _read_output,
     )
@@ -117,7 +116,6 @@ def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
     built = [*targets(config.DATA.DATASET, ("DATA", "DATASET")), *targets(config.LOSS, ("LOSS",))]
     of_file = {key: name for key, name in built if not loaded.is_on_command_line(key)}
     check_targets(of_file, file, trust_code=options.trust_code)
-    check_files({"--plot": options.plot})
     return options, config, own
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,14 +30,14 @@ class Evaluation(Figures):
         metrics: those that training logs.
         levels: the figures of each level, coarse to fine.
         distance: of mistakes in the taxonomy; None without one.
-        logged: see `compare_with_logged`; None where the checkpoint has no figures for this data.
+        logged: the figures of training; None where the checkpoint has none for this data.
     """
 
     about: dict[str, Any]
     metrics: dict[str, float]
     levels: list[LevelFigures | SetFigures]
     distance: Distance | None
-    logged: dict[str, Any] | None
+    logged: dict[str, float] | None
 
     @property
     def data_title(self) -> str:
@@ -83,7 +83,7 @@ class Evaluation(Figures):
             "metrics": _finite(self.metrics),
             "levels": {level.level.name: self._level(level) for level in self.levels},
             "distance_of_mistakes": self.distance and asdict(self.distance),
-            "logged": self.logged,
+            "logged": self.logged and _finite(self.logged),
             "classes": self.scalars(),
         }
 
@@ -137,20 +137,6 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
-    }
-
-
-def compare_with_logged(
-    logged: Mapping[str, float], metrics: Mapping[str, float], other_settings: Sequence[str]
-) -> dict[str, Any]:
-    """What training has logged, which figures are not the same, and what the evaluation does otherwise."""
-    before, now = _finite(logged), _finite(metrics)
-    unequal = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return {
-        "metrics": before,
-        "same": not unequal,
-        "unequal": unequal,
-        "other_settings": list(other_settings),
     }
 
 
@@ -236,16 +222,18 @@ def notes(evaluation: Evaluation) -> list[str]:
     return found
 
 
-def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """The comparison with training, as `compare_with_logged` gives it."""
-    settings = f" with {', '.join(logged['other_settings'])}" if logged["other_settings"] else ""
-    if logged["same"]:
-        return f"same figures as in training, to the last digit{settings}"
-    reason = settings or ", although data, sizes and device are the run's"
-    unequal = []
-    for name in logged["unequal"]:
-        now, before = (
-            cell(values.get(name), ".6g") or "absent" for values in (metrics, logged["metrics"])
-        )
-        unequal.append(f"{name} {now} ({before} in training)")
-    return f"figures differ from training{reason}: {', '.join(unequal)}"
+def logged_sentence(logged: Mapping[str, float], metrics: Mapping[str, float]) -> str:
+    """The comparison with the figures of training."""
+    names = dict.fromkeys([*logged, *metrics])
+    texts = {
+        name: [cell(values.get(name), ".6g") or "absent" for values in (metrics, logged)]
+        for name in names
+    }
+    unequal = [name for name in names if _finite(metrics).get(name) != _finite(logged).get(name)]
+    if not unequal:
+        return "same figures as in training, to the last digit"
+    found = ", ".join(f"{name} {texts[name][0]} ({texts[name][1]} in training)" for name in unequal)
+    return (
+        f"figures differ from training: {found}; the last digits depend on preprocessing, batch size, "
+        "precision, processes, device and torch"
+    )
