@@ -104,7 +104,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
             time.sleep(LEAVE_AFTER_S)
         return error.exit_code
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return _interrupted()
     try:
         if submits:
             from linnaeus.sweep.slurm import submit_command
@@ -128,7 +128,13 @@ def cli(argv: Sequence[str] | None = None) -> int:
         print(interruption, file=sys.stderr)
         return interruption.exit_code
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return _interrupted()
+
+
+def _interrupted() -> int:
+    """Say that Ctrl-C has ended the command; returns the exit code."""
+    print("interrupted by Ctrl-C", file=sys.stderr, flush=True)
+    return EXIT_INTERRUPTED
 
 
 def console(*command: str) -> int:

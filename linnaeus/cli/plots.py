@@ -10,7 +10,7 @@ import io
 import statistics
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from linnaeus.runtime.files import GIB, not_written, write_atomically
 from linnaeus.runtime.words import counted
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from torch import Tensor
 
@@ -41,8 +42,8 @@ SERIES = BLUE, VERMILION, GREEN, *_ = (
 """Colours of series, in order."""
 DASHES = "-", "--", "-.", ":"
 """Styles of lines, so that equal curves do not hide each other."""
-CHARACTERS_PER_PANEL = 76
-"""Of a title, in the width of one panel."""
+CHARACTERS_PER_INCH = 12
+"""Of a title."""
 MAX_NAMES = 30
 """Runs, or classes of a confusion matrix, that are drawn with their names."""
 FONTS = (
@@ -81,11 +82,16 @@ _STYLE = {
 
 @contextmanager
 def drawing(
-    path: Path, title: str, num_rows: int = 1, num_columns: int = 2, panel_height: float = 4.8
+    path: Path,
+    title: str,
+    num_rows: int = 1,
+    num_columns: int = 2,
+    panel_height: float = 4.8,
+    panel_width: float = 6.4,
 ) -> Iterator[list[list[Axes]]]:
     """Draw in the panels, rows of them; the picture is written at the end of the context, atomically.
 
-    The path's ending is the format. A panel is 6.4 inches wide and `panel_height` inches high.
+    The path's ending is the format. Sizes of a panel are in inches.
 
     Raises:
         LinnaeusError: the file cannot be written.
@@ -101,8 +107,10 @@ def drawing(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a reader sees the box
-        figure = Figure((6.4 * num_columns, panel_height * num_rows), layout="constrained")
-        figure.suptitle(textwrap.fill(title, CHARACTERS_PER_PANEL * num_columns), fontsize=11)
+        figure = Figure((panel_width * num_columns, panel_height * num_rows), layout="constrained")
+        figure.suptitle(
+            textwrap.fill(title, int(CHARACTERS_PER_INCH * panel_width * num_columns)), fontsize=11
+        )
         yield figure.subplots(num_rows, num_columns, squeeze=False).tolist()
         buffer, kind = io.BytesIO(), path.suffix.lower().removeprefix(".")
         metadata = {"Date": None} if kind == "svg" else None
@@ -322,3 +330,25 @@ def _ascending(axes: Axes, values: Tensor, title: str) -> None:
     """A figure of all classes with samples, ascending."""
     axes.set(title=title, xlabel="classes, ascending", ylim=(0, 1.03))
     axes.plot(range(1, len(values) + 1), values.sort().values.tolist(), color=BLUE)
+
+
+def draw_images(
+    images: Iterable[str | np.ndarray], captions: Sequence[str], title: str, path: Path
+) -> None:
+    """Draw a contact sheet of image files or pixels [height, width, channels], six in a row."""
+    from PIL import Image
+
+    num_rows, num_columns = -(-len(captions) // 6), min(len(captions), 6)
+    sizes = {"panel_height": 2.3, "panel_width": 2.0}
+    with drawing(path, title, max(num_rows, 1), max(num_columns, 1), **sizes) as panels:
+        places = [axes for row in panels for axes in row]
+        for axes in places:
+            axes.set_axis_off()
+        for axes, image, caption in zip(places, images, captions, strict=False):
+            pixels: Any = image
+            if isinstance(image, str):
+                with Image.open(image) as file:
+                    pixels = file.convert("RGB")
+                    pixels.thumbnail((224, 224))
+            axes.imshow(pixels, cmap="gray")
+            axes.set_title("\n".join(_short(line, 30) for line in caption.split("\n")), fontsize=6)

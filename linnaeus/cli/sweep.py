@@ -394,8 +394,6 @@ def _watch(
             is_over = not goes_on()
             runs = _runs(sweep, study)
             states = [read_state(run.folder) for run in runs]
-            if is_over and (received or not any(state.status == "running" for state in states)):
-                return
             if not is_interactive(console):
                 for run, state in zip(runs, states, strict=True):
                     if known.setdefault(run.folder, "not run") != state.status:
@@ -404,6 +402,8 @@ def _watch(
                         logger.info("%s: %s%s", run.title, state.status, reason)
             elif runs:
                 live.update(_comparison(sweep, study, options).table(), refresh=True)
+            if is_over and (received or not any(state.status == "running" for state in states)):
+                return
             time.sleep(pause_s)
 
 

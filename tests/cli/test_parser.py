@@ -262,3 +262,17 @@ def test_print_config(
     out = capsys.readouterr().out
     assert out.count("BATCH_SIZE_VAL: 7\n") == (2 if command == "sweep" else 1)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_ctrl_c_before_the_work_says_a_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("linnaeus.cli.compare.find_runs", interrupt)
+    outcome = run("compare", "runs")
+    assert (outcome.code, bool(outcome.err.strip())) == (130, True)
+
+
+def test_a_command_that_is_gone_names_the_new_one(run: Run) -> None:
+    outcome = run("plan", "--cfg", "my_exp.yaml")
+    assert (outcome.code, "linnaeus analyze" in outcome.err) == (2, True)

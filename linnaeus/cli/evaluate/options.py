@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from linnaeus.cli.parser import (
     RunOptions,
     choice,
     option,
+    read_path,
     read_plot,
 )
 from linnaeus.config.keys import KEYS, dotted
@@ -57,6 +59,7 @@ Keys that can be set, of DATA.AUTOBATCH those for validation; all others are tho
 
 examples:
   linnaeus evaluate runs/birds
+  linnaeus evaluate runs/birds --samples samples.csv
   linnaeus evaluate runs/birds DATA.DATASET.ROOT=/data/birds2026 --unknown skip
   linnaeus evaluate runs/birds --checkpoint last DATA.DATASET.NAME=manifest DATA.DATASET.VAL=/data/test.csv
   linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.png
@@ -72,6 +75,13 @@ def _read_output(text: str) -> Path:
     return path.with_suffix("") if path.suffix == ".json" else path
 
 
+def _read_samples(text: str) -> Path:
+    path = read_path((".csv", ".parquet"), text)
+    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
+        raise ValueError("a .parquet file needs pyarrow: pip install pyarrow, or write .csv")
+    return path
+
+
 @dataclass
 class EvaluateOptions(RunOptions):
     """What to evaluate, and where the files go; `output` has no ending."""
@@ -83,6 +93,12 @@ class EvaluateOptions(RunOptions):
     )
     plot: Path | None = option(
         "picture: .png or .svg by its ending; default <output>.png", "FILE", read_plot
+    )
+    samples: Path | None = option(
+        "every sample, the worst first: path, loss, labels and predictions, as .csv or .parquet; beside it "
+        "worst.png, the 36 worst images",
+        "FILE",
+        _read_samples,
     )
     unknown: str = choice(
         "samples of classes that the run does not know are an error, or are left out and counted; "

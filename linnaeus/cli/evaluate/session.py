@@ -21,12 +21,14 @@ from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.cli.evaluate.options import EvaluateOptions
 from linnaeus.cli.evaluate.report import Evaluation, show
+from linnaeus.cli.evaluate.samples import sample_table, write_samples
 from linnaeus.cli.parser import check_files
 from linnaeus.cli.plots import draw_evaluation
 from linnaeus.config.load import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import as_size, dataset_length
 from linnaeus.data.datasets import EvaluationData, EvaluationRequest, build_evaluation_data
+from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.loader import build_val_loader, with_measured_workers
 from linnaeus.data.split_file import SPLIT_FILE
 from linnaeus.inference.evaluate import (
@@ -40,6 +42,7 @@ from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.runtime.console import ProgressBar, make_console
 from linnaeus.runtime.distributed import RankEnded, World, errors_told_first, join
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.log import close_logging, set_up_logging
 from linnaeus.runtime.rng import deterministic, seed_all
 from linnaeus.runtime.signals import StopRequest
@@ -119,6 +122,7 @@ def _evaluate(session: Session) -> None:
         **{name: preprocessing and getattr(preprocessing, name) for name in _RESIZING},
     }
     output = world.on_main(lambda: _output(session, data, about_data))
+    files = _files(session, data)
     if world.is_main:
         for sentence in data.bundle.report:
             logger.info("%s", sentence)
@@ -160,6 +164,20 @@ def _evaluate(session: Session) -> None:
     logged = _logged(session, data)
     evaluation = Evaluation(about, outcome.metrics, outcome.levels, distance, logged)
     _write(evaluation, output, session)
+    if session.options.samples is not None and outcome.samples is not None and taxonomy is not None:
+        table = sample_table(outcome.samples, files, taxonomy)
+        sheet = write_samples(table, taxonomy, session.options.samples)
+        logger.info("samples: %s, %s", session.options.samples, sheet)
+
+
+def _files(session: Session, data: EvaluationData) -> list[str]:
+    """The image files, for `--samples`; `ConfigError` where there is none."""
+    samples, taxonomy = data.bundle.val, session.trained.spec.taxonomy
+    if session.options.samples is None:
+        return []
+    if not isinstance(samples, ImageFiles) or taxonomy is None or taxonomy.is_multilabel:
+        raise ConfigError("--samples: is for image files with one label per level; leave it out")
+    return samples.files
 
 
 def _data(session: Session) -> EvaluationData:
@@ -275,9 +293,11 @@ def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any
             number = zlib.crc32(json.dumps(about_data, sort_keys=True, default=str).encode())
             name = re.sub(r"[^\w.-]+", "_", f"{name}_{Path(data.source).name}_{number:08x}")
         path = (trained.folder or trained.checkpoint.parent) / "evaluations" / name
-    for file in (path, options.plot):
+    for file in (path, options.plot, options.samples):
         if file is not None:
             with suppress(OSError):  # the check says why
                 file.parent.mkdir(parents=True, exist_ok=True)
-    check_files({"--output": _file(path, ".json"), "--plot": options.plot})
+    check_files(
+        {"--output": _file(path, ".json"), "--plot": options.plot, "--samples": options.samples}
+    )
     return path

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -316,3 +317,33 @@ def test_a_dataset_of_another_kind_begins_with_the_defaults(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/tiny/config.yaml").write_text(f"DATA: {{DATASET: {{{own}, {argument}}}}}\n")
     assert (argument in read(["runs/tiny", *typed, "--print-config"])) == kept
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_samples_are_listed_the_worst_first(
+    run: Run, birds: Path, tmp_path: Path, ending: str
+) -> None:
+    if ending == "parquet":
+        pytest.importorskip("pyarrow")
+    outcome = run(*EVALUATE, "--checkpoint", "last", "--samples", f"new/s.{ending}")
+    assert outcome.code == 0, outcome.err
+    read_table = pd.read_csv if ending == "csv" else pd.read_parquet
+    found, table = content_of(birds / "evaluations/last.json"), read_table(f"new/s.{ending}")
+    assert len(table) == found["data"]["samples"] == table["path"].nunique()
+    for level in ("level1", "level2"):
+        is_right = table[level] == table[f"{level}_predicted"]
+        assert is_right.mean() == pytest.approx(found["metrics"][f"top1/{level}"])
+        assert table[f"{level}_probability"].between(0, 1).all()
+    assert [Path(path).parent.name for path in table["path"]] == [*table["level2"]]
+    assert table["loss"].is_monotonic_decreasing
+    losses = [level["cross_entropy"] for level in found["levels"].values()]
+    assert table["loss"].mean() == pytest.approx(sum(losses) / 2)
+    assert (tmp_path / "new/worst.png").stat().st_size > 1000
+
+
+def test_samples_are_for_image_files(run: Run, tmp_path: Path) -> None:
+    points = ("DATA.DATASET._target_=tests.cli.tiny.Points", "MODEL.width=4")
+    assert run(*TINY, *points, "MODEL._target_=tests.cli.tiny.Perceptron").code == 0
+    outcome = run(*EVALUATE, "--samples", "s.csv")
+    assert (outcome.code, "--samples" in outcome.err) == (2, True)
+    assert not (tmp_path / "s.csv").exists()
