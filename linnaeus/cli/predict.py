@@ -53,6 +53,7 @@ and notes go to standard error. Images that cannot be read are left out, and lis
 examples:
   linnaeus predict runs/birds photos/ --output birds.csv
   linnaeus predict runs/birds a.jpg b.jpg --top 3 --path
+  linnaeus predict runs/birds photos/ --threshold 0.9 --output birds.csv
   find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
 
 exit codes: 0 done, 1 not one image was predicted (no file is written), or anything else, 2 option, 3 not even
@@ -81,7 +82,8 @@ class PredictOptions(RunOptions):
         "classes for each level; default 5, or all from the threshold on", "K", read_count
     )
     threshold: float | None = option(
-        "least probability of a label, for runs with several labels per image; default 0.5",
+        "name the finest level whose best class has this probability: the genus where no species is certain; "
+        "with several labels per image: least probability of a label, default 0.5",
         "P",
         partial(read_number, "probability", most=1),
     )
@@ -301,6 +303,10 @@ def _cells(prediction: Prediction) -> dict[str, str]:
         cells |= {f"consistent_{level}": name for level, name in path.classes.items()}
         cells["consistent_probability"] = f"{path.probability:.6g}"
         cells["consistent_differs"] = str(path.differs).lower()
+    if prediction.certain is not None:
+        level, name, probability = prediction.certain
+        cells |= {"certain_level": level, "certain_class": name}
+        cells["certain_probability"] = f"{probability:.6g}" if level else ""
     return cells
 
 
@@ -315,6 +321,9 @@ def _text(prediction: Prediction) -> str:
     }
     if prediction.path is not None:
         rows["path"] = printable(str(prediction.path))
+    if prediction.certain is not None:
+        level, label, p = prediction.certain
+        rows["certain"] = f"{level} {printable(label)} {percent(p)}" if level else "none"
     width = max(map(len, [*rows, "path"]))
     lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
     return "\n".join([printable(str(prediction.source)), *lines, ""])
