@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnaeus.metrics import larger_is_better
 from linnaeus.runtime.files import GIB, not_written, write_atomically
 from linnaeus.runtime.words import counted
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from linnaeus.cli.analyze.results import Analysis
     from linnaeus.cli.runs import Comparison
     from linnaeus.inference.figures import LevelFigures, SetFigures
-    from linnaeus.sweep.space import Axis
 
 INK = "#7d7d7d"
 SERIES = BLUE, VERMILION, GREEN, *_ = (
@@ -185,38 +183,6 @@ def draw_runs(runs: Comparison, path: Path) -> None:
         right.set_xlim(left=0)
         if len(lines) > 1 and left.lines:
             left.legend(title="the best" if len(lines) > len(SERIES) else None)
-
-
-def draw_search(runs: Comparison, axes: Sequence[Axis], path: Path) -> None:
-    """Draw each run's best value in the order of the runs, and against each key that was searched.
-
-    Hollow points have not finished.
-    """
-    import pandas as pd
-
-    metric = runs.metric
-    values = pd.Series([row.figure(f"best {metric}") for row in runs.rows], dtype=float)
-    values.index += 1
-    finished = pd.Series([row.state.status == "finished" for row in runs.rows], index=values.index)
-    best = values[finished].dropna()
-    best = best.cummax() if larger_is_better(metric) else best.cummin()
-    title = f"{counted(len(runs.rows), 'run')} of a search, {finished.sum()} finished"
-    with drawing(path, title, num_columns=len(axes) + 1) as [panels]:
-        panels[0].set(title=f"best {metric}", xlabel="run", ylabel=metric)
-        panels[0].plot(best, color=VERMILION, drawstyle="steps-post", label="best so far")
-        panels[0].legend()
-        places: list[Any] = [values.index]
-        for panel, axis in zip(panels[1:], axes, strict=True):
-            panel.set(title=axis.key, ylabel=metric)
-            texts = [row.values[axis.key] for row in runs.rows]
-            places.append([axis.choices.index(t) if axis.choices else float(t) for t in texts])
-            if axis.choices:
-                panel.set_xticks(range(len(axis.choices)), axis.choices)
-            elif axis.is_log:
-                _log_axis(panel)
-        faces = [BLUE if is_finished else "none" for is_finished in finished]
-        for panel, xs in zip(panels, places, strict=True):
-            panel.scatter(xs, values, facecolors=faces, edgecolors=BLUE)
 
 
 # Analyses.

@@ -339,7 +339,7 @@ def _report(
     options: SweepOptions, sweep: Sweep, study: Study | None, console: Console
 ) -> Comparison:
     """Show the figures, and write them to the files."""
-    from linnaeus.cli.plots import draw_runs, draw_search
+    from linnaeus.cli.plots import draw_runs
 
     table = _comparison(sweep, study, options)
     _show(table, console)
@@ -350,10 +350,7 @@ def _report(
         for name in ("figures.json", "sweep.csv"):
             table.save(sweep.folder / name)
         logger.info("figures: %s and sweep.csv", sweep.folder.resolve() / "figures.json")
-        if study is None:
-            draw_runs(table, plot)
-        else:
-            draw_search(table, study.space.axes, plot)
+        draw_runs(table, plot)
         logger.info("picture: %s", plot.resolve())
     except (OSError, LinnaeusError) as error:  # a full disk
         logger.warning("the figures cannot be written: %s", error)
