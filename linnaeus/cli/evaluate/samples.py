@@ -51,7 +51,7 @@ def write_samples(table: pd.DataFrame, taxonomy: Taxonomy, path: Path) -> Path:
     sheet, finest = path.with_name("worst.png"), taxonomy.levels[-1].name
     worst = table.head(NUM_WORST)
     captions = [
-        f"{label or 'unknown'}\ntaken for {predicted} ({probability:.0%})"
+        f"{label or 'unknown'}\npredicted {predicted} ({probability:.0%})"
         for label, predicted, probability in zip(
             worst[finest],
             worst[f"{finest}_predicted"],
