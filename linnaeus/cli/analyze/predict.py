@@ -98,8 +98,6 @@ def _predict_variant(
 ) -> None:
     """Predict the sizes of one variant with one number of processes."""
     num, numbers = setup.world.world_size, options.world_size
-    if len(numbers) > 1:
-        gpus = [replace(gpu, name=f"{num} × {gpu.name}") for gpu in gpus]
     with job_of(setup):
         search = build_on_meta(setup)
         if not analysis.environment:
@@ -108,6 +106,8 @@ def _predict_variant(
             analysis.environment = describe(
                 gpus, {**sizes, "sharding": setup.config.DIST.SHARDING, **settings}
             )
+        if len(numbers) > 1:
+            gpus = [replace(gpu, name=f"{num} × {gpu.name}") for gpu in gpus]
         for mode in options.modes:
             rows = rows_of(mode, name, gpus, options.fractions)
             setup.status.update(f"{mode}: tracing the step")
