@@ -207,12 +207,17 @@ def draw_analysis(analysis: Analysis, title: str, path: Path) -> None:
                     height = row.budget_bytes / GIB
                     axes.axhline(height, color=VERMILION, linestyle="--")
                     text = f"{row.memory}: {row.size}"
-                    axes.annotate(text, (1, height), xycoords=("axes fraction", "data"), ha="right")
+                    place: dict[str, Any] = {
+                        "xytext": (-2, 3),
+                        "textcoords": "offset points",
+                        "ha": "right",
+                    }
+                    axes.annotate(text, (1, height), xycoords=("axes fraction", "data"), **place)
                     refused = [trial.size for trial in row.trials if trial.peak_bytes is None]
                     axes.plot(refused, [height] * len(refused), "x", color=VERMILION)
                 if row.batch_size is not None and row.peak_bytes is not None:
-                    place = [row.batch_size], [row.peak_bytes / GIB]
-                    axes.plot(*place, "D", color=GREEN, markerfacecolor="none", markersize=9)
+                    point = [row.batch_size], [row.peak_bytes / GIB]
+                    axes.plot(*point, "D", color=GREEN, markerfacecolor="none", markersize=9)
             axes.set_xlim(left=0)
             axes.margins(y=0.15)
 
