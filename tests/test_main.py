@@ -93,8 +93,8 @@ def test_training_is_a_command_beside_the_others(run: Run, first: list[str]) -> 
 def test_a_command_behind_other_words_is_named(run: Run) -> None:
     outcome = run("train", "sweep", "TRAIN.EPOCHS=1,2")
     assert (outcome.code, "linnaeus sweep " in outcome.err) == (2, True)
-    outcome = run("MODEL.NAME", "plan", "--print-config")  # here it is a value
-    assert (outcome.code, yaml.safe_load(outcome.out)["MODEL"]["NAME"]) == (0, "plan")
+    outcome = run("MODEL.NAME", "analyze", "--print-config")  # here it is a value
+    assert (outcome.code, yaml.safe_load(outcome.out)["MODEL"]["NAME"]) == (0, "analyze")
 
 
 def test_multirun_is_a_sweep(run: Run) -> None:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from linnaeus.cli.parser import CommandParser, read_request
+from linnaeus.cli.parser import CommandParser, Options, read_request
 from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.words import counted, several
 
 
-def read(argv: Sequence[str]) -> str | tuple[Namespace, Config]:
+def read(argv: Sequence[str]) -> str | tuple[Options, Config]:
     """Read the tokens after `check-data`: a text to print, or the arguments of `run`.
 
     Raises:
         ConfigError: lists everything that is wrong.
     """
-    return read_request(PARSER, argv, Namespace())
+    return read_request(PARSER, argv)
 
 
-def run(_: Namespace, config: Config) -> int:
+def run(_: Options, config: Config) -> int:
     """Check the data and say what was found; returns the exit code: 0.
 
     Raises:
@@ -91,6 +90,7 @@ def _copies(
 
 PARSER = CommandParser(
     "check-data",
+    Options,
     print_config="print the configuration, resolved, and exit",
     description="""\
 Reads all images of all splits, and names the damaged ones, held-out images that are training images too, and

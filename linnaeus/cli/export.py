@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
-from linnaeus.cli.parser import CommandParser, read_choice
+from linnaeus.cli.parser import CommandParser, RunOptions, choice, option
 from linnaeus.inference.export import FORMATS, OUTPUTS
 from linnaeus.inference.paths import STDIN, problem_of
 from linnaeus.runtime.errors import ConfigError
@@ -39,21 +38,31 @@ exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option
 
 
 @dataclass
-class Options:
-    """What to export, and where to, as the help says; `images` are words for `inference.paths.walk`."""
+class ExportOptions(RunOptions):
+    """What to export, and where to; `images` are words for `inference.paths.walk`."""
 
-    run: Path = Path()
-    format: str = ""
-    checkpoint: str | None = None
-    output: Path | None = None
-    outputs: str = "probabilities"
-    level: str | None = None
-    images: list[str] = field(default_factory=list)
-    device: str = "cpu"
-    trust_code: bool = False
+    format: str = choice("kind of file", FORMATS, "")
+    output: Path | None = option(
+        "file, or folder for timm; one that is there is replaced; default: "
+        "export/model.<ending> or export/timm in the run's folder",
+        "FILE",
+        Path,
+    )
+    outputs: str = choice(
+        "what ONNX and torch.export files give; default probabilities", OUTPUTS, "probabilities"
+    )
+    level: str | None = option("level whose head timm gets; default: the finest", "NAME")
+    images: list[str] = option(
+        "files, folders and patterns for the check, up to the next option",
+        "FILE ...",
+        list,
+        list,
+        takes=lambda _: True,
+    )
+    device: str = option("auto, cpu, cuda, cuda:1, ...", "DEVICE", default="cpu")
 
 
-def read(argv: Sequence[str]) -> tuple[Options]:
+def read(argv: Sequence[str]) -> tuple[ExportOptions]:
     """Read the tokens after `export`: the argument of `run`.
 
     >>> (options,) = read([__file__, "--format", "onnx", "--device", "cuda"])
@@ -63,8 +72,7 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     Raises:
         ConfigError: lists everything that is wrong.
     """
-    options = Options()
-    words, problems = PARSER.words(argv, options)
+    options, words, problems = PARSER.words(argv)
     problems += [f"RUN: name one run, and not {word} too" for word in words]
     if not options.format and not any(problem.startswith("--format") for problem in problems):
         problems.append(f"--format: is missing; give one of {', '.join(FORMATS)}")
@@ -78,7 +86,7 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     return (options,)
 
 
-def run(options: Options) -> int:
+def run(options: ExportOptions) -> int:
     """Export the run and say how the result was checked; returns the exit code: 0.
 
     Raises:
@@ -113,32 +121,8 @@ def run(options: Options) -> int:
 
 PARSER = CommandParser(
     "export",
+    ExportOptions,
     words="RUN --format FORMAT [options]",
     description=DESCRIPTION,
     details=DETAILS,
-    takes_run=True,
-    takes_overrides=False,
 )
-PARSER.option("--format", "|".join(FORMATS), partial(read_choice, FORMATS), "kind of file")
-PARSER.option(
-    "--output",
-    "FILE",
-    Path,
-    "file, or folder for timm; one that is there is replaced; default: "
-    "export/model.<ending> or export/timm in the run's folder",
-)
-PARSER.option(
-    "--outputs",
-    "|".join(OUTPUTS),
-    partial(read_choice, OUTPUTS),
-    "what ONNX and torch.export files give; default probabilities",
-)
-PARSER.option("--level", "NAME", str, "level whose head timm gets; default: the finest")
-PARSER.option(
-    "--images",
-    "FILE ...",
-    list,
-    "files, folders and patterns for the check, up to the next option",
-    takes=lambda _: True,
-)
-PARSER.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")

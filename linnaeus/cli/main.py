@@ -36,7 +36,6 @@ COMMANDS = {
     "train": "train; the word may be left out, but `linnaeus` alone prints this text",
     "check-data": "reads all images once, and names the damaged ones",
     "analyze": "memory, batch size and speed before a run",
-    "plan": "another name of analyze: how long a run takes with the sizes that fit",
     "sweep": "a run for each combination of values, compared",
     "work": "takes runs of a sweep, here or on another machine",
     "compare": "runs side by side: what differs, metrics and learning curves",
@@ -48,7 +47,6 @@ COMMANDS = {
 NOT_WITH_TORCHRUN = (
     "check-data",
     "analyze",
-    "plan",
     "sweep",
     "work",
     "compare",
@@ -58,6 +56,8 @@ NOT_WITH_TORCHRUN = (
 """Commands of one process; sweeps and workers start those of their runs."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
+GONE = {"plan": "is gone; give `linnaeus analyze --variants bf16,compile`"}
+"""Commands of earlier versions, and what to do instead."""
 LEAVE_AFTER_S = 3.0
 """How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
 
@@ -104,7 +104,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
             time.sleep(LEAVE_AFTER_S)
         return error.exit_code
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return _interrupted()
     try:
         if submits:
             from linnaeus.sweep.slurm import submit_command
@@ -128,7 +128,13 @@ def cli(argv: Sequence[str] | None = None) -> int:
         print(interruption, file=sys.stderr)
         return interruption.exit_code
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return _interrupted()
+
+
+def _interrupted() -> int:
+    """Say that Ctrl-C has ended the command; returns the exit code."""
+    print("interrupted by Ctrl-C", file=sys.stderr, flush=True)
+    return EXIT_INTERRUPTED
 
 
 def console(*command: str) -> int:
@@ -137,9 +143,8 @@ def console(*command: str) -> int:
     Prints help without arguments and adds the current directory to `sys.path`.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what may stand at the cursor
-        from linnaeus.cli.completion import complete
-
-        return complete()
+        word = [*os.environ.get("COMP_LINE", "").split(), "", ""][1]
+        part_of(word if word in COMMANDS else "train", "PARSER").complete(COMMANDS)
     if not sys.flags.safe_path:  # PYTHONSAFEPATH
         with suppress(FileNotFoundError):  # the folder was deleted
             sys.path.insert(0, str(Path.cwd()))
@@ -148,8 +153,6 @@ def console(*command: str) -> int:
 
 def part_of(command: str, name: str) -> Any:
     """`PARSER`, `read` or `run` of a command."""
-    if command == "plan":  # other defaults of the same options
-        command, name = "analyze", "read_plan" if name == "read" else name
     module = import_module(f"linnaeus.cli.{command.replace('-', '_')}")
     if not hasattr(module, name):
         module = import_module(f"{module.__name__}.{'session' if name == 'run' else 'options'}")
@@ -181,6 +184,8 @@ def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
         )
     word = tokens[0] if tokens else ""
     is_name = re.fullmatch(r"[A-Za-z][A-Za-z_-]*", word) and not word.isupper()
+    if word in GONE:
+        raise ConfigError(f"{word!r}: {GONE[word]}")
     if is_name and word not in ("train", *available()):
         meaning = alias(word)
         raise ConfigError(

@@ -1,20 +1,21 @@
-"""Command lines: the options of every command, the words beside them, values of options. Without torch."""
+"""Command lines: one declaration per option, the words beside options, values of options. Without torch."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from linnaeus.config.aliases import alias
-from linnaeus.config.keys import KEYS, available, closest, suggest
+from linnaeus.config.keys import KEYS, available, closest, dotted, suggest
 from linnaeus.config.overrides import OPTIONS, expanded, parse_command_line
 from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import ConfigError
@@ -27,62 +28,120 @@ COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
 _NUMBER = re.compile(r"-([.\d]|(inf|nan)$)")
 
 
-@dataclass(frozen=True)
-class _Option:
-    """What becomes of an option.
+def option(
+    text: str,
+    metavar: str | None = None,
+    read: Callable[[Any], Any] = str,
+    default: Any = None,
+    **rest: Any,
+) -> Any:
+    """A field of `Options` that is an option of the same name.
 
-    Attributes:
-        read: the value from its text, or from all its texts where `takes` is set; raises `ValueError` with
-            what is wrong. None for an option without a value.
-        keys: the configuration keys that get the value, in place of an attribute.
-        takes: whether a word is one of its values; None where there is one value.
-        launches: whether it is an attribute of `LaunchOptions`.
+    Args:
+        text: its help.
+        metavar: what its value looks like; None for an option without a value, which is then a bool.
+        read: the value from its text; raises `ValueError` with what is wrong.
+        default: a value, or a function that makes one.
+        keys: the configuration keys that the option sets; it fills no attribute then.
+        takes: whether a word is one of several values; `read` then gets the list of all.
+        launches: fills an attribute of `LaunchOptions`.
+        short: another name.
+        choices: what completion offers, where `metavar` is no `a|b`.
+        needs: the option without which it means nothing.
+        not_with: options with which it means nothing, each with the reason.
     """
-
-    read: Callable[[Any], Any] | None = None
-    keys: Sequence[str] = ()
-    takes: Callable[[str], bool] | None = None
-    launches: bool = False
-
-    def apply(self, name: str, texts: list[str], options: object) -> list[str]:
-        """Fill the attribute of an option; returns the words in its place. `ValueError` for a wrong value."""
-        if self.read is not None and not all(texts or [""]):
-            raise ValueError("needs a value; --help shows examples")
-        value = True if self.read is None else self.read(texts if self.takes else texts[0])
-        if not self.keys:
-            setattr(options, name.removeprefix("--").replace("-", "_"), value)
-        return [f"{key}={value}" for key in self.keys]
+    if metavar is None:
+        default = False
+    kind = {"default_factory": default} if callable(default) else {"default": default}
+    metadata = {"text": text, "metavar": metavar, "read": read, **rest}
+    return field(**kind, metadata=metadata)
 
 
-class CommandParser(argparse.ArgumentParser):
+def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
+    parts = [word.partition("=") for word in words]
+    return {name: value or None for name, _, value in parts}
+
+
+def _is_sbatch(word: str) -> bool:
+    """Whether a word is an option of sbatch: a known one, or KEY=VALUE that chooses no preset."""
+    name, has_value, _ = word.partition("=")
+    is_own = has_value and re.fullmatch(r"[a-z][a-z0-9_-]*", name) and name not in available()
+    return name in FLAGS or bool(is_own)
+
+
+def read_choice(choices: Collection[str], text: str) -> str:
+    """One of some words; `ValueError` for another."""
+    if text not in choices:
+        raise ValueError(f"{text!r} is none of {', '.join(choices)}{suggest(text, choices)}")
+    return text
+
+
+def choice(text: str, choices: Sequence[str], default: str | None = None, **rest: Any) -> Any:
+    """An option whose value is one of some words."""
+    return option(text, "|".join(choices), partial(read_choice, choices), default, **rest)
+
+
+@dataclass
+class Options:
+    """Options of a command: fields made with `option`, and where the command runs."""
+
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
+    launcher: None = choice(
+        "where to run: this machine (default), or a job of SLURM", ("local", "slurm"), launches=True
+    )
+    slurm: None = option(
+        "options of sbatch, such as partition=gpu time=4:00:00",
+        "KEY=VALUE ...",
+        _read_sbatch,
+        takes=_is_sbatch,
+        launches=True,
+    )
+    dry_run: bool = option("print what would be started, and start nothing", launches=True)
+
+
+@dataclass
+class RunOptions(Options):
+    """Options of a command whose first word is a trained run."""
+
+    run: Path = Path()
+    checkpoint: str | None = option(
+        "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself",
+        "best|last|FILE",
+    )
+    trust_code: bool = option(
+        "run the code that the run's files name in `_target_`: for your own runs only"
+    )
+
+
+Given = TypeVar("Given", bound=Options)
+
+
+class CommandParser(argparse.ArgumentParser, Generic[Given]):
     """The options of a command, and its help.
 
     argparse writes the help. `words` reads the command line, because argparse stops at the first mistake and
     loses the order of options and keys.
 
     Args:
+        options: the class with the options; of `RunOptions`, the first word is a run.
         details: the end of the help: what else to know, examples, exit codes.
-        print_config: help of `--print-config`.
-        takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`;
-            the attribute `checkpoint` is None by default, and `trust_code` False.
-        takes_overrides: whether keys of the configuration may be set.
+        print_config: help of `--print-config`; without it, keys of the configuration cannot be set.
         words: what stands beside the options, for the usage; None derives it from the above.
-
-    Attributes:
         gone: options of earlier versions, and what to do instead.
     """
 
     def __init__(
         self,
         command: str,
+        options: type[Given],
         *,
         description: str,
         details: str,
         print_config: str = "",
-        takes_run: bool = False,
-        takes_overrides: bool = True,
         words: str | None = None,
+        gone: Mapping[str, str] | None = None,
     ) -> None:
+        takes_run = issubclass(options, RunOptions)
         if words is None:
             words = "RUN [options]" if takes_run else "[--cfg FILE] [options] [group=preset ...]"
             words += " [KEY VALUE | KEY=VALUE ...]"
@@ -96,155 +155,103 @@ class CommandParser(argparse.ArgumentParser):
             add_help=False,
             allow_abbrev=False,
         )
-        self.command = command
-        self.takes_run = takes_run
-        self.takes_overrides = takes_overrides
-        self.gone: dict[str, str] = {}
-        self._options: dict[str, _Option] = {}
-        self._launching = self.add_argument_group("where to run")
-        self.switch("--help", "print this text and exit", short="-h")
-        if takes_overrides:
-            self.add_argument("--print-config", action="store_true", help=print_config)
+        self.command, self.options, self.gone = command, options, gone or {}
+        self.takes_overrides = bool(print_config)
+        self._options: dict[str, Field[Any]] = {}
+        launching = self.add_argument_group("where to run")
+        self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
+        if print_config:
             text = "with --print-config: where each value comes from"
+            self.add_argument("--print-config", action="store_true", help=print_config)
             self.add_argument("--origin", action="store_true", help=text)
-        if takes_overrides and not takes_run:
+        if print_config and not takes_run:
             text = "read a YAML file with the keys that differ from the defaults; a later file wins"
             self.add_argument("--cfg", metavar="FILE", help=text)
             text = "a folder of groups and files of your own"
             self.add_argument("--config-dir", "-cd", metavar="DIR", help=text)
-            self.add_argument(
-                "--config-name", "-cn", metavar="NAME", help="a file of it, as with --cfg"
-            )
+            text = "a file of it, as with --cfg"
+            self.add_argument("--config-name", "-cn", metavar="NAME", help=text)
             text = "may come before the keys; changes nothing"
             self.add_argument("--opts", action="store_true", help=text)
-        if takes_run:
-            text = (
-                "checkpoint: best (default), last, or a file; not where RUN is a checkpoint itself"
-            )
-            self.option("--checkpoint", "best|last|FILE", str, text)
-            text = "run the code that the run's files name in `_target_`: for your own runs only"
-            self.switch("--trust-code", text)
-        self.option(
-            "--launcher",
-            "local|slurm",
-            partial(read_choice, ("local", "slurm")),
-            "where to run: this machine (default), or a job of SLURM",
-            launches=True,
-        )
-        self.option(
-            "--slurm",
-            "KEY=VALUE ...",
-            _read_sbatch,
-            "options of sbatch, such as partition=gpu time=4:00:00",
-            takes=_is_sbatch,
-            launches=True,
-        )
-        self._add(
-            _Option(launches=True),
-            "--dry-run",
-            text="print what would be started, and start nothing",
-        )
+        inherited = {each.name for each in fields(Options)}
+        own = sorted(fields(options), key=lambda each: each.name in inherited)
+        for each in own:
+            if not (about := each.metadata):
+                continue
+            names = [*filter(None, [about.get("short")]), f"--{each.name.replace('_', '-')}"]
+            text = about["text"]
+            if keys := about.get("keys"):
+                text += f" ({', and '.join([keys[0], *('_VAL' for _ in keys[1:])])})"
+            value: dict[str, Any] = {"action": "store_true"}
+            if about["metavar"] is not None:
+                value = {"metavar": about["metavar"], "choices": about.get("choices")}
+            group = launching if about.get("launches") else self
+            group.add_argument(*names, help=text.replace("%", "%%"), **value)
+            self._options |= dict.fromkeys(names, each)
 
-    def _add(
-        self,
-        option: _Option,
-        *names: str,
-        text: str,
-        metavar: str | None = None,
-        choices: Iterable[str] = (),
-    ) -> None:
-        kind: dict[str, Any] = {"action": "store_true"}
-        if option.read is not None:
-            kind = {"metavar": metavar, "choices": tuple(choices)}
-        group = self._launching if option.launches else self
-        group.add_argument(*names, help=text.replace("%", "%%"), **kind)
-        self._options |= dict.fromkeys(names, option)
-
-    def option(
-        self,
-        name: str,
-        metavar: str,
-        read: Callable[[Any], Any],
-        text: str,
-        keys: Sequence[str] = (),
-        takes: Callable[[str], bool] | None = None,
-        launches: bool = False,
-        choices: Iterable[str] = (),
-    ) -> None:
-        """Add an option with a value.
-
-        Args:
-            name: with its dashes; `--some-name` fills the attribute `some_name`.
-            read: the value from its text; raises `ValueError` with what is wrong.
-            keys: the configuration keys that the option sets; it fills no attribute then.
-            takes: whether a word is one of several values; `read` then gets the list of all.
-            launches: fills an attribute of `LaunchOptions`.
-            choices: what completion offers, also behind a comma, where `metavar` is no `a|b`.
-        """
-        if keys:
-            text += f" ({', and '.join([keys[0], *('_VAL' for _ in keys[1:])])})"
-        option = _Option(read, keys, takes, launches=launches)
-        self._add(option, name, text=text, metavar=metavar, choices=choices)
-
-    def switch(self, name: str, text: str, short: str | None = None) -> None:
-        """Add an option without a value."""
-        self._add(_Option(), *filter(None, (short, name)), text=text)
-
-    def words(self, argv: Sequence[str], options: object) -> tuple[list[str], list[str]]:
+    def words(self, argv: Sequence[str]) -> tuple[Given, list[str], list[str]]:
         """Take the options, and RUN where the command uses one, out of a command line.
 
         Args:
             argv: the tokens after the command. After `--` all are words.
-            options: its attributes are filled; `launch` with `LaunchOptions`, and `run` with the path of RUN.
 
         Returns:
-            The other words, with the configuration's own options among them and overrides in place of options
-            that set keys; and one sentence for each problem.
+            The options; the other words, with the configuration's own options among them and overrides in
+            place of options that set keys; and one sentence for each problem.
         """
-        words, problems, launch = list[str](), list[str](), LaunchOptions()
-        gathered: dict[str, list[str]] = {}
+        options = self.options()
+        words, problems, launch = list[str](), list[str](), options.launch
+        given: dict[str, list[str]] = {}
         at, end = 0, argv.index("--") if "--" in argv else len(argv)
         while at < end:
             begin, (name, has_value, value) = at, argv[at].partition("=")
-            option = self._options.get(name)
+            known = self._options.get(name)
+            about: Mapping[str, Any] = known.metadata if known else {}
             at += 1
             if not _is_option(name):
                 words.append(argv[begin])
             elif name in ("--install-completion", "--show-completion"):
-                return [], [
-                    f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"
-                ]
+                hint = f"{name}: completion is set up by {COMPLETION} in the shell's start-up file"
+                return options, [], [hint]
             elif self.takes_overrides and name in OPTIONS:
                 words.append(argv[begin])  # with the word that follows, if it is the value
-            elif option is None:
+            elif known is None:
                 following = argv[at] if at < end and not has_value else "-"
                 problem, is_setting = self._unknown(argv[begin], following)
                 problems.append(problem)
                 path = tuple(following.split("."))
                 at += is_setting and path not in KEYS and not re.match(r"-|.*=", following)
-            elif option.read is None and has_value:
+            elif about["metavar"] is None and has_value:
                 problems.append(f"{name}: takes no value")
             else:
+                takes: Callable[[str], bool] | None = about.get("takes")
                 texts = [value] if has_value else []
-                most = 0 if option.read is None else 1 if option.takes is None else end
+                most = 0 if about["metavar"] is None else 1 if takes is None else end
                 for word in argv[at:end]:
                     if len(texts) >= most or word.startswith("--") or word in self._options:
                         break
-                    if option.takes is not None and not option.takes(word):
+                    if takes is not None and not takes(word):
                         break
                     texts.append(word)
                 at += len(texts) - bool(has_value)
-                if option.takes is not None:  # the option may stand twice
-                    texts = gathered[name] = gathered.get(name, []) + texts
+                earlier = given.get(name, [])
+                given[name] = texts = earlier + texts if takes is not None else texts
                 try:
-                    words += option.apply(name, texts, launch if option.launches else options)
+                    words += self._apply(known, texts, launch if about.get("launches") else options)
                 except ValueError as error:
                     problems.append(f"{name}: {error}")
-            if option is None or not option.launches:
+            if not about.get("launches"):
                 launch.argv += argv[begin:at]
         words += argv[end + 1 :]
         launch.argv += argv[end:]
-        if self.takes_run:
+        for name in given:
+            about = self._options[name].metadata
+            if (needs := about.get("needs")) and needs not in given:
+                problems.append(f"{name}: needs {needs}")
+            for other, reason in about.get("not_with", {}).items():
+                if other in given:
+                    problems.append(f"{name}: not with {other}, which {reason}; leave it out")
+        if isinstance(options, RunOptions):
             problems += self._take_run(words, options)
         if launch.launcher == "slurm":
             problems += problems_with(launch.slurm)
@@ -252,15 +259,29 @@ class CommandParser(argparse.ArgumentParser):
             problems.append("--slurm: is for --launcher slurm, which is not given")
         elif launch.dry_run and self.command != "sweep":
             problems.append("--dry-run: shows the script of a job: give --launcher slurm too")
-        vars(options)["launch"] = launch
-        return words, problems
+        return options, words, problems
+
+    @staticmethod
+    def _apply(known: Field[Any], texts: list[str], target: object) -> list[str]:
+        """Fill the attribute of an option; returns the words in its place. `ValueError` for a wrong value."""
+        about = known.metadata
+        if about["metavar"] is None:
+            setattr(target, known.name, True)
+            return []
+        if not all(texts or [""]):
+            raise ValueError("needs a value; --help shows examples")
+        value = about["read"](texts if about.get("takes") else texts[0])
+        keys = about.get("keys", ())
+        if not keys:
+            setattr(target, known.name, value)
+        return [f"{key}={value}" for key in keys]
 
     def _unknown(self, token: str, following: str) -> tuple[str, bool]:
         """What is wrong with an unknown option, and whether it is meant as a setting."""
         name, _, value = token.partition("=")
         if name in self.gone:
             return f"{name}: {self.gone[name]}", True
-        known = [*self._options, *(OPTIONS if self.takes_overrides else ())]
+        known = ["--help", *self._options, *(OPTIONS if self.takes_overrides else ())]
         problem = f"{name}: no such option"
         close = [option for option in known if option.startswith(name) and len(name) > 3]
         close += get_close_matches(name, known, n=1, cutoff=0.86)
@@ -276,7 +297,7 @@ class CommandParser(argparse.ArgumentParser):
             return f"{token}: no such option; give a file of this name as ./{token}", False
         return f"{token}: no such option{suggest(name, known)}", False
 
-    def _take_run(self, words: list[str], options: object) -> list[str]:
+    def _take_run(self, words: list[str], options: RunOptions) -> list[str]:
         """Move the first word to `options.run`; returns the problem with it as a list of at most one."""
         if not words or (
             (words[0].startswith("-") or "=" in words[0]) and not Path(words[0]).exists()
@@ -285,47 +306,63 @@ class CommandParser(argparse.ArgumentParser):
             return [
                 f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"
             ]
-        path = Path(expanded(words.pop(0)))
-        vars(options)["run"] = path
-        if path.is_file() and vars(options)["checkpoint"] is not None:
+        path = options.run = Path(expanded(words.pop(0)))
+        if path.is_file() and options.checkpoint is not None:
             return [f"--checkpoint: RUN is a checkpoint itself, {path}; leave the option out"]
-        names_file = path.is_dir() and vars(options)["checkpoint"] not in (None, "best", "last")
+        names_file = path.is_dir() and options.checkpoint not in (None, "best", "last")
         if path.is_file() or names_file or (path / CHECKPOINTS).exists():
             return []
         return [f"RUN: {path} is not a run directory (no {CHECKPOINTS}/){suggest_run(path)}"]
+
+    def complete(self, commands: Iterable[str]) -> None:
+        """Answer the shell, which asks what may stand at the cursor, and end the process.
+
+        Commands, options, their choices, keys, presets, choices of keys and files are offered.
+        """
+        import argcomplete
+
+        line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+        quote, word, _, words, _ = argcomplete.split_line(line, point)
+        # argparse loses the words behind the first: it sees the last one, with its option.
+        before = words[-1] if len(words) > 1 and _is_option(words[-1]) else ""
+        os.environ["COMP_LINE"] = f"linnaeus {before} {quote}{word}"
+        os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"].encode()))
+        names = {*commands} if len(words) == 1 else set()
+        if self.takes_overrides and "=" not in word:
+            names |= {f"{name}=" for name in (*map(dotted, KEYS), *available())}
+        elif self.takes_overrides:
+            values = {dotted(path): key.choices or () for path, key in KEYS.items()} | available()
+            names |= {f"{name}={value}" for name, found in values.items() for value in found}
+        for action in self._actions:  # argparse has no public list of options
+            action.choices = (
+                action.choices
+                or [part for part in str(action.metavar).split("|") if part.islower()]
+                or None
+            )
+        files = argcomplete.FilesCompleter()
+        argument: Any = self.add_argument("word", nargs="?")
+        argument.completer = lambda prefix, **_: [
+            *(name for name in names if name.startswith(prefix)),
+            *files(prefix.rpartition("=")[2]),
+        ]
+        argcomplete.autocomplete(self, always_complete_options=False)
 
 
 def _is_option(token: str) -> bool:
     return token[:1] == "-" and token != "-" and not _NUMBER.match(token)
 
 
-def _is_sbatch(word: str) -> bool:
-    """Whether a word is an option of sbatch: a known one, or KEY=VALUE that chooses no preset."""
-    name, has_value, _ = word.partition("=")
-    is_own = has_value and re.fullmatch(r"[a-z][a-z0-9_-]*", name) and name not in available()
-    return name in FLAGS or bool(is_own)
-
-
-def _read_sbatch(words: Sequence[str]) -> dict[str, str | None]:
-    parts = [word.partition("=") for word in words]
-    return {name: value or None for name, _, value in parts}
-
-
-Filled = TypeVar("Filled")
-
-
 def read_request(
-    parser: CommandParser,
+    parser: CommandParser[Given],
     argv: Sequence[str],
-    options: Filled,
-    check: Callable[[Filled, list[str]], list[str]] = lambda *_: [],
+    check: Callable[[Given], list[str]] = lambda _: [],
     *,
     references: bool = False,
-) -> str | tuple[Filled, Config]:
+) -> str | tuple[Given, Config]:
     """Read the command line of a command with a configuration, and make sure that its files can be written.
 
-    `options` are filled; `check` gives one sentence for each problem of options with each other and with the
-    other words. `references` is as for `load_config`.
+    `check` gives one sentence for each problem of options with each other. `references` is as for
+    `load_config`.
 
     Returns:
         The configuration as text where it is asked for, else the arguments of the command's `run`.
@@ -333,12 +370,10 @@ def read_request(
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    words, problems = parser.words(argv, options)
-    from linnaeus.config.load import (
-        load_config,
-    )  # here: help and completion do not wait for OmegaConf
+    options, words, problems = parser.words(argv)
+    from linnaeus.config.load import load_config  # help and completion do not wait for OmegaConf
 
-    problems += check(options, words)
+    problems += check(options)
     folders = [word for word in parse_command_line(words).stray if Path(word).is_dir()]
     for folder in folders:
         typed = f"linnaeus {parser.command.strip('[]')} data=imagefolder DATA.DATASET.ROOT="
@@ -390,7 +425,7 @@ def read_path(endings: Sequence[str], text: str) -> Path:
 
 
 read_table = partial(read_path, (".json", ".jsonl", ".csv"))
-read_plot = partial(read_path, (".png", ".svg", ".html"))
+read_plot = partial(read_path, (".png", ".svg"))
 
 
 def read_count(text: str) -> int:
@@ -398,13 +433,6 @@ def read_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
-
-
-def read_choice(choices: Sequence[str], text: str) -> str:
-    """One of some words; `ValueError` for another."""
-    if text not in choices:
-        raise ValueError(f"{text!r} is none of {', '.join(choices)}{suggest(text, choices)}")
-    return text
 
 
 def read_number(what: str, text: str, most: float = math.inf) -> float:

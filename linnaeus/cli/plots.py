@@ -1,39 +1,49 @@
-"""The style of all pictures, and their files: PNG, SVG or an HTML page.
+"""All pictures, as PNG or SVG.
 
-One drawing serves all formats. Axes and text are middle grey on a transparent background, so that they can be
-read on white and on black; in the HTML file they follow the reader's colour scheme. Series have the colours
-of Okabe and Ito (Color Universal Design, 2008), which readers with any colour vision can tell apart.
+Axes and text are middle grey on a transparent background, so that they can be read on white and on black.
+Series have the colours of Okabe and Ito (2008), which readers with any colour vision can tell apart.
 """
 
 from __future__ import annotations
 
-import html
 import io
+import statistics
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any
 
-from linnaeus.cli.tables import Figures
-from linnaeus.runtime.files import not_written, write_atomically
+from linnaeus.runtime.files import GIB, not_written, write_atomically
+from linnaeus.runtime.words import counted
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
+    from torch import Tensor
+
+    from linnaeus.cli.analyze.rates import RateTest
+    from linnaeus.cli.analyze.results import Analysis
+    from linnaeus.cli.runs import Comparison
+    from linnaeus.inference.figures import LevelFigures, SetFigures
 
 INK = "#7d7d7d"
-BLUE, GREEN, VERMILION, PURPLE = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
-SERIES = (BLUE, VERMILION, GREEN, PURPLE, "#e69f00", "#56b4e9")
+SERIES = BLUE, VERMILION, GREEN, *_ = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+)
 """Colours of series, in order."""
-PAGE = Path(__file__).with_name("page.html")
-CHARACTERS_PER_PANEL = 76
-"""Of a title, in the width of one panel."""
-LABELS_APART = 1.3
-"""Least factor between two batch sizes that both have a label."""
-LINES_PER_PANEL = 18
-"""Labels beside a panel that find room below each other."""
+DASHES = "-", "--", "-.", ":"
+"""Styles of lines, so that equal curves do not hide each other."""
+CHARACTERS_PER_INCH = 12
+"""Of a title."""
+MAX_NAMES = 30
+"""Runs, or classes of a confusion matrix, that are drawn with their names."""
 FONTS = (
     "Noto Sans CJK",
     "Source Han Sans",
@@ -48,21 +58,23 @@ FONTS = (
 )
 """How the names of fonts begin that have Chinese, Japanese and Korean letters."""
 _STYLE = {
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    ),
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
-    "axes.labelsize": 11,
-    "font.size": 10,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.25,
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # also a name with dollar signs
     "svg.hashsalt": "linnaeus",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
 }
 
 
@@ -70,17 +82,14 @@ _STYLE = {
 def drawing(
     path: Path,
     title: str,
-    figures: Figures,
-    columns: Sequence[str],
-    *,
     num_rows: int = 1,
     num_columns: int = 2,
     panel_height: float = 4.8,
+    panel_width: float = 6.4,
 ) -> Iterator[list[list[Axes]]]:
     """Draw in the panels, rows of them; the picture is written at the end of the context, atomically.
 
-    The path's ending is the format. `figures` are the rows of an HTML page's table, `columns` its columns. A
-    panel is 6.4 inches wide and `panel_height` inches high.
+    The path's ending is the format. Sizes of a panel are in inches.
 
     Raises:
         LinnaeusError: the file cannot be written.
@@ -96,32 +105,21 @@ def drawing(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a reader sees the box
-        figure = Figure((6.4 * num_columns, panel_height * num_rows), layout="constrained")
-        lines = textwrap.fill(title, CHARACTERS_PER_PANEL * num_columns, break_on_hyphens=False)
-        figure.suptitle(lines, fontsize=11)
+        figure = Figure((panel_width * num_columns, panel_height * num_rows), layout="constrained")
+        figure.suptitle(
+            textwrap.fill(title, int(CHARACTERS_PER_INCH * panel_width * num_columns)), fontsize=11
+        )
         yield figure.subplots(num_rows, num_columns, squeeze=False).tolist()
-        buffer, ending = io.BytesIO(), path.suffix.lower()
-        kind = "png" if ending == ".png" else "svg"
+        buffer, kind = io.BytesIO(), path.suffix.lower().removeprefix(".")
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(buffer, format=kind, dpi=120, transparent=True, metadata=metadata)
-        content = buffer.getvalue()
-        if ending == ".html":
-            content = _html_page(content.decode(), title, columns, figures).encode()
         try:
-            write_atomically(path, lambda file: file.write(content))
+            write_atomically(path, lambda file: file.write(buffer.getvalue()))
         except OSError as error:
             raise not_written(path, error) from error
 
 
-def decorate(axes: Axes, title: str, x_label: str, y_label: str) -> None:
-    """Title, labels and grid of one panel."""
-    axes.set_title(title, loc="left")
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.grid(color=INK, alpha=0.25, linewidth=0.7)
-
-
-def log_axis(axes: Axes) -> None:
+def _log_axis(axes: Axes) -> None:
     """Scale the x axis by powers of ten; the labels are plain text."""
     from matplotlib.ticker import LogFormatter
 
@@ -130,42 +128,198 @@ def log_axis(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(LogFormatter())
 
 
-def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
-    """Scale an x axis of ascending batch sizes by powers of two. Where they lie close, some have no label."""
-    shown = [sizes[-1]]
-    for size in reversed(sizes):
-        if size * LABELS_APART <= shown[-1]:
-            shown.append(size)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(shown, [str(size) for size in shown])
-    axes.minorticks_off()
-    axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
+def _short(name: str, most: int = 40) -> str:
+    """A name of at most so many letters; matplotlib takes one that begins with `_` for no label."""
+    name = f" {name}" if name.startswith("_") else name
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-most // 2 + 1 :]}"
 
 
-def label_heights(axes: Axes, labels: Sequence[tuple[float, str]], colour: str) -> None:
-    """Write labels right of a panel, at heights in its data, so that none covers another; limits are set."""
-    bottom, top = axes.get_ylim()
-    place = -1.0
-    for height, text in sorted(labels):
-        place = max((height - bottom) / (top - bottom), place + 1 / LINES_PER_PANEL)
-        axes.text(
-            1.01, place, text, transform=axes.transAxes, color=colour, va="center", fontsize=9
-        )
+# Runs.
 
 
-def _html_page(svg: str, title: str, columns: Sequence[str], figures: Figures) -> str:
-    """The picture and its figures in one file that needs nothing else."""
+def draw_runs(runs: Comparison, path: Path) -> None:
+    """Draw the learning curves of runs, their best values and their training times, the best first.
 
-    def shown(value: Any) -> str:
-        return (
-            "" if value is None else html.escape(f"{value:,}" if type(value) is int else str(value))
-        )
+    Runs that differ in the seed alone are one line, their mean, in a band from the lowest to the highest.
+    """
+    import pandas as pd
+    from matplotlib.ticker import MaxNLocator
 
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{shown(row.get(column))}</td>" for column in columns) + "</tr>"
-        for row in figures.scalars()
-    )
-    page = Template(PAGE.read_text(encoding="utf-8"))
-    return page.substitute(title=html.escape(title), svg=svg, head=head, body=body)
+    metric = runs.metric
+    num_finished = sum(row.state.status == "finished" for row in runs.rows)
+    title = f"{num_finished} of {counted(len(runs.rows), 'run')} finished"
+    lines = runs.lines()[:MAX_NAMES]
+    height = max(4.8, 0.3 * len(lines))
+    with drawing(path, title, num_columns=3, panel_height=height) as [[left, middle, right]]:
+        left.set(title="learning curves", xlabel="epoch", ylabel=metric)
+        left.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for number, (label, rows) in enumerate(lines):
+            curves = pd.DataFrame({n: row.curve(metric) for n, row in enumerate(rows)})
+            curves = curves.dropna(how="all")
+            color, dash = SERIES[number % len(SERIES)], DASHES[number % len(DASHES)]
+            if number >= len(SERIES):
+                left.plot(curves.index, curves.mean(axis=1), color=INK, alpha=0.3, zorder=1)
+                continue
+            if not curves.empty:
+                look: dict[str, Any] = {"color": color, "marker": ".", "label": _short(label)}
+                left.plot(curves.index, curves.mean(axis=1), dash, **look)
+                ends = curves.min(axis=1), curves.max(axis=1)
+                left.fill_between(curves.index, *ends, color=color, alpha=0.18, linewidth=0)
+        for panel, name in ((middle, f"best {metric}"), (right, "training_s")):
+            panel.set(title=name.replace("training_s", "training time"), xlabel=name)
+            panel.set_yticks(range(len(lines)), [_short(label) for label, _ in lines])
+            panel.set_ylim(len(lines) - 0.5, -0.5)
+            panel.tick_params(labelleft=panel is middle)
+            for number, (_, rows) in enumerate(lines):
+                color = SERIES[number] if number < len(SERIES) else INK
+                for row in rows:
+                    value = row.figure(name)
+                    face = color if row.state.status == "finished" else "none"
+                    if value is not None:
+                        panel.plot([value], [number], "o", color=color, markerfacecolor=face)
+                    elif panel is middle:
+                        text = "not measured"
+                        panel.text(0.5, number, text, transform=panel.get_yaxis_transform())
+        right.set_xlim(left=0)
+        if len(lines) > 1 and left.lines:
+            left.legend(title="the best" if len(lines) > len(SERIES) else None)
+
+
+# Analyses.
+
+
+def draw_analysis(analysis: Analysis, title: str, path: Path) -> None:
+    """Draw measured peaks, budgets and the sizes chosen of the unchanged configuration."""
+    first = [row for row in analysis.sorted_rows() if row.variant == analysis.rows[0].variant]
+    modes = list(dict.fromkeys(row.mode for row in first))
+    with drawing(path, title, num_columns=len(modes)) as [panels]:
+        for axes, mode in zip(panels, modes, strict=True):
+            axes.set(title=f"{mode}: memory", xlabel="batch size", ylabel="peak memory (GiB)")
+            rows = [row for row in first if row.mode == mode]
+            trials = {(trial.size, trial.peak_bytes) for row in rows for trial in row.trials}
+            measured = sorted((size, peak / GIB) for size, peak in trials if peak is not None)
+            if len(measured) > 1:
+                slope, start = statistics.linear_regression(*zip(*measured, strict=True))
+                axes.axline((0, start), slope=slope, color=BLUE, alpha=0.8)
+            axes.plot(*zip(*measured, strict=True), "o", color=BLUE) if measured else None
+            for row in rows:
+                if row.budget_bytes is not None:
+                    height = row.budget_bytes / GIB
+                    axes.axhline(height, color=VERMILION, linestyle="--")
+                    text = f"{row.memory}: {row.size}"
+                    place: dict[str, Any] = {
+                        "xytext": (-2, 3),
+                        "textcoords": "offset points",
+                        "ha": "right",
+                    }
+                    axes.annotate(text, (1, height), xycoords=("axes fraction", "data"), **place)
+                    refused = [trial.size for trial in row.trials if trial.peak_bytes is None]
+                    axes.plot(refused, [height] * len(refused), "x", color=VERMILION)
+                if row.batch_size is not None and row.peak_bytes is not None:
+                    point = [row.batch_size], [row.peak_bytes / GIB]
+                    axes.plot(*point, "D", color=GREEN, markerfacecolor="none", markersize=9)
+            axes.set_xlim(left=0)
+            axes.margins(y=0.15)
+
+
+def draw_rates(test: RateTest, title: str, path: Path) -> None:
+    """Draw the loss against the learning rate."""
+    rates, losses, smoothed = zip(*(row.values() for row in test.rows), strict=True)
+    with drawing(path, title, num_columns=1) as [[axes]]:
+        axes.set(title="learning rate range test", xlabel="OPTIMIZER.LR", ylabel="training loss")
+        axes.plot(rates, losses, color=INK, alpha=0.4, label="each step")
+        axes.plot(rates, smoothed, color=BLUE, label="smoothed")
+        if test.suggestion is not None:
+            axes.axvline(test.suggestion, color=GREEN, linestyle=":", label="suggested")
+        _log_axis(axes)
+        axes.set_ylim(min(losses), 1.5 * max(losses[: len(losses) // 2 + 1]))
+        axes.legend()
+
+
+# Evaluations.
+
+
+def draw_evaluation(levels: Sequence[LevelFigures | SetFigures], title: str, path: Path) -> None:
+    """Draw calibration and confusions of each level; where samples have several labels, its classes."""
+    from linnaeus.inference.figures import SetFigures
+
+    with drawing(path, title, num_rows=len(levels), panel_height=5.4) as panels:
+        for level, (left, right) in zip(levels, panels, strict=True):
+            name = level.level.name
+            has_samples = level.classes.num_samples > 0
+            if isinstance(level, SetFigures):
+                _ascending(left, level.average_precision[has_samples], f"{name}: average precision")
+                _ascending(right, level.classes.f1[has_samples], f"{name}: F1")
+                continue
+            samples, confidence, accuracy = level.bins.numpy()
+            edges = [number / len(samples) for number in range(len(samples))]
+            left.set(title=f"{name}: calibration error {level.calibration_error:.3f}")
+            left.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.03))
+            left.plot([0, 1], [0, 1], "--", color=INK)
+            shares, width = samples / level.num_samples, 1 / len(samples)
+            label = "share of the samples"
+            left.bar(edges, shares, width, align="edge", color=INK, alpha=0.25, label=label)
+            left.plot(confidence[samples > 0], accuracy[samples > 0], "o-", color=BLUE)
+            left.legend()
+            if len(level.level.classes) <= MAX_NAMES:
+                _matrix(right, level)
+            else:
+                title = f"{name}: recall, top-1 {level.top1:.4f}"
+                _ascending(right, level.classes.recall[has_samples], title)
+
+
+def _matrix(axes: Axes, level: LevelFigures) -> None:
+    """The confusion matrix: numbers of samples, coloured by their share of the true class.
+
+    Classes without a sample have no row, and without a prediction either no column.
+    """
+    import numpy as np
+
+    classes, count = level.level.classes, len(level.level.classes)
+    matrix = np.zeros((count, count))
+    matrix.flat[level.pairs.numpy()] = level.pair_counts.numpy()
+    rows = np.flatnonzero(matrix.any(axis=1))
+    columns = np.flatnonzero(matrix.any(axis=1) | matrix.any(axis=0))
+    matrix = matrix[rows][:, columns]
+    shares = matrix / matrix.sum(axis=1, keepdims=True)
+    title = f"{level.level.name}: top-1 {level.top1:.4f}"
+    axes.set(title=title, xlabel="predicted class", ylabel="true class")
+    axes.grid(visible=False)
+    # The root of a share, so that rare confusions can be seen.
+    axes.imshow(shares**0.5, cmap="Blues", vmin=0, vmax=1, aspect="auto", alpha=0.9)
+    look: dict[str, Any] = {"fontsize": 9 if len(columns) <= MAX_NAMES // 2 else 7}
+    names = [_short(classes[column], 24) for column in columns]
+    axes.set_xticks(range(len(columns)), names, rotation=45, ha="right", **look)
+    axes.set_yticks(range(len(rows)), [_short(classes[row], 24) for row in rows], **look)
+    for row, column in zip(*matrix.nonzero(), strict=True):
+        color = "white" if shares[row, column] > 0.25 else "black"
+        number = f"{int(matrix[row, column]):,}"
+        axes.text(column, row, number, ha="center", va="center", color=color, **look)
+
+
+def _ascending(axes: Axes, values: Tensor, title: str) -> None:
+    """A figure of all classes with samples, ascending."""
+    axes.set(title=title, xlabel="classes, ascending", ylim=(0, 1.03))
+    axes.plot(range(1, len(values) + 1), values.sort().values.tolist(), color=BLUE)
+
+
+def draw_images(
+    images: Iterable[str | np.ndarray], captions: Sequence[str], title: str, path: Path
+) -> None:
+    """Draw a contact sheet of image files or pixels [height, width, channels], six in a row."""
+    from PIL import Image
+
+    num_rows, num_columns = -(-len(captions) // 6), min(len(captions), 6)
+    sizes = {"panel_height": 2.3, "panel_width": 2.0}
+    with drawing(path, title, max(num_rows, 1), max(num_columns, 1), **sizes) as panels:
+        places = [axes for row in panels for axes in row]
+        for axes in places:
+            axes.set_axis_off()
+        for axes, image, caption in zip(places, images, captions, strict=False):
+            pixels: Any = image
+            if isinstance(image, str):
+                with Image.open(image) as file:
+                    pixels = file.convert("RGB")
+                    pixels.thumbnail((224, 224))
+            axes.imshow(pixels, cmap="gray")
+            axes.set_title("\n".join(_short(line, 30) for line in caption.split("\n")), fontsize=6)

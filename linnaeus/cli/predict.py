@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, TextIO
 
 from linnaeus.cli.parser import (
     CommandParser,
+    RunOptions,
     check_files,
-    read_choice,
+    choice,
+    option,
     read_count,
     read_number,
     read_table,
@@ -31,7 +33,6 @@ from linnaeus.runtime.errors import ConfigError, DataError
 from linnaeus.runtime.files import CHECKPOINTS, not_written
 from linnaeus.runtime.signals import StopRequest
 from linnaeus.runtime.words import counted
-from linnaeus.sweep.slurm import LaunchOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +53,7 @@ and notes go to standard error. Images that cannot be read are left out, and lis
 examples:
   linnaeus predict runs/birds photos/ --output birds.csv
   linnaeus predict runs/birds a.jpg b.jpg --top 3 --path
+  linnaeus predict runs/birds photos/ --threshold 0.9 --output birds.csv
   find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
 
 exit codes: 0 done, 1 not one image was predicted (no file is written), or anything else, 2 option, 3 not even
@@ -67,32 +69,51 @@ logger = logging.getLogger("linnaeus.predict")
 
 
 @dataclass
-class Options:
-    """What to predict, with what, and where to, as the help says; `images` are words for `walk`."""
+class PredictOptions(RunOptions):
+    """What to predict, with what, and where to; `images` are words for `walk`."""
 
-    run: Path = Path()
     images: list[str] = field(default_factory=list)
-    checkpoint: str | None = None
-    output: Path | None = None
-    top: int | None = None
-    path: bool = False
-    threshold: float | None = None
-    device: str = "auto"
-    batch_size: int | None = None
-    workers: int | None = None
-    trust_code: bool = False
-    launch: LaunchOptions = field(default_factory=LaunchOptions)
-    split: str | None = None
+    output: Path | None = option(
+        "write .csv, .json or .jsonl by its ending, instead of printing; the file appears when all is done",
+        "FILE",
+        read_table,
+    )
+    top: int | None = option(
+        "classes for each level; default 5, or all from the threshold on", "K", read_count
+    )
+    threshold: float | None = option(
+        "name the finest level whose best class has this probability: the genus where no species is certain; "
+        "with several labels per image: least probability of a label, default 0.5",
+        "P",
+        partial(read_number, "probability", most=1),
+    )
+    split: str | None = choice(
+        "predict the images of this split of RUN, in place of IMAGES", SPLITS
+    )
+    path: bool = option(
+        "add the most probable path through the taxonomy, on which each class is the parent of the next"
+    )
+    device: str = option("auto, cpu, cuda, cuda:1, ...", "DEVICE", default="auto")
+    batch_size: int | None = option(
+        "images in a batch; default: the largest that fits, at most 512 (64 on the CPU)",
+        "N",
+        read_count,
+    )
+    workers: int | None = option(
+        "threads that load images; 0 for none; default: one for each CPU core, at most 8",
+        "N",
+        lambda text: 0 if text == "0" else read_count(text),
+    )
 
 
-def read(argv: Sequence[str]) -> tuple[Options]:
+def read(argv: Sequence[str]) -> tuple[PredictOptions]:
     """Read the tokens after `predict`: the argument of `run`.
 
     Raises:
         ConfigError: lists everything that is wrong.
     """
-    options = Options()
-    options.images, problems = PARSER.words(argv, options)
+    options, words, problems = PARSER.words(argv)
+    options.images = words
     if options.split is not None and options.images:
         problems.append(f"--split {options.split}: predicts images of RUN; leave out IMAGES")
     elif options.split is not None and not problems:
@@ -134,7 +155,7 @@ def _split_images(path: Path, split: str) -> list[str]:
         raise ConfigError(f"--split {split}: {error}") from error
 
 
-def run(options: Options) -> int:
+def run(options: PredictOptions) -> int:
     """Predict the images; returns the exit code: 0 done, 1 not one image was predicted.
 
     Raises:
@@ -164,7 +185,7 @@ def run(options: Options) -> int:
         close_logging()
 
 
-def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
+def _predict(trained: TrainedRun, options: PredictOptions, console: Console) -> int:
     from linnaeus.runtime.console import ProgressBar
 
     predictor = trained.predictor(
@@ -282,6 +303,10 @@ def _cells(prediction: Prediction) -> dict[str, str]:
         cells |= {f"consistent_{level}": name for level, name in path.classes.items()}
         cells["consistent_probability"] = f"{path.probability:.6g}"
         cells["consistent_differs"] = str(path.differs).lower()
+    if prediction.certain is not None:
+        level, name, probability = prediction.certain
+        cells |= {"certain_level": level, "certain_class": name}
+        cells["certain_probability"] = f"{probability:.6g}" if level else ""
     return cells
 
 
@@ -296,6 +321,9 @@ def _text(prediction: Prediction) -> str:
     }
     if prediction.path is not None:
         rows["path"] = printable(str(prediction.path))
+    if prediction.certain is not None:
+        level, label, p = prediction.certain
+        rows["certain"] = f"{level} {printable(label)} {percent(p)}" if level else "none"
     width = max(map(len, [*rows, "path"]))
     lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
     return "\n".join([printable(str(prediction.source)), *lines, ""])
@@ -349,50 +377,8 @@ def printable(text: str) -> str:
 
 PARSER = CommandParser(
     "predict",
+    PredictOptions,
     words="RUN IMAGES... [options]",
     description=DESCRIPTION,
     details=DETAILS,
-    takes_run=True,
-    takes_overrides=False,
-)
-PARSER.option(
-    "--output",
-    "FILE",
-    read_table,
-    "write .csv, .json or .jsonl by its ending, instead of printing; the file appears when all is done",
-)
-PARSER.option(
-    "--top",
-    "K",
-    read_count,
-    "classes for each level; default 5, or all from the threshold on",
-)
-PARSER.option(
-    "--threshold",
-    "P",
-    partial(read_number, "probability", most=1),
-    "least probability of a label, for runs with several labels per image; default 0.5",
-)
-PARSER.option(
-    "--split",
-    "train|val|test",
-    partial(read_choice, SPLITS),
-    "predict the images of this split of RUN, in place of IMAGES",
-)
-PARSER.switch(
-    "--path",
-    "add the most probable path through the taxonomy, on which each class is the parent of the next",
-)
-PARSER.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")
-PARSER.option(
-    "--batch-size",
-    "N",
-    read_count,
-    "images in a batch; default: the largest that fits, at most 512 (64 on the CPU)",
-)
-PARSER.option(
-    "--workers",
-    "N",
-    lambda text: 0 if text == "0" else read_count(text),
-    "threads that load images; 0 for none; default: one for each CPU core, at most 8",
 )

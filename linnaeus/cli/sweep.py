@@ -11,15 +11,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from linnaeus.autobatch.predict.gpus import Gpu
-from linnaeus.cli.analyze.options import read_gpus
-from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_count, read_plot
+from linnaeus.cli.parser import (
+    CommandParser,
+    Options,
+    check_files,
+    choice,
+    option,
+    read_count,
+    read_plot,
+)
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, EXIT_SOME_FAILED, ConfigError, LinnaeusError
 from linnaeus.runtime.files import SWEEP
 from linnaeus.runtime.words import counted
@@ -28,7 +34,7 @@ from linnaeus.sweep.slurm import LaunchOptions, check_sbatch
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from linnaeus.cli.compare.runs import Comparison
+    from linnaeus.cli.runs import Comparison
     from linnaeus.config.schema import Config
     from linnaeus.sweep.folder import Plan, Sweep, SweepRun
     from linnaeus.sweep.grid import Combination
@@ -65,8 +71,7 @@ examples:
   linnaeus sweep --status runs/my_exp
   linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
 
-exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 3 nothing is predicted to fit,
-130 interrupted
+exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 130 interrupted
 """
 JOBS_OF_A_SEARCH = 4
 """Workers of a search on SLURM by default: the more at once, the less each can learn from the others."""
@@ -80,21 +85,50 @@ Watch = Callable[[Callable[[], bool], Sequence[int], float], None]
 logger = logging.getLogger("linnaeus.sweep")
 
 
+def _read_metric(text: str) -> str:
+    if not METRIC.fullmatch(text):
+        raise ValueError(
+            f"{text!r} is not a metric; use loss, consistent, top1/LEVEL, top5/LEVEL, map/LEVEL or f1/LEVEL"
+        )
+    return text
+
+
 @dataclass
-class Options:
+class SweepOptions(Options):
     """The options of these names; None for one that is not given."""
 
-    metric: str | None = None
-    plot: Path | None = None
-    predict_gpu: list[Gpu] = field(default_factory=list)
-    status: bool = False
-    launch: LaunchOptions = field(default_factory=LaunchOptions)
-    search: str | None = None
-    trials: int | None = None
-    no_prune: bool = False
+    metric: str | None = option(
+        "validation metric that is compared; default: top-1 of the finest level, or the loss",
+        "NAME",
+        _read_metric,
+    )
+    plot: Path | None = option(
+        "picture: .png or .svg by its ending; default sweep.png beside the runs", "FILE", read_plot
+    )
+    jobs: None = option(
+        "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a "
+        "search)",
+        "N",
+        read_count,
+        launches=True,
+    )
+    search: str | None = choice(
+        "choose the values of each run by the results of those before, in place of all combinations",
+        ["optuna"],
+    )
+    trials: int | None = option(
+        "runs of a search in all, repeated points included", "N", read_count, needs="--search"
+    )
+    no_prune: bool = option(
+        "let a search's runs train to their end even if they are worse than the median of the others",
+        needs="--search",
+    )
+    status: bool = option(
+        "show how far the runs are; the folder of a sweep may be all that follows"
+    )
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
+def read(argv: Sequence[str]) -> str | tuple[SweepOptions, Sweep, list[Plan]]:
     """Read the tokens after `sweep`, and check every combination as a configuration.
 
     Returns:
@@ -111,8 +145,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
     from linnaeus.sweep.grid import read_grid
     from linnaeus.sweep.space import read_space
 
-    options = Options()
-    rest, problems = PARSER.words(argv, options)
+    options, rest, problems = PARSER.words(argv)
     if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
         if problems:
             raise ConfigError(problems)
@@ -122,10 +155,6 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
             "--status: give the folder of a sweep, such as runs/my_exp, or its whole command"
         )
     if options.search is None:
-        for_search = {"--trials": options.trials is not None, "--no-prune": options.no_prune}
-        problems += [
-            f"{name}: is for --search optuna" for name, given in for_search.items() if given
-        ]
         grid = read_grid(rest)
         line, points = grid.line, grid.combinations
         problems += line.problems + grid.problems
@@ -135,13 +164,12 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Sweep, list[Plan]]:
         problems += line.problems + space.problems
         if find_spec("optuna") is None:
             problems.append("--search optuna: needs Optuna: pip install 'linnaeus[sweep]'")
-        if options.trials is None and not options.status:
+        if (
+            options.trials is None
+            and not options.status
+            and not any("--trials" in p for p in problems)
+        ):
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
-    if options.metric and not METRIC.fullmatch(options.metric):
-        problems.append(
-            f"--metric: {options.metric!r} is not a metric; use loss, consistent, top1/LEVEL, top5/LEVEL, "
-            "map/LEVEL or f1/LEVEL"
-        )
     plans = _plans(points, problems)
     if problems:
         raise ConfigError(problems)
@@ -200,7 +228,7 @@ def _ineffective(combination: Combination, config: Config) -> list[str]:
     ]
 
 
-def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
+def run(options: SweepOptions, sweep: Sweep, plans: Sequence[Plan]) -> int:
     """Start workers, show the table while they work and at the end, and write the files.
 
     Returns:
@@ -209,7 +237,6 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
     Raises:
         ConfigError: the folder cannot be written to, or is that of another sweep; no run whose status is
             asked for has the metric.
-        AutoBatchError: for some runs nothing is predicted to fit.
         LostFolderError: the folder was renamed or deleted while the runs went on.
         LinnaeusError: sbatch has refused the job.
     """
@@ -228,12 +255,6 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
                 raise ConfigError(problem)
             return 0
         shares = _shares(options.launch, plans)
-        if options.predict_gpu:
-            from linnaeus.cli.sweep_predict import check_predictions  # here: only this needs torch
-
-            check_predictions(
-                plans, options.predict_gpu, console, world_size=shares[0].num_processes
-            )
         if options.launch.dry_run:
             console.print(_dry_run(options, sweep, shares), soft_wrap=True, end="")
             return 0
@@ -259,8 +280,13 @@ def run(options: Options, sweep: Sweep, plans: Sequence[Plan]) -> int:
         close_logging()
     if received:
         return EXIT_INTERRUPTED
-    ended_well = table.with_status("finished", "pruned")
-    return 0 if ended_well and len(ended_well) == len(table.rows) else EXIT_SOME_FAILED
+    num_ended_well = _num_with(table, "finished", "pruned")
+    return 0 if num_ended_well and num_ended_well == len(table.rows) else EXIT_SOME_FAILED
+
+
+def _num_with(table: Comparison, *statuses: str) -> int:
+    """How many runs have one of these statuses."""
+    return sum(row.state.status in statuses for row in table.rows)
 
 
 # What is seen.
@@ -282,22 +308,23 @@ def _runs(sweep: Sweep, study: Study | None) -> list[SweepRun]:
     )
 
 
-def _comparison(sweep: Sweep, study: Study | None, options: Options) -> Comparison:
+def _comparison(sweep: Sweep, study: Study | None, options: SweepOptions) -> Comparison:
     """The table of a sweep as it is now."""
-    from linnaeus.cli.compare.runs import Comparison, read_runs
+    from linnaeus.cli.runs import Comparison, read_run
 
-    runs = _runs(sweep, study)
-    rows = read_runs([run.folder for run in runs])
-    for row, entry in zip(rows, runs, strict=True):
+    rows = []
+    for entry in _runs(sweep, study):
+        rows.append(row := read_run(entry.folder))
         row.values = entry.values
+        row.problems = [each for each in row.problems if "what differs" not in each]  # it is known
     return Comparison(rows, options.metric or sweep.metric)
 
 
 def _show(table: Comparison, console: Console) -> None:
-    from linnaeus.cli.compare.session import print_runs
-
     if table.rows:
-        print_runs(table, console)
+        console.print(table.table())
+        for sentence in table.sentences():
+            console.print(sentence, soft_wrap=True)
     else:
         console.print("no run has begun")
 
@@ -308,9 +335,11 @@ def _missing_metric(table: Comparison) -> str | None:
     return problem and f"--metric: {problem}"
 
 
-def _report(options: Options, sweep: Sweep, study: Study | None, console: Console) -> Comparison:
+def _report(
+    options: SweepOptions, sweep: Sweep, study: Study | None, console: Console
+) -> Comparison:
     """Show the figures, and write them to the files."""
-    from linnaeus.cli.compare.session import save_plot, save_search_plot
+    from linnaeus.cli.plots import draw_runs
 
     table = _comparison(sweep, study, options)
     _show(table, console)
@@ -321,14 +350,11 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
         for name in ("figures.json", "sweep.csv"):
             table.save(sweep.folder / name)
         logger.info("figures: %s and sweep.csv", sweep.folder.resolve() / "figures.json")
-        if study is None:
-            save_plot(table, plot)
-        else:
-            save_search_plot(table, study.space.axes, plot)
+        draw_runs(table, plot)
         logger.info("picture: %s", plot.resolve())
     except (OSError, LinnaeusError) as error:  # a full disk
         logger.warning("the figures cannot be written: %s", error)
-    if left := len(table.with_status("running", "interrupted", "not run")):
+    if left := _num_with(table, "running", "interrupted", "not run"):
         logger.info(
             "%s left; the same command goes on, and linnaeus work %s is one more worker",
             counted(left, "run"),
@@ -338,7 +364,7 @@ def _report(options: Options, sweep: Sweep, study: Study | None, console: Consol
 
 
 def _watch(
-    options: Options,
+    options: SweepOptions,
     sweep: Sweep,
     study: Study | None,
     console: Console,
@@ -356,7 +382,6 @@ def _watch(
     """
     from rich.live import Live
 
-    from linnaeus.cli.compare.session import runs_table
     from linnaeus.runtime.console import is_interactive
     from linnaeus.runtime.run_folder import read_state
 
@@ -366,8 +391,6 @@ def _watch(
             is_over = not goes_on()
             runs = _runs(sweep, study)
             states = [read_state(run.folder) for run in runs]
-            if is_over and (received or not any(state.status == "running" for state in states)):
-                return
             if not is_interactive(console):
                 for run, state in zip(runs, states, strict=True):
                     if known.setdefault(run.folder, "not run") != state.status:
@@ -375,7 +398,9 @@ def _watch(
                         reason = f": {state.reason}" if state.reason else ""
                         logger.info("%s: %s%s", run.title, state.status, reason)
             elif runs:
-                live.update(runs_table(_comparison(sweep, study, options), console), refresh=True)
+                live.update(_comparison(sweep, study, options).table(), refresh=True)
+            if is_over and (received or not any(state.status == "running" for state in states)):
+                return
             time.sleep(pause_s)
 
 
@@ -526,7 +551,7 @@ def _watch_workers(
 # Workers on SLURM.
 
 
-def _script(options: Options, sweep: Sweep) -> str:
+def _script(options: SweepOptions, sweep: Sweep) -> str:
     """The script of the array of workers."""
     from linnaeus.sweep.slurm import workers_script
 
@@ -534,7 +559,7 @@ def _script(options: Options, sweep: Sweep) -> str:
     return workers_script(sweep.folder, options.launch, num_runs)
 
 
-def _watch_jobs(watch: Watch, options: Options, sweep: Sweep, received: Sequence[int]) -> None:
+def _watch_jobs(watch: Watch, options: SweepOptions, sweep: Sweep, received: Sequence[int]) -> None:
     """Submit an array of workers and watch it.
 
     Raises:
@@ -555,7 +580,7 @@ def _watch_jobs(watch: Watch, options: Options, sweep: Sweep, received: Sequence
         logger.info("SLURM job %s goes on; scancel %s ends it, with checkpoints", number, number)
 
 
-def _dry_run(options: Options, sweep: Sweep, shares: Sequence[Share]) -> str:
+def _dry_run(options: SweepOptions, sweep: Sweep, shares: Sequence[Share]) -> str:
     """What would be started."""
     if options.launch.launcher == "slurm":
         return _script(options, sweep)
@@ -576,47 +601,9 @@ def _dry_run(options: Options, sweep: Sweep, shares: Sequence[Share]) -> str:
 
 PARSER = CommandParser(
     "sweep",
+    SweepOptions,
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration of each run, and exit",
-)
-PARSER.option(
-    "--metric",
-    "NAME",
-    str,
-    "validation metric that is compared; default: top-1 of the finest level, or the loss",
-)
-PARSER.option(
-    "--plot",
-    "FILE",
-    read_plot,
-    "picture: .png, .svg or .html by its ending; default sweep.png beside the runs",
-)
-PARSER.option(
-    "--jobs",
-    "N",
-    read_count,
-    "workers, and so runs at once; default: 1 (it uses all GPUs); on SLURM one for each run (4 in a search)",
-    launches=True,
-)
-PARSER.option(
-    "--search",
-    "optuna",
-    partial(read_choice, ["optuna"]),
-    "choose the values of each run by the results of those before, in place of all combinations",
-)
-PARSER.option("--trials", "N", read_count, "runs of a search in all, repeated points included")
-PARSER.switch(
-    "--no-prune",
-    "let a search's runs train to their end even if they are worse than the median of the others",
-)
-PARSER.switch(
-    "--status", "show how far the runs are; the folder of a sweep may be all that follows"
-)
-PARSER.option(
-    "--predict-gpu",
-    "NAME,...",
-    read_gpus,
-    "show the batch sizes predicted for these GPUs, which need not be here, before a run starts; start none "
-    "where nothing is predicted to fit on any of them",
+    gone={"--predict-gpu": "is gone; predict one run with linnaeus analyze --predict --gpu NAME"},
 )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from linnaeus.cli.main import COMMANDS
-from linnaeus.cli.parser import CommandParser, read_request
+from linnaeus.cli.parser import CommandParser, Options, check_files, option, read_plot, read_request
 from linnaeus.config.keys import NODES, available
 from linnaeus.config.schema import Config
+from linnaeus.runtime.errors import ConfigError
+
+NUM_PREVIEWED = 36
+"""Samples on the contact sheet."""
 
 
 def _table(rows: Mapping[str, str]) -> str:
@@ -43,6 +49,7 @@ examples:
   linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=5 TRAIN.AMP bf16
   linnaeus train model=resnet50 data=imagefolder DATA.DATASET.ROOT /data/birds
   linnaeus train --cfg my_exp.yaml --print-config
+  linnaeus train --cfg my_exp.yaml --preview samples.png
   torchrun --nproc_per_node=4 -m linnaeus.main train --cfg my_exp.yaml
   linnaeus train --cfg my_exp.yaml --launcher slurm --slurm gpus-per-node=4 time=4:00:00
 
@@ -50,21 +57,30 @@ exit codes: 0 done, 2 configuration, 3 no batch size fits, or out of memory, 130
 """
 
 
-def read(argv: Sequence[str]) -> str | tuple[Namespace, Config]:
+def read(argv: Sequence[str]) -> str | tuple[TrainOptions, Config]:
     """Read the tokens after `train`: a text to print, or the arguments of `run`.
 
     Raises:
         ConfigError: lists everything that is wrong.
     """
-    return read_request(PARSER, argv, Namespace(), references=True)
+    request = read_request(PARSER, argv, references=True)
+    if not isinstance(request, str):
+        check_files({"--preview": request[0].preview})
+    return request
 
 
-def run(_: Namespace, config: Config) -> int:
-    """Train; returns the exit code: 0 done, 128 and the signal's number (130 for Ctrl-C) if stopped.
+def run(options: TrainOptions, config: Config) -> int:
+    """Train, or draw the preview.
+
+    Returns:
+        The exit code: 0 done, 128 and the signal's number (130 for Ctrl-C) if stopped.
 
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
+    if options.preview is not None:
+        draw_preview(config, options.preview)
+        return 0
     from linnaeus.run import run as train
     from linnaeus.runtime.distributed import RankEnded
 
@@ -75,11 +91,54 @@ def run(_: Namespace, config: Config) -> int:
     return 128 + stop_signal if stop_signal else 0
 
 
+def draw_preview(config: Config, path: Path) -> None:
+    """Draw augmented training samples with their labels, as training begins with them.
+
+    Raises:
+        ConfigError: the samples are no images with labels.
+    """
+    import torch
+
+    from linnaeus.cli.plots import draw_images
+    from linnaeus.data.datasets import build_data
+    from linnaeus.models.preprocessing import with_preprocessing
+    from linnaeus.runtime.rng import seed_all
+
+    node, _ = with_preprocessing(config.DATA, config.MODEL)
+    data = build_data(node, seed=config.EXPERIMENT.SEED)
+    seed_all(config.EXPERIMENT.SEED)
+    look, taxonomy = data.preprocessing, data.taxonomy
+    if look is None or taxonomy is None or taxonomy.is_multilabel:
+        raise ConfigError("--preview: is for images with one label per level; leave it out")
+    mean, std = (torch.tensor(values)[:, None, None] for values in (look.mean, look.std))
+    dataset: Any = data.train
+    images, captions = [], []
+    for position in torch.randperm(len(dataset))[:NUM_PREVIEWED].tolist():
+        pixels, labels = dataset[position]
+        images.append((pixels * std + mean).clamp(0, 1).permute(1, 2, 0).numpy())
+        names = zip(taxonomy.levels, labels.tolist(), strict=True)
+        captions.append("\n".join(level.classes[n] if n >= 0 else "unknown" for level, n in names))
+    draw_images(images, captions, f"augmented training samples of {data.source}", path)
+    print(f"picture: {path.resolve()}")
+
+
+@dataclass
+class TrainOptions(Options):
+    """Options beside the configuration's."""
+
+    multirun: bool = option("the command sweep: -m KEY=a,b is sweep KEY=a,b", short="-m")
+    preview: Path | None = option(
+        "draw 36 augmented training samples with their labels as .png or .svg, and train nothing",
+        "FILE",
+        read_plot,
+    )
+    version: bool = option("print the version of Linnaeus and exit")
+
+
 PARSER = CommandParser(
     "[train]",
+    TrainOptions,
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the whole configuration, resolved, and exit",
 )
-PARSER.switch("--multirun", "the command sweep: -m KEY=a,b is sweep KEY=a,b", short="-m")
-PARSER.switch("--version", "print the version of Linnaeus and exit")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from linnaeus.cli.parser import CommandParser, read_count
+from linnaeus.cli.parser import CommandParser, Options, option, read_count
 from linnaeus.runtime.errors import ConfigError
-from linnaeus.sweep.slurm import LaunchOptions
 
 DESCRIPTION = """\
 Takes runs of a sweep that nobody has, one after another, until none is left.
@@ -28,15 +27,17 @@ exit codes: 0 its runs ended well, 1 some did not, 2 the folder or an option, 13
 
 
 @dataclass
-class Options:
-    """The sweep, the processes of each run, and where the worker works."""
+class WorkOptions(Options):
+    """The sweep, and the processes of each run."""
 
     folder: Path = Path()
-    nproc: int | None = None
-    launch: LaunchOptions = field(default_factory=LaunchOptions)
+    jobs: None = option(
+        "workers, with --launcher slurm; default: 1", "N", read_count, launches=True
+    )
+    nproc: int | None = option("processes of each run, with torchrun; default: 1", "N", read_count)
 
 
-def read(argv: Sequence[str]) -> tuple[Options]:
+def read(argv: Sequence[str]) -> tuple[WorkOptions]:
     """Read the tokens after `work`.
 
     Raises:
@@ -44,8 +45,7 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     """
     from linnaeus.sweep.folder import Sweep
 
-    options = Options()
-    words, problems = PARSER.words(argv, options)
+    options, words, problems = PARSER.words(argv)
     if len(words) != 1:
         problems.append(f"'{' '.join(words)}': name the folder of one sweep, such as runs/my_exp")
     if options.launch.launcher == "slurm" and options.nproc is not None:
@@ -61,7 +61,7 @@ def read(argv: Sequence[str]) -> tuple[Options]:
     return (options,)
 
 
-def run(options: Options) -> int:
+def run(options: WorkOptions) -> int:
     """Take runs, or submit jobs that do; returns the exit code.
 
     Raises:
@@ -83,13 +83,5 @@ def run(options: Options) -> int:
 
 
 PARSER = CommandParser(
-    "work",
-    words="FOLDER [options]",
-    description=DESCRIPTION,
-    details=DETAILS,
-    takes_overrides=False,
+    "work", WorkOptions, words="FOLDER [options]", description=DESCRIPTION, details=DETAILS
 )
-PARSER.option(
-    "--jobs", "N", read_count, "workers, with --launcher slurm; default: 1", launches=True
-)
-PARSER.option("--nproc", "N", read_count, "processes of each run, with torchrun; default: 1")

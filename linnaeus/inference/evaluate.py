@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linnaeus.autobatch.memory.device import failed_allocations
 from linnaeus.autobatch.memory.oom import is_out_of_memory
@@ -43,11 +43,13 @@ class Outcome:
         metrics: those that training logs, computed as there; equal on all processes.
         levels: the figures of each level, coarse to fine, on rank 0; None on the others.
         duration_s: of the pass over the data.
+        samples: see `EvaluationMetrics.samples`.
     """
 
     metrics: dict[str, float]
     levels: list[LevelFigures | SetFigures] | None
     duration_s: float
+    samples: tuple[Tensor, Tensor, list[int]] | None = None
 
 
 def assemble_evaluation(
@@ -169,7 +171,8 @@ def evaluate(
         ) from error
     values = metrics.logged.compute(world)
     assert values is not None  # no process breaks off
-    return Outcome(values, metrics.figures(world), time.perf_counter() - started)
+    levels = metrics.figures(world)
+    return Outcome(values, levels, time.perf_counter() - started, metrics.samples)
 
 
 def evaluated_preprocessing(

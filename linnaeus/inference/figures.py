@@ -34,7 +34,11 @@ class EvaluationMetrics:
 
     Attributes:
         logged: the metrics that training logs.
+        samples: of all processes, one after another, on rank 0 after `figures`: [N, L, 2] labels and
+            predictions, their log-probabilities, and the number of samples of each process.
     """
+
+    samples: tuple[Tensor, Tensor, list[int]] | None = None
 
     def __init__(
         self, taxonomy: Taxonomy | None, device: torch.device, *, are_logs: bool = False
@@ -93,6 +97,7 @@ class EvaluationMetrics:
             return None if gathered is None else []
         samples = [part for parts in gathered for part in parts]
         labels, log_p = (torch.cat(parts) for parts in zip(*samples, strict=True))  # [N, L, 2] each
+        self.samples = labels, log_p, [sum(len(part) for part, _ in parts) for parts in gathered]
         return [
             LevelFigures.of(level, labels[:, position], log_p[:, position])
             for position, level in enumerate(self._taxonomy.levels)

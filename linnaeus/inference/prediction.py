@@ -45,12 +45,15 @@ class Prediction:
             one first. Where images have several labels, those from the threshold on, perhaps none.
         path: the most probable consistent path; None where it was not asked for.
         separator: of the names in a table where images have several labels; None is one label each.
+        certain: the finest level whose best class reaches the threshold, that class and its probability;
+            empty names where no level does. None without a threshold.
     """
 
     source: str | int
     levels: dict[str, list[tuple[str, float]]]
     path: ConsistentPath | None = None
     separator: str | None = None
+    certain: tuple[str, str, float] | None = None
 
     def __repr__(self) -> str:
         shown = {
@@ -73,6 +76,10 @@ class Prediction:
         content: dict[str, Any] = {"path": self.source, "levels": levels}
         if self.path is not None:
             content["consistent"] = asdict(self.path)
+        if self.certain is not None:
+            names = ("level", "class", "probability")
+            is_any = bool(self.certain[0])
+            content["certain"] = dict(zip(names, self.certain, strict=True)) if is_any else None
         return content
 
 
@@ -92,7 +99,7 @@ def predictions_of(
     *,
     top: int | None,
     path: bool = False,
-    threshold: float = 0.5,
+    threshold: float | None = None,
     are_logs: bool = False,
 ) -> list[Prediction]:
     """The predictions of a batch. Level by level and a path at a time, it takes memory for [B, classes].
@@ -103,7 +110,8 @@ def predictions_of(
         taxonomy: levels, classes and parents.
         top: number of classes of each level; a level with fewer gives all, None all of several labels.
         path: whether to look for the most probable consistent path.
-        threshold: the least probability of a label where images have several.
+        threshold: the least probability of the finest class that is certain; where images have several
+            labels, of each label, and None is 0.5.
         are_logs: see `linnaeus.training.losses.log_probabilities`.
 
     Raises:
@@ -127,7 +135,7 @@ def predictions_of(
         logs.append(log)
         found = log.topk(min(top or log.shape[1], log.shape[1]), dim=1)
         rows = zip(found.indices.tolist(), found.values.exp().tolist(), strict=True)
-        least = threshold if is_multilabel else 0.0
+        least = (0.5 if threshold is None else threshold) if is_multilabel else 0.0
         named = ([(level.classes[label], p) for label, p in zip(*row, strict=True)] for row in rows)
         best.append([[(name, p) for name, p in row if p >= least] for row in named])
     labels, probabilities = _best_paths(logs, taxonomy, are_logs=are_logs) if path else ([], [])
@@ -140,7 +148,12 @@ def predictions_of(
             classes = {level.name: level.classes[label] for level, label in pairs}
             differs = any(levels[name][0][0] != label for name, label in classes.items())
             consistent = ConsistentPath(classes, probabilities[i], differs)
-        predictions.append(Prediction(source, levels, consistent, taxonomy.separator))
+        certain = None
+        if threshold is not None and not is_multilabel:
+            best_of = {name: rows[0] for name, rows in levels.items()}
+            sure = [(name, *row) for name, row in best_of.items() if row[1] >= threshold]
+            certain = sure[-1] if sure else ("", "", 0.0)
+        predictions.append(Prediction(source, levels, consistent, taxonomy.separator, certain))
     return predictions
 
 

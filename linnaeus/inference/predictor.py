@@ -58,7 +58,7 @@ class Predictor:
     precision: Precision
     top: int | None = 5
     path: bool = False
-    threshold: float = 0.5
+    threshold: float | None = None
     batch_size: int | None = None
     num_workers: int = 0
     has_searched: bool = field(default=False, init=False)

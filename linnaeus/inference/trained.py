@@ -136,7 +136,8 @@ class TrainedRun:
                 [C, H, W] of uint8 or of fractions in [0, 1]; or an array or tensor of several.
             top: number of classes of each level; None is 5, or all where images have several labels.
             path: also look for the most probable path through the taxonomy.
-            threshold: the least probability of a label where images have several; None is 0.5.
+            threshold: the least probability of the finest class that is certain; where images have several
+                labels, of each label, and None is 0.5.
             batch_size: images in a batch; None finds the largest that fits, where there are many images.
 
         Raises:
@@ -225,10 +226,6 @@ class TrainedRun:
             raise ConfigError(
                 "--path: the run has several labels for an image and no path; leave it out"
             )
-        if not is_multilabel and threshold is not None:
-            raise ConfigError(
-                "--threshold: the run has one label for an image in each level; use --top"
-            )
         return Predictor(
             self.model,
             self.transform,
@@ -236,7 +233,7 @@ class TrainedRun:
             self.precision,
             top=5 if top is None and not is_multilabel else top,
             path=path,
-            threshold=0.5 if threshold is None else threshold,
+            threshold=threshold,
             batch_size=batch_size,
             num_workers=min(8, num_cores()) if num_workers is None else num_workers,
         )

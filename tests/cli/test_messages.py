@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 from pathlib import Path
@@ -10,20 +9,15 @@ from typing import Any
 
 import pytest
 
-from linnaeus.autobatch.predict.gpus import find_gpu
-from linnaeus.cli import export, predict, sweep, train, work
-from linnaeus.cli.compare import options as compare
-from linnaeus.cli.compare.runs import Row as RunRow
-from linnaeus.cli.compare.runs import compared, read_runs
-from linnaeus.cli.compare.session import print_runs, sort_rows
+from linnaeus.cli import compare, export, predict, sweep, train, work
 from linnaeus.cli.evaluate import options as evaluate
-from linnaeus.cli.evaluate.report import compare_with_logged, logged_sentence
-from linnaeus.cli.sweep_predict import check_predictions
+from linnaeus.cli.evaluate.report import logged_sentence
+from linnaeus.cli.runs import Row as RunRow
+from linnaeus.cli.runs import compared, read_run
 from linnaeus.runtime.run_folder import Claim, Holder, State
 from linnaeus.sweep.worker import _reason
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import Golden, error_of
-from tests.helpers.predictions import GROWING
 from tests.helpers.run_files import write_run, write_validations
 
 LINES: dict[str, tuple[Any, list[str]]] = {
@@ -200,11 +194,8 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def evaluations() -> dict[str, str]:
     metrics = {"loss": 1.5, "top1/a": 0.5}
-    same = compare_with_logged(metrics, metrics, [])
-    other_settings = ["TRAIN.AMP off (bf16 in the run)"]
-    other = compare_with_logged({"loss": 1.5, "consistent": 1.0}, metrics, other_settings)
-    changed = compare_with_logged({"loss": 1.25, "top1/a": 0.5}, metrics, [])
-    sentences = [logged_sentence(each, metrics) for each in (same, other, changed)]
+    others = ({**metrics}, {"loss": 1.5, "consistent": 1.0}, {"loss": 1.25, "top1/a": 0.5})
+    sentences = [logged_sentence(logged, metrics) for logged in others]
     return {"figures beside those of training": "\n".join(sentences)}
 
 
@@ -216,37 +207,32 @@ def of_runs() -> dict[str, str]:
     write_validations(Path("runs/third"), [0.5], metric="top1/species")
     Path("runs/third/config.yaml").unlink()
     names = ["one", "other", "failed", "third"]
-    found = compared(read_runs([Path("runs", name) for name in names]), names)
+    found = compared([read_run(Path("runs", name)) for name in names], names)
     found.rows.append(
         RunRow(
-            found.rows[0].values,
             Path("none"),
             State("running", Holder("node7", 12, "", "", "34_5")),
+            values=found.rows[0].values,
         )
     )
     console, output = plain_console()
-    print_runs(found, console)
+    console.print(found.table(), *found.sentences(), sep="\n", soft_wrap=True)
     return {
         "runs side by side": output.getvalue(),
         "a metric that no run has": str(
             compared(found.rows, [*names, "x"], "top1/knid").unknown_metric
         ),
-        "what runs cannot be sorted by": error_of(sort_rows, found, "lr"),
+        "what runs cannot be sorted by": error_of(found.sort, "lr"),
     }
 
 
 def of_sweeps() -> dict[str, str]:
-    """Of a sweep for which nothing fits, and of runs that were killed, or failed, in one."""
-    argv = [*GROWING, "DATA.BATCH_SIZE=100000,8", "DATA.DATASET.length=200000"]
-    request = sweep.read([*argv, "EXPERIMENT.NAME=new"])
-    assert isinstance(request, tuple)
-    nothing_fits = error_of(check_predictions, request[2], [find_gpu("t4")], plain_console()[0])
-    # a prediction differs from torch to torch
-    said = {"nothing fits": re.sub(r"at most \d+ is", "at most N is", nothing_fits)}
+    """Of runs that were killed, or failed, in a sweep."""
+    said = dict[str, str]()
     claim = Claim(Path("runs/killed"))
     claim.begin()
     shutil.rmtree("runs/killed/.claims")
-    [row] = read_runs([Path("runs/killed")])
+    row = read_run(Path("runs/killed"))
     said["a killed run"] = (
         str(row.state.reason).replace(str(os.getpid()), "PID").replace(socket.gethostname(), "HOST")
     )

@@ -194,3 +194,18 @@ def test_a_run_becomes_a_file_for_other_programs(desk: Path, run: Run) -> None:
     assert "last.pt" in outcome.err
     outcome = run("predict", "birds.safetensors", "photos", "--device", "cpu")
     assert (outcome.code, outcome.out.count("species")) == (0, 4)
+
+
+def test_a_threshold_backs_off_to_the_finest_certain_level(desk: Path, run: Run) -> None:
+    plain = load_run("runs/birds", device="cpu").predict(PHOTOS)
+    least = [min(each.levels[name][0][1] for each in plain) for name in ("order", "species")]
+    most = max(p for each in plain for _, p in (each.levels[name][0] for name in each.levels))
+    for threshold in (min(least), most, 1.0):
+        argv = ("--threshold", f"{threshold - 1e-7:.9f}" if threshold < 1 else "1")
+        assert run("predict", "runs/birds", *PHOTOS, *argv, "--output", "a.csv", *CPU).code == 0
+        rows = list(csv.DictReader((desk / "a.csv").read_text().splitlines(keepends=True)))
+        for row, each in zip(rows, plain, strict=True):
+            best = {name: classes[0] for name, classes in each.levels.items()}
+            sure = [name for name in best if best[name][1] >= float(argv[1])]
+            expected = [sure[-1], best[sure[-1]][0]] if sure else ["", ""]
+            assert [row["certain_level"], row["certain_class"]] == expected

@@ -11,7 +11,7 @@ from linnaeus.autobatch.predict.gpus import GIB
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
 from linnaeus.cli.analyze.measure import Setup
-from linnaeus.cli.analyze.options import Options, read
+from linnaeus.cli.analyze.options import AnalyzeOptions, read
 from linnaeus.cli.analyze.predict import (
     PredictedStep,
     build_on_meta,
@@ -71,13 +71,13 @@ def content_of(outcome: Outcome, path: Path = Path("batch_sizes.json")) -> dict[
     return dict(json.loads(path.read_text()))
 
 
-def parsed(*argv: str) -> tuple[Options, Config]:
+def parsed(*argv: str) -> tuple[AnalyzeOptions, Config]:
     request = read(["--predict", "--gpu", "t4", *argv])
     assert not isinstance(request, str)
     return request
 
 
-def setup_of(options: Options, config: Config) -> Setup:
+def setup_of(options: AnalyzeOptions, config: Config) -> Setup:
     data = build_data(config.DATA, seed=0)
     return Setup(config, data, world_of(options.world_size[0]), RankStatus(), plain_console()[0])
 

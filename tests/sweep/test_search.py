@@ -228,7 +228,7 @@ def test_a_whole_search(run_in_child: Run, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.out + outcome.err
     entries = figures(tmp_path / "runs/tiny")
     assert [entry["status"] for entry in entries] == ["finished"] * 3
-    best = max(entry["best"]["top1/class"]["value"] for entry in entries)
+    best = max(entry["best top1/class"] for entry in entries)
     assert f" {best:.4f}" in outcome.out.splitlines()[-1]
     study = Study(Sweep.read(tmp_path / "runs/tiny"))
     assert states(study) == ["COMPLETE"] * 3

@@ -56,10 +56,13 @@ def log_of(folder: Path) -> str:
     return (folder / "shell.txt").read_text()
 
 
+UNEQUAL = {"training_s", "images_per_s", "seconds", "folder", "reason", "exit_code"}
+
+
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The table without times: equal for an undisturbed sweep."""
     return [
-        {**run["values"], "status": run["status"], "epoch": run["epoch"], **run["metrics"]}
+        {name: value for name, value in run.items() if name not in UNEQUAL}
         for run in figures(folder)
     ]
 
@@ -76,9 +79,10 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Pa
     assert outcome.code == 1, outcome
     folder = tmp_path / "runs/tiny"
     good, bad = figures(folder)
-    assert (good["status"], good["exit_code"], good["values"]) == ("finished", 0, {key: model})
-    assert (bad["status"], bad["exit_code"], bad["metrics"]) == ("failed", 2, {})
+    assert (good["status"], good["exit_code"], good[key]) == ("finished", 0, model)
+    assert (bad["status"], bad["exit_code"], bad["curve"]) == ("failed", 2, [])
     assert f"{model}s" in bad["reason"]
+    assert f"{key}={model}s: failed" in outcome.out, "the last run is told too"
     assert bad["reason"] in outcome.out
     assert "Traceback" not in outcome.out + outcome.err
     first, second = csv.DictReader((folder / "sweep.csv").read_text().splitlines())

@@ -1,13 +1,11 @@
-"""Measures sizes and speeds: one search for each mode and fraction, timings, and the effect of remedies."""
+"""Measures sizes and speeds: one search for each variant, mode and fraction."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,23 +16,20 @@ from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.autobatch.throughput import rungs
-from linnaeus.batch_plan.effective_batch import Facts, max_samples_per_rank
-from linnaeus.batch_plan.plan import plan_batches
-from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, timed_size
+from linnaeus.cli.analyze.options import CONFIGURED, VARIANTS, AnalyzeOptions
+from linnaeus.cli.analyze.results import Analysis, Breakdown, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
-from linnaeus.data.bundle import DataBundle, dataset_length
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.datasets import build_data
 from linnaeus.runtime.distributed import World
 from linnaeus.runtime.errors import AutoBatchError, ConfigError, LinnaeusError
 from linnaeus.runtime.words import counted
 from linnaeus.size_search.keys import in_keys
 from linnaeus.size_search.report import device_environment
 from linnaeus.size_search.searches import SizeSearch
-from linnaeus.training.build import Assembly, assemble, plan_facts
+from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.out_of_memory import StateBytes, state_bytes
 
 logger = logging.getLogger("linnaeus.analysis")
@@ -76,86 +71,105 @@ class Setup:
         )
 
 
-def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Search every mode and fraction, time sizes and try remedies."""
-    search, config = setup.search(), setup.config
-    plan = None
-    if options.throughput:
-        analysis.goal = goal = Goal(
-            dataset_length=options.dataset_length or dataset_length(setup.data.train),
-            epochs=config.TRAIN.EPOCHS,
-            world_size=options.world_size[0],
-            noise_scale=options.noise_scale,
-            time_budget_s=options.time_budget,
-        )
-        facts = plan_facts(
-            search.assembly,
-            config.MODEL,
-            config.TRAIN,
-            max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE or goal.dataset_length,
-            world_size=goal.world_size,
-            num_samples=goal.dataset_length,
-            min_steps_per_epoch=config.DATA.AUTOBATCH.MIN_STEPS_PER_EPOCH,
-        )
-        search = replace(search, max_samples_per_rank=max_samples_per_rank(config.TRAIN, facts))
-        plan = partial(planned, config, facts, goal)
-    analysis.environment = {
-        **device_environment(search.world.device),
-        "total_bytes": device_memory(search.world.device).total_bytes,
-        **run_settings(config.MODEL, search),
-    }
-    logger.info("%s", device_sentence(analysis.environment))
-    for mode in options.modes:
-        _measure_mode(
-            search, mode, options, analysis, setup.status, plan if mode == "train" else None
-        )
-    if options.remedies:
-        del search
+def measure_sizes(setup: Setup, options: AnalyzeOptions, analysis: Analysis) -> None:
+    """Search and time every variant, mode and fraction; a variant that cannot run has the reason."""
+    for name in (CONFIGURED, *options.variants):
+        try:
+            search = with_variant(setup, name).search()
+            if name == CONFIGURED:
+                analysis.environment = {
+                    **device_environment(search.world.device),
+                    "total_bytes": device_memory(search.world.device).total_bytes,
+                    **run_settings(setup.config.MODEL, search),
+                }
+                logger.info("%s", device_sentence(analysis.environment))
+            for mode in options.modes:
+                _measure_mode(search, mode, name, options, analysis, setup.status)
+            del search
+        except Exception as error:
+            add_reason(analysis, options, name, error)
         gc.collect()
-        try_remedies(
-            setup, analysis, partial(run_sizes, timed=options.throughput), common_changes(setup)
-        )
+        analysis.compare_speeds()
+
+
+def add_reason(analysis: Analysis, options: AnalyzeOptions, name: str, error: Exception) -> None:
+    """Add the rows of a variant that cannot run, such as a model that has no checkpointing.
+
+    Raises:
+        Exception: the error itself, where it is that of the unchanged configuration.
+    """
+    if name == CONFIGURED:
+        raise error
+    logger.debug("a variant failed", exc_info=True)
+    text = str(error.problems[0] if isinstance(error, ConfigError) else error)
+    kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
+    reason = f"{name}: {kind}{' '.join(text.split())}"
+    known = {(row.mode, row.variant) for row in analysis.rows}
+    for mode in options.modes:
+        if (mode, name) not in known:
+            analysis.rows += [
+                Row(mode, fraction, name, limited_by="failed", reason=reason)
+                for fraction in options.fractions
+            ]
+
+
+def with_variant(setup: Setup, name: str) -> Setup:
+    """Change one thing of the configuration.
+
+    Raises:
+        ConfigError: it is so already, or cannot be changed.
+    """
+    if name == CONFIGURED:
+        return setup
+    key, value = VARIANTS[name]
+    node, field = key.split(".")
+    before = getattr(getattr(setup.config, node), field)
+    if key == "DATA.IMG_SIZE":
+        if setup.data.img_size is None:
+            raise ConfigError("the data has no image size")
+        value = [max(side // 2, 1) for side in setup.data.img_size]
+    if before == value:
+        raise ConfigError(f"{key} is {value} already")
+    config = replace(setup.config, **{node: replace(getattr(setup.config, node), **{field: value})})
+    data = build_data(config.DATA, seed=config.EXPERIMENT.SEED) if node == "DATA" else setup.data
+    logger.info("variant %s: %s=%s", name, key, value)
+    return replace(setup, config=config, data=data)
 
 
 def _measure_mode(
     search: SizeSearch,
     mode: Mode,
-    options: Options,
+    variant: str,
+    options: AnalyzeOptions,
     analysis: Analysis,
     status: RankStatus,
-    plan: Callable[[int], dict[str, Any]] | None,
 ) -> None:
-    """Search every fraction of one mode, the largest first. One at which nothing fits has the reason."""
-    rows = [Row(mode, fraction) for fraction in sorted(options.fractions, reverse=True)]
+    """Search every fraction of one mode, the largest first, and time the sizes found."""
+    rows = [Row(mode, fraction, variant) for fraction in sorted(options.fractions, reverse=True)]
     try:
-        state, largest = StateBytes(), None
+        state, num_found = StateBytes(), 0
         with (
             count_after_steps(state, search.assembly, search.world.device),
             search.finder(mode, status) as finder,
         ):
             for row in rows:
                 analysis.rows.append(row)
-                found = _find(finder, row, is_first=largest is None)
-                largest = largest or found
+                num_found += _find(finder, row, is_first=not num_found) is not None
                 if row.peak_bytes is not None:
-                    held_bytes = finder.held_bytes
                     row.breakdown = break_down(
-                        mode, state, peak_bytes=row.peak_bytes, held_bytes=held_bytes
+                        mode, state, peak_bytes=row.peak_bytes, held_bytes=finder.held_bytes
                     )
                 size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
                 logger.info(
                     "%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial")
                 )
-            if largest is not None:
-                rates: dict[int, float | None] = {}
-                if plan is not None:
-                    minutes = search.config.AUTOBATCH.TIMEOUT_MINUTES
-                    _time_sizes(
-                        finder, rates, largest, options.sizes, minutes, plan, analysis.speeds
-                    )
-                for row in rows:
-                    if row.batch_size is not None:
-                        row.samples_per_s = _rate(finder, rates, row.batch_size)
+            speeds: dict[int, float] = {}
+            for row in rows:
+                if (size_found := row.batch_size) is not None:
+                    if size_found not in speeds:
+                        speeds[size_found] = finder.time(size_found).samples_per_s
+                    # Not finite, or 0: something else takes its memory now.
+                    row.samples_per_s = speeds[size_found] or None
     except AutoBatchError as error:  # the bounds leave no size to try
         analysis.rows += [replace(row, reason=str(error)) for row in rows]
 
@@ -205,75 +219,6 @@ def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatc
     return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
 
 
-def _rate(finder: BatchSizeFinder, rates: dict[int, float | None], size: int) -> float | None:
-    """Samples per second of a size, timed once; None when something else takes its memory now."""
-    if size not in rates:
-        timing = finder.time(size)
-        rates[size] = timing.samples_per_s if math.isfinite(timing.seconds_per_step) else None
-    return rates[size]
-
-
-def _time_sizes(
-    finder: BatchSizeFinder,
-    rates: dict[int, float | None],
-    largest: AutoBatchResult,
-    sizes: list[int] | None,
-    timeout_minutes: float,
-    plan: Callable[[int], dict[str, Any]],
-    speeds: Speeds,
-) -> None:
-    """Time training sizes, the largest first, and add them to the rates and speeds.
-
-    Without sizes to time beside the largest, until smaller ones only cost or the timeout is over.
-    """
-    top = largest.batch_size
-
-    def add(size: int) -> None:
-        run = plan(size)
-        size = run["batch_size"]  # the micro-batch size of training
-        rate = _rate(finder, rates, size)
-        if rate is None:
-            speeds.left_out[size] = "does not fit any more: something else takes memory now"
-        else:
-            speeds.sizes[size] = timed_size(rate=rate, **run)
-
-    if sizes is not None:
-        reason = f"training takes {finder.min_size} to {top} (limited by {largest.limited_by})"
-        speeds.left_out |= {size: reason for size in sizes if not finder.min_size <= size <= top}
-        for size in sorted({top, *sizes} - speeds.left_out.keys(), reverse=True):
-            add(size)
-        return
-    for timing in reversed(
-        finder.prefer_throughput(largest, timeout_minutes=timeout_minutes).timings
-    ):
-        fits = math.isfinite(timing.seconds_per_step)
-        rates[timing.batch_size] = timing.samples_per_s if fits else None
-        add(timing.batch_size)
-    # A smaller batch needs fewer samples to the same loss, and so may be worth its lower speed.
-    if speeds.sizes and speeds.recommended.relative_seconds is not None:
-        for rung in rungs(list(Candidates(finder.min_size, top, finder.settings.multiple_of))):
-            if speeds.recommended.batch_size > min(speeds.sizes):
-                break
-            if rung < min(speeds.sizes):
-                add(rung)
-
-
-def planned(config: Config, facts: Facts, goal: Goal, size: int) -> dict[str, Any]:
-    """Arguments of `timed_size` for the run that the batch plan makes of the largest size that fits."""
-    plan: dict[str, Any] = {
-        "batch_size": size,
-        "accumulation_steps": config.TRAIN.ACCUMULATION_STEPS,
-    }
-    try:
-        facts = replace(facts, max_micro_batch_size=size)
-        found = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
-    except ConfigError as error:
-        return {**plan, "goal": goal, "warnings": tuple(error.problems)}
-    names = ("accumulation_steps", "learning_rate", "warmup_steps", "total_steps", "warnings")
-    plan = {name: getattr(found, name) for name in names}
-    return {**plan, "goal": goal, "batch_size": found.micro_batch_size}
-
-
 def count_after_steps(
     state: StateBytes, assembly: Assembly, device: torch.device
 ) -> RemovableHandle:
@@ -303,81 +248,6 @@ def break_down(
     activations = peak_bytes - held_bytes - allocated
     counts = asdict(replace(state, gradients=gradients))
     return Breakdown(**counts, activations=activations, rest=held_bytes - kept)
-
-
-# Remedies, at the sizes to paste. Measured ones have the unchanged configuration beside them, so that before
-# and after come from a process in the same state: on the CPU it does not give back all memory that it took.
-
-
-Run = Callable[[Setup, Sequence[Row], int], Sequence[dict[str, Any]]]
-"""Runs the training sizes of rows, each divided by a number; gives attributes of `Remedy` for each row."""
-
-
-def try_remedies(
-    setup: Setup, analysis: Analysis, run: Run, changes: Iterable[dict[str, Any]]
-) -> None:
-    """Find the effect of each change of keys at each training size to paste.
-
-    Rows get a remedy as soon as it is known. What `run` raises is the reason why there is no peak.
-    """
-    rows = [
-        row for row in analysis.chosen_rows() if row.mode == "train" and row.batch_size is not None
-    ]
-    if not rows:
-        return
-    before = [row.peak_bytes for row in rows]
-    if not analysis.is_predicted:  # otherwise the same would be predicted again
-        logger.info("remedies: measuring the configuration as it is again")
-        before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
-    for keys in changes:
-        logger.info("remedies: %s", ", ".join(keys))
-        setup.status.update(f"remedies: {', '.join(keys)}")
-        config = setup.config
-        for key, value in keys.items():
-            node, name = key.split(".")
-            config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
-        divisor = config.TRAIN.ACCUMULATION_STEPS // setup.config.TRAIN.ACCUMULATION_STEPS
-        try:
-            found = run(replace(setup, config=config), rows, divisor)
-        except Exception as error:  # a user's model may not take every precision
-            logger.debug("a remedy failed", exc_info=True)
-            kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
-            found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
-        for row, peak_bytes, effect in zip(rows, before, found, strict=True):
-            size = max(1, (row.batch_size or 0) // divisor)
-            row.remedies.append(Remedy(keys, size, peak_bytes, **effect))
-
-
-def common_changes(setup: Setup) -> Iterator[dict[str, Any]]:
-    """The remedies that change something, in order, as keys with their new values."""
-    train, device = setup.config.TRAIN, setup.world.device
-    if train.AMP == "off" and (
-        device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        yield {"TRAIN.AMP": "bf16"}
-    if not train.GRADIENT_CHECKPOINTING:
-        yield {"TRAIN.GRADIENT_CHECKPOINTING": True}
-    yield {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}
-
-
-def run_sizes(
-    setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool
-) -> list[dict[str, Any]]:
-    """Measure the sizes of rows under a configuration."""
-    found = list[dict[str, Any]]()
-    try:
-        with setup.search().finder("train", setup.status) as finder:
-            for row in rows:
-                size = max(1, (row.batch_size or 0) // divisor)
-                peak_bytes = finder.measure(size).peak_bytes
-                if peak_bytes is None:
-                    found.append({"reason": f"needs more than {finder.budget_bytes / GIB:.3f} GiB"})
-                else:
-                    speed = finder.time(size).samples_per_s if timed else 0.0
-                    found.append({"peak_bytes": peak_bytes, "samples_per_s": speed or None})
-    finally:
-        gc.collect()
-    return found
 
 
 # The environment in which the figures hold.

@@ -1,12 +1,12 @@
-"""The command line of `linnaeus analyze`, whose other name is `linnaeus plan`. Imports no torch."""
+"""The command line of `linnaeus analyze`. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from linnaeus.autobatch.predict.gpus import GIB, GPUS, Gpu, find_gpu
 from linnaeus.autobatch.result import Mode
@@ -14,6 +14,9 @@ from linnaeus.autobatch.search import STRATEGIES
 from linnaeus.cli.parser import (
     AUTOBATCH,
     CommandParser,
+    Options,
+    choice,
+    option,
     read_choice,
     read_count,
     read_number,
@@ -21,32 +24,34 @@ from linnaeus.cli.parser import (
     read_request,
     read_table,
 )
-from linnaeus.cli.tables import read_duration
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import Config
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+CONFIGURED = "as configured"
+"""The configuration as it is: the first row of every table."""
+VARIANTS: dict[str, tuple[str, Any]] = {
+    "bf16": ("TRAIN.AMP", "bf16"),
+    "channels_last": ("TRAIN.CHANNELS_LAST", True),
+    "checkpointing": ("TRAIN.GRADIENT_CHECKPOINTING", True),
+    "compile": ("TRAIN.COMPILE", True),
+    "half_resolution": ("DATA.IMG_SIZE", None),
+}
+"""The key that each variant changes, and its value; None is half of the value."""
 
 DESCRIPTION = """\
-Measures which batch size fits in which fraction of the device's memory, for training and validation, and what
-limits it. --throughput adds how fast training sizes are and what a run takes with each: per epoch, in all,
-and, with a noise scale, to the same loss. With --predict nothing is run: the memory of GPUs that need not be
-there is predicted. With --lr it trains for a hundred steps, and suggests a learning rate.
-`linnaeus plan` is `linnaeus analyze --throughput --modes train` at the configured fraction.
+Finds the maximum batch size in each fraction of the device's memory, for training and validation, with its
+peak and its speed. --variants adds rows with one thing changed. --predict runs nothing: it predicts the same
+table for GPUs that need not be there. --lr trains for a hundred steps and suggests a learning rate.
 """
 DETAILS = """\
-Only the training and validation steps are timed: loading and the exchange between processes come on top. The
-recommended size is the smallest within 5 % of the best samples per second; with a noise scale, the size with
-the least predicted time to the same loss; with a time budget, one of those that end in time.
-
+Only the training and validation steps are timed: loading and the exchange between processes come on top.
 Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the same key,
 the one further right wins.
 
 examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
-  linnaeus analyze --cfg my_exp.yaml --epochs 90 --time-budget 12h --plot sizes.html
-  linnaeus analyze --cfg my_exp.yaml --noise-scale 2000 --world-size 8 OPTIMIZER.LR_SCALING=linear
-  linnaeus analyze --cfg my_exp.yaml --modes train --remedies --output sizes.csv TRAIN.AMP bf16
+  linnaeus analyze --cfg my_exp.yaml --variants bf16,checkpointing --output sizes.csv --plot sizes.png
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-40gb,rtx-4090,h100-80gb
   linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-80gb --world-size 1,8,64 --sharding full
   linnaeus analyze --cfg my_exp.yaml --lr --plot rates.png
@@ -55,111 +60,6 @@ examples:
 exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (what was measured is written),
 1 anything else
 """
-
-
-@dataclass
-class Options:
-    """What to measure, and where the figures go: the options of these names.
-
-    Fractions and sizes are ascending; without fractions the configured one counts, and without sizes those
-    around the fastest. The time budget is in seconds.
-    """
-
-    output: Path = Path("batch_sizes.json")
-    plot: Path | None = None
-    fractions: list[float] = field(default_factory=lambda: [0.6, 0.7, 0.8, 0.9])
-    modes: list[Mode] = field(default_factory=lambda: list(MODES))
-    throughput: bool = False
-    sizes: list[int] | None = None
-    dataset_length: int | None = None
-    noise_scale: float | None = None
-    time_budget: float | None = None
-    remedies: bool = False
-    predict: bool = False
-    gpu: list[Gpu] = field(default_factory=list)
-    device_memory_gb: list[Gpu] = field(default_factory=list)
-    world_size: list[int] = field(default_factory=lambda: [1])
-    lr: bool = False
-
-
-IMPLY_THROUGHPUT = (
-    "--sizes",
-    "--dataset-length",
-    "--epochs",
-    "--noise-scale",
-    "--time-budget",
-    "--world-size",
-)
-"""Options that ask for the time of a run, as `--throughput` does; the last one also for a prediction."""
-NOT_WITH_PREDICT = ("--throughput", *IMPLY_THROUGHPUT[:-1], "--steps", "--plot", "--strategy")
-"""Options for what is run."""
-NOT_WITH_LR = (
-    "--fractions",
-    "--remedies",
-    "--predict",
-    "--gpu",
-    "--device-memory-gb",
-    *(name for name in NOT_WITH_PREDICT if name != "--plot"),
-    "--modes",
-    "--world-size",
-    "--sharding",
-    "--min-bs",
-    "--max-bs",
-    "--memory-limit-gb",
-)
-"""Options for batch sizes."""
-
-
-def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Options, Config]:
-    """Read the tokens after `analyze`: a text to print, or the arguments of the session's `run`.
-
-    >>> options, config = read(["--fractions", "0.8,0.5", "--sizes=8,4", "--epochs", "3"])
-    >>> options.fractions, options.sizes, options.throughput, config.TRAIN.EPOCHS
-    ([0.5, 0.8], [4, 8], True, 3)
-
-    `options` are the defaults.
-
-    Raises:
-        ConfigError: lists everything that is wrong, with the options and in the configuration.
-    """
-    given = {token.partition("=")[0] for token in argv}
-
-    def check(options: Options, words: list[str]) -> list[str]:
-        if options.lr:
-            options.output = options.output if "--output" in given else Path("learning_rates.json")
-            wrong = [name for name in NOT_WITH_LR if name in given]
-            return [f"{name}: not with --lr, which only trains; leave it out" for name in wrong]
-        problems = []
-        if not options.predict:
-            options.throughput |= not given.isdisjoint(IMPLY_THROUGHPUT)
-            wrong = [
-                name for name in ("--gpu", "--device-memory-gb", "--sharding") if name in given
-            ]
-            if len(options.world_size) > 1:
-                problems.append("--world-size: takes several numbers only with --predict")
-            return problems + [f"{name}: needs --predict" for name in wrong]
-        if options.remedies and len(options.world_size) > 1:
-            problems.append("--remedies: takes one number of --world-size")
-        wrong = [name for name in NOT_WITH_PREDICT if name in given]
-        return problems + [
-            f"{name}: not with --predict, which runs nothing; leave it out" for name in wrong
-        ]
-
-    request = read_request(PARSER, argv, options or Options(), check)
-    if not isinstance(request, str):
-        found, config = request
-        found.fractions = found.fractions or [config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION]
-    return request
-
-
-def read_plan(argv: Sequence[str]) -> str | tuple[Options, Config]:
-    """Read the tokens after `plan`: speeds of training at the configured fraction of the memory.
-
-    >>> options, _ = read_plan(["--fractions", "0.7"])
-    >>> options.fractions, options.modes, options.throughput
-    ([0.7], ['train'], True)
-    """
-    return read(argv, Options(fractions=[], modes=["train"], throughput="--predict" not in argv))
 
 
 def _ascending(read_one: Callable[[str], float], text: str) -> list[float]:
@@ -190,110 +90,145 @@ def _both(key: str) -> list[str]:
     return [f"{AUTOBATCH}.{key}", f"{AUTOBATCH}.{key}_VAL"]
 
 
-def _modes(text: str) -> list[Mode]:
-    names = {read_choice(MODES, name.strip()) for name in text.split(",")}
-    return [mode for mode in MODES if mode in names]
+def _several(choices: Iterable[str], text: str) -> list[str]:
+    choices = tuple(choices)
+    names = {read_choice(choices, name.strip()) for name in text.split(",")}
+    return [name for name in choices if name in names]
+
+
+_MEASURED = {"--predict": "runs nothing", "--lr": "only trains"}
+_SIZES = {"--lr": "only trains"}
+
+
+@dataclass
+class AnalyzeOptions(Options):
+    """What to measure, and where the figures go. Fractions are ascending."""
+
+    output: Path | None = option(
+        ".json, .jsonl or .csv by its ending; default batch_sizes.json", "FILE", read_table
+    )
+    plot: Path | None = option(
+        "also draw a picture: .png or .svg by its ending",
+        "FILE",
+        read_plot,
+        not_with={"--predict": "runs nothing"},
+    )
+    min_bs: None = option(
+        "smallest size tried", "N", read_count, keys=_both("MIN_BATCH_SIZE"), not_with=_SIZES
+    )
+    max_bs: None = option(
+        "largest size tried", "N", read_count, keys=_both("MAX_BATCH_SIZE"), not_with=_SIZES
+    )
+    memory_limit_gb: None = option(
+        "each process may hold TARGET_MEMORY_FRACTION of this at most",
+        "X",
+        partial(read_number, "number of GiB"),
+        keys=[f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
+        not_with=_SIZES,
+    )
+    fractions: list[float] = option(
+        "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
+        "F,F,...",
+        partial(_ascending, partial(read_number, "fraction of the memory", most=1)),
+        lambda: [0.6, 0.7, 0.8, 0.9],
+        not_with=_SIZES,
+    )
+    modes: list[Mode] = option(
+        "train, val or both; default train,val",
+        "M,M",
+        partial(_several, MODES),
+        lambda: [*MODES],
+        choices=MODES,
+        not_with=_SIZES,
+    )
+    variants: list[str] = option(
+        f"also with one thing changed: {', '.join(VARIANTS)}",
+        "V,V,...",
+        partial(_several, VARIANTS),
+        list,
+        choices=VARIANTS,
+        not_with=_SIZES,
+    )
+    steps: None = option(
+        "steps that one trial runs",
+        "N",
+        read_count,
+        keys=_both("STEPS_PER_TRIAL"),
+        not_with=_MEASURED,
+    )
+    strategy: None = choice(
+        "how sizes are searched",
+        [*STRATEGIES],
+        keys=[f"{AUTOBATCH}.STRATEGY"],
+        not_with=_MEASURED,
+    )
+    predict: bool = option(
+        "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; "
+        "nothing is run",
+        not_with=_SIZES,
+    )
+    gpu: list[Gpu] = option(
+        f"GPUs that need not be here: {', '.join(GPUS)}",
+        "NAME,...",
+        read_gpus,
+        list,
+        choices=GPUS,
+        needs="--predict",
+    )
+    device_memory_gb: list[Gpu] = option(
+        "GPUs by the GiB that torch sees of their memory",
+        "X,...",
+        _memories,
+        list,
+        needs="--predict",
+    )
+    world_size: list[int] = option(
+        "processes of the run, or several numbers, such as 1,8,64; default 1",
+        "N",
+        partial(_ascending, read_count),
+        lambda: [1],
+        needs="--predict",
+    )
+    sharding: None = choice(
+        "share the model among the processes, or with hybrid among those of each node",
+        ("full", "hybrid", "none"),
+        keys=["DIST.SHARDING"],
+        needs="--predict",
+    )
+    lr: bool = option(
+        "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
+    )
+
+
+def read(argv: Sequence[str]) -> str | tuple[AnalyzeOptions, Config]:
+    """Read the tokens after `analyze`: a text to print, or the arguments of the session's `run`.
+
+    >>> options, config = read(["--fractions", "0.8,0.5", "--variants=compile,bf16", "--max-bs", "3"])
+    >>> options.fractions, options.variants, config.DATA.AUTOBATCH.MAX_BATCH_SIZE
+    ([0.5, 0.8], ['bf16', 'compile'], 3)
+
+    Raises:
+        ConfigError: lists everything that is wrong, with the options and in the configuration.
+    """
+    return read_request(PARSER, argv)
 
 
 PARSER = CommandParser(
     "analyze",
+    AnalyzeOptions,
     description=DESCRIPTION,
     details=DETAILS,
     print_config="print the configuration that would be measured, and exit",
-)
-PARSER.option(
-    "--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {Options.output}"
-)
-PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")
-PARSER.option("--min-bs", "N", read_count, "smallest size tried", _both("MIN_BATCH_SIZE"))
-PARSER.option("--max-bs", "N", read_count, "largest size tried", _both("MAX_BATCH_SIZE"))
-PARSER.option(
-    "--memory-limit-gb",
-    "X",
-    partial(read_number, "number of GiB"),
-    "each process may hold TARGET_MEMORY_FRACTION of this at most",
-    [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
-)
-PARSER.option(
-    "--fractions",
-    "F,F,...",
-    partial(_ascending, partial(read_number, "fraction of the memory", most=1)),
-    "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
-)
-PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val", choices=MODES)
-PARSER.option("--steps", "N", read_count, "steps that one trial runs", _both("STEPS_PER_TRIAL"))
-PARSER.option(
-    "--strategy",
-    "|".join(STRATEGIES),
-    partial(read_choice, [*STRATEGIES]),
-    "how sizes are searched",
-    [f"{AUTOBATCH}.STRATEGY"],
-)
-PARSER.switch(
-    "--throughput",
-    "time sizes, and predict the time of a run; the options up to --world-size imply it",
-)
-PARSER.option(
-    "--epochs", "N", read_count, "passes of the run over its training samples", ["TRAIN.EPOCHS"]
-)
-PARSER.option(
-    "--time-budget",
-    "T",
-    read_duration,
-    "mark the sizes with which it ends in time: 90s, 30m, 2h, 1d",
-)
-PARSER.option(
-    "--noise-scale",
-    "X",
-    partial(read_number, "number of samples"),
-    "gradient noise scale, in samples; gives the time to the same loss",
-)
-PARSER.option(
-    "--dataset-length",
-    "N",
-    read_count,
-    "training samples; default: those of the configured dataset",
-)
-PARSER.option(
-    "--sizes",
-    "N,N,...",
-    partial(_ascending, read_count),
-    "time these training sizes, and the largest that fits; default: from that downwards, until smaller sizes "
-    "are too slow",
-)
-PARSER.option(
-    "--world-size",
-    "N",
-    partial(_ascending, read_count),
-    "processes that the run will have; default 1; with --predict also several numbers, such as 1,8,64",
-)
-PARSER.option(
-    "--sharding",
-    "full|hybrid|none",
-    partial(read_choice, ("full", "hybrid", "none")),
-    "with --predict: share the model among the processes, or with hybrid among those of each node",
-    ["DIST.SHARDING"],
-)
-PARSER.switch(
-    "--remedies",
-    "measure what bf16, gradient checkpointing and accumulation would save in training; with --predict: "
-    "predict it, and what SGD and smaller images would save",
-)
-PARSER.switch(
-    "--predict",
-    "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; nothing "
-    "is run",
-)
-PARSER.option(
-    "--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}", choices=GPUS
-)
-PARSER.option(
-    "--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory"
-)
-PARSER.switch(
-    "--lr", "train 100 steps of DATA.BATCH_SIZE with a rising learning rate, and suggest one"
-)
-PARSER.gone = dict.fromkeys(
-    ("--hf", "--method", "--sequence", "--dtype", "--checkpointing"),
-    "is gone; predict the memory of language models with examples/llm_memory.py",
+    gone={
+        "--remedies": "is gone; give --variants bf16,checkpointing",
+        "--throughput": "is gone; every size found is timed",
+        **dict.fromkeys(
+            ("--sizes", "--time-budget", "--noise-scale", "--dataset-length", "--epochs"),
+            "is gone; --variants and --fractions show the speed of each size found",
+        ),
+        **dict.fromkeys(
+            ("--hf", "--method", "--sequence", "--dtype", "--checkpointing"),
+            "is gone; predict the memory of language models with examples/llm_memory.py",
+        ),
+    },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,18 +20,17 @@ from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.state.sharded import fake_job
 from linnaeus.cli.analyze.measure import (
     Setup,
+    add_reason,
     break_down,
-    common_changes,
     count_after_steps,
     run_settings,
     settings_sentence,
-    try_remedies,
+    with_variant,
 )
-from linnaeus.cli.analyze.options import Options
+from linnaeus.cli.analyze.options import CONFIGURED, AnalyzeOptions
 from linnaeus.cli.analyze.results import Analysis, Row
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
-from linnaeus.data.datasets import build_data
 from linnaeus.runtime.distributed import World, resolve_device
 from linnaeus.runtime.errors import AutoBatchError, ConfigError
 from linnaeus.size_search.bounds import max_batch_sizes
@@ -47,11 +46,9 @@ LARGEST = 1 << 20
 """No batch is predicted to be larger, unless MAX_BATCH_SIZE allows it."""
 GPUS_PER_NODE = 8
 """Of a run of more processes."""
-ALIGNED_PIXELS = 32
-"""A smaller image has the next smaller multiple of this as its side."""
 
 
-def gpus_of(options: Options, config: Config) -> Sequence[Gpu]:
+def gpus_of(options: AnalyzeOptions, config: Config) -> Sequence[Gpu]:
     """The devices that the options name, or else this machine's GPU with what is in use on it now.
 
     Raises:
@@ -75,37 +72,54 @@ def gpus_of(options: Options, config: Config) -> Sequence[Gpu]:
     return [Gpu(name, total_bytes, (base_bytes / 2**20,) * 3)]
 
 
-def predict_sizes(gpus: Sequence[Gpu], setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Predict the size for each number of processes, device, mode and fraction, and effects of remedies."""
-    sizes, sharding = options.world_size, setup.config.DIST.SHARDING
-    for num in sizes:
-        setup = replace(setup, world=world_of(num))
-        of_num = (
-            [replace(gpu, name=f"{num} × {gpu.name}") for gpu in gpus] if len(sizes) > 1 else gpus
-        )
-        with job_of(setup):
-            search = build_on_meta(setup)
-            if not analysis.environment:
-                settings = run_settings(setup.config.MODEL, search)
-                numbers = {"world_size": num if len(sizes) == 1 else sizes, "sharding": sharding}
-                analysis.environment = describe(gpus, {**numbers, **settings})
-            for mode in options.modes:
-                rows = rows_of(mode, of_num, options.fractions)
-                setup.status.update(f"{mode}: tracing the step")
-                try:
-                    step = predicted_step(search, mode)
-                except AutoBatchError as error:  # the bounds leave no size
-                    rows = [replace(row, reason=str(error)) for row in rows]
-                else:
-                    for row in rows:
-                        fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
-                analysis.rows += rows
-    if sharding != "none" and 1 in sizes:
+def predict_sizes(
+    gpus: Sequence[Gpu], setup: Setup, options: AnalyzeOptions, analysis: Analysis
+) -> None:
+    """Predict the size for each variant, number of processes, device, mode and fraction."""
+    numbers, sharding = options.world_size, setup.config.DIST.SHARDING
+    for name in (CONFIGURED, *options.variants):
+        try:
+            changed = with_variant(setup, name)
+            if name == "compile":
+                raise ConfigError("compiled models are measured only: leave --predict out")
+            for num in numbers:
+                _predict_variant(
+                    replace(changed, world=world_of(num)), name, gpus, options, analysis
+                )
+        except Exception as error:
+            add_reason(analysis, options, name, error)
+    if sharding != "none" and 1 in numbers:
         logger.info(
             "DIST.SHARDING %s with one process is the same as none; see --world-size", sharding
         )
-    if options.remedies:
-        try_remedies(setup, analysis, trace_sizes, more_changes(setup))
+
+
+def _predict_variant(
+    setup: Setup, name: str, gpus: Sequence[Gpu], options: AnalyzeOptions, analysis: Analysis
+) -> None:
+    """Predict the sizes of one variant with one number of processes."""
+    num, numbers = setup.world.world_size, options.world_size
+    with job_of(setup):
+        search = build_on_meta(setup)
+        if not analysis.environment:
+            sizes = {"world_size": num if len(numbers) == 1 else numbers}
+            settings = run_settings(setup.config.MODEL, search)
+            analysis.environment = describe(
+                gpus, {**sizes, "sharding": setup.config.DIST.SHARDING, **settings}
+            )
+        if len(numbers) > 1:
+            gpus = [replace(gpu, name=f"{num} × {gpu.name}") for gpu in gpus]
+        for mode in options.modes:
+            rows = rows_of(mode, name, gpus, options.fractions)
+            setup.status.update(f"{mode}: tracing the step")
+            try:
+                step = predicted_step(search, mode)
+            except AutoBatchError as error:  # the bounds leave no size
+                rows = [replace(row, reason=str(error)) for row in rows]
+            else:
+                for row in rows:
+                    fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
+            analysis.rows += rows
 
 
 def world_of(num: int) -> World:
@@ -225,7 +239,7 @@ def predicted_step(search: SizeSearch, mode: Mode) -> PredictedStep:
 
 
 def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
-    """Find the largest sizes that run within the row's fraction of its device, with the margin and without.
+    """Find the maximum batch size within the row's fraction of its device, with the margin and without.
 
     They may be above those of a search, see `Prediction.largest`. `limit_gb` is MEMORY_LIMIT_GB. Where
     nothing fits, the row has the reason.
@@ -237,9 +251,10 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
         limit_bytes = prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB)
         is_limited = limit_bytes < row.budget_bytes
         row.budget_bytes = min(row.budget_bytes, limit_bytes)
-    row.safe_batch_size = prediction.largest_of(step.candidates, row.budget_bytes / MARGIN)
+    row.batch_size = prediction.largest_of(step.candidates, row.budget_bytes / MARGIN)
     largest = prediction.largest_of(step.candidates, row.budget_bytes)
-    if largest is None:
+    row.size_without_margin = max(filter(None, (largest, row.batch_size)), default=None)
+    if row.batch_size is None:
         size = step.candidates[0]
         margin = f", with the margin of {100 * (MARGIN - 1):.3g} %"
         remedy = device_that_would_do(prediction.safe_bytes(size) / row.memory_fraction, margin)
@@ -250,12 +265,12 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
                 f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
             )
         row.reason = (
-            f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
-            f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
-            f"{prediction.base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
+            f"prediction ({row.mode}): no batch size fits{margin}. The budget is "
+            f"{row.budget_bytes / GIB:.2f} GiB, {origin}; batch size {size} takes "
+            f"{prediction.peak_bytes(size) / GIB:.2f} GiB, of which {prediction.base_bytes / GIB:.2f} GiB "
+            f"are in use beside the allocator; {remedy}"
         )
         return
-    row.batch_size = max(largest, row.safe_batch_size or 0)
     row.limited_by = (
         step.bound if row.batch_size == step.candidates[len(step.candidates) - 1] else "memory"
     )
@@ -272,10 +287,17 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     )
 
 
-def rows_of(mode: Mode, gpus: Sequence[Gpu], fractions: Sequence[float]) -> list[Row]:
+def rows_of(mode: Mode, variant: str, gpus: Sequence[Gpu], fractions: Sequence[float]) -> list[Row]:
     """The rows of a mode to fill: of each device, the largest fraction comes first."""
     return [
-        Row(mode, fraction, device=gpu.name, device_bytes=gpu.total_bytes, base_bytes=base_bytes)
+        Row(
+            mode,
+            fraction,
+            variant,
+            device=gpu.name,
+            device_bytes=gpu.total_bytes,
+            base_bytes=base_bytes,
+        )
         for gpu in gpus
         for base_bytes in [int(gpu.base_mib[0] * 2**20)]
         for fraction in sorted(fractions, reverse=True)
@@ -310,43 +332,3 @@ def describe(gpus: Sequence[Gpu], settings: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
         **settings,
     }
-
-
-# Remedies.
-
-
-def trace_sizes(setup: Setup, rows: Sequence[Row], divisor: int) -> list[dict[str, Any]]:
-    """Predict the sizes of rows under a configuration, and which size would then fit."""
-    config = setup.config  # perhaps with images of another size
-    setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
-    with job_of(setup):
-        step = predicted_step(build_on_meta(setup), "train")
-    return [effect_on(row, step, max(1, (row.batch_size or 0) // divisor)) for row in rows]
-
-
-def effect_on(row: Row, step: PredictedStep, size: int) -> dict[str, Any]:
-    """The peak of another step at a size on the device of a row, and the size that would then fit."""
-    prediction, budget_bytes = (
-        replace(step.prediction, base_bytes=row.base_bytes),
-        row.budget_bytes or 0,
-    )
-    safe_size = prediction.largest_of(step.candidates, budget_bytes / MARGIN)
-    peak_bytes = prediction.peak_within(size, budget_bytes) or prediction.peak_bytes(size)
-    return {"peak_bytes": peak_bytes, "safe_batch_size": safe_size}
-
-
-def more_changes(setup: Setup) -> Iterator[dict[str, Any]]:
-    """The remedies of a measured analysis, and two more."""
-    yield from common_changes(setup)
-    if setup.world.is_distributed and setup.config.DIST.SHARDING == "none":
-        yield {"DIST.SHARDING": "full"}
-    optimizer = setup.config.OPTIMIZER
-    if not is_target(optimizer) and optimizer.NAME.lower() not in ("sgd", "nesterov", "momentum"):
-        # The arguments of another optimizer are not those of SGD.
-        yield {"OPTIMIZER.NAME": "sgd", **({"OPTIMIZER.KWARGS": {}} if optimizer.KWARGS else {})}
-    # Of each side, the next smaller multiple of 32 pixels: 192 of 224, 288 of 300.
-    sides: Any = [
-        (side - 1) // ALIGNED_PIXELS * ALIGNED_PIXELS for side in setup.data.img_size or [0]
-    ]
-    if min(sides) >= ALIGNED_PIXELS:
-        yield {"DATA.IMG_SIZE": sides[0] if len({*sides}) == 1 else sides}

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from linnaeus.autobatch.memory.oom import is_out_of_memory
-from linnaeus.cli.analyze.measure import Setup, run_settings, settings_sentence
-from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.plots import BLUE, GREEN, INK, decorate, drawing, log_axis
+from linnaeus.cli.analyze.measure import Setup, run_settings
+from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.tables import Figures, table
 from linnaeus.config.schema import ScheduleConfig
 from linnaeus.data.loader import build_loaders
@@ -62,7 +60,7 @@ class RateTest(Figures):
         return {"environment": self.environment, **figures}
 
 
-def measure_rates(setup: Setup, options: Options, test: RateTest) -> None:
+def measure_rates(setup: Setup, options: AnalyzeOptions, test: RateTest) -> None:
     """Train with a rising rate, in batches of DATA.BATCH_SIZE. The weights end with the process.
 
     Raises:
@@ -130,19 +128,3 @@ def show_rates(test: RateTest, console: Console) -> None:
     console.print(
         f"{len(test.rows)} of {NUM_STEPS} steps of {num_samples} samples; {text}", soft_wrap=True
     )
-
-
-def save_rate_plot(test: RateTest, path: Path) -> None:
-    """Draw the loss against the rate."""
-    rates, losses, smoothed = zip(*(row.values() for row in test.rows), strict=True)
-    with drawing(path, settings_sentence(test.environment), test, test.columns, num_columns=1) as [
-        [axes]
-    ]:
-        decorate(axes, "learning rate range test", KEY, "training loss")
-        axes.plot(rates, losses, color=INK, alpha=0.4, label="each step")
-        axes.plot(rates, smoothed, color=BLUE, label="smoothed")
-        if test.suggestion is not None:
-            axes.axvline(test.suggestion, color=GREEN, linestyle=":", label="suggested")
-        log_axis(axes)
-        axes.set_ylim(min(losses), 1.5 * max(losses[: len(losses) // 2 + 1]))
-        axes.legend(frameon=False)

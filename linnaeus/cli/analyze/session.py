@@ -6,15 +6,17 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.cli.analyze.measure import Setup, measure_sizes
-from linnaeus.cli.analyze.options import Options
+from linnaeus.cli.analyze.measure import Setup, measure_sizes, settings_sentence
+from linnaeus.cli.analyze.options import AnalyzeOptions
 from linnaeus.cli.analyze.predict import META, gpus_of, predict_sizes
-from linnaeus.cli.analyze.rates import RateTest, measure_rates, save_rate_plot, show_rates
+from linnaeus.cli.analyze.rates import RateTest, measure_rates, show_rates
 from linnaeus.cli.analyze.results import Analysis
-from linnaeus.cli.analyze.show import save_plot, show
+from linnaeus.cli.analyze.show import show
+from linnaeus.cli.plots import draw_analysis, draw_rates
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import with_num_workers
@@ -22,6 +24,7 @@ from linnaeus.models.preprocessing import with_preprocessing
 from linnaeus.runtime.console import StatusLine, make_console
 from linnaeus.runtime.distributed import World, join
 from linnaeus.runtime.errors import EXIT_INTERRUPTED, AutoBatchError
+from linnaeus.runtime.files import GIB
 from linnaeus.runtime.log import close_logging, set_up_logging
 from linnaeus.runtime.rng import deterministic, kernels, seed_all
 from linnaeus.size_search.searches import log_level
@@ -29,7 +32,7 @@ from linnaeus.size_search.searches import log_level
 logger = logging.getLogger("linnaeus.cli")
 
 
-def run(options: Options, config: Config) -> int:
+def run(options: AnalyzeOptions, config: Config) -> int:
     """Measure or predict, write the files and show the tables.
 
     Returns:
@@ -40,10 +43,8 @@ def run(options: Options, config: Config) -> int:
         LinnaeusError: something else that the user can mend; the message says how.
     """
     analysis: Any = Analysis(fraction=config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION)
-    draw: Any = save_plot
-    display: Any = show
     if options.lr:
-        analysis, draw, display = RateTest(), save_rate_plot, show_rates
+        analysis = RateTest()
     joining: AbstractContextManager[World]
     if options.predict:
         joining = nullcontext(World(META))
@@ -76,13 +77,27 @@ def run(options: Options, config: Config) -> int:
         return EXIT_INTERRUPTED
     finally:
         if analysis.rows:  # otherwise nothing has been measured
-            analysis.save(options.output)
-            logger.info("figures: %s", options.output.resolve())
+            output = options.output or Path(
+                f"{'learning_rates' if options.lr else 'batch_sizes'}.json"
+            )
+            analysis.save(output)
+            logger.info("figures: %s", output.resolve())
             if options.plot is not None:
-                draw(analysis, options.plot)
+                _draw(analysis, options.plot)
                 logger.info("picture: %s", options.plot.resolve())
-            display(analysis, console)
+            (show_rates if options.lr else show)(analysis, console)
         close_logging()
     if not options.lr and not any(row.batch_size is not None for row in analysis.rows):
         raise AutoBatchError("\n".join(analysis.reasons))
     return 0
+
+
+def _draw(analysis: Any, path: Path) -> None:
+    """Draw the picture of what was measured."""
+    about = analysis.environment
+    title = settings_sentence(about)
+    if isinstance(analysis, RateTest):
+        draw_rates(analysis, title, path)
+    else:
+        gib = about["memory_limit_gb"] or about["total_bytes"] / GIB
+        draw_analysis(analysis, f"{title}; {about['device']} with {gib:.3g} GiB", path)

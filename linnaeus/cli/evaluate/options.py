@@ -5,11 +5,18 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from linnaeus.cli.parser import CommandParser, check_files, read_choice, read_plot
+from linnaeus.cli.parser import (
+    CommandParser,
+    RunOptions,
+    choice,
+    option,
+    read_path,
+    read_plot,
+)
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
@@ -55,9 +62,10 @@ Keys that can be set, of DATA.AUTOBATCH those for validation; all others are tho
 
 examples:
   linnaeus evaluate runs/birds
+  linnaeus evaluate runs/birds --samples samples.csv
   linnaeus evaluate runs/birds DATA.DATASET.ROOT=/data/birds2026 --unknown skip
   linnaeus evaluate runs/birds --checkpoint last DATA.DATASET.NAME=manifest DATA.DATASET.VAL=/data/test.csv
-  linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.html
+  linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.png
   torchrun --nproc_per_node=4 -m linnaeus.main evaluate runs/birds
 
 exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted and
@@ -65,19 +73,45 @@ exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of m
 """
 
 
+def _read_output(text: str) -> Path:
+    path = Path(text).expanduser()
+    return path.with_suffix("") if path.suffix == ".json" else path
+
+
+def _read_samples(text: str) -> Path:
+    path = read_path((".csv", ".parquet"), text)
+    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
+        raise ValueError("a .parquet file needs pyarrow: pip install pyarrow, or write .csv")
+    return path
+
+
 @dataclass
-class Options:
-    """What to evaluate, and where the files go, as the help says; `output` has no ending."""
+class EvaluateOptions(RunOptions):
+    """What to evaluate, and where the files go; `output` has no ending."""
 
-    run: Path = Path()
-    checkpoint: str | None = None
-    output: Path | None = None
-    plot: Path | None = None
-    unknown: str = "error"
-    trust_code: bool = False
+    output: Path | None = option(
+        "beginning of the names of the files; default RUN/evaluations/<checkpoint>",
+        "DIR/PREFIX",
+        _read_output,
+    )
+    plot: Path | None = option(
+        "picture: .png or .svg by its ending; default <output>.png", "FILE", read_plot
+    )
+    samples: Path | None = option(
+        "every sample, the worst first: path, loss, labels and predictions, as .csv or .parquet; beside it "
+        "worst.png, the 36 worst images",
+        "FILE",
+        _read_samples,
+    )
+    unknown: str = choice(
+        "samples of classes that the run does not know are an error, or are left out and counted; "
+        "default error",
+        ("error", "skip"),
+        "error",
+    )
 
 
-def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
+def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
     """Read the tokens after `evaluate`: a text to print, or the arguments of the session's `run`.
 
     Raises:
@@ -87,8 +121,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
     from linnaeus.config.instantiate import check_targets, targets
     from linnaeus.config.load import load_config
 
-    options = Options()
-    tokens, problems = PARSER.words(argv, options)
+    options, tokens, problems = PARSER.words(argv)
     line = parse_command_line(tokens)
     problems += _not_taken(line)
     if problems:
@@ -102,7 +135,6 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config, Config]:
     built = [*targets(config.DATA.DATASET, ("DATA", "DATASET")), *targets(config.LOSS, ("LOSS",))]
     of_file = {key: name for key, name in built if not loaded.is_on_command_line(key)}
     check_targets(of_file, file, trust_code=options.trust_code)
-    check_files({"--plot": options.plot})
     return options, config, own
 
 
@@ -131,7 +163,7 @@ def _not_taken(line: CommandLine) -> list[str]:
     return problems
 
 
-def _base(options: Options) -> tuple[Path, Mapping[Any, Any]]:
+def _base(options: EvaluateOptions) -> tuple[Path, Mapping[Any, Any]]:
     """The file with the run's configuration, `config.yaml` or a checkpoint, and the settings in it."""
     from linnaeus.config.load import read_run_config, settings_of
 
@@ -172,30 +204,10 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
     return ["~DATA.DATASET"] if is_other else []
 
 
-def _read_output(text: str) -> Path:
-    path = Path(text).expanduser()
-    return path.with_suffix("") if path.suffix == ".json" else path
-
-
 PARSER = CommandParser(
     "evaluate",
+    EvaluateOptions,
     description=DESCRIPTION,
     details=DETAILS,
-    takes_run=True,
     print_config="print the configuration of the evaluation, and exit",
-)
-PARSER.option(
-    "--output",
-    "DIR/PREFIX",
-    _read_output,
-    "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",
-)
-PARSER.option(
-    "--plot", "FILE", read_plot, "picture: .png, .svg or .html by its ending; default <output>.png"
-)
-PARSER.option(
-    "--unknown",
-    "error|skip",
-    partial(read_choice, ("error", "skip")),
-    "samples of classes that the run does not know are an error, or are left out and counted; default error",
 )

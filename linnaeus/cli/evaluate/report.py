@@ -1,23 +1,17 @@
-"""What an evaluation has found: files for programs, and tables and a picture for people."""
+"""What an evaluation has found: files for programs, and tables for people."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
-from linnaeus.cli.plots import BLUE, INK, VERMILION, decorate, drawing
 from linnaeus.cli.tables import Figures, cell, table
 from linnaeus.inference.figures import NUM_BINS, Distance, LevelFigures, SetFigures
 from linnaeus.runtime.words import counted
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from torch import Tensor
 
 NUM_CONFUSIONS = 100
 """Confusions of each level in the JSON file."""
@@ -25,12 +19,6 @@ NUM_SHOWN = 5
 """Classes and confusions in a table."""
 SET_COLUMNS = ("average_precision", "best_threshold", "best_f1")
 """Columns of a class where samples have several labels."""
-MAX_LEVELS = 4
-"""Levels that are drawn: the finest ones."""
-MAX_MATRIX_CLASSES = 30
-"""Up to this many classes, the confusion matrix of a level is drawn; for more, their recall."""
-MAX_CELL_NUMBERS = 12
-"""Up to this many classes, the cells of a matrix show their numbers."""
 
 
 @dataclass
@@ -42,14 +30,14 @@ class Evaluation(Figures):
         metrics: those that training logs.
         levels: the figures of each level, coarse to fine.
         distance: of mistakes in the taxonomy; None without one.
-        logged: see `compare_with_logged`; None where the checkpoint has no figures for this data.
+        logged: the figures of training; None where the checkpoint has none for this data.
     """
 
     about: dict[str, Any]
     metrics: dict[str, float]
     levels: list[LevelFigures | SetFigures]
     distance: Distance | None
-    logged: dict[str, Any] | None
+    logged: dict[str, float] | None
 
     @property
     def data_title(self) -> str:
@@ -95,7 +83,7 @@ class Evaluation(Figures):
             "metrics": _finite(self.metrics),
             "levels": {level.level.name: self._level(level) for level in self.levels},
             "distance_of_mistakes": self.distance and asdict(self.distance),
-            "logged": self.logged,
+            "logged": self.logged and _finite(self.logged),
             "classes": self.scalars(),
         }
 
@@ -149,20 +137,6 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
-    }
-
-
-def compare_with_logged(
-    logged: Mapping[str, float], metrics: Mapping[str, float], other_settings: Sequence[str]
-) -> dict[str, Any]:
-    """What training has logged, which figures are not the same, and what the evaluation does otherwise."""
-    before, now = _finite(logged), _finite(metrics)
-    unequal = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return {
-        "metrics": before,
-        "same": not unequal,
-        "unequal": unequal,
-        "other_settings": list(other_settings),
     }
 
 
@@ -248,131 +222,18 @@ def notes(evaluation: Evaluation) -> list[str]:
     return found
 
 
-def logged_sentence(logged: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """The comparison with training, as `compare_with_logged` gives it."""
-    settings = f" with {', '.join(logged['other_settings'])}" if logged["other_settings"] else ""
-    if logged["same"]:
-        return f"same figures as in training, to the last digit{settings}"
-    reason = settings or ", although data, sizes and device are the run's"
-    unequal = []
-    for name in logged["unequal"]:
-        now, before = (
-            cell(values.get(name), ".6g") or "absent" for values in (metrics, logged["metrics"])
-        )
-        unequal.append(f"{name} {now} ({before} in training)")
-    return f"figures differ from training{reason}: {', '.join(unequal)}"
-
-
-# The picture.
-
-
-def save_plot(evaluation: Evaluation, path: Path) -> None:
-    """Draw calibration and classes of each level, and write the picture in the format of its ending."""
-    levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
-    title = f"{evaluation.about['checkpoint']['name']} on {evaluation.data_title}"
-    columns, num_rows = evaluation.columns, len(levels)
-    with drawing(path, title, evaluation, columns, num_rows=num_rows, panel_height=5.4) as panels:
-        for level, (left, right) in zip(levels, panels, strict=True):
-            if isinstance(level, SetFigures):
-                _ascending(left, level, level.average_precision, "average precision")
-                _ascending(right, level, level.classes.f1, "F1")
-                continue
-            _reliability(left, level)
-            _matrix(right, level) if len(level.level.classes) <= MAX_MATRIX_CLASSES else _recall(
-                right, level
-            )
-
-
-def _reliability(axes: Axes, level: LevelFigures) -> None:
-    """Accuracy against confidence, and how many samples have that confidence."""
-    title = f"{level.level.name}: calibration error {level.calibration_error:.3f}"
-    decorate(axes, title, "confidence", "accuracy")
-    samples, confidence, accuracy = level.bins.numpy()
-    axes.plot([0, 1], [0, 1], color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
-    axes.bar(
-        [number / NUM_BINS for number in range(NUM_BINS)],
-        samples / level.num_samples,
-        1 / NUM_BINS,
-        align="edge",
-        color=INK,
-        alpha=0.25,
-        linewidth=0,
-        label="share of the samples",
+def logged_sentence(logged: Mapping[str, float], metrics: Mapping[str, float]) -> str:
+    """The comparison with the figures of training."""
+    names = dict.fromkeys([*logged, *metrics])
+    texts = {
+        name: [cell(values.get(name), ".6g") or "absent" for values in (metrics, logged)]
+        for name in names
+    }
+    unequal = [name for name in names if _finite(metrics).get(name) != _finite(logged).get(name)]
+    if not unequal:
+        return "same figures as in training, to the last digit"
+    found = ", ".join(f"{name} {texts[name][0]} ({texts[name][1]} in training)" for name in unequal)
+    return (
+        f"figures differ from training: {found}; the last digits depend on preprocessing, batch size, "
+        "precision, processes, device and torch"
     )
-    filled = samples > 0
-    axes.plot(
-        confidence[filled], accuracy[filled], "o-", color=BLUE, linewidth=1.6, label="accuracy"
-    )
-    axes.set_xlim(0, 1)
-    _finish(axes)
-
-
-def _matrix(axes: Axes, level: LevelFigures) -> None:
-    """The confusion matrix: numbers of samples, coloured by their share of the true class.
-
-    Classes without a sample have no row, and without a prediction either no column.
-    """
-    import numpy as np
-    from matplotlib.colors import LinearSegmentedColormap
-
-    classes, count = level.level.classes, len(level.level.classes)
-    matrix = np.zeros((count, count))
-    matrix.flat[level.pairs.numpy()] = level.pair_counts.numpy()
-    rows = np.flatnonzero(matrix.any(axis=1))
-    columns = np.flatnonzero(matrix.any(axis=1) | matrix.any(axis=0))
-    matrix = matrix[rows][:, columns]
-    shares = matrix / matrix.sum(axis=1, keepdims=True)
-    decorate(axes, f"{level.level.name}: top-1 {level.top1:.4f}", "predicted class", "true class")
-    axes.grid(visible=False)
-    colours = LinearSegmentedColormap.from_list(
-        "share", [(0, 0.447, 0.698, 0), (0, 0.447, 0.698, 1)]
-    )
-    # The root of a share, so that rare confusions can be seen.
-    axes.imshow(shares**0.5, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    size = 10 if len(columns) <= MAX_CELL_NUMBERS else 7
-    names = [_short(classes[column], 18) for column in columns]
-    axes.set_xticks(
-        range(len(columns)), names, fontsize=size, rotation=45, ha="right", rotation_mode="anchor"
-    )
-    axes.set_yticks(range(len(rows)), [_short(classes[row], 30) for row in rows], fontsize=size)
-    if len(columns) > MAX_CELL_NUMBERS:
-        return
-    for row, column in zip(*matrix.nonzero(), strict=True):
-        colour = "white" if shares[row, column] > 0.25 else INK
-        number = f"{int(matrix[row, column]):,}"
-        axes.text(column, row, number, ha="center", va="center", fontsize=9, color=colour)
-
-
-def _recall(axes: Axes, level: LevelFigures) -> None:
-    """The recall of all classes with samples, ascending."""
-    _ascending(axes, level, level.classes.recall, "recall", f": top-1 {level.top1:.4f}")
-
-
-def _ascending(
-    axes: Axes, level: LevelFigures | SetFigures, figures: Tensor, name: str, title: str = ""
-) -> None:
-    """A figure [C] of all classes with samples, ascending."""
-    values = figures[level.classes.num_samples > 0].sort().values.numpy()
-    x_label = f"{len(values):,} classes with samples, by {name}"
-    decorate(axes, f"{level.level.name}{title}", x_label, name)
-    axes.fill_between(range(len(values)), values, color=BLUE, alpha=0.15, linewidth=0, step="mid")
-    axes.plot(values, color=BLUE, linewidth=1.6, drawstyle="steps-mid", label=name)
-    axes.axhline(
-        values.mean(),
-        color=VERMILION,
-        linestyle=(0, (5, 3)),
-        linewidth=1.4,
-        label=f"mean {values.mean():.3f}",
-    )
-    axes.set_xlim(0, max(1, len(values) - 1))
-    _finish(axes)
-
-
-def _finish(axes: Axes) -> None:
-    axes.set_ylim(0, 1.02)
-    # Below the axes, where it covers nothing.
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
-
-
-def _short(name: str, length: int) -> str:
-    return name if len(name) <= length else f"{name[: length - 1]}…"

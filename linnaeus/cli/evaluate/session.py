@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
 import re
+import zlib
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,17 @@ from rich.console import Console
 
 from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.cli.evaluate.options import Options
-from linnaeus.cli.evaluate.report import Evaluation, compare_with_logged, save_plot, show
+from linnaeus.cli.evaluate.options import EvaluateOptions
+from linnaeus.cli.evaluate.report import Evaluation, show
+from linnaeus.cli.evaluate.samples import sample_table, write_samples
 from linnaeus.cli.parser import check_files
+from linnaeus.cli.plots import draw_evaluation
 from linnaeus.config.dump import with_batch_sizes
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import as_size, dataset_length
+from linnaeus.data.image_files import ImageFiles
 from linnaeus.data.loader import build_val_loader, with_num_workers
 from linnaeus.data.split_file import SPLIT_FILE
-from linnaeus.data.transforms import Preprocessing
 from linnaeus.inference.evaluate import (
     Outcome,
     assemble_evaluation,
@@ -45,7 +46,7 @@ from linnaeus.inference.figures import LevelFigures, distance_of_mistakes
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.runtime.console import ProgressBar, make_console
 from linnaeus.runtime.distributed import RankEnded, World, join, report_errors_to_all_ranks
-from linnaeus.runtime.files import read_json
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.log import close_logging, set_up_logging
 from linnaeus.runtime.rng import deterministic, kernels, seed_all
 from linnaeus.runtime.signals import StopRequest
@@ -57,9 +58,8 @@ from linnaeus.training.build import configuration_facts
 
 _RESIZING = ("crop_fraction", "interpolation", "resize")
 """Attributes of a `Preprocessing` that a key of DATA.AUGMENT with the same name sets."""
-_PARTS = ("val", "valid", "validation", "test", "train")
-"""Names of folders that say too little without the one above."""
-
+MAX_LEVELS = 4
+"""Levels that are drawn: the finest ones."""
 logger = logging.getLogger("linnaeus.evaluate")
 
 
@@ -67,7 +67,7 @@ logger = logging.getLogger("linnaeus.evaluate")
 class Session:
     """What all steps of an evaluation need; the console is rank 0's."""
 
-    options: Options
+    options: EvaluateOptions
     config: Config
     own: Config
     trained: TrainedRun
@@ -80,7 +80,7 @@ class Session:
         return bool(self.config.DATA.DATASET == self.own.DATA.DATASET)
 
 
-def run(options: Options, config: Config, own: Config) -> int:
+def run(options: EvaluateOptions, config: Config, own: Config) -> int:
     """Evaluate, write the files and show the figures; returns the exit code, 0.
 
     `own` is the configuration of the run, `config` that with what the command line changes.
@@ -127,6 +127,7 @@ def _evaluate(session: Session) -> None:
         **{name: preprocessing and getattr(preprocessing, name) for name in _RESIZING},
     }
     output = world.on_main(lambda: _output(session, data, about_data))
+    files = _files(session, data)
     if world.is_main:
         for sentence in data.bundle.report:
             logger.info("%s", sentence)
@@ -165,9 +166,23 @@ def _evaluate(session: Session) -> None:
     distance = None
     if taxonomy is not None and isinstance(finest, LevelFigures):
         distance = distance_of_mistakes(taxonomy, finest)
-    logged = _compare_with_training(session, config, outcome, data)
+    logged = _logged(session, data)
     evaluation = Evaluation(about, outcome.metrics, outcome.levels, distance, logged)
     _write(evaluation, output, session)
+    if session.options.samples is not None and outcome.samples is not None and taxonomy is not None:
+        table = sample_table(outcome.samples, files, taxonomy)
+        sheet = write_samples(table, taxonomy, session.options.samples)
+        logger.info("samples: %s, %s", session.options.samples, sheet)
+
+
+def _files(session: Session, data: EvaluationData) -> list[str]:
+    """The image files, for `--samples`; `ConfigError` where there is none."""
+    samples, taxonomy = data.bundle.val, session.trained.spec.taxonomy
+    if session.options.samples is None:
+        return []
+    if not isinstance(samples, ImageFiles) or taxonomy is None or taxonomy.is_multilabel:
+        raise ConfigError("--samples: is for image files with one label per level; leave it out")
+    return samples.files
 
 
 def _data(session: Session) -> EvaluationData:
@@ -244,7 +259,9 @@ def _write(evaluation: Evaluation, output: Path, session: Session) -> None:
         evaluation.save(path)
     if any(level.num_samples for level in evaluation.levels):
         written.append(session.options.plot or _file(output, ".png"))
-        save_plot(evaluation, written[-1])
+        levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
+        title = f"{evaluation.about['checkpoint']['name']} on {evaluation.data_title}"
+        draw_evaluation(levels, title, written[-1])
     show(evaluation, session.console)
     about = evaluation.about
     logger.info("%.1f samples/s", about["data"]["samples"] / max(about["duration_s"], 1e-9))
@@ -255,101 +272,37 @@ def _file(output: Path, ending: str) -> Path:
     return output.with_name(output.name + ending)
 
 
-# The comparison with training.
-
-
-def _compare_with_training(
-    session: Session, config: Config, outcome: Outcome, data: EvaluationData
-) -> dict[str, Any] | None:
-    """The comparison with the figures in the checkpoint; None where they are not of this data and state."""
-    content, own, world = session.trained.content, session.own, session.world
-    progress = content["progress"]
-    was_validated = (
-        progress["epoch"] % own.TRAIN.VALIDATE_EVERY == 0 or progress["epoch"] == own.TRAIN.EPOCHS
-    )
+def _logged(session: Session, data: EvaluationData) -> dict[str, float] | None:
+    """The figures of training in the checkpoint; None where they are not of this data and state."""
+    progress, own = session.trained.content["progress"], session.own.TRAIN
+    is_last = progress["epoch"] == own.EPOCHS
+    was_validated = is_last or progress["epoch"] % own.VALIDATE_EVERY == 0
     is_comparable = session.is_own_dataset and not data.num_left_out and not progress["samples"]
-    if not (is_comparable and was_validated and progress["metrics"]):
-        return None
-    num_before, environment = (
-        content.get("plan", {}).get("WORLD_SIZE"),
-        content.get("environment", {}),
-    )
-    before = _conditions(own, session.trained.spec.preprocessing, num_before, environment)
-    now = _conditions(
-        config, data.bundle.preprocessing, world.world_size, device_environment(world.device)
-    )
-    other_settings = [
-        f"{name} {now.get(name)} ({value} in the run)"
-        for name, value in before.items()
-        if value not in (None, now.get(name))
-    ]
-    return compare_with_logged(progress["metrics"], outcome.metrics, other_settings)
-
-
-def _conditions(
-    config: Config,
-    preprocessing: Preprocessing | None,
-    processes: int | None,
-    environment: Mapping[str, Any],
-) -> dict[str, Any]:
-    """All that the last digits of the figures depend on."""
-    keys = (
-        "DATA.BATCH_SIZE_VAL",
-        "TRAIN.AMP",
-        "TRAIN.CHANNELS_LAST",
-        "TRAIN.COMPILE",
-        "DATA.ON_BAD_IMAGE",
-    )
-    found = {key: attrgetter(key)(config) for key in keys} | {"processes": processes}
-    if preprocessing is not None:
-        found["image size"] = preprocessing.size
-        found |= {name.replace("_", " "): getattr(preprocessing, name) for name in _RESIZING}
-    return found | {name: environment.get(name) for name in ("device_name", "torch")}
-
-
-# Names of the files.
+    return progress["metrics"] or None if is_comparable and was_validated else None
 
 
 def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any]) -> Path:
-    """The beginning of the files' names; one that is not given is never that of an evaluation of other data.
+    """The beginning of the files' names; by default of other data or preprocessing another one.
 
     Raises:
         ConfigError: the files cannot be written.
     """
-    path, trained = session.options.output, session.trained
+    options, trained = session.options, session.trained
+    path = options.output
     if path is None:
-        stem = (trained.folder or trained.checkpoint.parent) / "evaluations" / _name(session, data)
-        names = (f"{stem.name}_{n}" if n > 1 else stem.name for n in itertools.count(1))
-        path = next(each for name in names if _is_free(each := stem.with_name(name), about_data))
-    with suppress(OSError):  # the check says why
-        path.parent.mkdir(parents=True, exist_ok=True)
-    check_files({"--output": _file(path, ".json")})
-    return path
-
-
-def _name(session: Session, data: EvaluationData) -> str:
-    """That of the checkpoint, and of the data and the image size where they are not the run's."""
-    options = session.options
-    names = [options.run.stem if options.run.is_file() else Path(options.checkpoint or "best").stem]
-    if not session.is_own_dataset:
-        source = Path(data.source)
-        is_part = source.name in _PARTS and source.parent.name
-        names.append(
-            f"{source.parent.name}_{source.name}" if is_part else source.stem or data.source
+        name = (
+            options.run.stem if options.run.is_file() else Path(options.checkpoint or "best").stem
         )
-    trained_with, preprocessing = session.trained.spec.preprocessing, data.bundle.preprocessing
-    if (
-        trained_with is not None
-        and preprocessing is not None
-        and trained_with.size != preprocessing.size
-    ):
-        names.append("x".join(map(str, preprocessing.size)))
-    return re.sub(r"[^\w.-]+", "_", "_".join(names))
-
-
-def _is_free(path: Path, about_data: Mapping[str, Any]) -> bool:
-    """Whether there is no file of this name, or one of an evaluation of this data."""
-    file = _file(path, ".json")
-    data = (read_json(file) or {}).get("data")
-    wanted = json.loads(json.dumps(about_data))
-    return not file.exists() or (isinstance(data, dict) and data | wanted == data)
+        is_own = session.is_own_dataset and data.bundle.preprocessing == trained.spec.preprocessing
+        if not is_own:
+            number = zlib.crc32(json.dumps(about_data, sort_keys=True, default=str).encode())
+            name = re.sub(r"[^\w.-]+", "_", f"{name}_{Path(data.source).name}_{number:08x}")
+        path = (trained.folder or trained.checkpoint.parent) / "evaluations" / name
+    for file in (path, options.plot, options.samples):
+        if file is not None:
+            with suppress(OSError):  # the check says why
+                file.parent.mkdir(parents=True, exist_ok=True)
+    check_files(
+        {"--output": _file(path, ".json"), "--plot": options.plot, "--samples": options.samples}
+    )
+    return path

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 
 from linnaeus.autobatch.predict.gpus import GIB
 from linnaeus.cli.analyze.measure import device_sentence
-from linnaeus.cli.analyze.options import Options, read, read_plan
+from linnaeus.cli.analyze.options import AnalyzeOptions, read
 from linnaeus.cli.analyze.predict import gpus_of
-from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, timed_size
+from linnaeus.cli.analyze.results import Analysis, Breakdown, Row
 from linnaeus.cli.analyze.show import show
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import Golden, error_of
@@ -36,20 +37,15 @@ LINES: dict[str, tuple[Any, list[str]]] = {
             "--gpu=t4,rtx409",
             "--gpu=a100",
             "--device-memory-gb=8,24GB",
-            "--throughput=1",
+            "--variants=bf16,compiled",
+            "--predict=1",
             "--foo",
             "DATA.BATCHSIZE=3",
         ],
     ),
-    "values of options of a run": (
-        read_plan,
-        [
-            "--sizes=8,0",
-            "--noise-scale=-1",
-            "--time-budget=2",
-            "--world-size=1.5",
-            "--fractions=2",
-        ],
+    "options of earlier versions": (
+        read,
+        ["--remedies", "--throughput", "--time-budget=9h", "--hf", "config.json", "--sequence=64"],
     ),
     "options that need --predict": (
         read,
@@ -64,11 +60,9 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         read,
         [
             "--predict",
-            "--throughput",
             "--steps=3",
             "--plot=a.svg",
             "--strategy=guided",
-            "--epochs=3",
         ],
     ),
     "mistakes in a sharded prediction": (
@@ -79,12 +73,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
             "--sharding=ful",
         ],
     ),
-    "remedies for several numbers of processes": (
-        read,
-        ["--predict", "--world-size=1,2", "--remedies"],
-    ),
     "options that do not go with --lr": (read, ["--lr", "--predict", "--fractions=1"]),
-    "language models": (read, ["--hf", "config.json", "--sequence=64"]),
     "files that cannot be written": (read, ["--output", "missing/a.csv", "--plot", "folder.png"]),
 }
 SETTINGS = {
@@ -100,7 +89,6 @@ SETTINGS = {
     "ema": True,
     "memory_limit_gb": 8.0,
 }
-RATES = ((8, 500.0), (16, 970.0), (32, 1000.0))
 
 
 def shown(analysis: Analysis) -> str:
@@ -114,24 +102,15 @@ def measured() -> Analysis:
     rows = []
     for mode in ("train", "val"):
         parts = Breakdown(parameters=MIB, activations=3 * MIB, rest=MIB)
-        row = Row(mode, 0.9, 121, True, "max_batch_size", 5 * MIB, 6 * MIB, breakdown=parts)
+        row = Row(mode, 0.9, batch_size=121, limited_by="max_batch_size", breakdown=parts)
+        row.peak_bytes, row.budget_bytes = 5 * MIB, 6 * MIB
         row.samples_per_s = 100.0
         rows += [row, Row(mode, 0.5, reason=f"AutoBatch ({mode}): no batch size fits")]
-    rows[0].remedies = [
-        Remedy({"TRAIN.AMP": "bf16"}, 121, 500 * MIB, 300 * MIB, 150.0),
-        Remedy({"TRAIN.ACCUMULATION_STEPS": 2}, 60, 5 * MIB, reason="no memory"),
-    ]
-    return Analysis(rows=rows)
-
-
-def timed(goal: Goal) -> Analysis:
-    sizes = [
-        timed_size(size, rate, goal, learning_rate=0.1, warnings=("so small",))
-        for size, rate in RATES
-    ]
-    speeds = Speeds({size.batch_size: size for size in sizes}, {64: "above 32"})
-    rows = [Row("train", 0.8, 32, True, "memory", 5 * GIB, 6 * GIB)]
-    return Analysis(rows=rows, speeds=speeds, goal=goal)
+    rows.append(replace(rows[0], variant="bf16", batch_size=150, samples_per_s=130.0))
+    rows.append(Row("train", 0.9, "compile", limited_by="failed", reason="compile: no compiler"))
+    analysis = Analysis(rows=rows)
+    analysis.compare_speeds()
+    return analysis
 
 
 def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +126,9 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         **SETTINGS,
     }
     said["the line above an analysis"] = device_sentence(environment)
-    goal = Goal(dataset_length=1000, epochs=60, noise_scale=500, time_budget_s=9)
-    said["a run with a noise scale, too late"] = shown(timed(goal))
     _, config = read(["--predict", "--gpu", "t4", *WIDE])  # type: ignore[misc]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said["a prediction without a device"] = error_of(gpus_of, Options(), config)
+    said["a prediction without a device"] = error_of(gpus_of, AnalyzeOptions(), config)
     untraceable = error_of(predicted, "train", "MODEL._target_=tests.cli.tiny.Peeking", *POINTS)
     said["a step that cannot be traced"] = re.sub(r"line \d+", "line N", untraceable)
     hybrid = ("--sharding=hybrid", "--world-size=12", *WIDE)
@@ -169,13 +146,12 @@ def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     row = Row(
         "train",
         0.9,
-        64,
+        batch_size=50,
         limited_by="memory",
         peak_bytes=601 * MIB,
         budget_bytes=GIB,
         breakdown=parts,
     )
-    row.device, row.device_bytes, row.safe_batch_size = "24 GiB", 24 * GIB, 50
-    row.remedies = [Remedy({"TRAIN.AMP": "bf16"}, 64, 601 * MIB, 400 * MIB, safe_batch_size=90)]
+    row.device, row.device_bytes, row.size_without_margin = "24 GiB", 24 * GIB, 64
     said["a predicted analysis"] = shown(Analysis(rows=[row]))
     golden("analyze", said, folder=tmp_path)

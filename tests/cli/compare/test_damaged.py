@@ -112,13 +112,13 @@ def test_damaged_files_are_named_and_the_others_compared(run: Run, tmp_path: Pat
     [whole] = [
         row for row in json.loads(Path("a.json").read_text())["runs"] if row["run"] == "whole"
     ]
-    assert (whole["status"], whole["metrics"]["top1/kind"]) == ("finished", 0.5)
+    assert (whole["status"], whole["top1/kind"]) == ("finished", 0.5)
 
 
 def test_what_others_have_written_ends_no_comparison(run: Run, tmp_path: Path) -> None:
     write_foreign(tmp_path / "runs")
     write_finished(tmp_path / "runs/whole")
-    for more in ([], ["--sort", "metric", "--output", "a.csv"], ["--plot", "a.html"]):
+    for more in ([], ["--sort", "metric", "--output", "a.csv"], ["--plot", "a.svg"]):
         outcome = run("compare", "runs", *more)
         assert (outcome.code, outcome.err) == (0, "")
     assert "whole" in Path("a.csv").read_text()

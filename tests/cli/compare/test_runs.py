@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from linnaeus.cli.compare.runs import (
-    Comparison,
-    Row,
-    compared,
-    differing_keys,
-    flattened,
-    read_runs,
-)
+from linnaeus.cli.runs import Comparison, Row, compared, differing_keys, read_run
 from linnaeus.config.dump import to_yaml
 from linnaeus.config.load import load_config
 from linnaeus.runtime.run_folder import State
+from linnaeus.sweep.folder import flattened
 from tests.helpers.run_files import result, write_run, write_validations
 
 
@@ -73,7 +67,7 @@ def test_a_size_that_autobatch_has_found_is_shown_beside_those_that_were_set(
     text = (before / "config.yaml").read_text()
     (before / "config.yaml").write_text(text[: text.index("PLAN:")])
     names = ["64", "48", "found", "before"]
-    found = compared(read_runs([tmp_path / name for name in names]), names)
+    found = compared([read_run(tmp_path / name) for name in names], names)
     assert [row.values["DATA.BATCH_SIZE"] for row in found.rows] == ["64", "48", "96", ""]
 
 
@@ -96,7 +90,7 @@ def test_free_keys_and_classes_of_ones_own_differ_by_what_they_have() -> None:
 
 def row(found: dict[str, Any] | None, exit_code: int = 0) -> Row:
     state = State("finished" if exit_code == 0 else "failed", exit_code=exit_code)
-    return Row({}, Path("runs"), state, found or {})
+    return Row(Path("runs"), state, planned=found or {})
 
 
 def test_the_metric_that_is_compared() -> None:
@@ -108,21 +102,27 @@ def test_the_metric_that_is_compared() -> None:
     assert Comparison(rows, "top1/kind").unknown_metric is None
 
 
-def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_more(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_read_again_when_there_is_more_and_only_then(tmp_path: Path) -> None:
     write_validations(tmp_path, [0.25, 0.75, None])
-    running = Row({}, tmp_path, State("interrupted"))
-    assert running.value("top1/kind") is None, "the last one is not finite"
-    assert running.history.best("top1/kind") == (0.75, 2)
-    assert (running.history.epoch, running.headline) == (3, "top1/kind")
+    running = read_run(tmp_path)
+    assert running.figure("top1/kind") is None, "the last one is not finite"
+    assert running.best("top1/kind") == (0.75, 2)
+    assert (running.figures([])["epoch"], running.headline) == (3, "top1/kind")
+    assert read_run(tmp_path).history is running.history
     write_validations(tmp_path, [0.25, 0.75, None, 0.5])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"split": "val", "epo')
-    assert (running.value("top1/kind"), running.history.epoch) == (0.5, 4)
-    assert Row({}, tmp_path).metrics == [], "of a run that has not begun, nothing counts"
+    running = read_run(tmp_path)
+    assert (running.figure("top1/kind"), running.figures([])["epoch"]) == (0.5, 4)
+
+
+def test_a_foreign_file_of_metrics_is_read(tmp_path: Path) -> None:
+    lines = ('{"step": 10, "accuracy": 0.5}', '{"step": 20, "accuracy": 0.75}', '{"note": 1}')
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    found = read_run(tmp_path)
+    assert (found.best("accuracy"), found.metrics) == ((0.75, 20), ["accuracy"])
 
 
 def test_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
     write_validations(tmp_path, [0.5, 0.25, 0.25], metric="loss")
-    assert Row({}, tmp_path, State("interrupted")).history.best("loss") == (0.25, 2)
+    assert read_run(tmp_path).best("loss") == (0.25, 2)

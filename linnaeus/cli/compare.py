@@ -1,4 +1,4 @@
-"""The command line of `linnaeus compare`, and the runs that it names. Imports no torch."""
+"""`linnaeus compare`: runs side by side. Imports no pandas before the command line is known to be right."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table
+from linnaeus.cli.parser import (
+    CommandParser,
+    Options,
+    check_files,
+    option,
+    read_plot,
+    read_table,
+)
 from linnaeus.config.overrides import expanded
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import CHECKPOINTS, LOGS, METRICS, RESULT, suggest_path
 from linnaeus.runtime.run_folder import CLAIMS, RUN
+from linnaeus.runtime.words import several
 
 DESCRIPTION = """\
 Puts trained runs side by side: what differs in their configurations, their metrics and learning curves.
@@ -25,7 +33,7 @@ Runs that are going on, were interrupted or have failed are shown with what they
 
 examples:
   linnaeus compare runs
-  linnaeus compare runs/one runs/other --plot curves.html
+  linnaeus compare runs/one runs/other --plot curves.png
   linnaeus compare 'runs/lr*' --metric loss --sort metric --output runs.csv
 
 exit codes: 0 done, 1 a file cannot be written, 2 a folder or an option, 130 interrupted
@@ -37,24 +45,32 @@ _NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|wandb$|__pycache__$")
 
 
 @dataclass
-class Options:
-    """What is compared, and where the figures go, as the help says; `aside` are runs that are left out."""
+class CompareOptions(Options):
+    """What is compared, and where the figures go; `aside` are runs that are left out."""
 
-    metric: str | None = None
-    sort: str | None = None
-    output: Path | None = None
-    plot: Path | None = None
+    metric: str | None = option(
+        "validation metric that is compared; default: top-1 of the finest level, or the loss",
+        "NAME",
+    )
+    sort: str | None = option(
+        "order of the rows: metric (best first), another metric, a configuration key, or a column such as "
+        "effective_batch or training_s; -KEY reverses it; default: the order of the folders",
+        "KEY",
+    )
+    output: Path | None = option(
+        "also write the figures: .json, .jsonl or .csv by its ending", "FILE", read_table
+    )
+    plot: Path | None = option("also draw a picture: .png or .svg by its ending", "FILE", read_plot)
     aside: list[Path] = field(default_factory=list)
 
 
-def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
+def read(argv: Sequence[str]) -> tuple[CompareOptions, list[Path]]:
     """Read the tokens after `compare`: the options and the folders of the runs.
 
     Raises:
         ConfigError: lists every option and every name that cannot be used.
     """
-    options = Options()
-    names, problems = PARSER.words(argv, options)
+    options, names, problems = PARSER.words(argv)
     if not names and not problems:
         problems.append("RUN: name the folders of runs, such as runs, or 'runs/lr*'")
     folders = find_runs(names, problems, options.aside)
@@ -62,6 +78,40 @@ def read(argv: Sequence[str]) -> tuple[Options, list[Path]]:
         raise ConfigError(problems)
     check_files({"--output": options.output, "--plot": options.plot})
     return options, folders
+
+
+def run(options: CompareOptions, folders: Sequence[Path]) -> int:
+    """Read the runs, write the files and show the table; returns the exit code 0.
+
+    Raises:
+        ConfigError: no run has the metric, or there is nothing to sort by.
+    """
+    from linnaeus.cli.plots import draw_runs
+    from linnaeus.cli.runs import compared, read_run
+    from linnaeus.runtime.console import make_console
+
+    runs = compared([read_run(folder) for folder in folders], run_names(folders), options.metric)
+    if runs.unknown_metric is not None:
+        raise ConfigError(f"--metric: {runs.unknown_metric}")
+    if options.sort is not None:
+        runs.sort(options.sort)
+    if options.aside:
+        names = several([str(folder) for folder in options.aside])
+        runs.notes.append(
+            f"left out, as later runs of the same name have moved them aside: {names}; "
+            "name their folders to compare them"
+        )
+    console = make_console()
+    console.print(runs.table())
+    for sentence in runs.sentences():
+        console.print(sentence, soft_wrap=True)
+    if options.output is not None:
+        runs.save(options.output)
+        console.print(f"figures: {options.output.resolve()}", soft_wrap=True)
+    if options.plot is not None:
+        draw_runs(runs, options.plot)
+        console.print(f"picture: {options.plot.resolve()}", soft_wrap=True)
+    return 0
 
 
 def find_runs(names: Sequence[str], problems: list[str], aside: list[Path]) -> list[Path]:
@@ -110,10 +160,9 @@ def _is_aside(folder: Path) -> bool:
     name, _, number = folder.name.rpartition(".")
     if not (name and number.isdecimal()):
         return False
-    from linnaeus.cli.compare.runs import read_runs  # here: completion does not wait for YAML
+    from linnaeus.cli.runs import read_run
 
-    [run] = read_runs([folder])
-    return (run.config or {}).get("EXPERIMENT.NAME") == name
+    return (read_run(folder).config or {}).get("EXPERIMENT.NAME") == name
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -124,26 +173,5 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 PARSER = CommandParser(
-    "compare",
-    words="RUN... [options]",
-    description=DESCRIPTION,
-    details=DETAILS,
-    takes_overrides=False,
+    "compare", CompareOptions, words="RUN... [options]", description=DESCRIPTION, details=DETAILS
 )
-PARSER.option(
-    "--metric",
-    "NAME",
-    str,
-    "validation metric that is compared; default: top-1 of the finest level, or the loss",
-)
-PARSER.option(
-    "--sort",
-    "KEY",
-    str,
-    "order of the rows: metric (best first), another metric, a configuration key, or a column such as "
-    "effective_batch or training_s; -KEY reverses it; default: the order of the folders",
-)
-PARSER.option(
-    "--output", "FILE", read_table, "also write the figures: .json, .jsonl or .csv by its ending"
-)
-PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")

@@ -1,1 +1,0 @@
-"""Results of several runs side by side, and what differs in their configurations: `linnaeus compare`."""

@@ -1,0 +1,63 @@
+"""Which samples are wrong: a table, the worst first, and a contact sheet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from linnaeus.cli.plots import draw_images
+from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.runtime.files import not_written, write_atomically
+
+NUM_WORST = 36
+"""Images on the contact sheet."""
+
+
+def sample_table(
+    samples: tuple[Tensor, Tensor, list[int]], files: list[str], taxonomy: Taxonomy
+) -> pd.DataFrame:
+    """One line for each sample, that with the highest loss first; samples without a label come last.
+
+    Args:
+        samples: see `EvaluationMetrics.samples`. A process has every so many of the files.
+        files: the path of each sample.
+        taxonomy: levels and classes.
+    """
+    labels, log_p, counts = samples
+    order = [n for rank in range(len(counts)) for n in range(rank, len(files), len(counts))]
+    losses = torch.where(labels[..., :1] < 0, torch.nan, -log_p[..., :1].float())
+    table = pd.DataFrame(
+        {"path": [files[n] for n in order], "loss": losses.nanmean((1, 2)).tolist()}
+    )
+    for position, level in enumerate(taxonomy.levels):
+        names = [*level.classes, ""]  # -1 is unknown
+        for n, what in enumerate(("", "_predicted")):
+            table[level.name + what] = [names[i] for i in labels[:, position, n].tolist()]
+        table[f"{level.name}_probability"] = log_p[:, position, 1].float().exp().tolist()
+    return table.sort_values("loss", ascending=False, na_position="last", kind="stable")
+
+
+def write_samples(table: pd.DataFrame, taxonomy: Taxonomy, path: Path) -> Path:
+    """Write the table, and the contact sheet beside it, whose path is returned."""
+    text = table.to_csv(index=False) if path.suffix.lower() == ".csv" else None
+    content = table.to_parquet(index=False) if text is None else text.encode()
+    try:
+        write_atomically(path, lambda file: file.write(content))
+    except OSError as error:
+        raise not_written(path, error) from error
+    sheet, finest = path.with_name("worst.png"), taxonomy.levels[-1].name
+    worst = table.head(NUM_WORST)
+    captions = [
+        f"{label or 'unknown'}\npredicted {predicted} ({probability:.0%})"
+        for label, predicted, probability in zip(
+            worst[finest],
+            worst[f"{finest}_predicted"],
+            worst[f"{finest}_probability"],
+            strict=True,
+        )
+    ]
+    draw_images(worst["path"], captions, f"highest loss: {path.name}", sheet)
+    return sheet
