@@ -39,6 +39,7 @@ from tests.helpers.runs import weights
 ROOT = Path(__file__).parents[1]
 OPTIONS = (
     "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
+    "DATA.NUM_WORKERS=0",
     "MODEL.NAME=test_resnet",
     "DATA.IMG_SIZE=8",
     "DATA.BATCH_SIZE=8",

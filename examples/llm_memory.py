@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     args = parser.parse_args(argv)
     config = AutoConfig.from_pretrained(args.config, local_files_only=True)
     found = predicted(config, args.sequence, lora=args.lora, checkpointing=args.checkpointing)
-    size: int | None = found.largest(int(args.gib * GIB), with_margin=True)
+    size: int | None = found.largest(int(args.gib * GIB / found.margin))
     print(f"batch size {size}, with a margin of {found.margin - 1:.0%}")
     print(f"peak with {size or 1}: {found.peak_bytes(size or 1) / GIB:.2f} GiB")
     return size

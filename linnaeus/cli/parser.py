@@ -282,6 +282,8 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         if name in self.gone:
             return f"{name}: {self.gone[name]}", True
         known = ["--help", *self._options, *(OPTIONS if self.takes_overrides else ())]
+        if value and name == "--help":
+            return f"{name}: takes no value", False
         problem = f"{name}: no such option"
         close = [option for option in known if option.startswith(name) and len(name) > 3]
         close += get_close_matches(name, known, n=1, cutoff=0.86)

@@ -124,7 +124,7 @@ def summary(result: AutoBatchResult) -> str:
     limit = _LIMITS[result.limited_by]
     if result.limited_by == "max_batch_size" and result.mode == "val":
         limit = "MAX_BATCH_SIZE_VAL"
-    name = "MEMORY_LIMIT_GB" if result.total_is_limit else ""
+    name = "DATA.AUTOBATCH.MEMORY_LIMIT_GB" if result.total_is_limit else ""
     budget = budget_of_total(result.budget_bytes, result.total_bytes, name)
     return (
         f"AutoBatch {result.mode}: batch size {result.batch_size}, limited by {limit}, {_proof(result)}; "

@@ -135,7 +135,7 @@ def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run: Run, tmp_path: 
     ]
     assert trial_lines(outcome.out) == trials
     assert (found["train"]["total_bytes"], found["train"]["total_is_limit"]) == (8 * GIB, True)
-    assert outcome.out.count("(MEMORY_LIMIT_GB)") == 4, "two searches, two summaries"
+    assert outcome.out.count("(DATA.AUTOBATCH.MEMORY_LIMIT_GB)") == 4, "two searches, two summaries"
     assert logging.getLogger("linnaeus.autobatch").level == logging.NOTSET
 
 

@@ -67,5 +67,5 @@ def test_a_run_that_cannot_be_adapted_ends_with_one_error(
         outcome = run(*OPTIONS, *wrong)
         assert (outcome.code, named in outcome.err, "Traceback" in outcome.err) == (2, True, False)
     monkeypatch.setitem(sys.modules, "peft", None)
-    outcome = run(*OPTIONS, "DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT=nowhere")
+    outcome = run(*OPTIONS, "DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT=.")
     assert (outcome.code, "linnaeus[lora]" in outcome.err) == (2, True)

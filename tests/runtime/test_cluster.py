@@ -30,6 +30,7 @@ from tests.helpers.small_runs import lines_of
 JOB = (
     *(option for option in SMALL if not option.startswith(("MODEL.", "DATA.DATASET."))),
     "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
+    "DATA.NUM_WORKERS=0",
     "MODEL.NAME=test_resnet",
     "DATA.IMG_SIZE=8",
     "DATA.BATCH_SIZE=8",

@@ -18,6 +18,7 @@ RESUMABLE = (
     *(option for option in SMALL if not option.startswith(("MODEL.", "DATA.DATASET."))),
     "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
     "DATA.IMG_SIZE=8",
+    "DATA.NUM_WORKERS=0",
     "MODEL._target_=tests.helpers.odd_ranks.Perceptron",
     "MODEL.drop=0.2",
     "TRAIN.EMA.ENABLED=True",

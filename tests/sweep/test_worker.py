@@ -81,7 +81,7 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Pa
     good, bad = figures(folder)
     assert (good["status"], good["exit_code"], good[key]) == ("finished", 0, model)
     assert (bad["status"], bad["exit_code"], bad["curve"]) == ("failed", 2, [])
-    assert f"{model}s" in bad["reason"]
+    assert "Perceptrons" in bad["reason"]
     assert f"{key}={model}s: failed" in outcome.out, "the last run is told too"
     assert bad["reason"] in outcome.out
     assert "Traceback" not in outcome.out + outcome.err

@@ -471,6 +471,7 @@ def test_a_run_validates_on_ranks_with_unequal_numbers_of_batches(
 def test_all_ranks_break_a_validation_off_that_one_is_told_to_stop(tmp_path: Path) -> None:
     options = (
         "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
+        "DATA.NUM_WORKERS=0",
         "MODEL.NAME=test_resnet",
         "DATA.IMG_SIZE=8",
         "EXPERIMENT.DEVICE=cpu",

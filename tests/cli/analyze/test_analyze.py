@@ -194,11 +194,11 @@ def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_has_been_measured(run: Run, tmp_path: Path) -> None:
-    """The model sends the signal in the second trial that counts: two steps each, after two that warm up."""
+    """The model sends the signal in the second trial that counts: two steps each, after seven that warm up."""
     outcome = run(
         "analyze",
         *NARROW,
-        "MODEL.interrupt_at=6",
+        "MODEL.interrupt_at=11",
         "--fractions",
         "0.5,0.9",
         "--max-bs",
