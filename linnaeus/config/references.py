@@ -54,7 +54,10 @@ def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
             for name in filter(dataset.get, _SPLITS):
                 beside = roots[0].expanduser() / FilePath(dataset[name]).expanduser()
                 yield ("DATA", "DATASET", name), beside
-    for key in (("MODEL", "WEIGHTS"), ("LOSS", "CLASS_WEIGHTS")):
+    files = [("LOSS", "CLASS_WEIGHTS")]
+    if not checked.value("TRAIN", "AUTO_RESUME"):  # a resumed run does not read them
+        files.append(("MODEL", "WEIGHTS"))
+    for key in files:
         if (file := checked.value(*key)) not in (None, "balanced"):
             yield key, FilePath(file)
 

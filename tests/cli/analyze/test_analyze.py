@@ -194,7 +194,7 @@ def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_has_been_measured(run: Run, tmp_path: Path) -> None:
-    """The model sends the signal in the second trial that counts: two steps each, after seven that warm up."""
+    """The model sends the signal in the second trial: two steps each, after seven that warm up."""
     outcome = run(
         "analyze",
         *NARROW,
