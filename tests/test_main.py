@@ -55,7 +55,9 @@ def test_scripts_import_from_the_current_folder(script: str, is_safe: bool, tmp_
     linnaeus = tmp_path / "bin" / "linnaeus"
     linnaeus.write_text("import linnaeus.main\nraise SystemExit(linnaeus.main.console())")
     file = linnaeus if script == "linnaeus" else ROOT / "tools" / f"{script}.py"
-    (tmp_path / "mine.py").write_text("open('imported', 'w').close()\nraise ImportError('mine')  # not of Missing")
+    (tmp_path / "mine.py").write_text(
+        "open('imported', 'w').close()\nraise ImportError('mine')  # not of Missing"
+    )
     done = subprocess.run(
         [sys.executable, file, "MODEL._target_=mine.Missing", "EXPERIMENT.DEVICE=cpu"],
         cwd=tmp_path,
