@@ -7,9 +7,11 @@ tolerance is small; sizes that are 5 and 10 % too large are outside it.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +40,19 @@ MIB = 1024**2
 NUM_STEPS = 3
 TOLERANCE = 0.02
 """Training may grow by this fraction more than promised, or less."""
+
+
+@pytest.fixture(autouse=True)
+def freed_memory_returns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Training holds the promise where freed memory returns to the system, as it does in trials."""
+    libc = ctypes.CDLL(None)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB // 8))
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        libc.mallopt(parameter, MIB // 8)
+    yield
+    libc.mallopt(-1, 64 * MIB)
+    libc.mallopt(-3, 32 * MIB)
+
 
 MODELS = {
     "resnet": ("MODEL.NAME=test_resnet", "DATA.IMG_SIZE=128"),

@@ -32,9 +32,12 @@ _MARGIN = 1 / 32
 Python stay below it, and differ from run to run."""
 _STEP_BYTES = 4 * _MIB
 """A resident set that counts is rounded up to a multiple of this, so that two runs agree."""
-_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, _MIB // 8
-"""glibc maps blocks of this size, and unmaps them when they are freed. It begins with this threshold, but
-raises it up to 32 MiB. Gaps between blocks then let a process grow by up to 2.5 times its tensors."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_IN_TRIALS = _MIB // 8, _MIB // 8
+"""glibc's thresholds in trials: freed memory at the end of the heap, and freed blocks of this size, return to
+the system. Gaps between blocks do not count then, and two trials of a size peak alike."""
+_IN_TRAINING = 64 * _MIB, 32 * _MIB
+"""The thresholds that glibc itself reaches. Steps take about half the time, because memory is used again."""
 
 
 class CpuMemory(DeviceMemory):
@@ -47,8 +50,8 @@ class CpuMemory(DeviceMemory):
     The high-water mark of the resident set counts where it exceeds the count by more than `_MARGIN`: then
     kernels, compiled code or other threads allocate memory that no operation returns.
 
-    The first cap sets glibc's threshold for mapped blocks (see `_MAPPED_BYTES`) for the rest of the process,
-    so that training peaks where its trial did. `MALLOC_MMAP_THRESHOLD_` in the environment is left as it is.
+    Under a cap, glibc returns freed blocks to the system (see `_IN_TRIALS`). `MALLOC_MMAP_THRESHOLD_` in the
+    environment is left as it is.
 
     Args:
         neighbours: process ids of all ranks on this machine, among whom its memory is divided.
@@ -121,10 +124,8 @@ class CpuMemory(DeviceMemory):
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
         """In this thread, an operation fails that takes the process above `bytes_`, or above what is free."""
-        libc = ctypes.CDLL(None)
-        if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):  # glibc
-            libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
         outer_bytes = self._cap_bytes
+        _set_thresholds(*_IN_TRIALS)
         available_bytes = available_host_bytes() // self._num_ranks
         self._cap_bytes = min(bytes_, outer_bytes, self.in_use() + available_bytes)
         try:
@@ -132,6 +133,8 @@ class CpuMemory(DeviceMemory):
                 yield
         finally:
             self._cap_bytes = outer_bytes
+            if outer_bytes == math.inf:
+                _set_thresholds(*_IN_TRAINING)
 
     def _held(self, name: str, counted_bytes: int) -> int:
         """The count, or `VmRSS` or `VmHWM` where that is larger by more than `_MARGIN`."""
@@ -160,6 +163,14 @@ class CpuMemory(DeviceMemory):
     def _freed(self, number: int, num_bytes: int) -> None:
         with self._count_lock:
             self._live_bytes -= num_bytes
+
+
+def _set_thresholds(trim_bytes: int, mmap_bytes: int) -> None:
+    """Set when glibc returns freed memory; do nothing with another C library or the user's own setting."""
+    libc = ctypes.CDLL(None)
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
+        libc.mallopt(_M_TRIM_THRESHOLD, trim_bytes)
+        libc.mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
 
 
 def available_host_bytes() -> int:
