@@ -103,8 +103,10 @@ def find_first() -> dict[str, Any]:
     torch.manual_seed(7)
     accelerator, (model, optimizer, scheduler) = fresh(**options), parts()
     prepared = accelerator.prepare(model, optimizer)
+    # Several ranks hold more when their search begins: buffers of DDP and of the first collectives.
+    extra_mib = 100 + 100 * (accelerator.num_processes > 1)
     search = room(
-        100 / (1 + 0.4 * accelerator.process_index), max_batch_size=LARGEST, tolerance=0.1
+        extra_mib / (1 + 0.4 * accelerator.process_index), max_batch_size=LARGEST, tolerance=0.1
     )
     size = find_batch_size(accelerator, *prepared, loss_of, dataset(), **search)
     accelerator.free_memory()
