@@ -315,8 +315,10 @@ class BatchSizeFinder:
         size = found.size
         if size is None or not self._num_left or time.monotonic() >= self._deadline:
             return self._largest_known("timeout" if self._num_left else "max_trials")
+        variation = self._variation(size)
         before, newest = self._known[size], self._one_trial(size, "confirmation")
-        if self._variation(size):
+        if variation := max(variation, self._variation(size)):
+            self._runner.varies_by[size] = variation
             self._known[size] = max(before, newest, key=lambda run: run.peak_bytes or math.inf)
         return found
 

@@ -181,7 +181,7 @@ class TrialRunner:
         Raises:
             OutOfMemory: the size did not fit under the budget.
         """
-        self.is_steady = False
+        self.is_steady, self._allocations_vary_by = False, math.inf  # until it is measured
         try:
             self(size)
         finally:  # code that `torch.compile` has generated for the CPU allocates unseen
@@ -477,8 +477,9 @@ def _measured(memory: DeviceMemory, stepped: Sequence[Any], steps: list[_Step]) 
 
 
 def _variation(values: Sequence[int]) -> float:
-    """Fraction by which the smallest value is below the largest."""
-    return 1 - min(values) / max(*values, 1)
+    """Return the fraction by which the smallest value is below the largest; 0 if nothing was allocated."""
+    largest = max(values)
+    return 1 - min(values) / largest if largest > 0 else 0.0
 
 
 def release_frames(error: BaseException) -> None:

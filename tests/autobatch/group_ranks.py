@@ -460,7 +460,8 @@ def an_error_in_a_joint_step_of_a_wrapper_is_raised_on_all(rank: int) -> None:
         wrapper.register_comm_hook(None, hook)
         wrapper.module[0].register_forward_hook(lambda *_: fail("forward"))
         wrapper.module[1].up.weight.register_hook(lambda _: fail("backward"))
-        refuses("rank 1: KeyError", find, step, state=(wrapper,), max_batch_size=2)
+        options = {"max_batch_size": 2, "memory_limit_gb": 8.0}
+        refuses("rank 1: KeyError", find, step, state=(wrapper,), **options)
         assert bool(failures) == bool(rank)
         step(samples(2))
         gradients = [parameter.grad for parameter in wrapper.parameters()]
@@ -753,11 +754,16 @@ def two_groups_search_at_once(rank: int) -> None:
     first, same, third, fourth = of_all(result.batch_size)
     assert first == same > third == fourth
     if rank < 2:
-        assert find(broken_on(3), group=mine, max_batch_size=4).ran_on_every_rank == (4,)
+        assert find(
+            broken_on(3), group=mine, max_batch_size=4, memory_limit_gb=8.0
+        ).ran_on_every_rank == (4,)
     elif rank == 2:
-        refuses("rank 3: ", find, broken_on(3), group=mine, max_batch_size=4)
+        refuses("rank 3: ", find, broken_on(3), group=mine, max_batch_size=4, memory_limit_gb=8.0)
     else:
-        assert isinstance(error_of(find, broken_on(3), group=mine, max_batch_size=4), KeyError)
+        assert isinstance(
+            error_of(find, broken_on(3), group=mine, max_batch_size=4, memory_limit_gb=8.0),
+            KeyError,
+        )
     wrapper = DistributedDataParallel(nn.Linear(8, 8))
     refuses("2, 3" if rank < 2 else "0, 1", find, group=mine, state=(wrapper,), max_batch_size=4)
     refuses(

@@ -125,9 +125,9 @@ class CpuMemory(DeviceMemory):
     def cap(self, bytes_: int) -> Iterator[None]:
         """In this thread, an operation fails that takes the process above `bytes_`, or above what is free."""
         outer_bytes = self._cap_bytes
-        _set_thresholds(*_IN_TRIALS)
         available_bytes = available_host_bytes() // self._num_ranks
         self._cap_bytes = min(bytes_, outer_bytes, self.in_use() + available_bytes)
+        _set_thresholds(*_IN_TRIALS)
         try:
             with self._tracer:
                 yield
@@ -168,7 +168,8 @@ class CpuMemory(DeviceMemory):
 def _set_thresholds(trim_bytes: int, mmap_bytes: int) -> None:
     """Set when glibc returns freed memory; do nothing with another C library or the user's own setting."""
     libc = ctypes.CDLL(None)
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
+    users = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
+    if not users & os.environ.keys() and hasattr(libc, "mallopt"):
         libc.mallopt(_M_TRIM_THRESHOLD, trim_bytes)
         libc.mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
 
