@@ -56,6 +56,7 @@ def make_runner(
     """A runner that may take `room_mib` above what the process holds, with all libraries loaded."""
     memory = CpuMemory(CPU)
     memory.clean()
+    memory.settle()
     runner = TrialRunner(
         step,
         make_batch,
@@ -326,6 +327,7 @@ def test_validation_has_the_optimizers_state_resident() -> None:
 
     memory = CpuMemory(CPU)
     memory.clean()
+    memory.settle()
     before = memory.in_use()
     runner = make_runner(step, samples, model, optimizer, training=False)
     assert runner.memory.in_use() == pytest.approx(before + 32 * MIB, abs=NOISE)
