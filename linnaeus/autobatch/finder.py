@@ -78,6 +78,9 @@ NOTABLE_GROWTH = 0.01
 """Fraction of the device by which the budget has to shrink during a search to be logged. Also the fraction of
 the budget, less the memory held at the start, by which the memory held has to grow for a warning."""
 
+_ENDS_EARLY = {"max_trials": "max_trials", "timeout": "timeout_minutes"}
+"""The settings that end a search before its answer is certain, by `limited_by`."""
+
 logger = logging.getLogger("linnaeus.autobatch")
 
 
@@ -236,6 +239,14 @@ class BatchSizeFinder:
                 found.size,
             )
             found = replace(found, certified=False)
+        if found.size is not None and (setting := _ENDS_EARLY.get(found.limited_by)):
+            logger.warning(
+                "warning: the search ended early, by %s. Batch size %d fits, and larger sizes are untried. "
+                "Raise %s, or give start a size that is near",
+                setting,
+                found.size,
+                setting,
+            )
         if self._has_grown():  # no part of `state` holds it
             self._check_leak()
             logger.warning(
@@ -598,11 +609,19 @@ def _device(state: Sequence[Any], device: torch.device | str | None, mode: Mode)
             f"AutoBatch ({mode}): parameters in state are on {' and '.join(accelerators)}, but a search "
             "measures one device. Put the model on one device, or give a batch size of your own."
         )
+    present = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
-        return torch.device(device)
+        device = torch.device(device)
+        if device.type != "cpu" and (present is None or present.type != device.type):
+            raise AutoBatchError(
+                f"AutoBatch ({mode}): device is {device}, but this process can use "
+                f"{present.type if present else 'the CPU'} alone. Give device={str(present or 'cpu')!r}, or "
+                "install the driver and the build of PyTorch for it."
+            )
+        return device
     for each in (*map(torch.device, accelerators), *devices):
         return each
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return present or torch.device("cpu")
 
 
 def smallest_size(

@@ -163,8 +163,8 @@ class TrialRunner:
             if not self._has_drifted:
                 if not self._largest_fitted:
                     error.add_note(
-                        f"AutoBatch was running batch size {size}, the first that it tries; "
-                        "min_batch_size and multiple_of choose others"
+                        f"AutoBatch called the step with batch size {size}, its first. Where a step needs "
+                        "batches of another size, set min_batch_size or multiple_of"
                     )
                 raise
             release_frames(error)

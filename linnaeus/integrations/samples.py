@@ -184,7 +184,7 @@ class Largest:
         """The largest batch whose copies in the loader fit into host memory, without sparse tensors."""
         sizes = [
             math.prod(_shape(leaf)) * getattr(leaf, "itemsize", 0)
-            for leaf in leaves(self.batch(2))
+            for leaf in tensors_and_arrays(self.batch(2))
             if not getattr(leaf, "is_sparse", False)
         ]
         return largest_host_batch(
@@ -265,7 +265,7 @@ def copied(sample: Any) -> Any:
     return sample if nest.is_array(sample) else copy.copy(sample)
 
 
-def leaves(value: Any, depth: int = 4) -> Iterator[Any]:
+def tensors_and_arrays(value: Any, depth: int = 4) -> Iterator[Any]:
     """The tensors and arrays in a batch or in its objects; outside of objects, texts and lists of numbers."""
     is_list = isinstance(value, list | tuple)
     is_row = is_list and value and all(isinstance(part, int | float) for part in value)
@@ -273,20 +273,22 @@ def leaves(value: Any, depth: int = 4) -> Iterator[Any]:
         yield value
     elif is_list or isinstance(value, Mapping):
         for part in value if is_list else value.values():
-            yield from leaves(part, depth)
+            yield from tensors_and_arrays(part, depth)
     elif depth and not isinstance(value, type | ModuleType | torch.nn.Module):
         names = [field.name for field in fields(value)] if is_dataclass(value) else ()  # with slots
         content = {
             **getattr(value, "__dict__", {}),
             **{name: getattr(value, name) for name in names},
         }
-        found = [each for each in leaves(content, depth - 1) if hasattr(each, "shape")]
-        yield from found or leaves(value.to_dict(), 0) if hasattr(value, "to_dict") else found
+        found = [each for each in tensors_and_arrays(content, depth - 1) if hasattr(each, "shape")]
+        yield from (
+            found or tensors_and_arrays(value.to_dict(), 0) if hasattr(value, "to_dict") else found
+        )
 
 
 def shapes_in(batch: Any) -> Shapes:
     """The shape of each tensor and array in a batch."""
-    return tuple(map(_shape, leaves(batch)))
+    return tuple(map(_shape, tensors_and_arrays(batch)))
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
@@ -313,7 +315,7 @@ def num_values(sample: Any) -> int:
     """
     if isinstance(sample, Mapping) and "input_ids" in sample:
         sample = sample["input_ids"]
-    return _num_values(map(_shape, leaves(sample)))
+    return _num_values(map(_shape, tensors_and_arrays(sample)))
 
 
 def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> Sequence[Any] | None:

@@ -314,7 +314,10 @@ def test_a_bound_takes_no_name_of_another_limit(name: str) -> None:
     [({"timeout_minutes": 1.0}, "timeout"), ({"max_trials": 2}, "max_trials")],
 )
 def test_a_limit_ends_the_search_with_the_best_size_so_far(
-    limit: dict[str, Any], limited_by: str, monkeypatch: pytest.MonkeyPatch
+    limit: dict[str, Any],
+    limited_by: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     sizes: list[int] = []
 
@@ -330,6 +333,16 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(
     assert (result.limited_by, result.certified, len(result.trials)) == (limited_by, False, 2)
     assert sizes == [1, *(trial.size for trial in result.trials)]
     assert record_of(result, result.batch_size).status == "fits"
+    (warning,) = [record for record in caplog.messages if "ended early" in record]
+    assert {*limit} <= {*re.findall(r"\w+", warning)}
+    caplog.clear()
+    assert find_on_cpu(plain_step, make_batch, max_batch_size=4).certified
+    assert "ended early" not in caplog.text
+
+
+def test_a_device_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(AutoBatchError, match="device is mps"):
+        auto_find_batch_size(plain_step, make_batch, device="mps")
 
 
 # --- kinds of loops ---

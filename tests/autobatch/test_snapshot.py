@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.state.snapshot import Snapshot
 from tests.helpers.bits import bits
 
@@ -371,6 +372,17 @@ def test_any_object_with_a_state_dict_comes_back() -> None:
         assert bits(content) != before
         snapshot.restore()
         assert bits(content) == before
+
+
+def test_what_a_state_dict_does_not_take_back_is_refused():
+    content = {"best": math.nan, "history": np.array([1.0, math.nan])}
+    for value in (5.0, np.array([2.0, math.nan])):
+        queue = SimpleNamespace(state_dict=content.copy, load_state_dict=lambda state: None)
+        snapshot = Snapshot([queue], CPU)
+        snapshot.check_restored()
+        content["best" if isinstance(value, float) else "history"] = value
+        with pytest.raises(AutoBatchError, match="SimpleNamespace"):
+            snapshot.check_restored()
 
 
 GENERATORS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {

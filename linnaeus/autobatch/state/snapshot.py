@@ -219,7 +219,8 @@ def _loaded(leaf: Any) -> Any:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Return whether two leaves are equal. Objects other than tensors and plain values always are."""
+    """Return whether two leaves are equal. Objects other than tensors, arrays and plain values always are."""
     if isinstance(before, TensorValue):
         return nest.same(before.on_host, now.on_host)
-    return type(before) not in PLAIN or nest.same(before, now)
+    is_compared = type(before) in PLAIN or nest.is_array(before)
+    return not is_compared or nest.same(before, now)
