@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 # Nothing public sees each operation.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map_only  # torch 2.11 has no public one
+from torch.utils._pytree import tree_map_only  # torch 2.11 has no public one
 
 aten = torch.ops.aten
 _FEW_BYTES = 1 << 20
@@ -78,7 +78,7 @@ class StorageTracer(WatchingMode):
         for storage in _storages(outputs):
             known = self._known.get(storage._cdata)
             if known is None:
-                inputs = {given._cdata for given in _storages((args, kwargs))}
+                inputs = {given._cdata for given in _storages(args, *(kwargs or {}).values())}
                 is_literal = func is aten.lift_fresh.default  # the end of `torch.tensor(values)`
                 self._add(storage, is_new=is_literal or storage._cdata not in inputs)
             elif known[2] != storage.nbytes():  # it was resized
@@ -108,17 +108,15 @@ def requested_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     0 without such a kernel, and for operations on small tensors.
     """
-    sizes = [
-        leaf.numel() * leaf.itemsize
-        for leaf in tree_iter((args, kwargs))
-        if isinstance(leaf, Tensor)
-    ]
-    if func.namespace != "aten" or 0 < sum(sizes) < _FEW_BYTES:
+    num_bytes = sum(
+        tensor.numel() * tensor.itemsize for tensor in _tensors((*args, *kwargs.values()))
+    )
+    if 0 < num_bytes < _FEW_BYTES or func.namespace != "aten":
         return 0
     try:
         with _disable_current_modes():
             args, kwargs = tree_map_only(Tensor, lambda each: each.to("meta"), (args, kwargs))
-            known = {storage._cdata for storage in _storages((args, kwargs), on_meta=True)}
+            known = {storage._cdata for storage in _storages(args, *kwargs.values(), on_meta=True)}
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": "meta"}
             outputs = _storages(func(*args, **kwargs), on_meta=True)
@@ -180,11 +178,20 @@ def num_compiled_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def _storages(nest: Any, *, on_meta: bool = False) -> list[UntypedStorage]:
-    """The storages of all tensors in a nest that are on `meta`, or are not; two for a sparse one."""
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments or outputs of an operation, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _storages(*values: Any, on_meta: bool = False) -> list[UntypedStorage]:
+    """The storages of all tensors among values that are on `meta`, or are not; two for a sparse one."""
     storages: list[UntypedStorage] = []
-    for leaf in tree_iter(nest):
-        if isinstance(leaf, Tensor) and leaf.is_meta is on_meta:
+    for leaf in _tensors(values):
+        if leaf.is_meta is on_meta:
             parts = (
                 (leaf._indices(), leaf._values()) if leaf.layout == torch.sparse_coo else (leaf,)
             )
