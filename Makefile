@@ -37,7 +37,7 @@ test-slow: $(VENV)/.installed-dev ## run the slow tests, and the property tests 
 	$(BIN)/python -m pytest -m "slow or hypothesis" --ignore tests/integrations $(THOROUGH) $(PARALLEL)
 	$(BIN)/python -m tests.phantom $(BIN)/python -m pytest -p tests.phantom.values -m "gpu and slow" --ignore tests/integrations tests
 
-test-gpu: $(VENV)/.installed-dev ## run the tests that need a GPU: on a card, or else on a phantom of one
+test-gpu: $(VENV)/.installed-dev ## run the tests that need a GPU: on a GPU, or else on a phantom of one
 	$(BIN)/python -m tests.phantom $(BIN)/python -m pytest -p tests.phantom.values -m "gpu and not slow" --ignore tests/integrations tests
 
 test-integrations: $(VENV)/.installed-dev,integrations ## run the tests with Lightning, transformers, TRL and accelerate

@@ -3,7 +3,7 @@
 >>> find_gpu("NVIDIA H100").name, round(find_gpu("rtx4090").total_bytes / GIB, 2)
 ('h100-80gb', 23.64)
 
-torch sees less than the memory on the card: the driver, and error correction where it is on, keep a part.
+torch sees less than the memory of the GPU: the driver, and error correction where it is on, keep a part.
 The table has the figure in torch's own messages, where a public report quotes one ("total capacity");
 elsewhere the figure of `nvidia-smi`, less 0.6 GiB.
 """
@@ -40,18 +40,18 @@ BASE_MIB: dict[tuple[str, ...], tuple[int, int, int]] = {
     # RTX 5080: 336 Tencent-Hunyuan/Hunyuan3D-2#238; RTX 5090: 595 Wan-Video/Wan2.1#465
     ("rtx-50",): (465, 336, 595),
 }
-"""MiB that a process holds beside its allocator, by how the name of the card begins: median, least and most.
+"""MiB that a process holds beside its allocator, by how the name of the GPU begins: median, least and most.
 
 They are for the context of CUDA and the kernels that have run: since CUDA 11.7, code is loaded when needed.
 Most follow from torch's message where memory ran out, in the GitHub issue: in use, less allocated, less
 reserved, to some 10 MiB, with torch 2.1 or newer. Reports above 2 GiB are left out: other libraries allocate.
 """
 ANY_CARD_MIB = 479, 141, 1106
-"""Median, tenth and ninetieth percentile of these reports, for other cards."""
+"""Median, tenth and ninetieth percentile of these reports, for other GPUs."""
 ASSUMED_BASE_BYTES = ANY_CARD_MIB[0] * _MIB
 
 _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
-"""torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the cards with both figures known."""
+"""torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the GPUs with both figures known."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ GPUS: dict[str, int] = {
     "l40s": _gib(44.53),  # github.com/Wan-Video/Wan2.1/issues/205
     "h100-80gb": _below_nvidia_smi(81_559),
     "a100-80gb": _gib(79.25),  # github.com/wbfwonderful/Vad-R1/issues/11
-    # What nvidia-smi prints for these cards; where that differs by driver, the smaller.
+    # What nvidia-smi prints for these GPUs; where that differs by driver, the smaller.
     "rtx-2080-ti": _below_nvidia_smi(11_264),
     "rtx-3080-10gb": _below_nvidia_smi(10_240),
     "rtx-3080-12gb": _below_nvidia_smi(12_288),
