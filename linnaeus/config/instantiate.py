@@ -209,9 +209,7 @@ def _hint(given: Mapping[str, Any], where: str, known: Mapping[str, inspect.Para
     left_out = " ".join(f"~{where}.{name}" for name in unknown if name.isupper())
     if not left_out:
         return ""
-    return (
-        f"; {left_out} leaves out what it does not take; --print-config --origin says what sets it"
-    )
+    return f"; {left_out} leaves out what it does not take"
 
 
 def place_of(error: BaseException | None) -> str:
