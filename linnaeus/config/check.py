@@ -10,15 +10,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from omegaconf import Container, OmegaConf
-from omegaconf.errors import (
-    InterpolationKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 
 from linnaeus.config.aliases import alias, not_a_value, unknown_key
+from linnaeus.config.instantiate import targets
 from linnaeus.config.keys import (
     KEYS,
     NODES,
@@ -33,20 +29,10 @@ from linnaeus.config.keys import (
 )
 from linnaeus.config.overrides import leaves
 from linnaeus.config.schema import Config
-from linnaeus.config.values import (
-    WANTED,
-    convert,
-    escape,
-    fill_nulls,
-    map_texts,
-    own_resolvers,
-    register,
-    show,
-    with_arithmetic,
-)
+from linnaeus.config.values import WANTED, convert, escape, fill_nulls, show, with_arithmetic
 
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_TEXT = (str, str | None)
+DEFAULT = "default"
+"""The origin of keys that nothing sets."""
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -56,201 +42,157 @@ class Checked:
     Args:
         tree: nested mappings of values, with interpolations.
         origin: gives the place that sets a key, for messages.
-        chosen: the name chosen in each group.
         cfg: the last file of `--cfg` or `--config-name`, which names a run without a name.
 
     Attributes:
-        values: the resolved value of each key that is not at its default and not wrong.
+        values: the resolved values of keys, of `_target_` nodes as a whole. Wrong ones are left out.
         wrong: what is wrong with a key, the predicate of a sentence.
         config: the configuration; None where something is wrong.
     """
 
     def __init__(
-        self,
-        tree: Mapping[Any, Any],
-        origin: Callable[[Path], str],
-        chosen: Mapping[str, str],
-        cfg: str | None = None,
+        self, tree: Mapping[Any, Any], origin: Callable[[Path], str], cfg: str | None = None
     ) -> None:
-        register(chosen)
         self._origin = origin
-        self._groups = {group.partition("/")[0] for group in chosen}
         self._given: dict[Path, Any] = {}
-        self._free: set[Path] = set()
         self.values: dict[Path, Any] = {}
         self.wrong: dict[Path, str] = {}
-        for name, child in tree.items():
-            self._sort_in((name,), map_texts(child, own_resolvers))
-        root: dict[str, Any] = {}
-        keys = {path: key for path, key in KEYS.items() if not self._is_free(path)}
-        for path in self._free:
-            _put(root, path, {})
-        defaults = {path: key.default for path, key in keys.items()}
-        for path, value in (defaults | self._given).items():
-            _put(root, path, with_arithmetic(value, keys[path].hint if path in keys else None))
-        self._root = OmegaConf.create(root)
-        fill_nulls(self._root, cfg)
-        self._typed = copy.deepcopy(_schema())
-        for path in self._free:
-            _set(self._typed, path, {})
-        for path in dict.fromkeys([*keys, *self._given]):
-            if path not in self.wrong and (problem := self._resolve(path, keys.get(path))):
-                self.wrong[path] = problem
+        for path, _ in leaves(tree):
+            if not all(isinstance(name, str) for name in path):
+                self._refuse(path, "names must be text; quotes make it text")
+        if not self.wrong:
+            self._sort_in((), tree)
+        root = copy.deepcopy(_defaults())
+        for path, value in self._given.items():
+            hint = KEYS[path].hint if path in KEYS else None
+            OmegaConf.update(root, dotted(path), with_arithmetic(value, hint), merge=False)
+        fill_nulls(root, cfg)
+        typed = OmegaConf.structured(Config)
+        nodes = [path for path in self._given if path not in KEYS]
+        for path in [*KEYS, *nodes]:
+            if not any(path[: len(node)] == node != path for node in nodes):
+                self._resolve(root, typed, path)
         for suffix in ("", "_VAL"):
-            self._check_sizes(suffix)
-        # A key that follows a wrong one is not listed, unless all follow each other.
-        first = [path for path in self.wrong if not self._followed(path) & self.wrong.keys()]
-        self.wrong = {path: self.wrong[path] for path in first or self.wrong}
-        self.config: Config | None = None if self.wrong else OmegaConf.to_object(self._typed)  # type: ignore[assignment]
+            low, high = (
+                ("DATA", "AUTOBATCH", f"{end}_BATCH_SIZE{suffix}") for end in ("MIN", "MAX")
+            )
+            least, most = (self.values.get(path) for path in (low, high))
+            if least is not None and most is not None and least > most:
+                if low in self._given:
+                    self._refuse(low, f"{least} is above {dotted(high)} {most}")
+                else:
+                    self._refuse(high, f"{most} is below {dotted(low)} {least}")
+        # A default is wrong where it follows a wrong key.
+        given = {path: wrong for path, wrong in self.wrong.items() if origin(path) != DEFAULT}
+        self.wrong = given or self.wrong
+        self.config: Config | None = None if self.wrong else OmegaConf.to_object(typed)  # type: ignore[assignment]
 
-    def value(self, *path: str) -> Any:
-        """The resolved value of a key of the schema; None where it is wrong or replaced."""
-        is_there = path not in self.wrong and not self._is_free(path)
-        return _get(self._typed, path) if is_there else None
-
-    def _is_free(self, path: Path) -> bool:
-        return any(path[: len(node)] == node for node in self._free)
+    def _refuse(self, path: Path, problem: str, hint: str = "") -> None:
+        self.wrong[path] = f"{problem} ({self._origin(path)}){hint}"
 
     def _sort_in(self, path: Path, child: Any) -> None:
         """Note a value, or all below a path, as given or wrong."""
-        key = KEYS.get(path)
         is_tree = isinstance(child, dict) and bool(child)
-        is_class = (
-            path in PLUGGABLE_PATHS and is_tree and not isinstance(child.get(TARGET, {}), dict)
-        )
-        if is_class or (key and key.is_mapping and is_tree):
-            self._free.add(path)
-            for leaf, value in leaves(child, path):
-                self._note(leaf, value)
-        elif path in NODES and is_tree:
+        takes_tree = path in KEYS and KEYS[path].is_mapping
+        if path in KEYS and (takes_tree or not is_tree):
+            self._given |= {} if takes_tree and child is None else {path: child}
+        elif path in PLUGGABLE_PATHS and is_tree and TARGET in child:
+            self._given[path] = child
+        elif (path in NODES and is_tree) or not path:
             for name, below in child.items():
                 self._sort_in((*path, name), below)
-        elif key is None or is_tree:
+        elif path not in NODES:
             for leaf, value in leaves(child, path):
-                self._note_unknown(leaf, value)
-        elif not (key.is_mapping and child in (None, {})):
-            self._note(path, child)
+                self._refuse(leaf, "no such key", unknown_key(leaf, str(value)))
+        elif child:  # an empty section of a file sets nothing
+            problem = f"is a group of keys, not a key that takes {show(child)}"
+            self._refuse(path, problem, not_a_value(path, child))
 
-    def _note(self, path: Path, value: Any) -> None:
-        problem = None
-        if not all(isinstance(name, str) for name in path):
-            problem = "the names of arguments must be text"
-        elif TARGET in path and any(n in KEYS and path[: len(n)] == n for n in self._free):
-            problem = "no such key"
-        if problem:
-            self.wrong[path] = f"{problem} ({self._origin(path)})"
-        else:
-            self._given[path] = value
-
-    def _note_unknown(self, path: Path, value: Any) -> None:
-        origin = self._origin(path)
-        if path not in NODES:
-            hint = unknown_key(path, str(value))
-            if path[0] in self._groups:
-                hint = "; the first line of a group's file says where its keys belong: # @package _global_"
-            self.wrong[path] = f"no such key ({origin}){hint}"
-        elif value not in (None, {}):  # an empty section of a file sets nothing
-            self.wrong[path] = (
-                f"is a group of keys, not a key that takes {show(value)} ({origin})"
-                + not_a_value(path, value)
-            )
-
-    def _resolve(self, path: Path, key: Key | None) -> str | None:
-        """Resolve, type and check one value; returns what is wrong with it."""
+    def _resolve(self, root: Any, typed: Any, path: Path) -> None:
+        """Resolve, type and check a value."""
+        key = KEYS.get(path)
         raw = self._given.get(path, key and key.default)
-        origin = self._origin(path)
         try:
-            value = _get(self._root, path)
-            if key:
-                if value is False and "off" in (key.choices or ()):
-                    value = "off"  # in YAML `off` is false
-                if value is raw and isinstance(raw, bool | float) and key.hint in _TEXT:
-                    return f"{raw} is not text; quotes make it text ({origin})"
-                value = convert(value, key.hint)
-            _set(self._typed, path, escape(value))
-            value = _get(self._typed, path)
-        except MissingMandatoryValue:
-            return f"has no value yet, and needs one ({origin})"
+            value = _get(root, path)
+            if key is not None:
+                value = convert(value, key, is_reference="${" in str(raw))
+            OmegaConf.update(typed, dotted(path), escape(value), merge=False)
+            value = _get(typed, path)
+        except MissingMandatoryValue as error:
+            self._refuse(_place(error, path), "has no value yet, and needs one")
         except ValidationError:
             hint = strip_optional(key.hint)[0] if key else None
             wanted = WANTED.get(typing.get_origin(hint) or hint)
-            return f"{show(raw)} is not {wanted} ({origin})"
+            self._refuse(path, f"{show(raw)} is not {wanted}")
         except (OmegaConfBaseException, RecursionError) as error:
-            return f"{show(raw)} cannot be resolved: {_reason(error)} ({origin})"
+            self._refuse(_place(error, path), f"{show(raw)} cannot be resolved: {_reason(error)}")
         except ValueError as error:
-            return f"{error} ({origin})"
-        if path in self._given:
+            self._refuse(path, str(error))
+        else:
             self.values[path] = value
-        if key is None:
-            is_name = isinstance(value, str) and all(map(str.isidentifier, value.split(".")))
-            if path[-1] == TARGET and path[:-1] in self._free and not is_name:
-                return f"{show(value)} is not the dotted path of a class or function ({origin})"
-            return None
-        items = [
-            item for item in (value if isinstance(value, list) else [value]) if item is not None
-        ]
-        if key.choices and (other := next((i for i in items if i not in key.choices), None)):
-            meaning = alias(str(other))
-            is_here = meaning is not None and dotted(path) in meaning
-            hint = f"; {meaning}" if is_here else suggest(str(other), key.choices)
-            return f"{show(other)} is not one of {', '.join(key.choices)} ({origin}){hint}"
-        wrong = _out_of_bounds(key, items) or (key.check(value) if key.check else None)
-        return f"{show(value)} is not allowed: {wrong} ({origin})" if wrong else None
+            if key is None or key.is_mapping:
+                self._check_node(path, value, may_have_target=key is None)
+            else:
+                self._check_value(path, value, key)
 
-    def _check_sizes(self, suffix: str) -> None:
-        """MIN_BATCH_SIZE is at most MAX_BATCH_SIZE."""
-        low, high = (("DATA", "AUTOBATCH", f"{end}_BATCH_SIZE{suffix}") for end in ("MIN", "MAX"))
-        least, most = self.value(*low), self.value(*high)
-        if None not in (least, most) and least > most:
-            place = self._origin(low if low in self._given else high)
-            self.wrong[low] = f"{least} is above {dotted(high)} {most} ({place})"
+    def _check_node(self, path: Path, node: Any, *, may_have_target: bool) -> None:
+        """Check `_target_`s."""
+        for leaf, name in targets(node, path):
+            if not may_have_target:
+                self._refuse(leaf, "no such key")
+            elif not all(map(str.isidentifier, str(name).split("."))):
+                self._refuse(leaf, f"{show(name)} is not the dotted path of a class or function")
 
-    def _followed(self, path: Path) -> set[Path]:
-        """The keys in the interpolations of a value."""
-        value = self._given.get(path, KEYS[path].default if path in KEYS else None)
-        return {tuple(name.split(".")) for name in _REFERENCE.findall(str(value))}
+    def _check_value(self, path: Path, value: Any, key: Key) -> None:
+        """Check choices and bounds."""
+        items = value if isinstance(value, list) else [value]
+        items = [item for item in items if item is not None]
+        wrong = [item for item in items if key.choices and item not in key.choices]
+        bounds = key.bounds.items()
+        if wrong:
+            choices = ", ".join(key.choices or ())
+            meaning = alias(str(wrong[0])) or ""
+            is_here = meaning.startswith(f"write {dotted(path)}=")
+            hint = f"; {meaning}" if is_here else suggest(str(wrong[0]), key.choices or ())
+            self._refuse(path, f"{show(wrong[0])} is not one of {choices}", hint)
+        elif not all(
+            getattr(operator, name)(item, bound) for item in items for name, bound in bounds
+        ):
+            allowed = " and ".join(f"{_SIGNS[name]} {bound}" for name, bound in bounds)
+            subject = "each" if isinstance(value, list) else "it"
+            self._refuse(path, f"{show(value)} is not allowed: {subject} must be {allowed}")
+        elif key.check and (reason := key.check(value)):
+            self._refuse(path, f"{show(value)} is not allowed: {reason}")
 
 
 @functools.cache
-def _schema() -> Any:
-    return OmegaConf.structured(Config)
+def _defaults() -> Any:
+    """The schema's defaults, without types."""
+    root = OmegaConf.create()
+    for path, key in KEYS.items():
+        OmegaConf.update(root, dotted(path), with_arithmetic(key.default, key.hint), merge=False)
+    return root
 
 
 def _get(config: Any, path: Path) -> Any:
-    value = functools.reduce(operator.getitem, path, config)
-    if isinstance(value, Container):
+    value = OmegaConf.select(config, dotted(path), throw_on_missing=True)
+    if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     return value
 
 
-def _set(config: Any, path: Path, value: Any) -> None:
-    for name in path[:-1]:
-        if name not in config:
-            config[name] = {}
-        config = config[name]
-    config[path[-1]] = value
-
-
-def _put(tree: dict[Any, Any], path: Path, value: Any) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value
+def _place(error: Exception, path: Path) -> Path:
+    """The key at which OmegaConf found an error."""
+    key = getattr(error, "full_key", None) or dotted(path)
+    return tuple(key.partition("[")[0].split("."))
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).splitlines()[0] if str(error) else "it refers to itself"
-    reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", text)
-    if isinstance(error, InterpolationKeyError):
-        name = reason.split("'")[1] if "'" in reason else ""
-        real = closest(name)
-        hint = f"; did you mean {real}?" if real and real != name else ""
-        return f"there is no key {name}{hint}"
-    return "it refers to itself" if "ecursi" in reason else reason
-
-
-def _out_of_bounds(key: Key, numbers: list[Any]) -> str | None:
-    bounds = key.bounds.items()
-    if all(getattr(operator, name)(number, bound) for number in numbers for name, bound in bounds):
-        return None
-    allowed = " and ".join(f"{_SIGNS[name]} {bound}" for name, bound in bounds)
-    return f"{'each' if 'list' in str(key.hint) else 'it'} must be {allowed}"
+    text = str(error).partition("\n")[0]
+    if not text or "ecursi" in text:
+        return "it refers to itself"
+    name = re.search(r"Interpolation key '([\w.]+)' not found", text)
+    if name is None:
+        return re.sub(r"^\w+ raised while resolving interpolation: ", "", text)
+    real = closest(name[1])
+    return f"there is no key {name[1]}" + (f"; did you mean {real}?" if real else "")

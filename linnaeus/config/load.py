@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from linnaeus.config.aliases import alias, renamed
-from linnaeus.config.check import Checked
+from linnaeus.config.check import DEFAULT, Checked
 from linnaeus.config.dump import PLAN, to_yaml
 from linnaeus.config.files import File, chosen_files, compose_files, read_file
 from linnaeus.config.keys import (
@@ -36,7 +36,7 @@ from linnaeus.config.keys import (
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line, typed_keys
 from linnaeus.config.references import missing_references
 from linnaeus.config.schema import Config
-from linnaeus.config.values import escape, show
+from linnaeus.config.values import escape, map_texts, own_resolvers, register, show
 from linnaeus.runtime.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -82,13 +82,18 @@ def load_config(
     try:
         found = _Sources(line, below)
         cfg = [name for option, name in line.sources if option != "--config-dir"]
-        checked = Checked(found.tree, found.origin, found.chosen, cfg[-1] if cfg else None)
+        checked = Checked(found.tree, found.origin, cfg[-1] if cfg else None)
     except RecursionError:
         raise ConfigError("values are nested too deeply to be read") from None
     problems = [*line.problems, *found.problems]
     wanted = references and not line.print_config
     missing = dict(missing_references(checked)) if wanted else {}
+    groups = {group.partition("/")[0] for group in found.chosen}
     for path, problem in (missing | checked.wrong).items():
+        if path[0] in groups:
+            problem += (
+                "; the first line of a group's file says where its keys belong: # @package _global_"
+            )
         # A file that cannot be read may set a `_target_`, so the keys that these nodes take are unknown.
         is_open_node = any(path[: len(node)] == node != path for node in PLUGGABLE_PATHS)
         if found.is_complete or not is_open_node:
@@ -182,7 +187,8 @@ class _Sources:
                 if override.delete and not self.is_complete:
                     continue  # an unread file may set it
                 self.problems.append(f"{override.key}: {reason} ({COMMAND_LINE})")
-        self.tree = OmegaConf.to_container(tree)  # type: ignore[assignment]
+        self.tree = map_texts(OmegaConf.to_container(tree), own_resolvers)
+        register(self.chosen)
 
     def _refuse(self, error: ConfigError) -> None:
         self.problems += error.problems
@@ -195,7 +201,7 @@ class _Sources:
         for file in reversed(self._files):
             if _is_in(file.tree, path):
                 return file.name
-        return "files" if _is_in(self.tree, path) else "default"
+        return "files" if _is_in(self.tree, path) else DEFAULT
 
 
 def _merged(*trees: Mapping[Any, Any]) -> dict[Any, Any]:

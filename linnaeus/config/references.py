@@ -35,7 +35,7 @@ def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
             if path not in checked.wrong and (problem := _missing_target(str(name))):
                 yield key, problem
     for key in _TIMM:
-        name = str(checked.value(*key) or "")
+        name = str(checked.values.get(key) or "")
         if ":" not in name and (problem := _missing_in_timm(name, *_TIMM[key])):
             yield key, problem
     for key, place in _paths(checked):
@@ -45,7 +45,9 @@ def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
 
 def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
     """The files and folders that must be there, by key."""
-    dataset = {name: checked.value("DATA", "DATASET", name) for name in ("NAME", "ROOT", *_SPLITS)}
+    dataset = {
+        name: checked.values.get(("DATA", "DATASET", name)) for name in ("NAME", "ROOT", *_SPLITS)
+    }
     root = dataset["ROOT"]
     roots = [FilePath(str(each)) for each in (root if isinstance(root, list) else [root or ""])]
     if dataset["NAME"] in IMAGE_FILES:
@@ -55,10 +57,10 @@ def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
                 beside = roots[0].expanduser() / FilePath(dataset[name]).expanduser()
                 yield ("DATA", "DATASET", name), beside
     files = [("LOSS", "CLASS_WEIGHTS")]
-    if not checked.value("TRAIN", "AUTO_RESUME"):  # a resumed run does not read them
+    if not checked.values.get(("TRAIN", "AUTO_RESUME")):  # a resumed run does not read them
         files.append(("MODEL", "WEIGHTS"))
     for key in files:
-        if (file := checked.value(*key)) not in (None, "balanced"):
+        if (file := checked.values.get(key)) and file != "balanced":
             yield key, FilePath(file)
 
 

@@ -6,7 +6,6 @@ of its own, so that the resolvers of a program around it stay as they are.
 
 from __future__ import annotations
 
-import ast
 import functools
 import math
 import os
@@ -19,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from linnaeus.config.keys import TARGET, strip_optional
+from linnaeus.config.keys import TARGET, Key, strip_optional
 
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
@@ -39,19 +38,6 @@ _OF_DATA: Mapping[str, Any] = {
     "HFLIP": (0.5, 0.0),
 }
 """Keys of DATA.AUGMENT whose null follows the data: the value for `IMAGE_FILES`, and for other data."""
-_ARITHMETIC = (
-    ast.Expression,
-    ast.Constant,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
-    ast.FloorDiv,
-    ast.UAdd,
-    ast.USub,
-)
 
 
 def map_texts(value: Any, function: Callable[[str], str]) -> Any:
@@ -81,25 +67,23 @@ def escape(value: Any) -> Any:
     return map_texts(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
-def convert(value: Any, hint: Any) -> Any:
-    """Return a resolved value as OmegaConf's node with a type hint takes it.
-
-    Raises:
-        ValueError: with the predicate of a sentence whose subject is the key.
-    """
-    hint, is_optional = strip_optional(hint)
-    kind = typing.get_origin(hint) or hint
-    if value is None or (value == "None" and (is_optional or hint is Any)):
+def convert(value: Any, key: Key, *, is_reference: bool) -> Any:
+    """Return a resolved value as OmegaConf's node of the key takes it; raises `ValueError`."""
+    hint, is_optional = strip_optional(key.hint)
+    if value == "None" and (is_optional or hint is Any):
         return None
-    if kind in (int, float):
-        return number(value, kind)
-    if kind is list and isinstance(value, str) and (value[:1] or "[") in "[{":
-        hint = "; ${oc.decode:...} reads a list from text" if value else ""
-        raise ValueError(f"{show(value)} is not {WANTED[list]}{hint}")
-    if kind is list:
+    if value is False and "off" in (key.choices or ()):
+        return "off"  # in YAML `off` is false
+    if hint is str and isinstance(value, bool | float) and not is_reference:
+        raise ValueError(f"{value} is not text; quotes make it text")
+    if typing.get_origin(hint) is list and value is not None:
+        if isinstance(value, dict) or (isinstance(value, str) and value[:1] in ("", "[", "{")):
+            hint = "; ${oc.decode:...} reads a list from text" if is_reference else ""
+            raise ValueError(f"{show(value)} is not {WANTED[list]}{hint}")
         (element,) = typing.get_args(hint)
-        return [convert(item, element) for item in (value if isinstance(value, list) else [value])]
-    return value
+        items = value if isinstance(value, list) else [value]
+        return [number(item, element) if element in (int, float) else item for item in items]
+    return number(value, hint) if hint in (int, float) and value is not None else value
 
 
 def with_arithmetic(value: Any, hint: Any) -> Any:
@@ -115,34 +99,25 @@ def with_arithmetic(value: Any, hint: Any) -> Any:
 
 def number(value: Any, kind: type) -> int | float:
     """A finite number of a kind, `int` or `float`, from a number, its text or arithmetic."""
-    hint = ""
-    try:
-        found = evaluate(value) if isinstance(value, str) else value
-        if (
-            type(found) in (int, float)
-            and math.isfinite(found)
-            and (kind is float or found % 1 == 0)
-        ):
-            return kind(found)  # type: ignore[no-any-return]
-    except ZeroDivisionError:
-        raise ValueError(f"{show(value)} divides by zero") from None
-    except (ValueError, SyntaxError, OverflowError):
-        if re.search(r"[-+*/%^()]|\$\{", str(value)):
-            hint = ": arithmetic takes only + - * / //, numbers and parentheses"
+    found = _evaluate(value) if isinstance(value, str) else value
+    is_number = type(found) in (int, float) and math.isfinite(found)
+    if is_number and (kind is float or found % 1 == 0):
+        return kind(found)  # type: ignore[no-any-return]
+    is_arithmetic = found is None and re.search(r"[-+*/%^()]|\$\{", str(value))
+    hint = ": arithmetic takes only + - * / //, numbers and parentheses" if is_arithmetic else ""
     raise ValueError(f"{show(value)} is not {WANTED[kind]}{hint}")
 
 
-def evaluate(text: str) -> Any:
-    """The value of a number or of arithmetic; raises `ValueError` or `SyntaxError` for all else."""
-    if re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):  # 007 too, which Python's syntax lacks
-        return int(text)
-    # The length bounds the depth of the tree, so that no text can exhaust the stack.
-    if len(text) > 200 or not re.fullmatch(r"[0-9a-fA-FxX_.+\-*/() \t]+", text):
-        raise ValueError(text)
-    tree = ast.parse(text.strip(), mode="eval")
-    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)):
-        raise ValueError("not arithmetic")
-    return eval(compile(tree, "arithmetic", "eval"))  # numbers and operators only
+def _evaluate(text: str) -> Any:
+    """The value of a number or of arithmetic; None for all else."""
+    text = re.sub(r"(?<![\w.])0+(?=\d)", "", text.strip())  # 007, which Python's syntax lacks
+    is_arithmetic = re.fullmatch(r"[\d_.eE+\-*/() \t]{1,200}", text)
+    if not is_arithmetic or re.search(r"\*\*|[\w.)]\s*\(", text):  # no powers, no calls
+        return None
+    try:
+        return eval(text, {"__builtins__": {}})  # numbers and operators only
+    except (SyntaxError, ArithmeticError, NameError, TypeError, AttributeError):
+        return None
 
 
 def register(chosen: Mapping[str, str]) -> None:

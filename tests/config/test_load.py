@@ -166,8 +166,6 @@ def test_one_mistake_is_one_problem() -> None:
     assert found == cycle
     found = subjects("LOSS._target_=builtins.dict", "LOSS.a=${x", "LOSS.b=1", "LOSS.c=${LOSS.b}")
     assert found == ["LOSS.a"], "not the arguments beside it"
-    write({"my": "lr: 0.1\nOPTIMIZER: {LR: '${lr}'}"})
-    assert subjects("--cfg=my.yaml") == ["lr"]
 
 
 def test_a_target_takes_any_keys_of_every_source_in_place_of_the_built_in_ones() -> None:

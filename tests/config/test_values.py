@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.config.schema import Config
-from linnaeus.config.values import evaluate
+from linnaeus.config.values import number
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.configs import load, problems, write
 
@@ -82,7 +82,6 @@ WHOLE = [
     ("1e3", 1000),
     ("8.0", 8),
     ("1_000", 1000),
-    ("0x10", 16),
     ("007", 7),
     ("6/2", 3),
     ("2 * (3 + 4)", 14),
@@ -269,10 +268,9 @@ def test_the_token_after_a_bare_key_is_its_value() -> None:
 @given(st.text(alphabet="0123456789+-*/%()eE._ jxab'\"[]{}:,<>=!&|^~@"))
 def test_arithmetic_refuses_everything_else(text: str) -> None:
     try:
-        value = evaluate(text)
-    except (ValueError, SyntaxError, ZeroDivisionError, OverflowError):
+        number(text, float)
+    except ValueError:
         return
-    assert type(value) in (int, float)
     assert not set(text) & set("%j'\"[]{}:,<>=!&|^~@")
     assert "**" not in text
 
