@@ -6,13 +6,11 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path as FilePath
 from typing import Any
 
 import yaml
 
-from linnaeus.config.aliases import renamed
 from linnaeus.config.schema import Config
 from linnaeus.config.values import escape
 from linnaeus.runtime.errors import ConfigError
@@ -60,13 +58,6 @@ def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
     if plan is not None:
         text += "# Worked out for this run. `--cfg` leaves it out, and works it out again.\n"
         text += _dump({PLAN: escape(dict(plan))})
-    return text
-
-
-def with_new_names(text: str) -> str:
-    """Return what `to_yaml` of an earlier version wrote under today's names of keys."""
-    with suppress(yaml.YAMLError):  # who reads a damaged text says so
-        text = _dump(renamed(yaml.safe_load(text)))
     return text
 
 

@@ -14,7 +14,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
-from yaml import YAMLError
 
 from linnaeus.config.aliases import alias
 from linnaeus.config.keys import NODES, PRESETS
@@ -59,12 +58,12 @@ def read_file(name: str, asked_by: str, package: str = "") -> File:
         if error.errno is None:  # OmegaConf's word for a lone text or number
             raise ConfigError(f"{name}: must hold keys with values (KEY: value)") from None
         hint = suggest_path(path) if isinstance(error, FileNotFoundError) else ""
-        hint = "; it is a URL: download it, and name the file" if "://" in name else hint
-        if name in ("job", "hydra", "all") and asked_by == "--cfg":
-            hint = f"; --cfg takes a file; {alias('--info')}"
         raise ConfigError(f"{name}: {str(error.strerror).lower()} ({asked_by}){hint}") from None
     except Exception as error:  # PyYAML and OmegaConf raise errors of many kinds
-        raise ConfigError(f"{name}{_broken(error)}") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{name}{line}: broken YAML: {reason}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{name}: must hold keys with values (KEY: value)")
     if "hydra" in content:
@@ -75,15 +74,6 @@ def read_file(name: str, asked_by: str, package: str = "") -> File:
     for part in filter(None, reversed(package.removeprefix("_global_").split("."))):
         content = {part: content}
     return File(name, content, defaults)
-
-
-def _broken(error: Exception) -> str:
-    """What is wrong with the YAML of a file, after its name."""
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
-    reason = "values are nested too deeply" if isinstance(error, RecursionError) else reason
-    line = f", line {mark.line + 1}" if mark else ""
-    return f"{line}: broken YAML: {reason or 'not keys with values'}"
 
 
 def compose_files(
@@ -111,9 +101,7 @@ def compose_files(
     """
     lowest: list[str] = []
     overrides = {
-        f"{'~' if choice.delete else ''}{choice.key}": ""
-        if choice.text is None
-        else f"={choice.text}"
+        ("~" if choice.delete else "") + choice.key: f"={choice.text}" if choice.text else ""
         for choice in groups
     }
     store = ConfigStore.instance()
@@ -133,9 +121,9 @@ def compose_files(
                     config: Any = compose(_PRIMARY, words, return_hydra_config=True)
                 break
             except ConfigCompositionException as error:
-                unlisted = re.search(r"Could not (override|delete) '([^'=]+).*No match", str(error))
-                group = unlisted[2] if unlisted else ""
-                if unlisted and unlisted[1] == "delete":  # there is nothing to leave out
+                unlisted = re.search(r"Could not \w+ '([^'=]+).*No match", str(error))
+                group = unlisted[1] if unlisted else ""
+                if f"~{group}" in overrides:  # there is nothing to leave out
                     del overrides[f"~{group}"]
                 elif group in overrides and not _sets_node(group):
                     overrides[f"+{group}"] = overrides.pop(group)
@@ -143,9 +131,7 @@ def compose_files(
                     lowest.append(group)
                 else:
                     raise ConfigError(_sentence(error, own)) from None
-            except (
-                Exception
-            ) as error:  # Hydra raises errors of many kinds for a list it cannot read
+            except Exception as error:  # Hydra raises errors of many kinds for a broken list
                 raise ConfigError(_sentence(error, own)) from None
             finally:
                 GlobalHydra.instance().hydra = around
@@ -178,9 +164,6 @@ def _sentence(error: Exception, own: Mapping[str, File]) -> str:
     """What Hydra finds wrong, in one sentence."""
     if isinstance(error, RecursionError):
         return "defaults: the files lead back to themselves, or are nested too deeply"
-    if isinstance(error, YAMLError):
-        mark = getattr(error, "problem_mark", None)
-        return f"{mark.name if mark else 'defaults'}{_broken(error)}"
     text = re.split(r"Config search path:| : Override\(", str(error))[0]
     text = " ".join(text.strip().replace("\n\n", "; ").split()) or type(error).__name__
     for name, file in own.items():

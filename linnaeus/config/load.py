@@ -16,18 +16,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from linnaeus.config.aliases import alias, renamed
+from linnaeus.config.aliases import alias, unknown_key
 from linnaeus.config.check import DEFAULT, Checked
 from linnaeus.config.dump import PLAN, to_yaml
 from linnaeus.config.files import File, chosen_files, compose_files, read_file
 from linnaeus.config.keys import (
     KEYS,
     NODES,
-    PLUGGABLE_PATHS,
     PRESETS,
     Path,
     available,
-    closest,
     dotted,
     is_open,
     names_in,
@@ -36,7 +34,7 @@ from linnaeus.config.keys import (
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line, typed_keys
 from linnaeus.config.references import missing_references
 from linnaeus.config.schema import Config
-from linnaeus.config.values import escape, map_texts, own_resolvers, register, show
+from linnaeus.config.values import escape, map_texts, own_resolvers, register
 from linnaeus.runtime.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -94,10 +92,7 @@ def load_config(
             problem += (
                 "; the first line of a group's file says where its keys belong: # @package _global_"
             )
-        # A file that cannot be read may set a `_target_`, so the keys that these nodes take are unknown.
-        is_open_node = any(path[: len(node)] == node != path for node in PLUGGABLE_PATHS)
-        if found.is_complete or not is_open_node:
-            problems.append(f"{dotted(path)}: {problem}")
+        problems.append(f"{dotted(path)}: {problem}")
     if problems or checked.config is None:
         raise ConfigError(problems)
     return LoadedConfig(checked.config, line.print_config, frozenset(found.typed))
@@ -109,7 +104,7 @@ def settings_of(nodes: Mapping[str, Any], name: str) -> File:
 
 
 def read_run_config(path: FilePath) -> File:
-    """Read the `config.yaml` of a run, also of an older version, for `load_config`.
+    """Read the `config.yaml` of a run for `load_config`.
 
     Raises:
         ConfigError: it cannot be read, or has interpolations or a defaults list, which a run does not write.
@@ -120,7 +115,7 @@ def read_run_config(path: FilePath) -> File:
         raise ConfigError(
             f"{path}: a run's file has values only, no interpolation and no defaults list"
         )
-    return File(file.name, renamed(file.tree))
+    return file
 
 
 class _Sources:
@@ -131,14 +126,12 @@ class _Sources:
         chosen: the name chosen in each group.
         typed: the keys that the command line sets.
         problems: one sentence for each file or choice that cannot be used.
-        is_complete: whether all files could be read and composed.
     """
 
     def __init__(self, line: CommandLine, below: File | None) -> None:
         self.tree: dict[Any, Any] = {}
         self.chosen: dict[str, str] = {}
         self.problems: list[str] = []
-        self.is_complete = True
         self.typed = typed_keys(line.overrides)
         self._files = [below] if below else []
         own = [FilePath(name) for option, name in line.sources if option == "--config-dir"]
@@ -155,7 +148,7 @@ class _Sources:
                 try:
                     files[names[-1]] = read_file(name, option)
                 except ConfigError as error:
-                    self._refuse(error)
+                    self.problems += error.problems
             elif option == "--config-name":
                 names.append(name.removesuffix(".yaml"))
                 if not any((folder / f"{names[-1]}.yaml").is_file() for folder in folders):
@@ -175,7 +168,7 @@ class _Sources:
                 self.tree, self.chosen = compose_files(files, names, groups, folders)
             self._files += [*chosen_files(files.values(), self.chosen, folders), *files.values()]
         except ConfigError as error:
-            self._refuse(error)
+            self.problems += error.problems
         if below:
             self.tree = _merged(below.tree, self.tree)
         tree = OmegaConf.create({name: child for name, child in self.tree.items() if name != PLAN})
@@ -184,15 +177,9 @@ class _Sources:
                 _apply(tree, override)
             except (OmegaConfBaseException, TypeError, ValueError) as error:
                 reason = str(error).partition("\n")[0]
-                if override.delete and not self.is_complete:
-                    continue  # an unread file may set it
                 self.problems.append(f"{override.key}: {reason} ({COMMAND_LINE})")
         self.tree = map_texts(OmegaConf.to_container(tree), own_resolvers)
         register(self.chosen)
-
-    def _refuse(self, error: ConfigError) -> None:
-        self.problems += error.problems
-        self.is_complete = False
 
     def origin(self, path: Path) -> str:
         """The place that sets a key, for messages."""
@@ -226,15 +213,14 @@ def _missing(choice: Override, folders: Sequence[FilePath], own: Sequence[FilePa
     there = names_in(group, folders)
     if not there:
         groups = [*available(*own)]  # a `--cfg` file may lie beside anything
-        hint = alias(group, choice.text)
-        hint = hint or f"groups are {', '.join(groups)}{suggest(group, groups)}"
+        hint = alias(group) or f"groups are {', '.join(groups)}{suggest(group, groups)}"
         return f"{group}: no such key or preset group ({COMMAND_LINE}); {hint}"
     names = re.findall(r"[^\s,'\"]+", text[1:-1]) if text.startswith("[") else [text]
-    missing = next((name for name in names if name not in (*there, "null", "")), None)
+    missing = next((name for name in names if name and name not in there), None)
     if missing is None:
         return None
     hint = suggest(missing, there)
-    if "," in text and not text.startswith("["):
+    if "," in missing:
         hint = f"; to run with each of them: linnaeus sweep {choice.key}={text}"
     return f"{group}: no preset {missing!r} ({COMMAND_LINE}); there are {', '.join(there)}{hint}"
 
@@ -245,14 +231,8 @@ def _apply(tree: DictConfig, override: Override) -> None:
         OmegaConf.update(tree, override.key, override.value(), force_add=True)
         return
     path = override.path
-    above: Any = OmegaConf.select(tree, dotted(path[:-1])) if path[1:] else tree
+    above = OmegaConf.select(tree, dotted(path[:-1])) if path[1:] else tree
     if OmegaConf.is_dict(above) and path[-1] in above:
-        here = dict(OmegaConf.to_container(above))[path[-1]]  # type: ignore[arg-type]
-        if override.text is not None and here != override.value():
-            raise ValueError(f"is {show(here)}, not {show(override.text)}: nothing deleted")
         del above[path[-1]]
-    elif override.text is not None or (path not in KEYS and path not in NODES):
-        is_known = path in KEYS or path in NODES or is_open(path)
-        real = None if is_known else closest(override.key)
-        reason = "is not set" if is_known else "no such key"
-        raise ValueError(f"{reason}; did you mean ~{real}?" if real else reason)
+    elif path not in KEYS and path not in NODES:
+        raise ValueError("is not set" + ("" if is_open(path) else unknown_key(path, "")))

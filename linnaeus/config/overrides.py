@@ -35,7 +35,7 @@ class Override:
 
     Attributes:
         key: dotted name of a key; name of a group, which may end with `@PACKAGE`.
-        text: the value; None for a `~KEY` without one.
+        text: the value; None for a `~KEY`.
         delete: undo what earlier sources set at the key, or leave out the group, as `~` asks for.
     """
 
@@ -172,6 +172,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
             is_choice = text not in ("", "null")
             is_left_out = match[1] == "~" or not is_choice
             line.groups[match[2]] = Override(match[2], text if is_choice else None, is_left_out)
+        elif token.startswith("~") and "=" in token:
+            line.problems.append(f"{token}: takes no value: {token.partition('=')[0]}")
         elif (match := _KEY.fullmatch(token)) and (match[3] is not None or match[1] == "~"):
             line.overrides.append(Override(match[2], match[3], delete=match[1] == "~"))
         elif not match or not _is_key(match[2]):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path as FilePath
+from typing import Any
 
 from linnaeus.config.check import Checked
 from linnaeus.config.instantiate import targets
@@ -45,7 +46,7 @@ def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
 
 def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
     """The files and folders that must be there, by key."""
-    dataset = {
+    dataset: dict[str, Any] = {
         name: checked.values.get(("DATA", "DATASET", name)) for name in ("NAME", "ROOT", *_SPLITS)
     }
     root = dataset["ROOT"]

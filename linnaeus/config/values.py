@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from linnaeus.config.keys import TARGET, Key, strip_optional
+from linnaeus.config.keys import KEYS, TARGET, Key, strip_optional
 
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
@@ -89,12 +89,10 @@ def convert(value: Any, key: Key, *, is_reference: bool) -> Any:
 def with_arithmetic(value: Any, hint: Any) -> Any:
     """A number with an interpolation as a call of the resolver for arithmetic: other keys see its value."""
     hint = strip_optional(hint)[0]
-    if isinstance(value, list):
-        (element,) = typing.get_args(hint) or (None,)
-        return [with_arithmetic(item, element) for item in value]
     is_number = hint in (int, float) and isinstance(value, str) and "${" in value
-    is_number &= not re.search(r"['\\]", str(value))
-    return f"${{linnaeus.number:'{value}',{hint.__name__}}}" if is_number else value
+    if is_number and not re.search(r"['\\]", value):
+        return f"${{linnaeus.number:'{value}',{hint.__name__}}}"
+    return value
 
 
 def number(value: Any, kind: type) -> int | float:
@@ -131,17 +129,14 @@ def register(chosen: Mapping[str, str]) -> None:
     def now(form: str = "") -> str:
         return moment().strftime(form or "%Y-%m-%d_%H-%M-%S")
 
-    def hydra(name: str, *, _root_: DictConfig) -> str:
-        experiment = _root_.EXPERIMENT
-        if name == "job.name":
-            return str(experiment.NAME)
-        if name in ("run.dir", "runtime.output_dir"):
-            return f"{experiment.OUTPUT_DIR}/{experiment.NAME}"
-        known = {f"runtime.choices.{group}": choice for group, choice in chosen.items()}
-        known["runtime.cwd"] = str(Path.cwd())
+    known = {f"runtime.choices.{group}": name for group, name in chosen.items()}
+    known["runtime.cwd"] = str(Path.cwd())
+
+    def hydra(name: str) -> str:
         if name not in known:
-            there = "runtime.choices.GROUP, runtime.cwd, job.name, run.dir"
-            raise ValueError(f"there is no hydra:{name} here; there are {there}")
+            raise ValueError(
+                f"there is no hydra:{name} here; there are runtime.choices.GROUP and runtime.cwd"
+            )
         return known[name]
 
     resolvers: dict[str, Any] = {"now": now, "hydra": hydra, "number": resolve_number}
@@ -173,28 +168,18 @@ def fill_nulls(root: DictConfig, cfg: str | None) -> None:
             root.DATA.AUGMENT[name] = values[not is_files]
     if is_named:
         return
-    names = [Path(cfg).stem] if cfg else []
-    names += [_folder(of_dataset("ROOT"), of_dataset("TRAIN"))] if is_files else []
-    names += [str(target or of_dataset("NAME")).rpartition(".")[2], "run"]
-    root.EXPERIMENT.NAME = escape(next(filter(None, map(_folder_name, names))))
-
-
-def _folder(root: Any, train: Any) -> str:
-    """The name of the folder of the images, of several the first; empty where no key says it."""
-    if OmegaConf.is_list(root):
-        root = root[0] if root else None
-    if root is None and train is not None:
-        root = Path(str(train)).parent
-    if root is None:
-        return ""
-    path = Path(str(root))
-    return path.name if path.name not in ("", "..") else path.resolve().name
-
-
-def _folder_name(text: str) -> str:
-    """A text as the name of a folder inside another; empty where it cannot be one."""
-    name = "".join(letter if letter.isprintable() else "_" for letter in text).strip(" .")
-    return "" if name == "null" else name
+    folder = of_dataset("ROOT")
+    folder = folder[0] if OmegaConf.is_list(folder) and folder else folder
+    names = [
+        Path(cfg).stem if cfg else "",
+        Path(str(folder)).resolve().name if is_files and folder else "",
+        str(target or of_dataset("NAME")).rpartition(".")[2],
+        "run",
+    ]
+    check = KEYS["EXPERIMENT", "NAME"].check
+    root.EXPERIMENT.NAME = escape(
+        next(name for name in names if name and check and not check(name))
+    )
 
 
 @functools.cache

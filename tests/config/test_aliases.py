@@ -36,7 +36,6 @@ def test_a_name_that_a_key_has_too_means_that_key() -> None:
         ("DATA.WORKERS", "DATA.NUM_WORKERS="),
         ("EXPERIMENT.TENSORBOARD", "EXPERIMENT.LOGGERS=[tensorboard]"),
         ("--resume", "TRAIN.AUTO_RESUME="),
-        ("--report-to=mlflow", "EXPERIMENT.LOGGERS=mlflow"),
         ("--logger=x", "EXPERIMENT.LOGGERS=[tensorboard]"),
         ("TRAINER.CALLBACKS", "TRAIN.CALLBACKS="),
     ],

@@ -20,12 +20,9 @@ NAMES = [
     (("data=imagefolder", *FILES), "birds"),
     (("data=imagefolder", "DATA.DATASET.ROOT=[/data/moths,/data/birds]"), "moths"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/"), "imagefolder"),
-    (("data=imagefolder", "DATA.DATASET.ROOT=/data/null"), "imagefolder"),
-    (("data=imagefolder", "DATA.DATASET.ROOT=/data/..hidden "), "hidden"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/\\${x}"), "${x}"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/${EXPERIMENT.SEED}"), "0"),
     (("data=imagefolder", "DATA.DATASET.ROOT=/data/${EXPERIMENT.NAME}"), "imagefolder"),
-    (("data=manifest", "DATA.DATASET.TRAIN=/data/moths/train.csv"), "moths"),
     ((OWN, *FILES), "MyDataset"),
     (("--cfg", "moths.v2.yaml", "data=imagefolder", *FILES), "moths.v2"),
     (("--cfg", "moths.v2.yaml", "--cfg", "lr.yaml"), "lr"),
@@ -56,8 +53,8 @@ def test_the_current_folder_names_a_run_of_its_images(tmp_path: Path) -> None:
 
 
 def test_other_keys_may_follow_the_name_that_a_run_gets() -> None:
-    config = load("--cfg", "lr.yaml", "EXPERIMENT.WANDB.GROUP=${EXPERIMENT.NAME}-${hydra:job.name}")
-    assert config.EXPERIMENT.WANDB.GROUP == "lr-lr"
+    config = load("--cfg", "lr.yaml", "EXPERIMENT.WANDB.GROUP=${EXPERIMENT.NAME}-1")
+    assert config.EXPERIMENT.WANDB.GROUP == "lr-1"
     Path("again.yaml").write_text(to_yaml(config))
     assert load("--cfg", "again.yaml") == config
 

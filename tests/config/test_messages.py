@@ -39,7 +39,6 @@ COMMAND_LINES = (
     "~DATA.FOO",
     "~MODEL.KWARGS.foo",
     "~TRAIN.COMPILE=true",
-    "TRAIN.AMP=bf16 ~TRAIN.AMP=fp16",
     "DATA.BATCHSIZE=8",
     "data.batch_size=8",
     "LR=1",

@@ -47,13 +47,9 @@ def test_what_hydra_knows(tmp_path: Path) -> None:
         "model=resnet50",
         "DATA.DATASET.ROOT=${hydra:runtime.cwd}/data",
         "EXPERIMENT.NAME=r-${hydra:runtime.choices.model}",
-        "EXPERIMENT.WANDB.PROJECT=${hydra:job.name}",
-        "EXPERIMENT.WANDB.GROUP=${hydra:run.dir}",
-        "EXPERIMENT.WANDB.ENTITY=${hydra:runtime.output_dir}",
     )
     assert f"{tmp_path}/data" == config.DATA.DATASET.ROOT
-    assert config.EXPERIMENT.NAME == config.EXPERIMENT.WANDB.PROJECT == "r-resnet50"
-    assert config.EXPERIMENT.WANDB.GROUP == config.EXPERIMENT.WANDB.ENTITY == "runs/r-resnet50"
+    assert config.EXPERIMENT.NAME == "r-resnet50"
     write(
         {
             "my": "defaults: [{model: vit_tiny}]\nEXPERIMENT: {NAME: '${hydra:runtime.choices.model}'}"

@@ -108,7 +108,8 @@ FOLDER = {
     "conf/data/augment/strong": "# @package DATA.AUGMENT\nHFLIP: 0.5",
     "conf/data/augment/weak": "# @package DATA.AUGMENT\nHFLIP: 0.75",
     "conf/data/birds": "# @package DATA\ndefaults: [imagefolder]\nDATASET: {ROOT: /birds}",
-    "conf/experiment/birds": f"{GLOBAL}defaults: [override /model: mine, override /data: birds]\nTRAIN: {{EPOCHS: 5}}",
+    "conf/experiment/birds": f"{GLOBAL}TRAIN: {{EPOCHS: 5}}\n"
+    "defaults: [override /model: mine, override /data: birds]",
     "conf/experiment/named": "# @package EXPERIMENT\nNAME: named",
     "conf/experiment/often": f"{GLOBAL}TRAIN: {{LOG_EVERY: 7}}",
     "conf/base": "defaults: [{model: resnet50}]\nTRAIN: {EPOCHS: 2, LOG_EVERY: 2}\nMODEL: {DROP_RATE: 0.3}",
