@@ -129,11 +129,12 @@ class Checked:
         except ValueError as error:
             self._refuse(path, str(error))
         else:
-            self.values[path] = value
             if key is None or key.is_mapping:
                 self._check_node(path, value, may_have_target=key is None)
             else:
                 self._check_value(path, value, key)
+            if path not in self.wrong:
+                self.values[path] = value
 
     def _check_node(self, path: Path, node: Any, *, may_have_target: bool) -> None:
         """Check `_target_`s."""

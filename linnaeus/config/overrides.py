@@ -117,12 +117,15 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def typed_keys(overrides: Sequence[Override]) -> dict[Path, Any]:
-    """The keys that overrides set or delete, with their values; unreadable values are left out."""
+    """The keys that overrides set or delete, with their values.
+
+    Values that cannot be read are left out, and `{}`, which changes nothing below a key.
+    """
     found: dict[Path, Any] = {}
     for override in overrides:
         with suppress(ValueError):
             value = None if override.text is None else override.value()
-            found |= leaves(value, override.path)
+            found |= {path: each for path, each in leaves(value, override.path) if each != {}}
     return found
 
 

@@ -33,7 +33,7 @@ def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
     """Each key that names what is not there, with the predicate of a sentence. Wrong keys are left out."""
     for path, value in checked.values.items():
         for key, name in targets({path[-1]: value}, path[:-1]):
-            if path not in checked.wrong and (problem := _missing_target(str(name))):
+            if problem := _missing_target(str(name)):
                 yield key, problem
     for key in _TIMM:
         name = str(checked.values.get(key) or "")

@@ -108,7 +108,7 @@ def number(value: Any, kind: type) -> int | float:
 
 def _evaluate(text: str) -> Any:
     """The value of a number or of arithmetic; None for all else."""
-    text = re.sub(r"(?<![\w.])0+(?=\d)", "", text.strip())  # 007, which Python's syntax lacks
+    text = re.sub(r"^([-+]?)0+(?=\d+$)", r"\1", text.strip())  # 007, which Python's syntax lacks
     is_arithmetic = re.fullmatch(r"[\d_.eE+\-*/() \t]{1,200}", text)
     if not is_arithmetic or re.search(r"\*\*|[\w.)]\s*\(", text):  # no powers, no calls
         return None

@@ -15,7 +15,7 @@ from linnaeus.config.load import load_config
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.configs import write
 from tests.helpers.forks import ROOT
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import error_of
 
 COMMAND_LINES = (
     # options
@@ -179,11 +179,11 @@ TREES: dict[str, dict[str, str]] = {
 """The files of a command line with one problem."""
 
 
-def thing(*args: Any, size: Any = None, facts: Any = None, inner: Any = None) -> None:
+def thing(*args, size=None, facts=None, inner=None):
     """A user's function."""
 
 
-def strict(size: int) -> None:
+def strict(size):
     try:
         {}[size]
     except KeyError as error:
@@ -209,13 +209,13 @@ TARGETS: dict[str, dict[str, Any]] = {
 """Keys of a node that cannot be called."""
 
 
-def problems(*argv: str) -> list[str]:
+def problems(*argv):
     with pytest.raises(ConfigError) as caught:
         read(argv)
     return caught.value.problems
 
 
-def problem_of(line: str, text: str | None = None) -> str:
+def problem_of(line, text=None):
     """The only problem of a command line, which the file `my.yaml` may precede."""
     if text is not None:
         Path("my.yaml").write_bytes(text.encode())
@@ -223,7 +223,7 @@ def problem_of(line: str, text: str | None = None) -> str:
     return problem
 
 
-def problem_of_tree(line: str) -> str:
+def problem_of_tree(line):
     folder = Path(f"tree{[*TREES].index(line)}")
     folder.mkdir()
     with chdir(folder):
@@ -231,14 +231,14 @@ def problem_of_tree(line: str) -> str:
         return problem_of(line)
 
 
-def problem_of_target(title: str) -> str:
+def problem_of_target(title):
     with pytest.raises(ConfigError) as caught:
         call_target({"_target_": f"{__name__}.thing", **TARGETS[title]}, "MODEL")
     (problem,) = caught.value.problems
     return re.sub(r"line \d+", "line N", problem)
 
 
-def test_messages(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages(golden, monkeypatch):
     found = {f"`{line}`": problem_of(line) for line in COMMAND_LINES}
     found |= {f"file `{text[:99]}`": problem_of("--cfg=my.yaml", text) for text in FILES}
     found |= {f"`{line}`, in its files": problem_of_tree(line) for line in TREES}
@@ -257,5 +257,5 @@ def test_messages(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     golden("config", by_title, root=ROOT, here=Path.cwd())
 
 
-def test_a_file_without_a_bottom_is_a_mistake() -> None:
+def test_a_file_without_a_bottom_is_a_mistake():
     assert "my.yaml" in problem_of("--cfg=my.yaml", "[" * 400 + "]" * 400)

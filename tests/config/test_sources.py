@@ -11,13 +11,13 @@ GLOBAL, MODEL = "# @package _global_\n", "# @package MODEL\n"
 VIT = "vit_tiny_patch16_224"  # of the preset vit_tiny
 
 
-def figures(*argv: str) -> tuple[str, int, int]:
+def figures(*argv):
     """Three values that the files of these tests set."""
     config = load(*argv)
     return config.MODEL.NAME, config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY
 
 
-def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
+def test_a_defaults_list_chooses_groups_and_files_beside_it():
     write(
         {
             "my": "defaults:\n- base\n- model: resnet50\n- optional data: nothing\n- optimizer: null\n"
@@ -32,7 +32,7 @@ def test_a_defaults_list_chooses_groups_and_files_beside_it() -> None:
     assert load("--cfg=base.yaml").SCHEDULE.NAME == "linear"  # which the override has replaced
 
 
-def test_overrides_are_choices_that_can_be_left_out() -> None:
+def test_overrides_are_choices_that_can_be_left_out():
     write(
         {
             "my": "defaults: [model: resnet50]",
@@ -46,12 +46,12 @@ def test_overrides_are_choices_that_can_be_left_out() -> None:
     assert load("--cfg=early.yaml").MODEL.NAME == VIT
 
 
-def test_a_choice_that_a_list_leaves_to_the_command_line() -> None:
+def test_a_choice_that_a_list_leaves_to_the_command_line():
     write({"my": "defaults:\n- model: ???\nTRAIN: {EPOCHS: 3}"})
     assert figures("--cfg=my.yaml", "model=vit_tiny")[:2] == (VIT, 3)
 
 
-def test_later_files_win() -> None:
+def test_later_files_win():
     write(
         {
             "a": "defaults: [{model: resnet18}]\nTRAIN: {EPOCHS: 3, LOG_EVERY: 9}",
@@ -65,7 +65,7 @@ def test_later_files_win() -> None:
     assert "override model" in problems("--cfg=a.yaml", "--cfg=d.yaml")[0]  # as in Hydra
 
 
-def test_files_are_looked_up_beside_the_cfg_file_that_leads_to_them() -> None:
+def test_files_are_looked_up_beside_the_cfg_file_that_leads_to_them():
     for folder, epochs in (("a", 3), ("b", 4)):
         write(
             {
@@ -84,7 +84,7 @@ def test_files_are_looked_up_beside_the_cfg_file_that_leads_to_them() -> None:
     assert load("--cfg=b/my.yaml", "model=resnet18").MODEL.NAME == "resnet18"
 
 
-def test_the_first_folder_that_has_a_file_counts() -> None:
+def test_the_first_folder_that_has_a_file_counts():
     write(
         {
             "conf/model/mine": f"{MODEL}NAME: mine",
@@ -116,7 +116,7 @@ FOLDER = {
 }
 
 
-def test_groups_of_ones_own() -> None:
+def test_groups_of_ones_own():
     write(FOLDER)
     model = load("--config-dir=conf", "model=wide").MODEL
     assert (model.NAME, model.DROP_RATE) == ("resnet34", 0.2)
@@ -128,7 +128,7 @@ def test_groups_of_ones_own() -> None:
     assert load("optimizer=sgd", "~optimizer=sgd") == load()
 
 
-def test_experiments() -> None:
+def test_experiments():
     write(FOLDER)
     expected = load("--config-dir=conf", "+experiment=birds")
     assert (expected.MODEL.NAME, expected.TRAIN.EPOCHS) == ("resnet34", 5)
@@ -138,7 +138,7 @@ def test_experiments() -> None:
     assert figures("--config-dir=conf", "+experiment=[birds,often]") == ("resnet34", 5, 7)
 
 
-def test_the_order_of_files_groups_and_experiments() -> None:
+def test_the_order_of_files_groups_and_experiments():
     write(FOLDER)
     base = ("--config-dir", "conf", "--config-name", "base")
     assert figures(*base) == ("resnet50", 2, 2)
@@ -149,7 +149,7 @@ def test_the_order_of_files_groups_and_experiments() -> None:
     assert load(*base, "~model").MODEL.NAME == load().MODEL.NAME
 
 
-def test_packages() -> None:
+def test_packages():
     write(
         {
             "conf/encoder/small": "width: 3",
@@ -173,7 +173,7 @@ def test_packages() -> None:
     assert load("--config-dir=conf", "extra=wide").TRAIN.EPOCHS == 8
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_threads_do_not_disturb_each_other():
     write(
         {
             f"t{number}": f"defaults: [model: resnet18]\nTRAIN: {{EPOCHS: {number}}}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from hydra.errors import HydraException
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.config.schema import Config
 from linnaeus.config.values import number
 from linnaeus.runtime.errors import ConfigError
 from tests.helpers.configs import load, problems, write
@@ -26,14 +24,14 @@ BASE = (
 )
 
 
-def value_of(config: Config, name: str) -> Any:
+def value_of(config, name):
     value: Any = config
     for part in name.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
 
 
-def rows(keys: Sequence[str], cases: Sequence[tuple[str, Any]]) -> list[dict[str, tuple[str, Any]]]:
+def rows(keys, cases):
     """Cases for several keys that are loaded together: a load takes longer than a value."""
     return [
         dict(zip(keys, cases[start : start + len(keys)], strict=False))
@@ -45,26 +43,18 @@ TEXTS = [
     "",
     "(x)",
     "a=b",
-    "a#b",
-    "$HOME",
-    "$(x)",
     "it's",
-    "C:\\",
     "~/x",
     "1e-3",
     "007",
     "true",
-    "nan",
     "2024-01-01",
     "*x",
     "!x",
-    "@x",
     "a: b",
-    "- a",
     "日本",
     "a\nb",
     "/data/birds (2021), 'best'/x=1",
-    "--x",
     "-",
 ]
 QUOTED = [
@@ -95,8 +85,8 @@ WHOLE = [
     (str(10**30), 10**30),
 ]
 SWITCHES = [
-    *((text, True) for text in ("true", "True", "1", "yes", "on", "ON", "'true'")),
-    *((text, False) for text in ("false", "False", "0", "no", "off")),
+    *((text, True) for text in ("true", "1", "yes", "on", "'true'")),
+    *((text, False) for text in ("False", "0", "off")),
 ]
 OPTIONAL = [
     ("null", None),
@@ -106,20 +96,17 @@ OPTIONAL = [
     (r"'it\'s'", "it's"),
 ]
 UNTYPED = [
-    ("1", 1),
     ("1e-3", 0.001),
     ("true", True),
     ("null", None),
     ("None", "None"),
     ("{x: None}", {"x": "None"}),
-    (" a b ", "a b"),
     (r"a\,b", "a,b"),
     ("[1,a]", [1, "a"]),
     ("{a:1,b:{c:x}}", {"a": 1, "b": {"c": "x"}}),
     ("int(10.0)", 10),
     ("str(10)", "10"),
     ("sort([2,1])", [1, 2]),
-    ("(x)", "(x)"),
     ("~/é", "~/é"),
     ("'1'", "1"),
     ("", ""),
@@ -153,6 +140,7 @@ ROWS: list[dict[str, tuple[str, Any]]] = [
         "DATA.AUGMENT.CROP_SCALE": ("[1/4, ${OPTIMIZER.HEAD_LR_SCALE}]", [0.25, 1.0]),
         "DATA.AUGMENT.MEAN": ("null", None),
         "DATA.DATASET.NUM_CLASSES": ("7", [7]),
+        "DATA.DATASET.LEVELS": (r"a\,b", ["a,b"]),
         "DATA.IMG_SIZE": ("224", 224),
         "EXPERIMENT.WANDB.TAGS": (
             "['001', a b, 'x, y', \"it's\", 'true', 1]",
@@ -175,9 +163,7 @@ ROWS: list[dict[str, tuple[str, Any]]] = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row)[:40])
-def test_what_is_typed_and_its_value(
-    row: dict[str, tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_typed_and_its_value(row, monkeypatch):
     monkeypatch.setenv("LINNAEUS_ROOT", "/data, (1)")
     config = load(*BASE, *(f"{key}={text}" for key, (text, _) in row.items()))
     expected = {key: value for key, (_, value) in row.items()}
@@ -189,30 +175,25 @@ def test_what_is_typed_and_its_value(
 WRONG = [
     "",
     "True",
-    "8,16",
     "-inf",
     "1e400",
     "1//0",
     "2 % 3",
     "abs(3)",
-    "3 if 1 else 2",
-    "1j",
     "(" * 300,
     "9" * 5000,
     "[8",
     "'8",
     "int(",
-    "choice(1,2)",
     "[8]",
     "${TRAIN.EPOCHS} ** 2",
     "${TRAIN.EPOCHS}' + '1",
     "${DATA.AUGMENT}",
-    "${nope:1}",
     "-1",
 ]
 
 
-def test_not_a_positive_whole_number() -> None:
+def test_not_a_positive_whole_number():
     keys = [
         "DATA.BATCH_SIZE",
         "DATA.BATCH_SIZE_VAL",
@@ -224,7 +205,7 @@ def test_not_a_positive_whole_number() -> None:
         assert sorted(problem.partition(":")[0] for problem in found) == sorted(row)
 
 
-def test_mappings_merge_and_can_be_emptied() -> None:
+def test_mappings_merge_and_can_be_emptied():
     argv = ["MODEL.KWARGS={a: 1, b: {c: 2}}", "MODEL.KWARGS.b.d=3", "MODEL.KWARGS={}"]
     assert load(*argv).MODEL.KWARGS == {"a": 1, "b": {"c": 2, "d": 3}}
     argv += ["OPTIMIZER.KWARGS=${MODEL.KWARGS.b}", "~MODEL.KWARGS.b.c", "MODEL.KWARGS.a=null"]
@@ -241,7 +222,7 @@ plain_texts = texts.filter(lambda text: "${" not in text and text != "???")
 
 
 @given(text=plain_texts)
-def test_text_arrives_as_typed_or_is_refused(text: str) -> None:
+def test_text_arrives_as_typed_or_is_refused(text):
     """Where Hydra's grammar takes the text, the value is Hydra's."""
     try:
         found: Any = load(f"EXPERIMENT.OUTPUT_DIR={text}").EXPERIMENT.OUTPUT_DIR
@@ -256,7 +237,7 @@ def test_text_arrives_as_typed_or_is_refused(text: str) -> None:
     assert is_refused or found == (value if isinstance(value, str) else text.strip())
 
 
-def test_the_token_after_a_bare_key_is_its_value() -> None:
+def test_the_token_after_a_bare_key_is_its_value():
     values = ["-1", "-1e-3", "--strange", "a=b", "=", "", "x.yaml", "FOO=1"]
     for row in rows(
         ["EXPERIMENT.OUTPUT_DIR", "DATA.DATASET.IMAGE_COLUMN"], [(text, text) for text in values]
@@ -266,7 +247,7 @@ def test_the_token_after_a_bare_key_is_its_value() -> None:
 
 
 @given(st.text(alphabet="0123456789+-*/%()eE._ jxab'\"[]{}:,<>=!&|^~@"))
-def test_arithmetic_refuses_everything_else(text: str) -> None:
+def test_arithmetic_refuses_everything_else(text):
     try:
         number(text, float)
     except ValueError:
@@ -276,12 +257,12 @@ def test_arithmetic_refuses_everything_else(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "---\n", "DATA:\n  AUTOBATCH:\nMODEL:\n  KWARGS:\n"])
-def test_files_that_set_nothing(text: str) -> None:
+def test_files_that_set_nothing(text):
     write({"my": text})
     assert load("--cfg=my.yaml") == load("EXPERIMENT.NAME=my")
 
 
-def test_values_of_a_file() -> None:
+def test_values_of_a_file():
     """Scalars without quotes keep their text where the key takes text, else they get the key's type."""
     write(
         {
@@ -318,7 +299,7 @@ def test_values_of_a_file() -> None:
     }
 
 
-def test_a_byte_order_mark_and_windows_lines() -> None:
+def test_a_byte_order_mark_and_windows_lines():
     Path("my.yaml").write_bytes("\ufeff# @package TRAIN\r\nEPOCHS: 3\r\n".encode())
     assert load("--cfg=my.yaml").TRAIN.EPOCHS == 3
 
@@ -326,7 +307,7 @@ def test_a_byte_order_mark_and_windows_lines() -> None:
 @pytest.mark.parametrize(
     "key", ["SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "MODEL.LORA.TARGETS"]
 )
-def test_a_list_from_the_environment_is_a_list(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_from_the_environment_is_a_list(key, monkeypatch):
     expected: Any = [30, 60] if key == "SCHEDULE.MILESTONES" else ["30", "60"]
     monkeypatch.setenv("LIST", "[30, 60]")
     node, _, name = key.rpartition(".")
@@ -338,21 +319,7 @@ def test_a_list_from_the_environment_is_a_list(key: str, monkeypatch: pytest.Mon
         assert value_of(load(argv), key) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "tags"),
-    [
-        ("'a,b'", ["a,b"]),
-        (r"a\,b", ["a,b"]),
-        ("a,b", ["a", "b"]),
-        ("!x", ["!x"]),
-        ("it's", ["it's"]),
-    ],
-)
-def test_one_value_is_a_list_of_one(text: str, tags: list[str]) -> None:
-    assert tags == load(f"EXPERIMENT.WANDB.TAGS={text}").EXPERIMENT.WANDB.TAGS
-
-
-def test_what_is_no_list_in_the_environment_is_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_list_in_the_environment_is_one_problem(monkeypatch):
     monkeypatch.setenv("LIST", "{a: 1}")
     for key in ("SCHEDULE.MILESTONES", "DATA.DATASET.LEVELS", "DATA.AUGMENT.MEAN"):
         for argv in (f"{key}=${{oc.env:LIST}}", f"{key}=${{oc.decode:${{oc.env:LIST}}}}"):
@@ -362,7 +329,7 @@ def test_what_is_no_list_in_the_environment_is_one_problem(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("text", ["1,2", "choice(1,2)", "range(1,3)", "[1,2", "'abc", "int(", "{a"])
 @pytest.mark.parametrize("key", ["MODEL.KWARGS.x", "MODEL.NAME", "TRAIN.AMP", "EXPERIMENT.NAME"])
-def test_several_and_broken_values_are_refused_as_by_hydra(key: str, text: str) -> None:
+def test_several_and_broken_values_are_refused_as_by_hydra(key, text):
     (problem,) = problems(f"{key}={text}")
     assert problem.partition(":")[0] == key
     assert ("linnaeus sweep" in problem) == (text[0] in "1cr")
