@@ -355,23 +355,6 @@ def test_the_best_of_another_metric_is_forgotten(
     assert (progress["best_epoch"] == 1) != restarts
 
 
-@pytest.mark.parametrize(("now", "is_told"), [("[1,0.5]", False), ("[1,1]", True)])
-def test_a_run_of_an_older_version_goes_on_with_new_names(
-    run: Run, tmp_path: Path, now: str, is_told: bool
-) -> None:
-    options, path = (*SMALL, "TRAIN.AUTO_RESUME=True"), tmp_path / "runs/small/checkpoints/last.pt"
-    assert run(*options, "TRAIN.EPOCHS=1", "LOSS.LEVEL_WEIGHTS=[1,0.5]").code == 0
-    saved = torch.load(path, weights_only=True)
-    nodes = saved["config"]
-    nodes["LOSS"]["RANK_WEIGHTS"] = nodes["LOSS"].pop("LEVEL_WEIGHTS")
-    nodes["DATA"]["DATASET"]["RANKS"] = nodes["DATA"]["DATASET"].pop("LEVELS")
-    torch.save(saved, path)
-    resumed = run(*options, "TRAIN.EPOCHS=2", f"LOSS.LEVEL_WEIGHTS={now}")
-    assert resumed.code == 0, resumed.err
-    assert ("LOSS.LEVEL_WEIGHTS" in resumed.out) == is_told
-    assert "RANK" not in resumed.out
-
-
 def test_renamed_classes_are_refused_on_resuming(run: Run, tmp_path: Path) -> None:
     names = [f"DATA.DATASET.LEVELS=[family,{name}]" for name in ("species", "kind")]
     assert run(*SMALL, names[0], "TRAIN.EPOCHS=1").code == 0

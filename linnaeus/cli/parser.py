@@ -157,13 +157,13 @@ class CommandParser(argparse.ArgumentParser, Generic[Given]):
         )
         self.command, self.options, self.gone = command, options, gone or {}
         self.takes_overrides = bool(print_config)
+        if print_config:
+            self.gone = {**self.gone, "--origin": "is gone; --print-config prints the values"}
         self._options: dict[str, Field[Any]] = {}
         launching = self.add_argument_group("where to run")
         self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
         if print_config:
-            text = "with --print-config: where each value comes from"
             self.add_argument("--print-config", action="store_true", help=print_config)
-            self.add_argument("--origin", action="store_true", help=text)
         if print_config and not takes_run:
             text = "read a YAML file with the keys that differ from the defaults; a later file wins"
             self.add_argument("--cfg", metavar="FILE", help=text)

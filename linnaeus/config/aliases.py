@@ -1,29 +1,20 @@
-"""Keys that are not there: the closest one, what a word of another framework means here, and renamed ones."""
+"""Keys that are not there: the closest one, and what a word of another framework means here."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import Any
 
 from linnaeus.config.keys import (
     KEYS,
     PLUGGABLE_PATHS,
     PRESETS,
-    TARGET,
     Path,
     closest,
     dotted,
     names_in,
 )
-
-RENAMED: Mapping[Path, str] = {
-    ("DATA", "DATASET", "RANKS"): "LEVELS",
-    ("LOSS", "RANK_WEIGHTS"): "LEVEL_WEIGHTS",
-}
-"""The new last component of keys that earlier versions had under another name."""
 
 
 @functools.cache
@@ -32,10 +23,7 @@ def aliases() -> dict[str, str]:
     import yaml
 
     table = yaml.safe_load(FilePath(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    found = {name: meaning for meaning, names in table.items() for name in names.split()}
-    for path, name in RENAMED.items():
-        found[dotted(path).lower()] = f"the key is now {dotted((*path[:-1], name))}"
-    return found
+    return {name: meaning for meaning, names in table.items() for name in names.split()}
 
 
 def alias(word: str, value: str | None = None) -> str | None:
@@ -59,22 +47,7 @@ def alias(word: str, value: str | None = None) -> str | None:
     typed = value or word.partition("=")[2]
     key, _, example = meaning.partition("=")
     is_number = re.fullmatch(r"[\d.]+(e-?\d+)?", typed) and re.match(r"\d", example)
-    known = KEYS.get(tuple(key.split(".")))  # none below a node that takes any key
-    is_choice = known is not None and typed in (known.choices or ())
-    return f"write {key}={typed if is_number or is_choice else example}"
-
-
-def renamed(nodes: Any, path: Path = ()) -> Any:
-    """Return the nodes that an earlier version has written under today's names of keys.
-
-    A node with a `_target_` has the names of its own arguments, which stay.
-    """
-    if not isinstance(nodes, Mapping) or TARGET in nodes:
-        return nodes
-    return {
-        RENAMED.get((*path, name), name): renamed(node, (*path, name))
-        for name, node in nodes.items()
-    }
+    return f"write {key}={typed if is_number else example}"
 
 
 def unknown_key(path: Path, value: str) -> str:
@@ -86,10 +59,6 @@ def unknown_key(path: Path, value: str) -> str:
     other = None if real and real.lower() == name.lower() else alias(name, value)
     if other or real:
         return f"; {other or f'did you mean {real}?'}"
-    upper = tuple(str(part).upper() for part in path)
-    for size in range(len(node), 0, -1):
-        if upper[:size] in PLUGGABLE_PATHS and upper[:size] != path[:size]:
-            return f"; did you mean {dotted((*upper[:size], *path[size:]))}?"
     if node in PLUGGABLE_PATHS:
         return f"; {dotted(node)} takes other keys when {dotted(node)}._target_ is set"
     return ""

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
 import yaml
 
-from linnaeus.config.aliases import renamed
-from linnaeus.config.keys import KEYS, Path
 from linnaeus.config.schema import Config
-from linnaeus.config.values import Setting, escape, show
+from linnaeus.config.values import escape
 from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import write_atomically
 
@@ -64,13 +61,6 @@ def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
     return text
 
 
-def with_new_names(text: str) -> str:
-    """Return what `to_yaml` of an earlier version wrote under today's names of keys."""
-    with suppress(yaml.YAMLError):  # who reads a damaged text says so
-        text = _dump(renamed(yaml.safe_load(text)))
-    return text
-
-
 def save_config(
     config: Config, path: str | os.PathLike[str], plan: Mapping[str, Any] | None = None
 ) -> None:
@@ -94,30 +84,3 @@ def with_batch_sizes(config: Config, train: int | None = None, val: int | None =
     sizes = {"BATCH_SIZE": train, "BATCH_SIZE_VAL": val}
     changed: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     return dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, **changed))
-
-
-def with_origins(config: Config, settings: Mapping[Path, Setting]) -> str:
-    """The configuration as YAML, with a comment on each value that says where it comes from."""
-    defaults = {path: Setting(key.default, "default") for path, key in KEYS.items()}
-    nodes = escape(dataclasses.asdict(config))
-    return "".join(f"{line}\n" for line in _commented(nodes, {**defaults, **settings}))
-
-
-def _commented(
-    node: Mapping[str, Any], origins: Mapping[Path, Setting], path: Path = ()
-) -> Iterator[str]:
-    for name, value in node.items():
-        here = (*path, name)
-        if isinstance(value, dict) and value:
-            yield _dump({name: {}}).removesuffix(" {}\n")
-            yield from (f"  {line}" for line in _commented(value, origins, here))
-            continue
-        first, *rest = _dump({name: value}).splitlines()
-        prefixes = (here[:size] for size in range(len(here), 0, -1))
-        setting = next((origins[prefix] for prefix in prefixes if prefix in origins), None)
-        if setting is not None:
-            given = setting.value
-            follows = isinstance(given, str) and re.search(r"(?<!\\)(?:\\\\)*\$\{", given)
-            first += f"  # {' '.join(setting.origin.split())}"
-            first += f", follows {show(setting)[1:-1]}" if follows else ""
-        yield from (first, *rest)

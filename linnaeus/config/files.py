@@ -1,217 +1,171 @@
-"""Reads YAML files as OmegaConf does, and serves them to Hydra with a mark in place of each value.
-
-Hydra's documented plugins make the files known: https://hydra.cc/docs/advanced/plugins/overview
-"""
+"""Reads YAML files, and lets Hydra compose them with the groups that a command line chooses."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any, ClassVar
+from typing import Any
 
-import yaml
-from hydra import version
-from hydra.core.config_search_path import ConfigSearchPath
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from linnaeus.config.aliases import alias
-from linnaeus.config.keys import PRESETS, SUFFIXES, names_in, node_of
-from linnaeus.config.values import Setting, own_resolvers
+from linnaeus.config.keys import NODES, PRESETS
+from linnaeus.config.overrides import Override
+from linnaeus.config.values import escape
+from linnaeus.runtime.errors import ConfigError
 from linnaeus.runtime.files import suggest_path
 
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\w+(?:\.\w+)*)\s*$", re.MULTILINE)
+_PRIMARY = "linnaeus_command_line"
+"""Name of the configuration whose defaults list is that of the command line."""
+_LOCK = threading.Lock()
+"""Hydra has one composition at a time in a process."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class File:
     """What one file says.
 
     Attributes:
         name: the path as messages show it.
-        tree: nested mappings whose leaves are `Setting`.
+        tree: nested mappings, below what a `# @package` line names.
         defaults: its defaults list as YAML has it, for Hydra; None without one.
-        package: what its `# @package` line names, else None.
-        problem: why it could not be read, so that nothing is known of its keys; else None.
     """
 
     name: str
-    tree: dict[Any, Any] = field(default_factory=dict)
+    tree: dict[Any, Any]
     defaults: Any = None
-    package: str | None = None
-    problem: str | None = None
 
 
-def read_file(name: str, asked_by: str, origin: str | None = None) -> File:
-    """Read a YAML file as OmegaConf does; `origin` stands for file and line in messages."""
-    file, path = File(name), FilePath(name)
+def read_file(name: str, asked_by: str, package: str = "") -> File:
+    """Read a YAML file; without a `# @package` line its keys belong to `package`.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = FilePath(name)
     try:
-        text = own_resolvers(path.read_text(encoding="utf-8-sig"))
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = OmegaConf.to_container(OmegaConf.create(text)) if root is not None else {}
+        text = path.read_text(encoding="utf-8-sig")
+        content = OmegaConf.to_container(OmegaConf.load(path)) if text.strip() else {}
     except OSError as error:
+        if error.errno is None:  # OmegaConf's word for a lone text or number
+            raise ConfigError(f"{name}: must hold keys with values (KEY: value)") from None
         hint = suggest_path(path) if isinstance(error, FileNotFoundError) else ""
-        hint = "; it is a URL: download it, and name the file" if "://" in name else hint
-        if name in ("job", "hydra", "all") and asked_by == "--cfg":
-            hint = f"; --cfg takes a file; {alias('--info')}"
-        file.problem = f"{name}: {str(error.strerror).lower()} ({asked_by}){hint}"
+        raise ConfigError(f"{name}: {str(error.strerror).lower()} ({asked_by}){hint}") from None
     except Exception as error:  # PyYAML and OmegaConf raise errors of many kinds
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        reason = "values are nested too deeply" if isinstance(error, RecursionError) else reason
+        mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        file.problem = f"{name}{line}: broken YAML: {reason or 'not keys with values'}"
-    else:
-        if isinstance(root, yaml.MappingNode) and isinstance(content, dict):
-            file.defaults = content.pop("defaults", None)
-            file.tree = _tree(content, root, name, origin) if content else {}
-        elif content:
-            file.problem = f"{name}: must hold keys with values (KEY: value)"
-        package = _PACKAGE.search(text)
-        file.package = package[1] if package else None
-    return file
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{name}{line}: broken YAML: {reason}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name}: must hold keys with values (KEY: value)")
+    if "hydra" in content:
+        raise ConfigError(f"{name}: hydra: {alias('hydra')}")
+    defaults = content.pop("defaults", None)
+    header = _PACKAGE.search(text)
+    package = header[1] if header else package
+    for part in filter(None, reversed(package.removeprefix("_global_").split("."))):
+        content = {part: content}
+    return File(name, content, defaults)
 
 
-def _tree(content: Any, node: yaml.Node | None, name: str, origin: str | None) -> Any:
-    """The values with the lines on which they begin; a value that `<<` merges in has none."""
-    if isinstance(content, dict) and content:
-        is_mapping = isinstance(node, yaml.MappingNode)
-        nodes = {key.value: child for key, child in node.value} if is_mapping else {}  # type: ignore[union-attr]
-        return {
-            key: _tree(child, nodes.get(str(key)), name, origin) for key, child in content.items()
-        }
-    place = f"{name}, line {node.start_mark.line + 1}" if node else name
-    is_bare = isinstance(node, yaml.ScalarNode) and node.style is None and content is not None
-    return Setting(content, origin or place, node.value if is_bare else None)  # type: ignore[union-attr]
+def compose_files(
+    own: Mapping[str, File],
+    names: Sequence[str],
+    groups: Iterable[Override],
+    folders: Sequence[FilePath],
+) -> tuple[dict[Any, Any], dict[str, str]]:
+    """Let Hydra compose files and groups.
 
+    A choice in a group that no defaults list has comes first, so that files win over it. In a group that
+    sets no node, such as `experiment`, it comes last, as Hydra's `+group=name` does.
 
-class Files:
-    """The files that one command line names, each read once.
-
-    Attributes:
+    Args:
+        own: the files of `--cfg`, by a name of their own.
+        names: the files to compose, lowest precedence first: names in `own` and in the folders.
+        groups: what the command line chooses.
         folders: where groups and files are looked up; the first that has a file counts.
-        read: every file read, by its path in the folders; the files of `--cfg` by a name of their own.
+
+    Returns:
+        The tree of values, and the name chosen in each group.
+
+    Raises:
+        ConfigError: Hydra refuses a file or a defaults list.
     """
-
-    def __init__(self, folders: Sequence[FilePath]) -> None:
-        self.folders = folders
-        self.read: dict[str, File] = {}
-        self._settings: list[Setting] = []
-
-    def get(self, path: str) -> File | None:
-        """The file at a path such as `model/resnet50`; None where there is none."""
-        path = path.removesuffix(".yaml").removesuffix(".yml")
-        places = (folder / f"{path}{suffix}" for folder in self.folders for suffix in SUFFIXES)
-        if path not in self.read and (place := next(filter(FilePath.is_file, places), None)):
-            preset = "=".join(path.rsplit("/", 1))
-            origin = f"preset {preset}" if place.is_relative_to(PRESETS) else None
-            self.read[path] = read_file(str(place), "defaults", origin)
-        return self.read.get(path)
-
-    def marked(self, tree: Any) -> Any:
-        """A tree with a mark in place of each setting, which Hydra can compose."""
-        if not isinstance(tree, Setting):
-            return {name: self.marked(child) for name, child in tree.items()}
-        if tree.value == {}:  # sets nothing below it
-            return {}
-        self._settings.append(tree)
-        return f"\0{len(self._settings) - 1}"
-
-    def unmarked(self, tree: Any) -> Any:
-        """A composed tree with the settings that the marks stand for."""
-        if isinstance(tree, str):
-            return self._settings[int(tree[1:])]
-        return {name: self.unmarked(child) for name, child in tree.items()} or Setting({}, "files")
-
-
-class Source(ConfigSource):  # type: ignore[misc]
-    """Serves the files of one command line.
-
-    Attributes:
-        files: reads the files.
-        is_open: whether a command line is being composed.
-        served: paths of the files that Hydra asked for.
-        is_draft: whether `???` in a defaults list is no problem yet.
-    """
-
-    files: ClassVar[Files]
-    is_open: ClassVar[bool] = False
-    served: ClassVar[set[str]] = set()
-    is_draft: ClassVar[bool] = False
-
-    @classmethod
-    @contextmanager
-    def of(cls, files: Files) -> Iterator[None]:
-        """Serve these files to Hydra, and leave a program around that uses Hydra as it is."""
-        for plugin in (cls, _Place):
-            Plugins.instance().register(plugin)
-        cls.files, cls.served, cls.is_open = files, set(), True
-        around, base = GlobalHydra.instance().hydra, version.getbase()
-        GlobalHydra.instance().clear()
-        try:
-            yield
-        finally:
-            cls.is_open = False
-            GlobalHydra.instance().hydra = around
-            if isinstance(base, version.Version):
-                version.VersionBase.instance().setbase(base)
-
-    @staticmethod
-    def scheme() -> str:
-        """Return how places of this source begin."""
-        return "linnaeus"
-
-    def available(self) -> bool:
-        """Return that there always is a source."""
-        return True
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return a file as Hydra composes it."""
-        file = self.files.get(config_path) or File(config_path)
-        self.served.add(config_path)
-        content = self.files.marked(file.tree)
-        if "hydra" in content:  # no settings of Hydra itself
-            content["\0hydra"] = content.pop("hydra")
-        if file.defaults is not None:
-            content["defaults"] = _draft(file.defaults) if self.is_draft else file.defaults
-        header = {"package": file.package or node_of(config_path.rpartition("/")[0])}
-        return ConfigResult("linnaeus", config_path, OmegaConf.create(content), header)
-
-    def is_group(self, config_path: str) -> bool:
-        """Return whether there is a folder of this name."""
-        return any((folder / config_path).is_dir() for folder in self.files.folders)
-
-    def is_config(self, config_path: str) -> bool:
-        """Return whether there is a file of this name."""
-        return self.files.get(config_path) is not None
-
-    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the names to choose from in a group."""
-        return names_in(config_path, self.files.folders)
+    lowest: list[str] = []
+    overrides = {
+        ("~" if choice.delete else "") + choice.key: f"={choice.text}" if choice.text else ""
+        for choice in groups
+    }
+    store = ConfigStore.instance()
+    search_path = [escape(f"file://{folder.resolve()}") for folder in folders]
+    with _LOCK:
+        for name, file in own.items():
+            defaults = {} if file.defaults is None else {"defaults": file.defaults}
+            store.store(name, {**file.tree, **defaults})
+        while True:
+            primary = [*({group: None} for group in lowest), *names, "_self_"]
+            store.store(_PRIMARY, {"defaults": primary, "hydra": {"searchpath": search_path}})
+            around = GlobalHydra.instance().hydra  # of a program that uses Hydra
+            GlobalHydra.instance().clear()
+            try:
+                with initialize(config_path=None, version_base="1.3"):
+                    words = [f"{key}{choice}" for key, choice in overrides.items()]
+                    config: Any = compose(_PRIMARY, words, return_hydra_config=True)
+                break
+            except ConfigCompositionException as error:
+                unlisted = re.search(r"Could not \w+ '([^'=]+).*No match", str(error))
+                group = unlisted[1] if unlisted else ""
+                if f"~{group}" in overrides:  # there is nothing to leave out
+                    del overrides[f"~{group}"]
+                elif group in overrides and not _sets_node(group):
+                    overrides[f"+{group}"] = overrides.pop(group)
+                elif _sets_node(group) and group not in lowest:
+                    lowest.append(group)
+                else:
+                    raise ConfigError(_sentence(error, own)) from None
+            except Exception as error:  # Hydra raises errors of many kinds for a broken list
+                raise ConfigError(_sentence(error, own)) from None
+            finally:
+                GlobalHydra.instance().hydra = around
+    chosen = config.hydra.runtime.choices
+    tree: Any = OmegaConf.to_container(config)
+    del tree["hydra"]
+    return tree, {group: str(name) for group, name in chosen.items() if name}
 
 
-class _Place(SearchPathPlugin):  # type: ignore[misc]
-    """Adds the source to Hydra's search path, while files are served."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if Source.is_open:
-            search_path.append("linnaeus", f"{Source.scheme()}://")
+def _sets_node(group: str) -> bool:
+    """Whether a group is named like a node; files of `experiment` set any node."""
+    top = group.partition("@")[0].partition("/")[0]
+    return (top.upper(),) in NODES and top != "experiment"
 
 
-def _draft(defaults: Any) -> Any:
-    """A defaults list without the choices that it leaves to the command line."""
-    if not isinstance(defaults, list):
-        return defaults
-    return [
-        {group: None if name == "???" else name for group, name in entry.items()}
-        if isinstance(entry, dict)
-        else entry
-        for entry in defaults
-    ]
+def chosen_files(
+    own: Iterable[File], chosen: Mapping[str, str], folders: Sequence[FilePath]
+) -> Iterator[File]:
+    """The files of groups, and those that a list of `own` names, as far as they lie in the folders."""
+    lists = (file.defaults for file in own if isinstance(file.defaults, list))
+    names = [("", name) for entries in lists for name in entries if isinstance(name, str)]
+    for group, name in [*names, *((key.partition("@")[0], name) for key, name in chosen.items())]:
+        places = (folder / group / f"{name}.yaml" for folder in folders)
+        if path := next(filter(FilePath.is_file, places), None):
+            file = read_file(str(path), "defaults", group.replace("/", "."))
+            yield replace(file, name=f"preset {group}={name}") if PRESETS in path.parents else file
+
+
+def _sentence(error: Exception, own: Mapping[str, File]) -> str:
+    """What Hydra finds wrong, in one sentence."""
+    if isinstance(error, RecursionError):
+        return "defaults: the files lead back to themselves, or are nested too deeply"
+    text = re.split(r"Config search path:| : Override\(", str(error))[0]
+    text = " ".join(text.strip().replace("\n\n", "; ").split()) or type(error).__name__
+    for name, file in own.items():
+        text = text.replace(f"'{name}'", file.name).replace(name, file.name)
+    return f"defaults: {text}"

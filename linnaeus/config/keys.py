@@ -25,8 +25,6 @@ TARGET = "_target_"
 PRESETS = FilePath(__file__).resolve().parent.parent / "presets"
 SUFFIXES = (".yaml", ".yml")
 """Endings of files; where both are there, the first counts."""
-EXPERIMENT = "experiment"
-"""The group whose files set any node, as everywhere with Hydra, although there is a node EXPERIMENT."""
 
 
 @dataclass(frozen=True)
@@ -133,21 +131,3 @@ def names_in(group: str, folders: Sequence[FilePath]) -> list[str]:
     """The names to choose from in a group; of the group "" the files at the top."""
     files = (file for folder in folders for file in (folder / group).glob("*"))
     return sorted({file.stem for file in files if file.suffix in SUFFIXES and file.is_file()})
-
-
-def node_of(group: str) -> str | None:
-    """The node that a group's files set where they have no `# @package` line; None where Hydra's rule holds.
-
-    >>> node_of("data/augment"), node_of("model/encoder"), node_of("experiment"), node_of("mine")
-    ('DATA.AUGMENT', 'MODEL.encoder', '_global_', None)
-    """
-    names = tuple(group.split("/"))
-    node = tuple(name.upper() for name in names)
-    if names[0] == EXPERIMENT:
-        return "_global_"
-    if node in NODES or (node in KEYS and KEYS[node].is_mapping):
-        return dotted(node)
-    above = next(
-        (node[:size] for size in range(1, len(node)) if node[:size] in PLUGGABLE_PATHS), None
-    )
-    return dotted((*above, *names[len(above) :])) if above else None

@@ -1,23 +1,26 @@
-"""Parses the command line of the configuration. Pure: reads no file and converts no value.
+"""Parses the command line of the configuration. Pure: reads no file.
 
 Overrides are `KEY VALUE`, or Hydra's `KEY=VALUE` with its prefixes `+`, `++` and `~`. A lower-case
-`group=name` selects a preset or a file of one's own.
+`group=name` selects a preset or a file of one's own. Hydra's grammar reads the values.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import typing
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from linnaeus.config.keys import KEYS, NODES, is_open
+from linnaeus.config.keys import KEYS, NODES, Path, is_open, strip_optional
 
 SOURCES = {name: name for name in ("--cfg", "--config-dir", "--config-name")}
 SOURCES |= {"-cd": "--config-dir", "-cn": "--config-name"}
 """The options that name what is read, with their long names."""
-OPTIONS = ("--print-config", "--origin", *SOURCES, "--opts")
+OPTIONS = ("--print-config", *SOURCES, "--opts")
 """Every option of the configuration; a command has others beside them."""
 expanded = os.path.expanduser  # that of Path fails for an unknown user
 _KEY = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
@@ -32,13 +35,98 @@ class Override:
 
     Attributes:
         key: dotted name of a key; name of a group, which may end with `@PACKAGE`.
-        text: the value; None for a `~KEY` without one.
+        text: the value; None for a `~KEY`.
         delete: undo what earlier sources set at the key, or leave out the group, as `~` asks for.
     """
 
     key: str
     text: str | None
     delete: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The key's components."""
+        return tuple(self.key.split("."))
+
+    def value(self) -> Any:
+        """The value by Hydra's grammar; of a key that takes text, a scalar is the text as typed.
+
+        Raises:
+            ValueError: the text has several values, or is broken.
+        """
+        from omegaconf import OmegaConf  # here, because help and completion do not wait for it
+        from omegaconf.errors import GrammarParseError
+
+        hint = strip_optional(KEYS[self.path].hint)[0] if self.path in KEYS else None
+        text = self.text or ""
+        try:
+            value = read_value(text)
+        except SeveralValuesError as error:
+            if typing.get_origin(hint) is list and "(" not in text:
+                return read_value(f"[{text}]")
+            raise ValueError(
+                f"{error}; to run with each of them: linnaeus sweep {self.key}={text}"
+            ) from None
+        try:
+            OmegaConf.create({"value": value})  # parses interpolations
+        except GrammarParseError:
+            raise ValueError(
+                rf"{text!r:.80} is not a valid interpolation; text with ${{ is written \${{"
+            ) from None
+        is_scalar = isinstance(value, bool | int | float) and "(" not in text
+        return text.strip() if hint is str and is_scalar else value
+
+
+class SeveralValuesError(ValueError):
+    """The values of a sweep, where one is wanted."""
+
+
+def read_value(text: str) -> Any:
+    """The value of a text by Hydra's grammar; most text outside the grammar is taken as typed.
+
+    >>> read_value("[1, a]"), read_value("~/birds (2021)")
+    ([1, 'a'], '~/birds (2021)')
+
+    Raises:
+        ValueError: the text has several values; or it begins like a list, a mapping, a quoted text or a
+            function, and is none.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException  # here, because Hydra takes long to import
+
+    try:
+        override = OverridesParser.create().parse_override(f"value={text}")
+    except (HydraException, RecursionError):
+        if not re.match(r"\s*([\[{'\"]|\w+\()", text):
+            return text
+        raise ValueError(
+            f"{text!r:.80} cannot be read by Hydra's grammar; quotes make it text"
+        ) from None
+    if override.is_sweep_override():
+        raise SeveralValuesError(f"{text!r:.80} has several values; quotes make them one text")
+    return override.value()
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value of nested mappings with its key; an empty mapping and a list are values."""
+    if isinstance(tree, Mapping) and tree:
+        for name, child in tree.items():
+            yield from leaves(child, (*path, name))
+    else:
+        yield path, tree
+
+
+def typed_keys(overrides: Sequence[Override]) -> dict[Path, Any]:
+    """The keys that overrides set or delete, with their values.
+
+    Values that cannot be read are left out, and `{}`, which changes nothing below a key.
+    """
+    found: dict[Path, Any] = {}
+    for override in overrides:
+        with suppress(ValueError):
+            value = None if override.text is None else override.value()
+            found |= {path: each for path, each in leaves(value, override.path) if each != {}}
+    return found
 
 
 @dataclass
@@ -48,7 +136,7 @@ class CommandLine:
     Attributes:
         groups: what is chosen in each group.
         sources: `--cfg`, `--config-dir` and `--config-name` with their values.
-        print_config: `--print-config` was given, or `--origin`, which goes with it.
+        print_config: `--print-config` was given.
         stray: tokens that cannot be parsed: the name of a command in a wrong place, for one.
         problems: one sentence for each unusable token.
     """
@@ -57,7 +145,6 @@ class CommandLine:
     groups: dict[str, Override] = field(default_factory=dict)
     sources: list[tuple[str, str]] = field(default_factory=list)
     print_config: bool = False
-    show_origins: bool = False
     stray: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -82,9 +169,14 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
                 line.problems.append(f"{name}: needs a value")
         elif token in OPTIONS:
             line.print_config |= token != "--opts"
-            line.show_origins |= token == "--origin"
         elif (match := _GROUP.fullmatch(token)) and (match[3] is not None or match[1] == "~"):
-            _choose(line, match[1], match[2], match[3])
+            line.groups.pop(match[2], None)
+            text = (match[3] or "").strip("'\"")
+            is_choice = text not in ("", "null")
+            is_left_out = match[1] == "~" or not is_choice
+            line.groups[match[2]] = Override(match[2], text if is_choice else None, is_left_out)
+        elif token.startswith("~") and "=" in token:
+            line.problems.append(f"{token}: takes no value: {token.partition('=')[0]}")
         elif (match := _KEY.fullmatch(token)) and (match[3] is not None or match[1] == "~"):
             line.overrides.append(Override(match[2], match[3], delete=match[1] == "~"))
         elif not match or not _is_key(match[2]):
@@ -98,16 +190,6 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         else:
             line.overrides.append(Override(match[2], tokens.popleft()))
     return line
-
-
-def _choose(line: CommandLine, sign: str | None, group: str, text: str | None) -> None:
-    """Note a choice in a group, the last of several; `group=null` leaves the group out, as in Hydra."""
-    name = (text or "").strip("'\"")
-    line.groups.pop(group, None)
-    is_left_out = sign == "~" or name == "null"
-    line.groups[group] = Override(
-        group, None if is_left_out and name in ("", "null") else name, is_left_out
-    )
 
 
 def _is_key(name: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path as FilePath
+from typing import Any
 
 from linnaeus.config.check import Checked
 from linnaeus.config.instantiate import targets
@@ -30,12 +31,12 @@ _TIMM = {
 
 def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
     """Each key that names what is not there, with the predicate of a sentence. Wrong keys are left out."""
-    for path, setting in checked.settings.items():
-        for key, name in targets({path[-1]: setting.value}, path[:-1]):
-            if path not in checked.wrong and (problem := _missing_target(str(name))):
+    for path, value in checked.values.items():
+        for key, name in targets({path[-1]: value}, path[:-1]):
+            if problem := _missing_target(str(name)):
                 yield key, problem
     for key in _TIMM:
-        name = str(checked.value(*key) or "")
+        name = str(checked.values.get(key) or "")
         if ":" not in name and (problem := _missing_in_timm(name, *_TIMM[key])):
             yield key, problem
     for key, place in _paths(checked):
@@ -45,7 +46,9 @@ def missing_references(checked: Checked) -> Iterator[tuple[Path, str]]:
 
 def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
     """The files and folders that must be there, by key."""
-    dataset = {name: checked.value("DATA", "DATASET", name) for name in ("NAME", "ROOT", *_SPLITS)}
+    dataset: dict[str, Any] = {
+        name: checked.values.get(("DATA", "DATASET", name)) for name in ("NAME", "ROOT", *_SPLITS)
+    }
     root = dataset["ROOT"]
     roots = [FilePath(str(each)) for each in (root if isinstance(root, list) else [root or ""])]
     if dataset["NAME"] in IMAGE_FILES:
@@ -55,10 +58,10 @@ def _paths(checked: Checked) -> Iterator[tuple[Path, FilePath]]:
                 beside = roots[0].expanduser() / FilePath(dataset[name]).expanduser()
                 yield ("DATA", "DATASET", name), beside
     files = [("LOSS", "CLASS_WEIGHTS")]
-    if not checked.value("TRAIN", "AUTO_RESUME"):  # a resumed run does not read them
+    if not checked.values.get(("TRAIN", "AUTO_RESUME")):  # a resumed run does not read them
         files.append(("MODEL", "WEIGHTS"))
     for key in files:
-        if (file := checked.value(*key)) not in (None, "balanced"):
+        if (file := checked.values.get(key)) and file != "balanced":
             yield key, FilePath(file)
 
 

@@ -1,7 +1,4 @@
-"""Values as users type them, and the form that OmegaConf's typed nodes take.
-
-Hydra reads the values of the command line, OmegaConf the values of files. Keys of the schema take a little
-more: arithmetic in numbers, a list without brackets, `None` for null, and text as typed.
+"""Values of the schema's types, and the resolvers of `${...}`.
 
 OmegaConf keeps the resolvers of `${...}` for the whole process. Linnaeus registers its resolvers under names
 of its own, so that the resolvers of a program around it stay as they are.
@@ -9,24 +6,20 @@ of its own, so that the resolvers of a program around it stay as they are.
 
 from __future__ import annotations
 
-import ast
 import functools
 import math
 import os
 import re
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import GrammarParseError
 
-from linnaeus.config.keys import TARGET, strip_optional
+from linnaeus.config.keys import KEYS, TARGET, Key, strip_optional
 
-COMMAND_LINE = "command line"
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
 WANTED: Mapping[Any, str] = {
@@ -38,63 +31,24 @@ WANTED: Mapping[Any, str] = {
     dict: "a mapping such as {name: value}",
 }
 """What a key of each type takes."""
-SEVERAL = "has several values; quotes make them one text"
-UNREADABLE = "cannot be read by Hydra's grammar; quotes make it text"
 IMAGE_FILES = ("imagefolder", "manifest")
 """Kinds of datasets that are photographs more often than not."""
-NULLS: Mapping[tuple[str, ...], Any] = {
-    ("EXPERIMENT", "NAME"): None,
-    ("DATA", "AUGMENT", "CROP_SCALE"): ([0.35, 1.0], [0.8, 1.0]),
-    ("DATA", "AUGMENT", "HFLIP"): (0.5, 0.0),
+_OF_DATA: Mapping[str, Any] = {
+    "CROP_SCALE": ([0.35, 1.0], [0.8, 1.0]),
+    "HFLIP": (0.5, 0.0),
 }
-"""Keys whose null follows the dataset, each with its value for `IMAGE_FILES` and for other data."""
-_ARITHMETIC = (
-    ast.Expression,
-    ast.Constant,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
-    ast.FloorDiv,
-    ast.UAdd,
-    ast.USub,
-)
+"""Keys of DATA.AUGMENT whose null follows the data: the value for `IMAGE_FILES`, and for other data."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The value that a source gives to a key.
-
-    Attributes:
-        value: the value by the grammar of its source; of a mapping there is one setting for each key.
-        origin: where it was typed, for messages; `default` for the schema's default.
-        text: a scalar as typed; None where there is no text, or where a file quotes it.
-        problem: why the source's grammar gives no value (`SEVERAL`, `UNREADABLE`); else None.
-    """
-
-    value: Any
-    origin: str
-    text: str | None = None
-    problem: str | None = None
-
-
-def parse(text: str) -> Setting:
-    """Read a value of the command line by Hydra's grammar."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException  # here, because Hydra takes long to import
-
-    text = own_resolvers(text)
-    try:
-        override = OverridesParser.create().parse_override(f"value={text}")
-        if not override.is_sweep_override():
-            return Setting(override.value(), COMMAND_LINE, text.strip())
-        problem: str | None = SEVERAL
-    except (HydraException, RecursionError):
-        is_text = not re.match(r"\s*([\[{'\"]|\w+\()", text)
-        problem = None if is_text else UNREADABLE
-    return Setting(text, COMMAND_LINE, text, problem)
+def map_texts(value: Any, function: Callable[[str], str]) -> Any:
+    """Apply a function to each text in nested lists and mappings."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_texts(item, function) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(item, function) for item in value]
+    return value
 
 
 def own_resolvers(text: str) -> str:
@@ -102,116 +56,70 @@ def own_resolvers(text: str) -> str:
     return re.sub(r"(?<!\\)((?:\\\\)*\$\{)\s*(now|hydra)\s*:", r"\1linnaeus.\2:", text)
 
 
-def tree_of(value: Any, setting: Setting) -> Any:
-    """A mapping as a tree of settings, nested ones included; an empty mapping is a value."""
-    if isinstance(value, Mapping) and value:
-        return {name: tree_of(item, setting) for name, item in value.items()}
-    text = setting.text if value is setting.value else None
-    return Setting(value, setting.origin, text, setting.problem)
-
-
 def show(value: Any) -> str:
     """A value for an error message, at most 80 characters long; text is quoted."""
-    if isinstance(value, Setting):
-        value = value.value if value.text is None else value.text
     shown = repr(value).replace("${linnaeus.", "${")
     return shown if len(shown) <= 80 else f"{shown[:70]}...{shown[-7:]}"
 
 
 def escape(value: Any) -> Any:
     """A resolved value as OmegaConf takes it: `${` in a text of it is no interpolation."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {key: escape(item) for key, item in value.items()}
-    return [escape(item) for item in value] if isinstance(value, list | tuple) else value
+    return map_texts(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
-def convert(setting: Setting, hint: Any = dict) -> Any:
-    """Return what OmegaConf's node with a type hint takes; a `dict` takes any value as it is.
-
-    A number with an interpolation becomes a call of the arithmetic resolver: other keys see its value.
-
-    Raises:
-        ValueError: with the predicate of a sentence whose subject is the key.
-    """
-    hint, is_optional = strip_optional(hint)
-    kind = typing.get_origin(hint) or hint
-    if kind is list and setting.problem:
-        setting = parse(f"[{setting.text}]")
-    value, text = setting.value, setting.text
-    if setting.problem and not (kind in (int, float) and setting.problem == UNREADABLE):
-        raise ValueError(f"{show(text)} {setting.problem}")
-    if text == "None" and (is_optional or hint is Any):
-        value = None
-    if value in (None, MISSING):
-        return value
-    is_reference = isinstance(value, str) and "${" in value
-    if kind is str and isinstance(value, bool | int | float) and "(" not in (text or "("):
-        value = text
-    elif kind in (int, float):
-        value = (
-            f"${{linnaeus.number:'{value}',{kind.__name__}}}"
-            if is_reference
-            else number(value, kind)
-        )
-    elif kind is list and not is_reference:
-        is_read = setting.origin == COMMAND_LINE and text is not None
-        if isinstance(value, str) and value and not is_read:  # of a file or the environment
-            value = parse(value if value.startswith("[") else f"[{value}]").value
-        if value == "" or isinstance(value, dict):
-            raise ValueError(f"{show(setting)} is not {WANTED[list]}")
+def convert(value: Any, key: Key, *, is_reference: bool) -> Any:
+    """Return a resolved value as OmegaConf's node of the key takes it; raises `ValueError`."""
+    hint, is_optional = strip_optional(key.hint)
+    if value == "None" and (is_optional or hint is Any):
+        return None
+    if value is False and "off" in (key.choices or ()):
+        return "off"  # in YAML `off` is false
+    if hint is str and isinstance(value, bool | float) and not is_reference:
+        raise ValueError(f"{value} is not text; quotes make it text")
+    if typing.get_origin(hint) is list and value is not None:
+        if isinstance(value, dict) or (isinstance(value, str) and value[:1] in ("", "[", "{")):
+            hint = "; ${oc.decode:...} reads a list from text" if is_reference else ""
+            raise ValueError(f"{show(value)} is not {WANTED[list]}{hint}")
         (element,) = typing.get_args(hint)
         items = value if isinstance(value, list) else [value]
-        value = [convert(Setting(item, setting.origin), element) for item in items]
-    try:
-        OmegaConf.create({"value": value})  # parses it
-    except GrammarParseError:
-        raise ValueError(
-            rf"{show(setting)} is not a valid interpolation; text with ${{ is written \${{"
-        ) from None
+        return [number(item, element) if element in (int, float) else item for item in items]
+    return number(value, hint) if hint in (int, float) and value is not None else value
+
+
+def with_arithmetic(value: Any, hint: Any) -> Any:
+    """A number with an interpolation as a call of the resolver for arithmetic: other keys see its value."""
+    hint = strip_optional(hint)[0]
+    is_number = hint in (int, float) and isinstance(value, str) and "${" in value
+    if is_number and not re.search(r"['\\]", value):
+        return f"${{linnaeus.number:'{value}',{hint.__name__}}}"
     return value
 
 
 def number(value: Any, kind: type) -> int | float:
     """A finite number of a kind, `int` or `float`, from a number, its text or arithmetic."""
-    hint = ""
-    try:
-        found = evaluate(value) if isinstance(value, str) else value
-        if (
-            type(found) in (int, float)
-            and math.isfinite(found)
-            and (kind is float or found % 1 == 0)
-        ):
-            return kind(found)  # type: ignore[no-any-return]
-    except ZeroDivisionError:
-        raise ValueError(f"{show(value)} divides by zero") from None
-    except (ValueError, SyntaxError, OverflowError):
-        if re.search(r"[-+*/%^()]|\$\{", str(value)):
-            hint = ": arithmetic takes only + - * / //, numbers and parentheses"
+    found = _evaluate(value) if isinstance(value, str) else value
+    is_number = type(found) in (int, float) and math.isfinite(found)
+    if is_number and (kind is float or found % 1 == 0):
+        return kind(found)  # type: ignore[no-any-return]
+    is_arithmetic = found is None and re.search(r"[-+*/%^()]|\$\{", str(value))
+    hint = ": arithmetic takes only + - * / //, numbers and parentheses" if is_arithmetic else ""
     raise ValueError(f"{show(value)} is not {WANTED[kind]}{hint}")
 
 
-def evaluate(text: str) -> Any:
-    """The value of a number or of arithmetic; raises `ValueError` or `SyntaxError` for all else."""
-    if re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):  # 007 too, which Python's syntax lacks
-        return int(text)
-    # The length bounds the depth of the tree, so that no text can exhaust the stack.
-    if len(text) > 200 or not re.fullmatch(r"[0-9a-fA-FxX_.+\-*/() \t]+", text):
-        raise ValueError(text)
-    tree = ast.parse(text.strip(), mode="eval")
-    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)):
-        raise ValueError("not arithmetic")
-    return eval(compile(tree, "arithmetic", "eval"))  # numbers and operators only
+def _evaluate(text: str) -> Any:
+    """The value of a number or of arithmetic; None for all else."""
+    text = re.sub(r"^([-+]?)0+(?=\d+$)", r"\1", text.strip())  # 007, which Python's syntax lacks
+    is_arithmetic = re.fullmatch(r"[\d_.eE+\-*/() \t]{1,200}", text)
+    if not is_arithmetic or re.search(r"\*\*|[\w.)]\s*\(", text):  # no powers, no calls
+        return None
+    try:
+        return eval(text, {"__builtins__": {}})  # numbers and operators only
+    except (SyntaxError, ArithmeticError, NameError, TypeError, AttributeError):
+        return None
 
 
-def register(chosen: Mapping[str, str], cfg: str | None) -> None:
-    """Register Linnaeus' resolvers with OmegaConf.
-
-    Args:
-        chosen: the name chosen in each group.
-        cfg: the last file of `--cfg` or `--config-name`, which names a run without a name.
-    """
+def register(chosen: Mapping[str, str]) -> None:
+    """Register Linnaeus' resolvers with OmegaConf; `chosen` is the name chosen in each group."""
 
     def resolve_number(text: str, kind: str) -> int | float | None:
         """Arithmetic without interpolations; None where a term is null."""
@@ -221,56 +129,57 @@ def register(chosen: Mapping[str, str], cfg: str | None) -> None:
     def now(form: str = "") -> str:
         return moment().strftime(form or "%Y-%m-%d_%H-%M-%S")
 
-    def hydra(name: str, *, _root_: DictConfig) -> str:
-        experiment = _root_.EXPERIMENT
-        if name == "job.name":
-            return str(experiment.NAME)
-        if name in ("run.dir", "runtime.output_dir"):
-            return f"{experiment.OUTPUT_DIR}/{experiment.NAME}"
-        known = {f"runtime.choices.{group}": choice for group, choice in chosen.items()}
-        known["runtime.cwd"] = str(Path.cwd())
+    known = {f"runtime.choices.{group}": name for group, name in chosen.items()}
+    known["runtime.cwd"] = str(Path.cwd())
+
+    def hydra(name: str) -> str:
         if name not in known:
-            there = "runtime.choices.GROUP, runtime.cwd, job.name, run.dir"
-            raise ValueError(f"there is no hydra:{name} here; there are {there}")
+            raise ValueError(
+                f"there is no hydra:{name} here; there are runtime.choices.GROUP and runtime.cwd"
+            )
         return known[name]
 
-    def null(*path: str, _root_: DictConfig) -> Any:
-        dataset = functools.partial(_of_dataset, _root_)
-        target = dataset(TARGET)
-        is_files = not target and dataset("NAME") in IMAGE_FILES
-        if values := NULLS[path]:
-            return values[not is_files]
-        names = [Path(cfg).stem] if cfg else []
-        names += [_folder(dataset("ROOT"), dataset("TRAIN"))] if is_files else []
-        names += [str(target or dataset("NAME")).rpartition(".")[2], "run"]
-        return next(filter(None, map(_folder_name, names)))
-
-    for resolver in (now, hydra, null):
-        OmegaConf.register_new_resolver(f"linnaeus.{resolver.__name__}", resolver, replace=True)
-    OmegaConf.register_new_resolver("linnaeus.number", resolve_number, replace=True)
+    resolvers: dict[str, Any] = {"now": now, "hydra": hydra, "number": resolve_number}
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(f"linnaeus.{name}", resolver, replace=True)
 
 
-def _of_dataset(root: DictConfig, name: str) -> Any:
-    """The value of a key of DATA.DATASET; None where there is none, or where it cannot be resolved."""
-    return OmegaConf.select(root, f"DATA.DATASET.{name}", throw_on_resolution_failure=False)
+def fill_nulls(root: DictConfig, cfg: str | None) -> None:
+    """Fill the keys whose null follows the dataset: some of augmentation, and the name of the run.
 
+    Args:
+        root: the unresolved configuration.
+        cfg: the last file of `--cfg` or `--config-name`, which names a run without a name.
+    """
 
-def _folder(root: Any, train: Any) -> str:
-    """The name of the folder of the images, of several the first; empty where no key says it."""
-    if OmegaConf.is_list(root):
-        root = root[0] if root else None
-    if root is None and train is not None:
-        root = Path(str(train)).parent
-    if root is None:
-        return ""
-    path = Path(str(root))
-    return path.name if path.name not in ("", "..") else path.resolve().name
+    def of_dataset(name: str) -> Any:
+        """The value of a key; None where there is none, or where it cannot be resolved."""
+        key = f"DATA.DATASET.{name}"
+        return OmegaConf.select(root, key, throw_on_resolution_failure=False)
 
-
-def _folder_name(text: str) -> str:
-    """A text as the name of a folder inside another; empty where it cannot be one."""
-    name = "".join(letter if letter.isprintable() else "_" for letter in text).strip(" .")
-    return "" if name == "null" else name
+    raw: Any = OmegaConf.to_container(root)
+    is_named = raw["EXPERIMENT"]["NAME"] is not None
+    if not is_named:  # what names the run cannot follow its name
+        root.EXPERIMENT.NAME = MISSING
+    target = of_dataset(TARGET)
+    is_files = not target and of_dataset("NAME") in IMAGE_FILES
+    for name, values in _OF_DATA.items():
+        if raw["DATA"]["AUGMENT"][name] is None:
+            root.DATA.AUGMENT[name] = values[not is_files]
+    if is_named:
+        return
+    folder = of_dataset("ROOT")
+    folder = folder[0] if OmegaConf.is_list(folder) and folder else folder
+    names = [
+        Path(cfg).stem if cfg else "",
+        Path(str(folder)).resolve().name if is_files and folder else "",
+        str(target or of_dataset("NAME")).rpartition(".")[2],
+        "run",
+    ]
+    check = KEYS["EXPERIMENT", "NAME"].check
+    root.EXPERIMENT.NAME = escape(
+        next(name for name in names if name and check and not check(name))
+    )
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString, RangeSweep, Transformer
 from hydra.errors import HydraException
 
-from linnaeus.config.values import parse
+from linnaeus.config.overrides import read_value
 
 
 def sweep_values(text: str) -> list[str]:
@@ -63,8 +63,11 @@ def sweep_values(text: str) -> list[str]:
 def _typed(value: Any) -> str:
     """An element of a list as it is typed alone."""
     if type(value) is str:
-        alone = parse(value)
-        if alone.problem or alone.value != value:  # it was typed with escapes
+        try:
+            is_same = read_value(value) == value
+        except ValueError:
+            is_same = False
+        if not is_same:  # it was typed with escapes
             value = QuotedString(value, Quote.single)
     if isinstance(value, QuotedString):
         return str(value.with_quotes())

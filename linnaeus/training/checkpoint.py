@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.interface import empty_cache
-from linnaeus.config.aliases import renamed
 from linnaeus.config.schema import EarlyStoppingConfig
 from linnaeus.models.shards import (
     METADATA,
@@ -592,8 +591,6 @@ def load_checkpoint(path: Path, *, mmap: bool = False, check: bool | None = None
         raise CheckpointError(
             f"{path} is of another version of Linnaeus: its progress is {content['progress']!r:.200}"
         )
-    if "config" in names:  # those of an earlier version have other keys
-        content["config"] = renamed(content["config"])
     return content  # type: ignore[no-any-return]
 
 

@@ -11,12 +11,12 @@ from tests.helpers.configs import load, problems
 SETTINGS = sorted({meaning for meaning in aliases().values() if " " not in meaning})
 
 
-def test_every_setting_is_one_that_the_configuration_accepts() -> None:
+def test_every_setting_is_one_that_the_configuration_accepts():
     assert load(*SETTINGS)
     assert problems("OPTIMIZER.MOMENTUM=0.9")
 
 
-def test_a_name_that_a_key_has_too_means_that_key() -> None:
+def test_a_name_that_a_key_has_too_means_that_key():
     for name, meaning in aliases().items():
         keys = [".".join(path) for path in KEYS if path[-1].lower() == name]
         assert not keys or meaning.partition("=")[0] in keys or " " in meaning
@@ -36,29 +36,28 @@ def test_a_name_that_a_key_has_too_means_that_key() -> None:
         ("DATA.WORKERS", "DATA.NUM_WORKERS="),
         ("EXPERIMENT.TENSORBOARD", "EXPERIMENT.LOGGERS=[tensorboard]"),
         ("--resume", "TRAIN.AUTO_RESUME="),
-        ("--report-to=mlflow", "EXPERIMENT.LOGGERS=mlflow"),
         ("--logger=x", "EXPERIMENT.LOGGERS=[tensorboard]"),
         ("TRAINER.CALLBACKS", "TRAIN.CALLBACKS="),
     ],
 )
-def test_a_name_is_found_as_it_is_typed(word: str, setting: str) -> None:
+def test_a_name_is_found_as_it_is_typed(word, setting):
     assert setting in (alias(word) or "")
 
 
-def test_a_value_of_another_framework_leads_to_the_value_of_its_key() -> None:
+def test_a_value_of_another_framework_leads_to_the_value_of_its_key():
     (problem,) = problems("TRAIN.AMP=fp32")
     assert "TRAIN.AMP=off" in problem
     (problem,) = problems("TRAIN.AMP=bf61")
     assert "TRAIN.AMP=off" not in problem
 
 
-def test_what_has_no_key_is_said_in_a_sentence_and_an_unknown_word_has_no_hint() -> None:
+def test_what_has_no_key_is_said_in_a_sentence_and_an_unknown_word_has_no_hint():
     assert alias("MODEL.NUM_CLASSES") == aliases()["num_classes"]
     assert alias("--min-lr=0.1") == aliases()["min_lr"]
     assert alias("--no-such-thing") is alias("MODEL.NAMES") is alias("") is None
 
 
-def test_a_key_that_is_gone_says_so() -> None:
+def test_a_key_that_is_gone_says_so():
     (problem,) = problems("DATA.AUTOBATCH.PREDICT=False")
     assert aliases()["data.autobatch.predict"] in problem
     assert alias("--predict") is None, "it is an option of `linnaeus analyze`"
@@ -72,7 +71,7 @@ def test_a_key_that_is_gone_says_so() -> None:
         ("loss.rank_weights=[1,2]", "LOSS.LEVEL_WEIGHTS"),
     ],
 )
-def test_a_renamed_key_names_the_new_one(typed: str, now: str) -> None:
+def test_a_renamed_key_names_the_new_one(typed, now):
     (problem,) = problems(typed)
     assert now in problem.partition(";")[2]
     assert load(f"{now}={typed.partition('=')[2]}")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from linnaeus.runtime.errors import ConfigError
 
 
 class Thing:
-    def __init__(self, *args: Any, size: Any = None, facts: Any = None, inner: Any = None) -> None:
+    def __init__(self, *args, size=None, facts=None, inner=None):
         self.args, self.size, self.facts, self.inner = args, size, facts, inner
 
 
@@ -26,7 +23,7 @@ THING = f"{__name__}.Thing"
 LEAF = {"_target_": THING, "size": 1}
 
 
-def test_values_are_plain_copies_and_nested_nodes_are_built() -> None:
+def test_values_are_plain_copies_and_nested_nodes_are_built():
     node = {"_target_": THING, "size": [1, [2], [LEAF]], "inner": {"a": [3], "b": {"c": LEAF}}}
     before = copy.deepcopy(node)
     thing = call_target(node, "MODEL", offer={"size": 1})
@@ -37,7 +34,7 @@ def test_values_are_plain_copies_and_nested_nodes_are_built() -> None:
     assert node == before
 
 
-def test_what_the_framework_gives_comes_untouched() -> None:
+def test_what_the_framework_gives_comes_untouched():
     """Of what is offered, what the signature names and the node does not set."""
     facts, values = object(), [1, 2]
     thing = call_target(
@@ -55,15 +52,15 @@ def test_what_the_framework_gives_comes_untouched() -> None:
     }
 
 
-def test_positional_arguments_follow_those_of_the_framework() -> None:
+def test_positional_arguments_follow_those_of_the_framework():
     node = {"_target_": THING, "_args_": [1, {"_target_": "math.sqrt", "_args_": [9]}]}
     assert call_target(node, "MODEL", 0).args == (0, 1, 3.0)
 
 
-def test_values_are_converted_where_the_signature_names_them() -> None:
+def test_values_are_converted_where_the_signature_names_them():
     seen: list[tuple[str, Any]] = []
 
-    def convert(parameter: inspect.Parameter, value: Any) -> Any:
+    def convert(parameter, value):
         seen.append((parameter.name, value))
         return (value,) if parameter.name == "size" else value
 
@@ -74,7 +71,7 @@ def test_values_are_converted_where_the_signature_names_them() -> None:
     assert seen == [("inner", 1), ("size", 2)]
 
 
-def test_text_that_looks_like_an_interpolation_arrives_as_it_is() -> None:
+def test_text_that_looks_like_an_interpolation_arrives_as_it_is():
     assert call_target({"_target_": "builtins.dict", "a": "${x}", "b": [r"\${y}"]}, "MODEL") == {
         "a": "${x}",
         "b": [r"\${y}"],
@@ -82,7 +79,7 @@ def test_text_that_looks_like_an_interpolation_arrives_as_it_is() -> None:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def package(tmp_path, monkeypatch):
     """A folder of modules, as the current folder is under `python -m`. Their imports are undone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -117,9 +114,7 @@ def unguarded(text):
 @pytest.mark.parametrize(
     ("name", "error", "line"), [("Model", KeyError, "13"), ("unguarded", ValueError, "17")]
 )
-def test_an_error_shows_the_last_line_of_the_users_code(
-    package: Path, name: str, error: type[Exception], line: str
-) -> None:
+def test_an_error_shows_the_last_line_of_the_users_code(package, name, error, line):
     (package / "own_model.py").write_text(FAILING)
     with pytest.raises(ConfigError) as caught:
         call_target({"_target_": f"own_model.{name}", "text": "{"}, "MODEL")
@@ -132,7 +127,7 @@ def test_an_error_shows_the_last_line_of_the_users_code(
 
 
 @pytest.mark.parametrize("text", ["x = 1\nimport no_such\n", "x = 1\ny = = 2\n"])
-def test_a_module_that_cannot_be_imported_shows_its_line(package: Path, text: str) -> None:
+def test_a_module_that_cannot_be_imported_shows_its_line(package, text):
     (package / "own_broken.py").write_text(text)
     with pytest.raises(ConfigError, match=r"own_broken\.py, line 2"):
         call_target({"_target_": "own_broken.Model"}, "MODEL")

@@ -11,35 +11,33 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from linnaeus.cli.train import read as train
-from linnaeus.config.dump import save_config, to_yaml, with_batch_sizes, with_new_names
+from linnaeus.config.dump import save_config, to_yaml, with_batch_sizes
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.keys import PRESETS as FOLDER
 from linnaeus.config.keys import available
 from linnaeus.config.load import load_config, read_run_config
-from linnaeus.config.schema import Config, DatasetConfig, ModelConfig
+from linnaeus.config.schema import DatasetConfig, ModelConfig
 from linnaeus.runtime.errors import ConfigError
-from tests.helpers.configs import load, problems, write
+from tests.helpers.configs import load, write
 from tests.helpers.forks import ROOT
 
 PRESETS = [(group, name) for group, names in available().items() for name in names]
 EXPERIMENTS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
-def subjects(*argv: str) -> list[str]:
+def subjects(*argv):
     with pytest.raises(ConfigError) as caught:
         train(argv)
     return [problem.partition(":")[0] for problem in caught.value.problems]
 
 
-def test_defaults_are_typed_and_resolved_and_shared_by_nobody() -> None:
+def test_defaults_are_typed_and_resolved_and_shared_by_nobody():
     config = load()
     assert isinstance(config.MODEL, ModelConfig)
     assert isinstance(config.DATA.DATASET, DatasetConfig)
@@ -57,7 +55,7 @@ def test_defaults_are_typed_and_resolved_and_shared_by_nobody() -> None:
     assert load() == expected != config
 
 
-def test_the_last_override_wins_in_any_spelling() -> None:
+def test_the_last_override_wins_in_any_spelling():
     assert load("DATA.BATCH_SIZE", "8", "--opts", "DATA.BATCH_SIZE=9").DATA.BATCH_SIZE == 9
     config = load(
         "DATA.BATCH_SIZE=9",
@@ -72,21 +70,21 @@ def test_the_last_override_wins_in_any_spelling() -> None:
     assert config.MODEL.NAME == "resnet50"
 
 
-def test_tilde_goes_back_to_the_default() -> None:
+def test_tilde_goes_back_to_the_default():
     write(
         {
             "my": "DATA: {BATCH_SIZE: 8, FOO: 1}\nMODEL: {NAME: x, DROP_RATE: 0.1}\nTRAIN: {AMP: bf16}"
         }
     )
-    assert load(
-        "--cfg=my.yaml", "~DATA.BATCH_SIZE", "~MODEL", "~DATA.FOO", "~TRAIN.AMP=bf16"
-    ) == load("EXPERIMENT.NAME=my")
+    assert load("--cfg=my.yaml", "~DATA.BATCH_SIZE", "~MODEL", "~DATA.FOO", "~TRAIN.AMP") == load(
+        "EXPERIMENT.NAME=my"
+    )
     assert load("DATA.BATCH_SIZE=8", "~DATA", "DATA.BATCH_SIZE_VAL=9") == load(
         "DATA.BATCH_SIZE_VAL=9"
     )
 
 
-def test_followers_follow_unless_set() -> None:
+def test_followers_follow_unless_set():
     argv = [
         "DATA.AUTOBATCH.ENABLED=True",
         "DATA.AUTOBATCH.MIN_BATCH_SIZE=4",
@@ -103,25 +101,7 @@ def test_followers_follow_unless_set() -> None:
     )
 
 
-def test_a_file_that_beats_a_choice_of_the_command_line_is_told_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    write(
-        {
-            "beats": "TRAIN: {EPOCHS: 3}\nMODEL:\n  NAME: test_resnet",
-            "same": "MODEL: {NAME: resnet18}",
-        }
-    )
-    for _ in range(2):
-        assert load("--cfg=beats.yaml", "model=resnet18").MODEL.NAME == "test_resnet"
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert all(word in warning for word in ("MODEL.NAME", "beats.yaml", "model=resnet18"))
-    load("--cfg=beats.yaml", "model=resnet18", "MODEL.NAME=resnet34")
-    load("--cfg=same.yaml", "model=resnet18")
-    assert capsys.readouterr().err == ""
-
-
-def test_all_problems_at_once() -> None:
+def test_all_problems_at_once():
     write({"my": "DATA:\n  BATCHSIZE: 8\n  NUM_WORKERS: few\n"})
     assert subjects(
         "--cfg=my.yaml",
@@ -143,33 +123,31 @@ def test_all_problems_at_once() -> None:
         "modl",
         "model",
         "DATA.BATCHSIZE",
-        "DATA.NUM_WORKERS",
         "DATA.AUTOBATCH.ENABLE",
         "DATA.FOO",
+        "DATA.NUM_WORKERS",
         "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION",
         "TRAIN.AMP",
     ]
 
 
-def test_all_problems_of_defaults_lists_at_once() -> None:
+def test_all_problems_of_defaults_lists_at_once():
     """Hydra names one problem of the lists; it neither hides others nor makes some up."""
     write(
         {
             "my": "defaults:\n- model: resnet51\n- modl: resnet50\n- bse\n- optimizer: ???\n"
-            "- data: [digits, digitz]\n- 7: [x]\n- optional\nTRAIN: {EPOCH: 3}\nMODEL: {width: 3}",
-            "broken": "MODEL: {_target_: my.Model, ]",
+            "- data: [digits, digitz]\n- 7: [x]\n- optional\nTRAIN: {EPOCH: 3}",
+            "broken": "MODEL: {NAME: x, ]",
         }
     )
     found = set(subjects("--cfg=my.yaml", "schedule=cosin", "TRAIN.AMP=x"))
     assert found == {"defaults", "schedule", "TRAIN.EPOCH", "TRAIN.AMP"}
-    broken, other = subjects(
-        "--cfg=broken.yaml", "MODEL.width=3", "~MODEL.depth", "DATA.BATCHSIZE=3"
-    )
+    broken, other = subjects("--cfg=broken.yaml", "DATA.BATCHSIZE=3")
     assert broken.startswith("broken.yaml")
     assert other == "DATA.BATCHSIZE"
 
 
-def test_one_mistake_is_one_problem() -> None:
+def test_one_mistake_is_one_problem():
     """Keys that follow a wrong one are not listed; each key of a cycle is."""
     names = [
         f"DATA.AUTOBATCH.{name}"
@@ -182,13 +160,11 @@ def test_one_mistake_is_one_problem() -> None:
         "OPTIMIZER.LR=${OPTIMIZER.WEIGHT_DECAY}", "OPTIMIZER.WEIGHT_DECAY=${OPTIMIZER.LR}*1"
     )
     assert found == cycle
-    found = subjects("LOSS._target_=my.Loss", "LOSS.a=${x", "LOSS.b=1", "LOSS.c=${LOSS.b}")
+    found = subjects("LOSS._target_=builtins.dict", "LOSS.a=${x", "LOSS.b=1", "LOSS.c=${LOSS.b}")
     assert found == ["LOSS.a"], "not the arguments beside it"
-    write({"my": "lr: 0.1\nOPTIMIZER: {LR: '${lr}'}"})
-    assert subjects("--cfg=my.yaml") == ["lr"]
 
 
-def test_a_target_takes_any_keys_of_every_source_in_place_of_the_built_in_ones() -> None:
+def test_a_target_takes_any_keys_of_every_source_in_place_of_the_built_in_ones():
     write({"my": "MODEL: {_target_: my.Model, depth: 3, inner: {a: 1, b: [1]}}\nLOSS: {weight: 2}"})
     argv = [
         "--cfg=my.yaml",
@@ -220,28 +196,17 @@ def test_a_target_takes_any_keys_of_every_source_in_place_of_the_built_in_ones()
     assert "MODEL.depth" in subjects("--cfg=my.yaml", "~MODEL._target_")
 
 
-def old_names(text: str) -> str:
-    """The file as a version wrote it that had other names for two keys."""
-    return text.replace("    LEVELS:", "    RANKS:").replace("  LEVEL_WEIGHTS:", "  RANK_WEIGHTS:")
+def test_a_file_of_a_run_has_values_only():
+    config = load("DATA.DATASET={_target_: my.Data, x: '\\${y}'}", "EXPERIMENT.NAME=\\${x}")
+    save_config(config, "config.yaml")
+    assert load_config([], read_run_config(Path("config.yaml"))).config == config
+    for text in ("DATA: {BATCH_SIZE: '${TRAIN.EPOCHS}'}", "defaults: [model: resnet50]"):
+        write({"config": text})
+        with pytest.raises(ConfigError, match=r"config\.yaml"):
+            read_run_config(Path("config.yaml"))
 
 
-def test_a_run_of_an_older_version_is_read_under_new_names(tmp_path: Path) -> None:
-    config = load("DATA.DATASET.LEVELS=[order,species]", "LOSS.LEVEL_WEIGHTS=[1,0.5]")
-    path, text = tmp_path / "config.yaml", to_yaml(config)
-    path.write_text(old_names(text))
-    assert load_config([], read_run_config(path)).config == config
-    assert with_new_names(old_names(text)) == text == with_new_names(text)
-    told = problems(f"--cfg={path}")  # what a user writes has the new names
-    assert ["LEVELS" in told[0], "LEVEL_WEIGHTS" in told[1], len(told)] == [True, True, 2]
-
-
-def test_an_argument_of_ones_own_class_keeps_its_name(tmp_path: Path) -> None:
-    config = load("DATA.DATASET={_target_: my.Data, RANKS: 2}", "LOSS._target_=my.Loss")
-    save_config(config, tmp_path / "config.yaml")
-    assert load_config([], read_run_config(tmp_path / "config.yaml")).config == config
-
-
-def test_a_key_that_a_class_of_ones_own_does_not_take_can_be_left_out() -> None:
+def test_a_key_that_a_class_of_ones_own_does_not_take_can_be_left_out():
     write({"my": "MODEL:\n  NAME: test_resnet"})
     argv = ("--cfg=my.yaml", "MODEL._target_=fractions.Fraction", "MODEL.numerator=3")
     with pytest.raises(ConfigError, match=r"~MODEL\.NAME"):
@@ -250,7 +215,7 @@ def test_a_key_that_a_class_of_ones_own_does_not_take_can_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("group", available())
-def test_every_preset_loads(group: str) -> None:
+def test_every_preset_loads(group):
     is_model: Any = importlib.import_module("timm").is_model if group == "model" else lambda _: True
     default = load("EXPERIMENT.NAME=x")
     for name in available()[group]:
@@ -265,14 +230,14 @@ def test_every_preset_loads(group: str) -> None:
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
-def test_every_shipped_experiment_loads(file: Path) -> None:
+def test_every_shipped_experiment_loads(file):
     auto = load("--cfg", str(file)).DATA.AUTOBATCH
     if file.stem == "digits":
         assert (auto.ENABLED, auto.ENABLED_VAL) == (True, True)
         assert auto.MAX_BATCH_SIZE_VAL == 2 * auto.MAX_BATCH_SIZE
 
 
-def test_presets_load_inside_another_hydra_program() -> None:
+def test_presets_load_inside_another_hydra_program():
     OmegaConf.clear_resolvers()
     assert load("model=resnet50").MODEL.NAME == "resnet50"
     assert not GlobalHydra.instance().is_initialized()
@@ -283,19 +248,7 @@ def test_presets_load_inside_another_hydra_program() -> None:
         assert compose(overrides=["+x=1"]) == {"x": 1}
 
 
-def test_the_schema_is_a_structured_config_of_a_hydra_program() -> None:
-    ConfigStore.instance().store("linnaeus", Config)
-    try:
-        with initialize(config_path=None, version_base="1.3"):
-            composed = compose("linnaeus", overrides=["DATA.BATCH_SIZE=8", "+MODEL.KWARGS.x=1"])
-            with pytest.raises(HydraException, match=r"TRAIN\.EPOCHS"):
-                compose("linnaeus", overrides=["TRAIN.EPOCHS=many"])
-    finally:
-        del ConfigStore.instance().repo["linnaeus.yaml"]
-    assert (composed.DATA.BATCH_SIZE, composed.MODEL.KWARGS) == (8, {"x": 1})
-
-
-def reloaded(config: Config) -> Config:
+def reloaded(config):
     Path("again.yaml").write_text(to_yaml(config), encoding="utf-8")
     return load("--cfg=again.yaml")
 
@@ -339,7 +292,7 @@ trees = st.recursive(
 
 
 @pytest.fixture(scope="module")
-def odd() -> Config:
+def odd():
     return load(
         "MODEL._target_=my.Model",
         "MODEL.a={b:[1,{c:null}],d:{}}",
@@ -349,9 +302,7 @@ def odd() -> Config:
 
 
 @given(text=hard_texts, optional=hard_texts | st.none(), tree=trees)
-def test_any_values_survive_the_file(
-    odd: Config, text: str, optional: str | None, tree: Any
-) -> None:
+def test_any_values_survive_the_file(odd, text, optional, tree):
     config = copy.deepcopy(odd)
     config.EXPERIMENT.OUTPUT_DIR = text
     config.DATA.DATASET.ROOT = optional
@@ -360,7 +311,7 @@ def test_any_values_survive_the_file(
     assert reloaded(config) == config
 
 
-def test_with_batch_sizes_makes_a_new_configuration() -> None:
+def test_with_batch_sizes_makes_a_new_configuration():
     before = load()
     after = with_batch_sizes(before, train=48, val=96)
     assert (after.DATA.BATCH_SIZE, after.DATA.BATCH_SIZE_VAL) == (48, 96)
@@ -368,7 +319,7 @@ def test_with_batch_sizes_makes_a_new_configuration() -> None:
     assert with_batch_sizes(after) == after == reloaded(after)
 
 
-def test_a_configuration_that_cannot_be_saved_names_the_key_of_its_folder(tmp_path: Path) -> None:
+def test_a_configuration_that_cannot_be_saved_names_the_key_of_its_folder(tmp_path):
     target = tmp_path / "runs" / "x" / "config.yaml"
     save_config(load(), target)
     assert load("--cfg", str(target)) == load()

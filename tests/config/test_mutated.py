@@ -64,7 +64,7 @@ TOKENS = [
 
 
 @st.composite
-def mutations(draw: st.DrawFn, text: str) -> str:
+def mutations(draw, text):
     """The text with some pieces replaced, doubled or left out."""
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         start = draw(st.integers(0, len(text)))
@@ -80,7 +80,7 @@ files = st.fixed_dictionaries({}, optional={name: mutations(text) for name, text
 command_lines = st.lists(st.sampled_from(TOKENS).flatmap(mutations) | settings, max_size=5)
 
 
-def outcome(texts: dict[str, str], argv: list[str]) -> list[str]:
+def outcome(texts, argv):
     """Load what is there; gives the problems."""
     folder = Path("mutated")
     shutil.rmtree(folder, ignore_errors=True)
@@ -99,10 +99,10 @@ def outcome(texts: dict[str, str], argv: list[str]) -> list[str]:
 
 
 @given(texts=files, argv=command_lines)
-def test_whatever_is_wrong_is_a_config_error(texts: dict[str, str], argv: list[str]) -> None:
+def test_whatever_is_wrong_is_a_config_error(texts, argv):
     assert not {"no text", "no problem"} & {*outcome(texts, argv)}
 
 
-def test_the_control_loads_or_is_refused() -> None:
+def test_the_control_loads_or_is_refused():
     assert outcome(TEXTS, ["DATA.BATCH_SIZE=${TRAIN.EPOCHS} * 2"]) == []
     assert len(outcome(TEXTS, ["DATA.BATCH_SIZE=${TRAIN.EPOCH} * 2"])) == 1

@@ -12,7 +12,7 @@ HOOKS = runpy.run_path(str(ROOT / "tools" / "mkdocs_hooks.py"))
 reference = HOOKS["reference"]
 
 
-def test_every_key_has_a_row_with_its_meaning_and_every_group_a_heading() -> None:
+def test_every_key_has_a_row_with_its_meaning_and_every_group_a_heading():
     lines = reference().splitlines()
     assert {f"{'#' * (len(path) + 1)} {dotted(path)}" for path in NODES} <= {*lines}
     rows = [line for line in lines if line.startswith("| `")]
@@ -23,7 +23,7 @@ def test_every_key_has_a_row_with_its_meaning_and_every_group_a_heading() -> Non
         )
 
 
-def test_every_row_has_four_cells_and_an_anchor() -> None:
+def test_every_row_has_four_cells_and_an_anchor():
     page = reference()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert {row.count("|") for row in rows} == {5}
@@ -33,7 +33,7 @@ def test_every_row_has_four_cells_and_an_anchor() -> None:
     assert any("`0.8`" in row and "> 0" in row and "≤ 1" in row for row in rows)  # the bounds
 
 
-def test_the_site_shows_the_keys_in_place_of_how_to_see_them() -> None:
+def test_the_site_shows_the_keys_in_place_of_how_to_see_them():
     hook = HOOKS["on_page_markdown"]
     page, other = (
         SimpleNamespace(file=SimpleNamespace(src_uri=name)) for name in ("keys.md", "index.md")

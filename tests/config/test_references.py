@@ -39,13 +39,13 @@ except ConfigError as error:
 
 
 @pytest.fixture(autouse=True)
-def _package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "moths").mkdir()
     (tmp_path / "own_package.py").write_text("import torch\n\n\nclass MyLoss: ...\n")
 
 
-def keys(*argv: str) -> list[str]:
+def keys(*argv):
     try:
         read(argv)
     except ConfigError as error:
@@ -53,7 +53,7 @@ def keys(*argv: str) -> list[str]:
     return []
 
 
-def test_all_mistakes_are_found_at_once_without_torch(tmp_path: Path) -> None:
+def test_all_mistakes_are_found_at_once_without_torch(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROCESS, json.dumps([*MISTAKES])],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
@@ -68,7 +68,7 @@ def test_all_mistakes_are_found_at_once_without_torch(tmp_path: Path) -> None:
         assert any(key in line.partition(":")[0] and hint in line for line in told), (key, told)
 
 
-def test_what_is_there_is_no_mistake() -> None:
+def test_what_is_there_is_no_mistake():
     Path("moths/train").mkdir()
     Path("w.csv").touch()
     data = ("data=imagefolder", "DATA.DATASET.ROOT=moths", "DATA.DATASET.TRAIN=train")
@@ -79,11 +79,11 @@ def test_what_is_there_is_no_mistake() -> None:
     assert keys(*data, "DATA.DATASET.VAL=val") == ["DATA.DATASET.VAL"]
 
 
-def test_names_that_a_module_makes_while_it_runs_are_left_to_the_run(tmp_path: Path) -> None:
+def test_names_that_a_module_makes_while_it_runs_are_left_to_the_run(tmp_path):
     (tmp_path / "own_dynamic.py").write_text("def __getattr__(name): ...\n")
     assert not keys("MODEL._target_=own_dynamic.Anything")
     assert keys("MODEL._target_=own_package.Anything") == ["MODEL._target_"]
 
 
-def test_a_configuration_of_another_machine_can_be_printed() -> None:
+def test_a_configuration_of_another_machine_can_be_printed():
     assert read(["data=imagefolder", "DATA.DATASET.ROOT=/nowhere", "--print-config"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,13 +15,13 @@ from tests.helpers.configs import load, write
 
 
 @pytest.fixture(autouse=True)
-def _new_moment() -> Iterator[None]:
+def _new_moment():
     values.moment.cache_clear()
     yield
     values.moment.cache_clear()
 
 
-def test_now_is_one_moment_of_the_process() -> None:
+def test_now_is_one_moment_of_the_process():
     config = load(
         "EXPERIMENT.NAME=${now:%Y-%m-%d_%H-%M-%S-%f}",
         "MODEL.KWARGS.at=[${now:%f}]",
@@ -42,18 +40,14 @@ def test_now_is_one_moment_of_the_process() -> None:
     assert load(r"EXPERIMENT.NAME=\${now:%f}").EXPERIMENT.NAME == "${now:%f}"
 
 
-def test_what_hydra_knows(tmp_path: Path) -> None:
+def test_what_hydra_knows(tmp_path):
     config = load(
         "model=resnet50",
         "DATA.DATASET.ROOT=${hydra:runtime.cwd}/data",
         "EXPERIMENT.NAME=r-${hydra:runtime.choices.model}",
-        "EXPERIMENT.WANDB.PROJECT=${hydra:job.name}",
-        "EXPERIMENT.WANDB.GROUP=${hydra:run.dir}",
-        "EXPERIMENT.WANDB.ENTITY=${hydra:runtime.output_dir}",
     )
     assert f"{tmp_path}/data" == config.DATA.DATASET.ROOT
-    assert config.EXPERIMENT.NAME == config.EXPERIMENT.WANDB.PROJECT == "r-resnet50"
-    assert config.EXPERIMENT.WANDB.GROUP == config.EXPERIMENT.WANDB.ENTITY == "runs/r-resnet50"
+    assert config.EXPERIMENT.NAME == "r-resnet50"
     write(
         {
             "my": "defaults: [{model: vit_tiny}]\nEXPERIMENT: {NAME: '${hydra:runtime.choices.model}'}"
@@ -63,7 +57,7 @@ def test_what_hydra_knows(tmp_path: Path) -> None:
     assert load("--cfg", "my.yaml", "model=resnet18").EXPERIMENT.NAME == "resnet18"
 
 
-def test_resolvers_of_a_program_around_stay() -> None:
+def test_resolvers_of_a_program_around_stay():
     OmegaConf.register_new_resolver("now", lambda form: "theirs", replace=True)
     try:
         assert re.fullmatch(r"\d{4}", load("EXPERIMENT.NAME=${now:%Y}").EXPERIMENT.NAME)
@@ -72,7 +66,7 @@ def test_resolvers_of_a_program_around_stay() -> None:
         OmegaConf.clear_resolver("now")
 
 
-def test_the_moment_of_ranks_is_that_of_their_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_moment_of_ranks_is_that_of_their_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")

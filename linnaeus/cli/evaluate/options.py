@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linnaeus.cli.parser import (
     CommandParser,
@@ -18,10 +18,13 @@ from linnaeus.cli.parser import (
     read_plot,
 )
 from linnaeus.config.keys import KEYS, dotted
-from linnaeus.config.overrides import CommandLine, parse_command_line
+from linnaeus.config.overrides import CommandLine, parse_command_line, typed_keys
 from linnaeus.config.schema import Config
 from linnaeus.runtime.errors import ConfigError, LinnaeusError
 from linnaeus.runtime.files import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from linnaeus.config.files import File
 
 DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
@@ -126,7 +129,7 @@ def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
     problems += _not_taken(line)
     if problems:
         raise ConfigError([*problems, *line.problems])
-    file, below = _base(options)
+    below = _base(options)
     own = load_config(_NOT_SEARCHED, below).config
     loaded = load_config([*_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
     if loaded.print_config:
@@ -134,23 +137,18 @@ def read(argv: Sequence[str]) -> str | tuple[EvaluateOptions, Config, Config]:
     config = loaded.config
     built = [*targets(config.DATA.DATASET, ("DATA", "DATASET")), *targets(config.LOSS, ("LOSS",))]
     of_file = {key: name for key, name in built if not loaded.is_on_command_line(key)}
-    check_targets(of_file, file, trust_code=options.trust_code)
+    check_targets(of_file, Path(below.name), trust_code=options.trust_code)
     return options, config, own
 
 
 def _not_taken(line: CommandLine) -> list[str]:
     """What the command line has that an evaluation does not take, as one sentence each."""
-    from linnaeus.config.check import leaves
-    from linnaeus.config.load import overridden
-
     named = [*dict.fromkeys(name for name, _ in line.sources), *line.groups]
     problems = [
         f"{name}: files and presets have no effect, as the configuration is the run's; set keys instead"
         for name in named
     ]
-    for path in [
-        leaf for start, tree in overridden(line.overrides) for leaf, _ in leaves(tree, start)
-    ]:
+    for path in typed_keys(line.overrides):
         key = dotted(path)
         if (*path[:-1], f"{path[-1]}_VAL") in KEYS:
             problems.append(f"{key}: is for training; an evaluation takes {key}_VAL")
@@ -163,15 +161,15 @@ def _not_taken(line: CommandLine) -> list[str]:
     return problems
 
 
-def _base(options: EvaluateOptions) -> tuple[Path, Mapping[Any, Any]]:
-    """The file with the run's configuration, `config.yaml` or a checkpoint, and the settings in it."""
+def _base(options: EvaluateOptions) -> File:
+    """The file with the run's configuration: `config.yaml` or a checkpoint."""
     from linnaeus.config.load import read_run_config, settings_of
 
     path = options.run
     folder = path.parent.parent if path.is_file() and path.parent.name == CHECKPOINTS else path
     file = folder / "config.yaml"
     if file.is_file():
-        return file, read_run_config(file)
+        return read_run_config(file)
     from linnaeus.inference.trained import find_checkpoint_file
     from linnaeus.training.checkpoint import load_checkpoint
 
@@ -182,7 +180,7 @@ def _base(options: EvaluateOptions) -> tuple[Path, Mapping[Any, Any]]:
         raise ConfigError(f"RUN: {error}") from error
     if not isinstance(nodes, Mapping):
         raise ConfigError(f"{checkpoint}: holds no configuration, so it cannot be evaluated")
-    return checkpoint, settings_of(nodes, str(checkpoint))
+    return settings_of(nodes, str(checkpoint))
 
 
 def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
@@ -190,16 +188,12 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
 
     The run's paths, columns and arguments do not belong to such data.
     """
-    from linnaeus.config.check import leaves
-    from linnaeus.config.load import overridden
-
     dataset = own.DATA.DATASET
     own_kind = dict(dataset) if isinstance(dataset, Mapping) else {"NAME": dataset.NAME}
+    typed = typed_keys(line.overrides)
     is_other = any(
-        leaf in (("DATA", "DATASET", "NAME"), ("DATA", "DATASET", "_target_"))
-        and setting.text not in (None, own_kind.get(leaf[2]))
-        for path, tree in overridden(line.overrides)
-        for leaf, setting in leaves(tree, path)
+        typed.get(("DATA", "DATASET", name)) not in (None, own_kind.get(name))
+        for name in ("NAME", "_target_")
     )
     return ["~DATA.DATASET"] if is_other else []
 

@@ -92,24 +92,8 @@ def birds(trained: Path, run: Run, tmp_path: Path) -> Path:
     return tmp_path / "runs/tiny"
 
 
-@pytest.mark.parametrize("is_checkpoint", [False, True])
-def test_a_run_of_an_older_version_gives_the_logged_figures(
-    run: Run, birds: Path, tmp_path: Path, is_checkpoint: bool
-) -> None:
-    """Its configuration has the names that two keys had; a checkpoint alone has it too."""
-    config, checkpoint = birds / "config.yaml", birds / "checkpoints/last.pt"
-    text = config.read_text()
-    for now, old in (("    LEVELS:", "    RANKS:"), ("  LEVEL_WEIGHTS:", "  RANK_WEIGHTS:")):
-        assert now in text
-        text = text.replace(now, old)
-    config.write_text(text)
-    content = torch.load(checkpoint, weights_only=True)
-    nodes = content["config"]
-    nodes["LOSS"]["RANK_WEIGHTS"] = nodes["LOSS"].pop("LEVEL_WEIGHTS")
-    nodes["DATA"]["DATASET"]["RANKS"] = nodes["DATA"]["DATASET"].pop("LEVELS")
-    torch.save(content, checkpoint)
-    if is_checkpoint:
-        config.unlink()
+def test_a_checkpoint_alone_gives_the_logged_figures(run: Run, birds: Path, tmp_path: Path) -> None:
+    (birds / "config.yaml").unlink()
     outcome = run(*EVALUATE, "--checkpoint", "last", "--output", str(tmp_path / "found"))
     assert outcome.code == 0, outcome.err
     assert content_of(tmp_path / "found.json")["metrics"] == logged(birds)
