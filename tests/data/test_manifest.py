@@ -227,3 +227,13 @@ def test_a_label_is_one_line(folder: Path) -> None:
     bundle = build(folder)
     assert bundle.taxonomy is not None
     assert "cat fish" in bundle.taxonomy.levels[1].classes
+
+
+def test_a_finished_run_reads_no_data(folder: Path, run: Run) -> None:
+    words = ["train", "data=manifest", f"DATA.DATASET.ROOT={folder}", "MODEL.NAME=test_resnet"]
+    words += ["DATA.DATASET.VAL_FRACTION=0.34", "DATA.IMG_SIZE=32", "TRAIN.EPOCHS=1"]
+    words += ["EXPERIMENT.DEVICE=cpu", "DATA.NUM_WORKERS=0", "TRAIN.AUTO_RESUME=True"]
+    assert run(*words).code == 0
+    (folder / "train.csv").unlink()
+    assert run(*words).code == 0
+    assert run(*words, "TRAIN.EPOCHS=2").code != 0
