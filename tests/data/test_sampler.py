@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,7 +108,10 @@ def test_balanced_epochs_are_split_and_resumed_as_others(world: int, skip: int, 
 def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(
     strata: list[int], fraction: float
 ) -> None:
-    train, val = stratified_split([f"{i}.jpg" for i in range(len(strata))], strata, fraction)
+    train, val = stratified_split(
+        [f"{i}.jpg" for i in range(len(strata))], np.array(strata), fraction
+    )
+    train, val = train.tolist(), val.tolist()
     assert sorted(train + val) == list(range(len(strata)))
     assert train == sorted(train)
     assert val == sorted(val)
@@ -121,7 +125,7 @@ def test_split_is_a_partition_near_the_fraction_with_every_class_in_training(
 
 def test_split_is_the_same_for_ever_and_in_any_order() -> None:
     keys, strata = [f"{i}.jpg" for i in range(40)], [i % 2 for i in range(40)]
-    _, val = stratified_split(keys, strata, 0.2)
-    assert val == [0, 1, 11, 12, 15, 25, 30, 38]
-    _, backwards = stratified_split(keys[::-1], strata[::-1], 0.2)
-    assert sorted(39 - position for position in backwards) == val
+    _, val = stratified_split(keys, np.array(strata), 0.2)
+    assert val.tolist() == [0, 1, 11, 12, 15, 25, 30, 38]
+    _, backwards = stratified_split(keys[::-1], np.array(strata[::-1]), 0.2)
+    assert sorted(39 - position for position in backwards) == val.tolist()
