@@ -154,7 +154,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     def __init__(
         self,
         root: Path,
-        paths: Sequence[str],
+        paths: Iterable[str],
         targets: Tensor,
         channels: int,
         transform: Pipeline | None = None,
@@ -372,8 +372,7 @@ def stratified_split(
     Returns:
         Positions of the training and of the validation samples, each ascending.
     """
-    digests = np.frombuffer(b"".join(map(_digest, keys)), ">u8").astype(np.uint64)
-    order = digests.argsort(kind="stable")
+    order = np.fromiter(map(_digest, keys), dtype=np.uint64).argsort(kind="stable")
     order = order[strata[order].argsort(kind="stable")]
     val: list[Places] = []
     seen = num_held = 0
@@ -391,8 +390,9 @@ def stratified_split(
     return _without(len(order), found), np.sort(found)
 
 
-def _digest(key: str) -> bytes:
-    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+def _digest(key: str) -> int:
+    digest = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def _without(number: int, positions: Sequence[int] | Places) -> Places:
