@@ -36,6 +36,7 @@ from linnaeus.runtime.words import counted, several
 T = TypeVar("T")
 Texts = np.ndarray[Any, np.dtype[np.object_]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _JPEG = (".jpg", ".jpeg")
 
 
@@ -92,8 +93,8 @@ class Listing:
         """The number of images with each of the `lineages`."""
         return np.bincount(self.numbers, minlength=len(self.lineages)).tolist()  # type: ignore[no-any-return]
 
-    def take(self, positions: Places) -> Listing:
-        """The listing of some of the samples."""
+    def take(self, positions: Places | Mask) -> Listing:
+        """The listing of some of the samples, by position or by a mask."""
         held, numbers = np.unique(self.numbers[positions], return_inverse=True)
         return replace(
             self,
@@ -337,7 +338,7 @@ def make_split(
             raise DataError(f"{text}; {'these are all samples' if is_all else remedy}")
         report.append(f"{text}; left out")
         numbers = numbers[~is_unknown]
-        listing = listing.take((~is_unknown).nonzero()[0])
+        listing = listing.take(~is_unknown)
     targets = rows[torch.from_numpy(numbers)]
     coarse = listing.paths[np.array([x[-1] is None for x in listing.lineages])[listing.numbers]]
     if len(coarse):

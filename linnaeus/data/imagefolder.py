@@ -229,7 +229,7 @@ def _read_folder(
     if not nested:
         return {split: whole}, is_inat
     split_of = np.array([key[0] for key in keys])
-    found = {s: whole.take((split_of == s).nonzero()[0]) for s in SPLITS}
+    found = {s: whole.take(split_of == s) for s in SPLITS}
     return {
         s: replace(listing, source=f"{folder} ({s} folders)")
         for s, listing in found.items()

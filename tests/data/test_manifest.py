@@ -130,6 +130,7 @@ def test_images_that_are_not_there_are_found_at_the_start(folder, run, monkeypat
     build(folder)  # the negative control: all are there, if not intact
     rows = "".join(f"img/no{i}.jpg,Animalia,cat\n" for i in range(7))
     (folder / f"{split}.csv").write_text(ROWS + rows)
+    (folder / "img/no0.jpg").symlink_to("gone")
     with pytest.raises(DataError) as caught:
         build(folder)
     assert all(text in str(caught.value) for text in (f"{split}.csv", "7 of 13", "img/no0.jpg"))
